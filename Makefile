@@ -1,0 +1,46 @@
+# `make demo` and `make test` need Python 3.11 or newer with its headers and venv, and a C++ compiler;
+# everything else comes into .venv, at the versions in .constraints.txt.
+
+PYTHON ?= python3
+QUESTION ?= What does Python's help say about 'lambda'?
+
+BIN := .venv/bin
+READY := .venv/.ready
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .constraints.txt
+
+.PHONY: help demo test lint types bench clean
+
+help:  ## Say what there is
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 8
+
+demo: $(READY)  ## Fine-tune a small model with all its state on disk, and let it answer
+	$(BIN)/python scripts/make_demo.py demo
+	$(BIN)/ratel finetune configs/demo.yaml
+	$(BIN)/python scripts/complete.py "$(QUESTION)" demo/base demo/output
+
+test: $(READY)  ## Run all tests
+	$(BIN)/python -m pytest
+
+lint: $(READY)  ## Check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)  ## Check types
+	$(BIN)/mypy
+
+bench: $(READY)  ## Measure the AdamW kernel against memory, and a step against PyTorch in memory
+	$(BIN)/python scripts/bench_adamw.py
+	$(BIN)/python scripts/bench_step.py
+
+clean:  ## Remove everything that these targets made
+	rm -rf .venv build demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# torch comes first and alone: its version is fixed before anything else can ask for another.
+$(BIN)/python:
+	$(PYTHON) -m venv .venv
+	$(PIP) torch
+	$(PIP) scikit-build-core nanobind cmake ninja
+
+$(READY): $(BIN)/python .constraints.txt pyproject.toml $(shell find kernels -type f)
+	$(PIP) --no-build-isolation --editable '.[test]'
+	touch $@

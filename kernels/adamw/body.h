@@ -1,0 +1,258 @@
+// The kernels, written once and compiled for each instruction set.
+//
+// For: isa_*.cpp, which include it after lanes.h and their own widen, narrow, multiply_add,
+// correct_square_root, reciprocal_root_estimate, Divisor, has_nan, from_float16 and to_float16. Invariant: every
+// instruction set computes the same bits, and those of torch.optim.AdamW (single-tensor, fp32, CPU). So each
+// rounding below is torch's, fused multiply-adds included, and -ffp-contract=off keeps the compiler from adding
+// its own.
+#pragma once
+
+#include "ratel/kernels.h"
+
+namespace {
+
+using ratel::AdamWScalars;
+using ratel::Bfloat16State;
+using ratel::Element;
+using ratel::Float16State;
+using ratel::Float32State;
+using ratel::Gradient;
+using ratel::SquareRoot;
+
+// One Newton step on the 14-bit estimate, as MKL does it, for values from 0 to below infinity; NaN for infinity
+// and NaN. Small values are scaled, or the residual underflows. The estimate for 0 is finite, so its root is 0.
+RATEL_INLINE Floats mkl_square_root(Floats value) {
+  const auto is_small = value < all_lanes(0x1p-60f);
+  const Floats scaled = is_small ? value * 0x1p64f : value;
+  const Floats estimate = reciprocal_root_estimate(scaled);
+  const Floats root = scaled * estimate;
+  const Floats residual = multiply_add(-root, root, scaled);
+  const Floats refined = multiply_add(residual, estimate * 0.5f, root);
+  return is_small ? refined * 0x1p-32f : refined;
+}
+
+template <SquareRoot kind>
+RATEL_INLINE Floats finite_square_root(Floats value) {
+  return kind == SquareRoot::correct ? correct_square_root(value) : mkl_square_root(value);
+}
+
+// For every value: negative ones, infinity and NaN are the processor's, which are the same in both kinds.
+template <SquareRoot kind>
+RATEL_INLINE Floats any_square_root(Floats value) {
+  const auto is_ordinary = (value > all_lanes(0.0f)) & (value < all_lanes(__builtin_inff()));
+  return is_ordinary ? finite_square_root<kind>(value) : correct_square_root(value);
+}
+
+struct Parameters {
+  Floats weight;
+  Floats m;
+  Floats v;
+};
+
+// torch/optim/adam.py, _single_tensor_adam, operation by operation. The way from v to the denominator is the
+// caller's.
+template <class Denominator>
+RATEL_INLINE Parameters updated(const Parameters& old, Floats raw_gradient, const AdamWScalars& scalars,
+                                Denominator denominator) {
+  const Floats gradient = raw_gradient * scalars.gradient_scale;
+  const Floats decayed = old.weight * scalars.decay_factor;
+  // lerp_: which end the fused multiply-add starts from depends on the weight.
+  const bool near_start = __builtin_fabsf(scalars.one_minus_beta1) < 0.5f;
+  const Floats share = all_lanes(scalars.one_minus_beta1 - (near_start ? 0.0f : 1.0f));
+  const Floats m = multiply_add(share, gradient - old.m, near_start ? old.m : gradient);
+  // mul_, then addcmul_, which torch's build contracts.
+  const Floats v = multiply_add(gradient * scalars.one_minus_beta2, gradient, old.v * scalars.beta2);
+  return {decayed + m * scalars.negative_step_size / denominator(v), m, v};
+}
+
+// For finite v. Any other gives a weight of NaN here, and so does a NaN anywhere.
+template <SquareRoot kind>
+RATEL_INLINE Parameters quickly_updated(const Parameters& old, Floats gradient, const AdamWScalars& scalars,
+                                        const Divisor& bias_correction2_sqrt) {
+  return updated(old, gradient, scalars, [&](Floats v) RATEL_LAMBDA {
+    return bias_correction2_sqrt.divide(finite_square_root<kind>(v)) + scalars.epsilon;
+  });
+}
+
+RATEL_INLINE Parameters load_parameters(const Bfloat16State& state, size_t at, size_t count) {
+  const Words v = load<Words>(state.v32 + at, count);
+  const Floats weight =
+      join_master(load<Halves>(state.hi16 + at, count), load<Halves>(state.lo16 + at, count), v);
+  return {weight, load<Floats>(state.m32 + at, count), as_floats(v & 0x7fffffffu)};
+}
+
+RATEL_INLINE void store_parameters(const Bfloat16State& state, const Parameters& parameters, size_t at, size_t count) {
+  const SplitMaster split = split_master(parameters.weight);
+  store(state.hi16 + at, split.hi16, count);
+  store(state.lo16 + at, split.lo16, count);
+  store(state.m32 + at, parameters.m, count);
+  store(state.v32 + at, (as_words(parameters.v) & 0x7fffffffu) | split.tie, count);
+}
+
+RATEL_INLINE Parameters load_parameters(const Float32State& state, size_t at, size_t count) {
+  return {load<Floats>(state.w32 + at, count), load<Floats>(state.m32 + at, count),
+          load<Floats>(state.v32 + at, count)};
+}
+
+RATEL_INLINE void store_parameters(const Float32State& state, const Parameters& parameters, size_t at, size_t count) {
+  store(state.w32 + at, parameters.weight, count);
+  store(state.m32 + at, parameters.m, count);
+  store(state.v32 + at, parameters.v, count);
+}
+
+RATEL_INLINE Parameters load_parameters(const Float16State& state, size_t at, size_t count) {
+  return load_parameters(Float32State{state.w32, state.m32, state.v32}, at, count);
+}
+
+RATEL_INLINE void store_parameters(const Float16State& state, const Parameters& parameters, size_t at, size_t count) {
+  store(state.w16 + at, to_float16(parameters.weight), count);
+  store_parameters(Float32State{state.w32, state.m32, state.v32}, parameters, at, count);
+}
+
+struct Bfloat16Gradient {
+  const uint16_t* data;
+  RATEL_INLINE Floats at(size_t at, size_t count) const { return from_bfloat16(load<Halves>(data + at, count)); }
+};
+
+struct Float16Gradient {
+  const uint16_t* data;
+  RATEL_INLINE Floats at(size_t at, size_t count) const { return from_float16(load<Halves>(data + at, count)); }
+};
+
+struct Float32Gradient {
+  const float* data;
+  RATEL_INLINE Floats at(size_t at, size_t count) const { return load<Floats>(data + at, count); }
+};
+
+// `step(at, count)` for every full vector, then for the rest.
+template <class Step>
+RATEL_INLINE void for_each_vector(size_t count, Step step) {
+  size_t at = 0;
+  for (; at + kLanes <= count; at += kLanes) {
+    step(at, kLanes);
+  }
+  if (at < count) {
+    step(at, count - at);
+  }
+}
+
+template <class Call>
+RATEL_INLINE void with_gradient(Gradient gradient, Call call) {
+  switch (gradient.element) {
+    case Element::bfloat16:
+      return call(Bfloat16Gradient{static_cast<const uint16_t*>(gradient.data)});
+    case Element::float16:
+      return call(Float16Gradient{static_cast<const uint16_t*>(gradient.data)});
+    case Element::float32:
+      return call(Float32Gradient{static_cast<const float*>(gradient.data)});
+  }
+}
+
+// For anything, slowly: an infinite v is legal (its weight keeps still), and NaN becomes canonical.
+template <SquareRoot kind, class State, class TypedGradient>
+__attribute__((noinline, cold)) void careful_step(const State& state, TypedGradient gradient,
+                                                  const AdamWScalars& scalars, size_t at, size_t count) {
+  const Parameters old = load_parameters(state, at, count);
+  const Parameters result = updated(old, gradient.at(at, count), scalars, [&](Floats v) RATEL_LAMBDA {
+    return any_square_root<kind>(v) / scalars.bias_correction2_sqrt + scalars.epsilon;
+  });
+  store_parameters(state, {canonical(result.weight), canonical(result.m), canonical(result.v)}, at, count);
+}
+
+template <SquareRoot kind, class State, class TypedGradient>
+void adamw_loop(const State& state, TypedGradient gradient, const AdamWScalars& borrowed, size_t count) {
+  const AdamWScalars scalars = borrowed;  // a local copy cannot alias the stores
+  const Divisor bias_correction2_sqrt(scalars.bias_correction2_sqrt);
+  for_each_vector(count, [=](size_t at, size_t length) RATEL_LAMBDA {
+    const Parameters old = load_parameters(state, at, length);
+    const Parameters result = quickly_updated<kind>(old, gradient.at(at, length), scalars, bias_correction2_sqrt);
+    if (__builtin_expect(has_nan(result.weight), 0)) {
+      careful_step<kind>(state, gradient, scalars, at, length);
+    } else {
+      store_parameters(state, result, at, length);
+    }
+  });
+}
+
+template <class State>
+void adamw(State state, Gradient gradient, const AdamWScalars& scalars, size_t count) {
+  with_gradient(gradient, [&](auto typed) {
+    if (scalars.square_root == SquareRoot::correct) {
+      adamw_loop<SquareRoot::correct>(state, typed, scalars, count);
+    } else {
+      adamw_loop<SquareRoot::mkl_avx512>(state, typed, scalars, count);
+    }
+  });
+}
+
+// Flips bits only: run twice, the memory is as before.
+RATEL_INLINE void flip(uint16_t* data, Words key, size_t at, size_t count) {
+  store(data + at, narrow(widen(load<Halves>(data + at, count)) ^ key), count);
+}
+
+RATEL_INLINE void flip(float* data, Words key, size_t at, size_t count) {
+  store(data + at, load<Words>(data + at, count) ^ key, count);
+}
+
+RATEL_INLINE void flip(const Bfloat16State& state, Words key, size_t at, size_t count) {
+  flip(state.hi16, key, at, count);
+  flip(state.lo16, key, at, count);
+  flip(state.m32, key, at, count);
+  flip(state.v32, key, at, count);
+}
+
+RATEL_INLINE void flip(const Float32State& state, Words key, size_t at, size_t count) {
+  flip(state.w32, key, at, count);
+  flip(state.m32, key, at, count);
+  flip(state.v32, key, at, count);
+}
+
+RATEL_INLINE void flip(const Float16State& state, Words key, size_t at, size_t count) {
+  flip(Float32State{state.w32, state.m32, state.v32}, key, at, count);
+  store(state.w16 + at, narrow(key), count);  // AdamW never reads w16
+}
+
+template <class State>
+void stream(State state, Gradient gradient, size_t count) {
+  with_gradient(gradient, [&](auto typed) {
+    for_each_vector(count, [=](size_t at, size_t length) RATEL_LAMBDA {
+      flip(state, as_words(typed.at(at, length)), at, length);
+    });
+  });
+}
+
+void split_bfloat16(const float* w32, Bfloat16State state, size_t count) {
+  for_each_vector(count, [=](size_t at, size_t length) RATEL_LAMBDA {
+    const SplitMaster split = split_master(load<Floats>(w32 + at, length));
+    store(state.hi16 + at, split.hi16, length);
+    store(state.lo16 + at, split.lo16, length);
+    const Words v = load<Words>(state.v32 + at, length);
+    store(state.v32 + at, (v & 0x7fffffffu) | split.tie, length);
+  });
+}
+
+void join_bfloat16(Bfloat16State state, float* w32, size_t count) {
+  for_each_vector(count, [=](size_t at, size_t length) RATEL_LAMBDA {
+    const Words v = load<Words>(state.v32 + at, length);
+    const Halves hi16 = load<Halves>(state.hi16 + at, length);
+    const Halves lo16 = load<Halves>(state.lo16 + at, length);
+    store(w32 + at, join_master(hi16, lo16, v), length);
+  });
+}
+
+void square_root(float* values, SquareRoot kind, size_t count) {
+  for_each_vector(count, [=](size_t at, size_t length) RATEL_LAMBDA {
+    const Floats value = load<Floats>(values + at, length);
+    const Floats root = kind == SquareRoot::correct ? correct_square_root(value)
+                                                    : any_square_root<SquareRoot::mkl_avx512>(value);
+    store(values + at, canonical(root), length);
+  });
+}
+
+}  // namespace
+
+#define RATEL_KERNELS(isa)                                                                                \
+  {                                                                                                       \
+    isa, adamw<Bfloat16State>, adamw<Float32State>, adamw<Float16State>, stream<Bfloat16State>,           \
+        stream<Float32State>, stream<Float16State>, split_bfloat16, join_bfloat16, square_root            \
+  }

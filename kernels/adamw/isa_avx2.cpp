@@ -1,0 +1,42 @@
+// AVX2 with FMA and F16C: Haswell, Zen and later.
+
+#define RATEL_LANES 8
+#include "lanes.h"
+
+#include <immintrin.h>
+
+namespace {
+
+RATEL_INLINE Words widen(Halves halves) { return (Words)_mm256_cvtepu16_epi32((__m128i)halves); }
+
+RATEL_INLINE Halves narrow(Words words) {
+  const __m256i low = _mm256_and_si256((__m256i)words, _mm256_set1_epi32(0xffff));
+  const __m256i packed = _mm256_packus_epi32(low, low);
+  return (Halves)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+}
+
+RATEL_INLINE bool has_nan(Floats floats) {
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)floats, (__m256)floats, _CMP_UNORD_Q)) != 0;
+}
+
+RATEL_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+
+RATEL_INLINE Floats correct_square_root(Floats value) { return (Floats)_mm256_sqrt_ps((__m256)value); }
+
+RATEL_INLINE Floats reciprocal_root_estimate(Floats value) { return reciprocal_root_estimate_in_software(value); }
+
+RATEL_INLINE Floats from_float16(Halves halves) { return (Floats)_mm256_cvtph_ps((__m128i)halves); }
+
+RATEL_INLINE Halves to_float16(Floats floats) {
+  return (Halves)_mm256_cvtps_ph((__m256)floats, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+}  // namespace
+
+#include "divisor_fused.h"
+
+#include "body.h"
+
+const ratel::Kernels ratel::kAvx2Kernels = RATEL_KERNELS("avx2");

@@ -1,0 +1,40 @@
+// AVX-512 F, BW, DQ and VL: Skylake-SP, Zen 4 and later.
+
+#define RATEL_LANES 16
+#include "lanes.h"
+
+#include <immintrin.h>
+
+namespace {
+
+RATEL_INLINE Words widen(Halves halves) { return (Words)_mm512_cvtepu16_epi32((__m256i)halves); }
+
+RATEL_INLINE Halves narrow(Words words) { return (Halves)_mm512_cvtepi32_epi16((__m512i)words); }
+
+RATEL_INLINE bool has_nan(Floats floats) {
+  return _mm512_cmp_ps_mask((__m512)floats, (__m512)floats, _CMP_UNORD_Q) != 0;
+}
+
+RATEL_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+
+RATEL_INLINE Floats correct_square_root(Floats value) { return (Floats)_mm512_sqrt_ps((__m512)value); }
+
+RATEL_INLINE Floats reciprocal_root_estimate(Floats value) {
+  return (Floats)_mm512_rsqrt14_ps(_mm512_max_ps((__m512)value, _mm512_set1_ps(0x1p-126f)));
+}
+
+RATEL_INLINE Floats from_float16(Halves halves) { return (Floats)_mm512_cvtph_ps((__m256i)halves); }
+
+RATEL_INLINE Halves to_float16(Floats floats) {
+  return (Halves)_mm512_cvtps_ph((__m512)floats, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+}  // namespace
+
+#include "divisor_fused.h"
+
+#include "body.h"
+
+const ratel::Kernels ratel::kAvx512Kernels = RATEL_KERNELS("avx512");

@@ -1,0 +1,119 @@
+// Vectors of RATEL_LANES elements, and the conversions between the layouts' number formats.
+//
+// For: body.h. Included once by each isa_*.cpp, after RATEL_LANES is defined. Everything is arithmetic of the
+// GNU vector extensions (gcc, clang), so it means the same bits at every width. What those cannot say, or
+// gcc 12 compiles badly, each isa_*.cpp defines before it includes body.h. Internal linkage throughout: no
+// symbol leaves the object file.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "reciprocal_root_table.h"
+
+#define RATEL_INLINE inline __attribute__((always_inline))
+#define RATEL_LAMBDA __attribute__((always_inline))
+
+namespace {
+
+constexpr size_t kLanes = RATEL_LANES;
+
+typedef float Floats __attribute__((vector_size(4 * RATEL_LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * RATEL_LANES)));
+typedef uint16_t Halves __attribute__((vector_size(2 * RATEL_LANES)));
+
+// How far ahead of each load its stream is fetched: without it the kernels reach 85 % of the stream limit, with
+// 1 to 4 KiB 95 % (2-core Xeon with AVX-512, huge pages, 2026-11). Past the end it does nothing.
+constexpr size_t kPrefetchBytes = 2048;
+
+// `count` is the constant kLanes in the main loop (one vector move) and less in the tail.
+template <class Vector, class Item>
+RATEL_INLINE Vector load(const Item* from, size_t count) {
+  __builtin_prefetch(reinterpret_cast<const char*>(from) + kPrefetchBytes);
+  Vector vector{};
+  __builtin_memcpy(&vector, from, count * sizeof(Item));
+  return vector;
+}
+
+template <class Vector, class Item>
+RATEL_INLINE void store(Item* to, Vector vector, size_t count) {
+  __builtin_memcpy(to, &vector, count * sizeof(Item));
+}
+
+RATEL_INLINE Floats all_lanes(float value) { return value - Floats{}; }  // minus: keeps -0.0
+
+Words widen(Halves halves);  // zero-extends; defined by isa_*.cpp
+
+Halves narrow(Words words);  // keeps the low halves; defined by isa_*.cpp
+
+RATEL_INLINE Floats as_floats(Words words) { return (Floats)words; }
+
+RATEL_INLINE Words as_words(Floats floats) { return (Words)floats; }
+
+// One NaN for all, since instruction sets differ in the payload they pass on.
+RATEL_INLINE Floats canonical(Floats floats) {
+  return as_floats(floats == floats ? as_words(floats) : Words{} + 0x7fc00000u);
+}
+
+RATEL_INLINE Floats from_bfloat16(Halves halves) { return as_floats(widen(halves) << 16); }
+
+RATEL_INLINE Floats from_float16_in_software(Halves halves) {
+  const Words word = widen(halves);
+  const Words magnitude = (word & 0x7fffu) << 13;
+  const Words exponent = magnitude & (0x7c00u << 13);
+  const Words normal = magnitude + (112u << 23);
+  const Words special = magnitude + (224u << 23);  // infinity and NaN
+  const Words tiny = as_words(as_floats(magnitude + (113u << 23)) - all_lanes(0x1p-14f));
+  const Words finite = exponent == 0u ? tiny : normal;
+  const Words bits = exponent == (0x7c00u << 13) ? special : finite;
+  return as_floats(bits | (word & 0x8000u) << 16);
+}
+
+RATEL_INLINE Halves to_float16_in_software(Floats floats) {
+  const Words word = as_words(floats);
+  const Words magnitude = word & 0x7fffffffu;
+  const Words normal = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
+  const Words tiny = as_words(as_floats(magnitude) + all_lanes(0.5f)) - (126u << 23);  // the addition rounds
+  const Words special = magnitude > 0x7f800000u ? Words{} + 0x7e00u : Words{} + 0x7c00u;
+  const Words finite = magnitude < (113u << 23) ? tiny : normal;
+  const Words half = magnitude >= (143u << 23) ? special : finite;
+  return narrow(half | (word >> 16 & 0x8000u));
+}
+
+// The fp32 master out of its halves. `tie` is v32's bits: its sign is set if a low half of 0x8000 was rounded up.
+RATEL_INLINE Floats join_master(Halves hi16, Halves lo16, Words tie) {
+  const Words low = widen(lo16);
+  const Words rounded_up = (low + (tie >> 31) + 0x7fffu) >> 16;
+  return as_floats((widen(hi16) - rounded_up) << 16 | low);
+}
+
+struct SplitMaster {
+  Halves hi16;
+  Halves lo16;
+  Words tie;  // the sign for v32, other bits 0
+};
+
+RATEL_INLINE SplitMaster split_master(Floats master) {
+  const Words word = as_words(master);
+  const Words odd = word >> 16 & 1u;
+  const Words tie = (word & 0x1ffffu) == 0x18000u ? Words{} + 0x80000000u : Words{};
+  return {narrow((word + 0x7fffu + odd) >> 16), narrow(word), tie};
+}
+
+// vrsqrt14ps in integer arithmetic, for positive numbers; below 2^-126 it is that of 2^-126.
+RATEL_INLINE Floats reciprocal_root_estimate_in_software(Floats floats) {
+  const Words word = as_words(floats > all_lanes(0x1p-126f) ? floats : all_lanes(0x1p-126f));
+  const Words exponent = (word >> 23) + 1u;  // even where the true exponent is even
+  const Words row = (exponent & 1u) << 5 | (word >> 18 & 31u);
+  Words intercept, slope;
+  for (size_t lane = 0; lane < kLanes; ++lane) {
+    intercept[lane] = kReciprocalRootLines[row[lane]].intercept;
+    slope[lane] = kReciprocalRootLines[row[lane]].slope;
+  }
+  const Words fraction = (intercept - slope * (word >> 8 & 1023u)) >> 9 << 7;
+  const auto is_even_power = ((exponent & 1u) | (word & 0x7fffffu)) == 0u;
+  const Words half_bits = is_even_power ? Words{} + 0x3f800000u : fraction + 0x3f000000u;
+  return as_floats(half_bits - ((exponent >> 1) << 23) + (64u << 23));
+}
+
+}  // namespace

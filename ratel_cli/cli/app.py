@@ -1,0 +1,146 @@
+"""The `ratel` command: its subcommands, and the one place where errors become lines and exit codes.
+
+Entry point of the package (`ratel`, `python -m ratel_cli`). Each subcommand lives in a file of its
+own, imported when it is called: `--help`, a wrong argument and a wrong config never import torch.
+
+Invariant: `main` returns the exit codes of `errors` for every expected failure, without a traceback;
+an unexpected one is a bug, and its trace goes to a file whose path is told.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+from ratel_cli.errors import BadInput, Interrupted, RatelError
+
+EXIT_BUG = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="ratel",
+    help="Full fine-tuning of Hugging Face models that are larger than GPU and main memory, with their state on NVMe.",
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    try:
+        number = version("ratel-cli")
+    except PackageNotFoundError:
+        number = "(not installed)"
+    typer.echo(f"ratel {number}")
+    raise typer.Exit
+
+
+@app.callback()
+def ratel(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Holds the options that belong to no subcommand; with it, a single subcommand keeps its name."""
+
+
+@app.command(
+    help="Train the model that CONFIG describes, and leave a Hugging Face directory.",
+    epilog="Example: ratel finetune configs/demo.yaml learning_rate=1e-5 storage.paths=[/mnt/a,/mnt/b]",
+)
+def finetune(
+    config: Annotated[Path, typer.Argument(help="The YAML file of the run.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the config to set otherwise.", show_default=False),
+    ] = None,
+    resume: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|no|GENERATION",
+            help="auto: go on from the last committed step, if there is one. no: start again. "
+            "GENERATION: go back to that saved step.",
+        ),
+    ] = "auto",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Stop after the opening statement.")] = False,
+) -> None:
+    _check_resume(resume)
+    from ratel_cli.cli import finetune as command
+
+    command.run(config, overrides or [], resume, dry_run)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code."""
+    try:
+        code = app(args=None if arguments is None else list(arguments), prog_name="ratel", standalone_mode=False)
+    except RatelError as exc:
+        _tell_error(exc)
+        return exc.signal_exit_code if isinstance(exc, Interrupted) else exc.exit_code
+    except TyperException as exc:
+        _tell_usage_error(exc)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        _tell("interrupted", None)
+        return EXIT_INTERRUPTED
+    except Exception as exc:  # noqa: BLE001 - the last resort: every other kind is named above
+        _tell_bug(exc)
+        return EXIT_BUG
+    if code == EXIT_INTERRUPTED:
+        _tell("interrupted", None)
+    return code if isinstance(code, int) else 0
+
+
+def _check_resume(resume: str) -> None:
+    if resume in ("auto", "no") or (resume.isascii() and resume.isdigit()):
+        return
+    raise BadInput(
+        f"argument '--resume {resume}': must be `auto`, `no` or the number of a saved step",
+        "write --resume auto to go on, --resume no to start again",
+    )
+
+
+def _tell(message: str, hint: str | None) -> None:
+    from ratel_cli.runlog import RunLog
+
+    RunLog().error(message, hint)
+
+
+def _tell_error(error: RatelError) -> None:
+    findings = (error, *error.others) if isinstance(error, BadInput) else (error,)
+    for finding in findings:
+        _tell(finding.message, finding.hint)
+
+
+def _tell_usage_error(error: TyperException) -> None:
+    message = error.format_message().rstrip(".")
+    hint = "see ratel --help"
+    if "No such option" in message:
+        hint = "keys of the config are set without dashes: learning_rate=1e-5; see ratel finetune --help"
+    _tell(message[:1].lower() + message[1:], hint)
+
+
+def _tell_bug(error: Exception) -> None:
+    trace = "".join(traceback.format_exception(error))
+    first_line = (str(error).splitlines() or [""])[0]
+    summary = f"this is a bug in Ratel: {type(error).__name__}: {first_line}".rstrip(": ")
+    try:
+        with tempfile.NamedTemporaryFile(prefix="ratel-trace-", suffix=".txt", delete=False) as file:
+            file.write(trace.encode(errors="backslashreplace"))
+    except OSError:
+        sys.stderr.write(trace)
+        _tell(summary, None)
+        return
+    _tell(summary, f"please report it with the trace in {file.name}")

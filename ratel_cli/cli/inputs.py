@@ -1,0 +1,157 @@
+"""Everything that a run reads before it writes: model, weights' source, tokenizer, data.
+
+First phase of `cli.training_run`. Invariant: when `read_inputs` returns, every file of the base model
+and every row of the data has been checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import cast
+
+import torch
+import transformers
+from transformers import AutoTokenizer, PretrainedConfig
+
+from ratel_cli import _native
+from ratel_cli.config.load import load_config
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.errors import BadInput, EnvironmentFailure, RatelError
+from ratel_cli.model.blocks import DecoderModel, find_blocks
+from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, persistent_buffers
+from ratel_cli.model.directory import resolve_base_model
+from ratel_cli.model.initialise import RandomSource
+from ratel_cli.model.skeleton import build_skeleton, read_model_config, supported_attention
+from ratel_cli.movement.store import StoreIdentity
+from ratel_cli.runlog import RunLog
+from ratel_cli.training.data import DatasetSource, Tokenizer, TrainingData, load_training_data
+
+_DECIDES_THE_BITS = (
+    "train_on_inputs", "sequence_len", "sample_packing", "shuffle", "micro_batch_size",
+    "gradient_accumulation_steps", "num_epochs", "max_steps", "learning_rate", "lr_scheduler", "warmup_steps",
+    "warmup_ratio", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "dtype",
+    "gradient_dtype", "attn_implementation", "deterministic", "seed", "val_set_size",
+)  # fmt: skip
+"""Keys that a resumed run must share with the run it continues; the others may change at any time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What was read."""
+
+    base_dir: Path
+    model: DecoderModel
+    source: CheckpointSource | RandomSource
+    buffers: Mapping[str, torch.Tensor]
+    """What the model holds beside its parameters and does not train."""
+    data: TrainingData
+    num_steps: int
+    device: torch.device
+
+
+def read_inputs(config: RunConfig, resources: ExitStack, log: RunLog) -> Inputs:
+    """Read and check it all; `resources` closes what stays open. Raises BadInput, EnvironmentFailure."""
+    assert config.base_model is not None
+    base_dir = resolve_base_model(config.base_model)
+    model_config = read_model_config(base_dir)
+    attention = supported_attention(model_config, config.attn_implementation)
+    if attention != config.attn_implementation:
+        log.notice(
+            f"{model_config.model_type} does not support {config.attn_implementation} attention; using {attention}"
+        )
+    device = _device(config)
+    skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention)
+    model = find_blocks(skeleton, name=Path(config.base_model).name)
+    source, buffers = _open_source(config, base_dir, model, resources)
+    packing = config.sample_packing and model.packs
+    if config.sample_packing and not model.packs:
+        log.notice(f"{model_config.model_type} cannot keep packed samples apart; every sample gets a row of its own")
+    data = load_training_data(
+        [DatasetSource(**item.model_dump()) for item in config.datasets],
+        tokenizer=_tokenizer(base_dir, model_config),
+        sequence_len=config.sequence_len,
+        micro_batch_size=config.micro_batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        packing=packing,
+        shuffle=config.shuffle,
+        seed=config.seed,
+        val_set_size=config.val_set_size,
+        train_on_inputs=config.train_on_inputs,
+        cache_dir=config.output_dir / "run" / "tokens",
+        rejects_path=config.output_dir / "run" / "rejects.jsonl",
+        notice=log.notice,
+    )
+    num_steps = config.max_steps or max(1, round(config.num_epochs * data.steps_per_epoch))
+    return Inputs(
+        base_dir=base_dir,
+        model=model,
+        source=source,
+        buffers=buffers,
+        data=data,
+        num_steps=num_steps,
+        device=device,
+    )
+
+
+def identity_of(config: RunConfig, inputs: Inputs) -> StoreIdentity:
+    """What a store must agree with to be gone on with."""
+    spec = inputs.model.spec
+    shapes = [(p.name, p.shape) for block in spec.blocks for p in block.parameters]
+    return StoreIdentity(
+        model_hash=_hash([spec.architecture, shapes, config.dtype, str(config.base_model), config.random_init]),
+        config_hash=_hash(config.model_dump(mode="json", include=set(_DECIDES_THE_BITS))),
+        data_hash=inputs.data.fingerprint,
+        seed=config.seed,
+        software=(
+            f"ratel {version('ratel-cli')}, torch {torch.__version__}, transformers {transformers.__version__}, "
+            f"{platform.machine()} {_native.active_isa()}"
+        ),
+    )
+
+
+def changed_settings(config: RunConfig, begun_with: Path) -> list[str]:
+    """The keys that decide the bits and are not as in the file that a run left when it began, each with both values."""
+    try:
+        before = load_config(begun_with).config
+    except RatelError:
+        return []
+    old, new = (each.model_dump(mode="json") for each in (before, config))
+    keys = ("base_model", "random_init", *_DECIDES_THE_BITS)
+    return [f"{key} was {old[key]}, is {new[key]}" for key in keys if old[key] != new[key]]
+
+
+def _open_source(
+    config: RunConfig, base_dir: Path, model: DecoderModel, resources: ExitStack
+) -> tuple[CheckpointSource | RandomSource, Mapping[str, torch.Tensor]]:
+    """Where the weights come from, checked whole, and the model's buffers."""
+    if config.random_init:
+        return RandomSource(model.skeleton, config.seed), persistent_buffers(model.skeleton)
+    source = resources.enter_context(CheckpointSource(base_dir, model.skeleton, model.spec))
+    buffers = source.read_buffers()
+    install_buffers(model.skeleton, buffers)
+    return source, buffers
+
+
+def _tokenizer(base_dir: Path, model_config: PretrainedConfig) -> Tokenizer:
+    try:
+        return cast(Tokenizer, AutoTokenizer.from_pretrained(base_dir, config=model_config, trust_remote_code=False))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadInput(f"{base_dir}: no usable tokenizer: {first_line}") from error
+
+
+def _device(config: RunConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentFailure("device: cuda, but torch sees no CUDA device", "set device: cpu, or auto")
+    return torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _hash(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,117 @@
+"""The words of a run: the opening statement and the step line.
+
+`cli.training_run` prints what these functions return. Invariant: nothing is computed here but how it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.plan import Plan
+from ratel_cli.training.metrics import StepMetrics
+from ratel_cli.units import format_bytes, format_count, format_seconds
+
+
+def opening(
+    spec: ModelSpec,
+    plan: Plan,
+    hardware: HardwareProfile,
+    *,
+    dtype: str,
+    samples: int,
+    data_tokens: int,
+    num_steps: int,
+    first_step: int,
+    engine: str,
+    paths: Sequence[Path],
+    output_dir: Path,
+    taken_bytes: int = 0,
+) -> list[tuple[str, str]]:
+    """What will be trained, where the bytes will live, what it will cost. `taken_bytes`: the store has them already."""
+    gpu = hardware.gpu
+    return [
+        (
+            "model",
+            _words(
+                f"{spec.name} ({spec.architecture}): {format_count(spec.num_parameters)} parameters",
+                f"in {len(spec.blocks)} blocks, computing in {dtype}, master weights and moments in fp32",
+            ),
+        ),
+        ("data", f"{_counted(samples, 'sample')}, {format_count(data_tokens)} tokens"),
+        ("step", _step(plan, num_steps, first_step)),
+        ("compute", f"{gpu.name}, {gpu.flops_per_second / 1e12:.3g} TFLOP/s; one block at a time"),
+        ("memory", _memory(plan)),
+        ("NVMe", _nvme(plan, hardware, engine=engine, paths=paths, taken_bytes=taken_bytes)),
+        ("predicted", _prediction(plan, num_steps - first_step)),
+        ("output", str(output_dir)),
+    ]
+
+
+def step_line(metrics: StepMetrics, num_steps: int) -> str:
+    """One line per step; it ends with what the step waited for."""
+    share = metrics.seconds_by_cause[metrics.bottleneck] / metrics.step_seconds
+    parts = [
+        f"step {metrics.step}/{num_steps}",
+        f"loss {metrics.loss:.4f}",
+        f"lr {metrics.learning_rate:.2e}",
+        f"norm {metrics.grad_norm:.3f}",
+        f"{metrics.tokens_per_second:.0f} tokens/s",
+        format_seconds(metrics.step_seconds),
+    ]
+    if metrics.eval_loss is not None:
+        parts.append(f"eval loss {metrics.eval_loss:.4f}")
+    if not metrics.applied:
+        parts.append("not applied: gradients overflowed, the loss scale is halved")
+    parts.append(f"waited for {metrics.bottleneck} ({share:.0%})")
+    return "  ".join(parts)
+
+
+def _step(plan: Plan, num_steps: int, first_step: int) -> str:
+    workload = plan.workload
+    which = f"steps {first_step + 1} to {num_steps}" if first_step < num_steps else f"all {num_steps} steps are done"
+    return _words(
+        _counted(workload.num_micro_batches, "micro-batch", "micro-batches"),
+        f"of {workload.micro_batch_size} x {workload.sequence_len} = {workload.tokens} tokens; {which}",
+    )
+
+
+def _memory(plan: Plan) -> str:
+    fact = f"need {format_bytes(plan.memory.total)} of RAM, have {format_bytes(plan.decisions.host_limit_bytes)}"
+    if plan.decisions.holds_gradients:
+        fact += f"; gradients wait for the norm: {format_bytes(plan.memory.held_gradients)} of them in RAM"
+    if plan.spilled_bytes:
+        fact += f", {format_bytes(plan.spilled_bytes)} on NVMe"
+    return fact
+
+
+def _nvme(plan: Plan, hardware: HardwareProfile, *, engine: str, paths: Sequence[Path], taken_bytes: int) -> str:
+    nvme = hardware.nvme
+    have_bytes = nvme.free_bytes + taken_bytes
+    shortfall_bytes = plan.nvme_bytes - have_bytes
+    too_few = f": {format_bytes(shortfall_bytes)} too few, see storage.paths" if shortfall_bytes > 0 else ""
+    return _words(
+        f"need {format_bytes(plan.nvme_bytes)} in {', '.join(map(str, paths))},",
+        f"have {format_bytes(have_bytes)}{too_few}",
+        f"({engine}, {nvme.read_bytes_per_second / 1e9:.2g} GB/s read,",
+        f"{nvme.write_bytes_per_second / 1e9:.2g} GB/s written)",
+    )
+
+
+def _prediction(plan: Plan, num_steps_left: int) -> str:
+    seconds, written_bytes = plan.time.total, plan.traffic.written_bytes
+    return _words(
+        f"{format_seconds(seconds)} a step, most of it {plan.time.bottleneck};",
+        f"{format_seconds(seconds * num_steps_left)} and {written_bytes * num_steps_left / 1e12:.3g} TB written",
+        "for the run",
+    )
+
+
+def _counted(count: int, singular: str, plural: str | None = None) -> str:
+    return f"{count} {singular if count == 1 else plural or singular + 's'}"
+
+
+def _words(*parts: str) -> str:
+    return " ".join(parts)

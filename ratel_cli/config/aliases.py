@@ -1,0 +1,212 @@
+"""The names that other trainers use: those we accept as ours, and those we refuse with a reason.
+
+Called by `config.load` and `config.overrides` before anything is validated. The tables are the whole
+knowledge; `canonical_key` and `explain_unknown` are the only ways to read them.
+
+Invariant: an alias never changes what a value means, except INVERSE ones, whose booleans are turned.
+A key is refused, not accepted, where tools give it different meanings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from types import MappingProxyType
+
+from ratel_cli.config.schema import DatasetConfig, LimitsConfig, ModelShape, RunConfig, StorageConfig
+from ratel_cli.config.sections import Section
+
+TOP = ""
+SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
+    {
+        TOP: RunConfig,
+        "datasets": DatasetConfig,
+        "storage": StorageConfig,
+        "limits": LimitsConfig,
+        "model_shape": ModelShape,
+    }
+)
+
+_ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        TOP: {
+            "model_name_or_path": "base_model",
+            "model": "base_model",
+            "train_on_prompt": "train_on_inputs",
+            "completion_only_loss": "train_on_inputs",
+            "assistant_only_loss": "train_on_inputs",
+            "cutoff_len": "sequence_len",
+            "max_length": "sequence_len",
+            "max_seq_length": "sequence_len",
+            "packing": "sample_packing",
+            "per_device_train_batch_size": "micro_batch_size",
+            "num_train_epochs": "num_epochs",
+            "epochs": "num_epochs",
+            "lr": "learning_rate",
+            "lr_scheduler_type": "lr_scheduler",
+            "optim": "optimizer",
+            "clip_grad_norm": "max_grad_norm",
+            "gradient_clipping": "max_grad_norm",
+            "torch_dtype": "dtype",
+            "val_size": "val_set_size",
+        },
+        "datasets": {"formatting": "type"},
+    }
+)
+INVERSE = frozenset({"completion_only_loss", "assistant_only_loss"})
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+VALUE_ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "dtype": _DTYPES,
+        "gradient_dtype": _DTYPES,
+        "optimizer": {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw"},
+        "lr_scheduler": {"constant_with_warmup": "constant"},
+    }
+)
+
+_QUANTISED = ("it quantises the model", "Ratel trains every weight in full precision; remove it")
+_ADAPTER = ("it trains an adapter", "Ratel trains every weight, not adapters; remove it")
+_SHARDING = ("it spreads the model over several GPUs", "Ratel streams from NVMe through one device; remove it")
+_OFFLOAD = ("it sets up another engine's offloading", "see `storage` and `limits`, or remove it")
+_MASTER = ("it sets the precision", "use `dtype: bfloat16`, `float16` or `float32`")
+_BATCH = (
+    "it means different things in different tools",
+    "use `micro_batch_size` (rows at once) and `gradient_accumulation_steps`",
+)
+_CHECKPOINTING = ("it fixes what is recomputed", "use `activations`; `auto` decides")
+_ATTENTION = ("it picks an attention kernel", "use `attn_implementation: sdpa` or `flash_attention_2`")
+_TRACKER = ("Ratel sends nothing anywhere", "every step is in run/metrics.jsonl; remove it")
+_REMOTE_CODE = ("code from a model's repository is never run", "remove it")
+_RESUME = ("it is an argument, not a key", "use `--resume auto`, `--resume no` or a generation's number")
+_OVERWRITE = ("it is an argument, not a key", "use `--resume no` to start again")
+_PER_EPOCH = ("it counts per epoch", "use `save_steps` and `eval_steps`")
+_STAGE = ("Ratel does one thing: supervised full fine-tuning", "remove it")
+_LOADER = ("data is prepared once, in order", "remove it")
+_PADDING = ("rows are filled by packing", "use `sample_packing` and `sequence_len`")
+_TEMPLATE = ("the tokenizer's own chat template is used", "remove it, or change the template in the model's directory")
+_STRATEGY = ("the steps alone decide", "use `save_steps` or `eval_steps`; remove it")
+_MERGE = ("merge keys are not supported", "write the keys out")
+
+_FOREIGN: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "batch_size": _BATCH,
+        "train_batch_size": _BATCH,
+        "global_batch_size": _BATCH,
+        "per_device_eval_batch_size": ("evaluation uses `micro_batch_size` too", "remove it"),
+        "eval_batch_size": ("evaluation uses `micro_batch_size` too", "remove it"),
+        "deepspeed": _OFFLOAD,
+        "zero_optimization": _OFFLOAD,
+        "zero_stage": _OFFLOAD,
+        "offload_optimizer": _OFFLOAD,
+        "offload_param": _OFFLOAD,
+        "aio": _OFFLOAD,
+        "fsdp": _SHARDING,
+        "tensor_parallel_size": _SHARDING,
+        "sequence_parallel_degree": _SHARDING,
+        "context_parallel_size": _SHARDING,
+        "load_in_4bit": _QUANTISED,
+        "load_in_8bit": _QUANTISED,
+        "quantization_bit": _QUANTISED,
+        "quantization_config": _QUANTISED,
+        "adapter": _ADAPTER,
+        "peft": _ADAPTER,
+        "use_peft": _ADAPTER,
+        "use_dora": _ADAPTER,
+        "bf16": _MASTER,
+        "fp16": _MASTER,
+        "tf32": _MASTER,
+        "pure_bf16": _MASTER,
+        "gradient_checkpointing": _CHECKPOINTING,
+        "activation_offloading": _CHECKPOINTING,
+        "flash_attention": _ATTENTION,
+        "flash_attn": _ATTENTION,
+        "xformers_attention": _ATTENTION,
+        "sdp_attention": _ATTENTION,
+        "eager_attention": _ATTENTION,
+        "trust_remote_code": _REMOTE_CODE,
+        "resume_from_checkpoint": _RESUME,
+        "auto_resume_from_checkpoints": _RESUME,
+        "overwrite_output_dir": _OVERWRITE,
+        "saves_per_epoch": _PER_EPOCH,
+        "evals_per_epoch": _PER_EPOCH,
+        "save_strategy": _STRATEGY,
+        "eval_strategy": _STRATEGY,
+        "evaluation_strategy": _STRATEGY,
+        "stage": _STAGE,
+        "do_train": _STAGE,
+        "finetuning_type": _STAGE,
+        "rl": _STAGE,
+        "template": _TEMPLATE,
+        "chat_template": _TEMPLATE,
+        "pad_to_sequence_len": _PADDING,
+        "group_by_length": _PADDING,
+        "dataset_prepared_path": _LOADER,
+        "dataset_num_proc": _LOADER,
+        "dataset_processes": _LOADER,
+        "preprocessing_num_workers": _LOADER,
+        "<<": _MERGE,
+    }
+)
+_FOREIGN_PREFIXES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "lora_": _ADAPTER,
+        "qlora": _ADAPTER,
+        "peft_": _ADAPTER,
+        "bnb_": _QUANTISED,
+        "fsdp_": _SHARDING,
+        "ddp_": _SHARDING,
+        "deepspeed_": _OFFLOAD,
+        "wandb_": _TRACKER,
+        "mlflow_": _TRACKER,
+        "comet_": _TRACKER,
+        "hub_": ("Ratel uploads nothing", "upload `output_dir` when it is done; remove it"),
+        "push_to_hub": ("Ratel uploads nothing", "upload `output_dir` when it is done; remove it"),
+        "dataloader_": _LOADER,
+    }
+)
+
+
+def canonical_key(section: str, written: str) -> str:
+    """Our name of a key: the alias's target, or the key itself."""
+    return _ALIASES.get(section, {}).get(written, written)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnknownKey:
+    """What to say about a key that a section does not have."""
+
+    message: str
+    hint: str | None
+    meant: str | None = None
+    """Our name of the key that was probably meant."""
+
+
+def explain_unknown(section: str, written: str) -> UnknownKey:
+    """The message and hint for a key that the section does not have."""
+    known = [*SECTIONS[section].model_fields, *_ALIASES.get(section, {})]
+    foreign = _FOREIGN.get(written)
+    close = [] if foreign else get_close_matches(written, known, n=1, cutoff=0.8)
+    for prefix, told in _FOREIGN_PREFIXES.items():
+        if foreign is None and not close and written.startswith(prefix):
+            foreign = told
+    if foreign:
+        reason, hint = foreign
+        return UnknownKey(message=f"`{written}` is not a key of Ratel: {reason}", hint=hint)
+    message = f"unknown key `{written}`" + (f" in `{section}`" if section else "")
+    belongs = _elsewhere(section, written)
+    if belongs:
+        return UnknownKey(message=message, hint=belongs)
+    close = close or get_close_matches(written, known, n=1, cutoff=0.6)
+    if close:
+        meant = canonical_key(section, close[0])
+        return UnknownKey(message=message, hint=f"did you mean `{close[0]}`?", meant=meant)
+    return UnknownKey(message=message, hint=None)
+
+
+def _elsewhere(section: str, written: str) -> str | None:
+    for other, model in SECTIONS.items():
+        if other != section and written in model.model_fields:
+            return f"`{written}` belongs in `{other}`" if other else f"`{written}` belongs at the top level"
+    return None

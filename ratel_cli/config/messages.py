@@ -1,0 +1,106 @@
+"""What a value is refused with: pydantic's findings, told in the words of a person's YAML.
+
+Called by `config.load` alone. Invariant: a sentence names the key, what it must be, and what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+from pydantic_core import ErrorDetails
+
+from ratel_cli.config.yaml_marks import shorten
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "model_type": "a mapping (`key: value` lines)",
+}
+_BOUNDS = {
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "more than"),
+    "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "less than"),
+}
+_KEY_HINTS = {
+    "max_steps": "leave `max_steps` out to train for `num_epochs`",
+    "save_steps": "give a number of steps, or leave it out to save only at the end",
+    "eval_steps": "give a number of steps, or leave it out to evaluate only at the end",
+}
+_CHAT_HINT = "`chat_template` reads lists of messages with `role` and `content`; `field_messages` names their column"
+_EXACT_HINT = "use `adamw`: its states are on NVMe, so they need not be made smaller"
+_VALUE_HINTS = {
+    "sharegpt": _CHAT_HINT,
+    "chatml": _CHAT_HINT,
+    "adamw_8bit": _EXACT_HINT,
+    "adamw_bnb_8bit": _EXACT_HINT,
+    "paged_adamw_8bit": _EXACT_HINT,
+    "paged_adamw_32bit": _EXACT_HINT,
+}
+
+
+def explain_error(error: ErrorDetails, key: str, default: object) -> tuple[str, str | None]:
+    """The message and hint for one finding of pydantic about ``key``, as the user wrote it."""
+    context: Mapping[str, object] = error.get("ctx") or {}
+    value: object = error["input"]
+    kind = error["type"]
+    if kind == "missing":
+        return f"`{key}` is missing", None
+    if value is None:
+        known = isinstance(default, str | bool | int | float)
+        return f"`{key}` has no value", f"leave the key out for its default ({default})" if known else None
+    if kind == "refused":
+        hint = context["hint"]
+        return f"`{key}` {context['words']}", hint if isinstance(hint, str) else None
+    if kind == "literal_error":
+        return _explain_literal(str(context["expected"]), value, key)
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        bound = context[name]
+        shown = f"{bound:g}" if isinstance(bound, float) else str(bound)
+        return f"`{key}` must be {words} {shown}, not {_show(value)}", _KEY_HINTS.get(key)
+    if kind == "string_too_short":
+        return f"`{key}` must not be empty", None
+    if kind in _EXPECTED:
+        return f"`{key}` must be {_EXPECTED[kind]}, not {_show(value)}", _hint_for_type(kind, value, key)
+    return f"`{key}` is not accepted: {error['msg'][:1].lower()}{error['msg'][1:]}", None
+
+
+def _explain_literal(expected: str, value: object, key: str) -> tuple[str, str | None]:
+    choices = [choice.strip("' ") for choice in expected.replace(" or ", ", ").split(",")]
+    named = [f"`{choice}`" for choice in choices]
+    listed = " or ".join(filter(None, (", ".join(named[:-1]), named[-1])))
+    message = f"`{key}` must be {listed}, not {_show(value)}"
+    if not isinstance(value, str):
+        return message, None
+    close = get_close_matches(value, choices, n=1)
+    return message, _VALUE_HINTS.get(value) or (f"did you mean `{close[0]}`?" if close else None)
+
+
+def _hint_for_type(kind: str, value: object, key: str) -> str | None:
+    if kind == "string_type" and isinstance(value, bool | int | float):
+        return "put it in quotes"
+    if kind in ("int_type", "float_type") and isinstance(value, str) and value.strip().isdigit():
+        return "remove the quotes"
+    if kind == "int_type" and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return f"write {int(value)}"
+    return _KEY_HINTS.get(key)
+
+
+def _show(value: object) -> str:
+    if value is None:
+        return "empty"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return shorten(value)
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return "a list"
+    return shorten(str(value)).strip("'")

@@ -1,0 +1,120 @@
+"""The `key=value` arguments of the command line, laid over the file's tree.
+
+Called by `config.load`, after the file's keys have our names. Keys are dotted (`storage.engine`,
+`datasets.0.path`), values are YAML scalars or flow lists, the first `=` divides.
+
+Invariant: a later argument wins over an earlier one and over the file; an argument that decides what
+another key of the file decides too (`max_steps`, `num_epochs`) takes that key's place.
+"""
+
+from __future__ import annotations
+
+from ratel_cli.config.aliases import SECTIONS, TOP, canonical_key, explain_unknown
+from ratel_cli.config.dialect import Dialect
+from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Where, read_value, shorten
+
+_EITHER_OR = (("warmup_steps", "warmup_ratio"), ("num_epochs", "max_steps"), ("base_model", "model_shape"))
+_FORM = "write it as key=value, such as learning_rate=1e-4"
+
+
+def apply_override(root: Marked, argument: str, number: int, dialect: Dialect) -> None:
+    """Lay the ``number``-th argument (from 1) over the tree; what is wrong with it becomes a finding."""
+    where = Where(layer=number, line=0, column=0, origin=f"argument {shorten(argument, 80)}")
+    key, equals, text = argument.partition("=")
+    steps = key.strip().split(".")
+    if not equals or not all(steps):
+        dialect.findings.append(Finding(where=where, message="not an override", hint=_FORM))
+        return
+    value = read_value(text, where, dialect.findings)
+    target = _target(root, steps[:-1], where, dialect)
+    if value is None or target is None:
+        return
+    section, mapping = target
+    if section == "datasets" and isinstance(mapping.content, list):
+        _replace_item(mapping, steps[-1], value, where, dialect)
+        return
+    small = Marked(where=where, content={steps[-1]: Entry(where=where, written=steps[-1], value=value)})
+    if section == TOP:
+        dialect.translate(TOP, small)
+    else:
+        dialect.translate_part(section, small)
+    assert isinstance(small.content, dict)
+    if isinstance(mapping.content, dict):
+        mapping.content.update(small.content)
+    if section == TOP:
+        for name, entry in small.content.items():
+            _displace(mapping, name, entry, dialect)
+
+
+def _target(root: Marked, steps: list[str], where: Where, dialect: Dialect) -> tuple[str, Marked] | None:
+    """The section and the node that the last step of a dotted key belongs to."""
+    if not steps:
+        return TOP, root
+    assert isinstance(root.content, dict)
+    section = canonical_key(TOP, steps[0])
+    if section not in SECTIONS:
+        if section in SECTIONS[TOP].model_fields:
+            finding = Finding(where=where, message=f"`{section}` has no keys of its own")
+        else:
+            unknown = explain_unknown(TOP, steps[0])
+            finding = Finding(where=where, message=unknown.message, hint=unknown.hint)
+        dialect.findings.append(finding)
+        return None
+    empty = Marked(where=where, content={})
+    entry = root.content.setdefault(section, Entry(where=where, written=section, value=empty))
+    if entry.value.content is None:
+        entry.value = empty
+    if section != "datasets":
+        if len(steps) == 1:
+            return section, entry.value
+        dialect.findings.append(Finding(where=where, message=f"`{section}.{steps[1]}` has no keys of its own"))
+        return None
+    return _dataset_target(entry.value, steps[1:], where, dialect)
+
+
+def _dataset_target(datasets: Marked, steps: list[str], where: Where, dialect: Dialect) -> tuple[str, Marked] | None:
+    if not steps:
+        return "datasets", datasets
+    item = _item(datasets, steps[0], where, dialect)
+    if item is None:
+        return None
+    if len(steps) > 1:
+        message = f"`datasets.{steps[0]}.{steps[1]}` has no keys of its own"
+        dialect.findings.append(Finding(where=where, message=message))
+        return None
+    return "datasets", item
+
+
+def _replace_item(datasets: Marked, step: str, value: Marked, where: Where, dialect: Dialect) -> None:
+    item = _item(datasets, step, where, dialect)
+    if item is not None:
+        item.where, item.content = value.where, value.content
+        dialect.translate_item(item)
+
+
+def _item(datasets: Marked, step: str, where: Where, dialect: Dialect) -> Marked | None:
+    items = datasets.content if isinstance(datasets.content, list) else []
+    if not (step.isascii() and step.isdigit()):
+        message = f"`{step}` is not the number of a dataset"
+        hint = "datasets are counted from 0: datasets.0.path=a.jsonl"
+        dialect.findings.append(Finding(where=where, message=message, hint=hint))
+        return None
+    if len(step) > 6 or int(step) >= len(items):
+        message = f"there is no dataset {shorten(step).strip(chr(39))}; the config has {len(items)}, counted from 0"
+        dialect.findings.append(Finding(where=where, message=message))
+        return None
+    return items[int(step)]
+
+
+def _displace(root: Marked, name: str, entry: Entry, dialect: Dialect) -> None:
+    """Drop the file's key that decides the same thing, and say so."""
+    assert isinstance(root.content, dict)
+    if entry.value.content is None:
+        return
+    for group in _EITHER_OR:
+        for other in group if name in group else ():
+            if other != name and other in root.content and root.content[other].where.layer == 0:
+                displaced = root.content.pop(other)
+                if displaced.value.content is not None:
+                    message = f"takes the place of `{displaced.written}` in the file"
+                    dialect.notices.append(Finding(where=entry.where, message=message))

@@ -1,0 +1,177 @@
+"""The gradient of one block: summed over micro-batches, rounded once, held until the update takes it.
+
+`engine.step` opens a `GradientSum` per block in backward and turns it into a `BlockGradient` (G16),
+which `engine.adamw` consumes: at once, or, when the norm of the whole model decides the clipping,
+after backward. Held gradients lie in host memory, or in the scratch file when the limit says so.
+
+Invariants: contributions are added in fp32 in the order in which they come, and rounded once to the
+gradient dtype; a parameter that got no gradient has none (AdamW skips it, as in torch); norms are
+those of `torch.nn.utils.clip_grad_norm_` on the fp32 values of G16, tensor by tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ratel_cli.model.spec import BlockSpec
+from ratel_cli.movement.buffers import BufferPool, Lease
+from ratel_cli.movement.copies import to_host
+from ratel_cli.movement.scratch import Scratch
+
+
+class GradientSum:
+    """Adds up one block's gradients. With a single contribution it costs no fp32 buffer."""
+
+    def __init__(self, block: BlockSpec, pool: BufferPool, *, dtype: torch.dtype, single: bool) -> None:
+        self._block = block
+        self._dtype = dtype
+        self._pool = pool
+        self._present = [False] * len(block.parameters)
+        sum_dtype = dtype if single else torch.float32
+        self._single = single
+        self._lease = pool.lease(block.num_elements * sum_dtype.itemsize, f"gradient of {block.name}")
+        flat = torch.frombuffer(self._lease.memory, dtype=sum_dtype)
+        self._views = tuple(flat[parameter.start : parameter.stop] for parameter in block.parameters)
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add one contribution: a gradient or None for each of the block's parameters, in their order."""
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                self.add_one(index, gradient)
+
+    def add_one(self, index: int, gradient: torch.Tensor) -> None:
+        """Add a contribution to the parameter at `index` alone."""
+        view = self._views[index]
+        if not self._present[index]:
+            self._present[index] = True
+            to_host(gradient, view)
+        else:
+            assert not self._single, "a gradient that was to come once came twice"
+            view.add_(gradient.reshape(view.shape).to(view.device))
+
+    def view(self, index: int) -> torch.Tensor:
+        """The flat fp32 sum of the parameter at `index` so far."""
+        return self._views[index]
+
+    def finish(self) -> BlockGradient:
+        """Round to the gradient dtype. The sum's buffer goes back to the pool."""
+        if self._views[0].dtype == self._dtype:
+            lease = self._lease
+        else:
+            lease = self._pool.lease(self._block.num_elements * self._dtype.itemsize, f"gradient of {self._block.name}")
+            torch.frombuffer(lease.memory, dtype=self._dtype).copy_(
+                torch.frombuffer(self._lease.memory, dtype=torch.float32)
+            )
+        self._views = ()
+        if lease is not self._lease:
+            self._lease.release()
+        return BlockGradient(self._block, lease, self._dtype, tuple(self._present))
+
+
+class TiedSum:
+    """Adds up the gradient of an embedding that is also the head, in exactly the order of plain PyTorch.
+
+    There, each micro-batch gives one gradient, head part plus embedding part, and these are summed.
+    Here the head parts of all micro-batches come first. But the embedding part is zero except in the
+    rows of the step's tokens, so only of those rows the head parts must wait: at most one row per
+    token and micro-batch, as small as a block's input.
+    """
+
+    def __init__(self, total: GradientSum, input_ids: Sequence[torch.Tensor]) -> None:
+        self._total = total
+        self._rows = torch.unique(torch.cat([ids.reshape(-1) for ids in input_ids]))
+        self._waiting: list[torch.Tensor] = []
+        self._started = False
+
+    def add_head(self, contributions: Sequence[torch.Tensor]) -> None:
+        """The head's part [vocab, hidden] of the next micro-batch, in one contribution or one for each chunk."""
+        gradient = contributions[0]
+        if len(contributions) > 1:
+            wide = gradient.float()
+            for part in contributions[1:]:
+                wide += part
+            gradient = wide.to(gradient.dtype)
+        self._waiting.append(gradient[self._rows])
+        self._total.add_one(0, gradient)
+
+    def add_embedding(self, gradient: torch.Tensor) -> None:
+        """The embedding's part [vocab, hidden] of the next micro-batch, in the same order."""
+        values = self._total.view(0).view(gradient.shape)
+        contribution = (self._waiting.pop(0) + gradient[self._rows]).to(values)
+        if self._started:
+            contribution = values[self._rows] + contribution
+        self._started = True
+        values[self._rows] = contribution
+
+
+class BlockGradient:
+    """G16 of one block."""
+
+    def __init__(self, block: BlockSpec, lease: Lease, dtype: torch.dtype, present: tuple[bool, ...]) -> None:
+        self.block = block
+        self.present = present
+        """For each parameter, whether it has a gradient."""
+        self._dtype = dtype
+        self._lease: Lease | None = lease
+        self._scratch: Scratch | None = None
+        self._offset_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return self.block.num_elements * self._dtype.itemsize
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The values of all parameters [block.num_elements]; only where `present` are they defined."""
+        assert self._lease is not None, "the gradient is on disk"
+        return torch.frombuffer(self._lease.memory, dtype=self._dtype)
+
+    def norms(self, scale: float) -> dict[str, float]:
+        """The 2-norm of each present parameter's gradient times `scale`, by name, as torch computes it in fp32.
+
+        Floats and not tensors: a few bytes kept between the large buffers of a block would keep malloc
+        from using these again for the next, and memory would grow with the number of layers.
+        """
+        flat = self.flat
+        norms = {}
+        for parameter, present in zip(self.block.parameters, self.present, strict=True):
+            if present:
+                values = flat[parameter.start : parameter.stop].float()
+                if scale != 1.0:
+                    values = values * scale
+                norms[parameter.name] = float(torch.linalg.vector_norm(values, 2.0))
+        return norms
+
+    def spill(self, scratch: Scratch, offset_bytes: int) -> None:
+        """Move the values to `scratch` at `offset_bytes` and give the host memory back."""
+        assert self._lease is not None
+        scratch.write(offset_bytes, self._lease.memory).wait()
+        self._lease.release()
+        self._lease, self._scratch, self._offset_bytes = None, scratch, offset_bytes
+
+    def fetch(self, pool: BufferPool) -> None:
+        """Bring spilled values back to host memory; nothing to do for others."""
+        if self._lease is None:
+            assert self._scratch is not None
+            self._lease = pool.lease(self.num_bytes, f"gradient of {self.block.name}")
+            self._scratch.read(self._offset_bytes, self._lease.memory).wait()
+
+    def release(self) -> None:
+        """The update is done, or will not happen."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+
+def total_norm(norms: Mapping[str, float], order: Sequence[str]) -> torch.Tensor:
+    """The global norm (fp32 scalar) from the norms by parameter, stacked in `order` as torch stacks them."""
+    stacked = torch.tensor([norms[name] for name in order if name in norms], dtype=torch.float32)
+    norm: torch.Tensor = torch.linalg.vector_norm(stacked, 2.0)
+    return norm
+
+
+def clip_coefficient(norm: torch.Tensor, max_norm: float) -> float:
+    """What `clip_grad_norm_` multiplies gradients with: max_norm / (norm + 1e-6), at most 1, in fp32."""
+    return float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))

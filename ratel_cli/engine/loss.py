@@ -1,0 +1,77 @@
+"""The head and the loss, a chunk of tokens at a time, so that logits never exist whole.
+
+`engine.step` calls it between forward and backward with the head's weights bound. The loss of a step
+is the sum of the cross-entropies over the targets of all its micro-batches, divided by their number:
+however a step is cut into micro-batches, it is the same mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from ratel_cli.model.drive import Drive, last_hidden_state
+
+IGNORED = -100
+"""Targets with this value count for nothing (torch's ignore_index)."""
+
+_CHUNK_LOGITS_BYTES = 64 << 20
+
+
+def tokens_per_chunk(vocab_size: int) -> int:
+    """Tokens whose fp32 logits fill 64 MiB: enough for an efficient product, small beside the head itself."""
+    return max(16, _CHUNK_LOGITS_BYTES // (4 * vocab_size))
+
+
+def loss_sum(drive: Drive, finished: object, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of cross-entropies (fp32 scalar) of one chunk: hidden [1, tokens, width], targets [tokens]."""
+    logits = drive.logits(finished, hidden)
+    return cross_entropy(logits[0].float(), targets, ignore_index=IGNORED, reduction="sum")
+
+
+def loss_and_gradients(
+    drive: Drive,
+    finished: object,
+    targets: torch.Tensor,
+    parameters: Sequence[nn.Parameter],
+    *,
+    chunk_tokens: int,
+    num_targets: int,
+    loss_scale: float,
+) -> tuple[float, torch.Tensor, list[list[torch.Tensor | None]]]:
+    """Loss and gradients of one micro-batch through the head.
+
+    `finished` is the owner's output, `targets` [batch, tokens] its targets. Returns the sum of
+    cross-entropies, the gradient of the finished hidden states, and for every chunk the gradients
+    of `parameters`. Gradients are those of loss_scale * sum / num_targets.
+    """
+    hidden = last_hidden_state(finished)
+    flat = hidden.detach().reshape(1, -1, hidden.shape[-1])
+    flat_targets = targets.reshape(-1)
+    gradient = torch.empty_like(flat)
+    total = 0.0
+    of_parameters: list[list[torch.Tensor | None]] = []
+    for start in range(0, flat.shape[1], chunk_tokens):
+        chunk = flat[:, start : start + chunk_tokens].requires_grad_()
+        loss = loss_sum(drive, finished, chunk, flat_targets[start : start + chunk_tokens])
+        scaled = loss / num_targets if loss_scale == 1.0 else loss / num_targets * loss_scale
+        first, *others = torch.autograd.grad(scaled, (chunk, *parameters), allow_unused=True)
+        gradient[:, start : start + chunk_tokens] = first
+        of_parameters.append(list(others))
+        total += float(loss.detach())
+    return total, gradient.view_as(hidden), of_parameters
+
+
+def loss_only(drive: Drive, finished: object, targets: torch.Tensor, *, chunk_tokens: int) -> float:
+    """Sum of cross-entropies of one micro-batch, without gradients."""
+    hidden = last_hidden_state(finished)
+    flat, flat_targets = hidden.reshape(1, -1, hidden.shape[-1]), targets.reshape(-1)
+    return sum(
+        float(
+            loss_sum(drive, finished, flat[:, start : start + chunk_tokens], flat_targets[start : start + chunk_tokens])
+        )
+        for start in range(0, flat.shape[1], chunk_tokens)
+    )

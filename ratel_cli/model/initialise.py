@@ -1,0 +1,77 @@
+"""Random weights from the initialiser of the model's own code (`random_init: true`).
+
+`cli.finetune` imports from a `RandomSource` instead of a checkpoint. One module's parameters exist at
+a time. Invariant: a parameter's bits depend on the seed, the configuration and the module's name
+alone, not on the order of reading nor on how parameters are grouped into blocks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, initialization
+
+from ratel_cli.errors import BadInput
+from ratel_cli.model.skeleton import build_skeleton
+
+
+class RandomSource:
+    """Weights as the configuration's initialiser draws them, in fp32.
+
+    Works on a skeleton of its own, since the run's one may already hold placeholders.
+    """
+
+    def __init__(self, skeleton: PreTrainedModel, seed: int) -> None:
+        with torch.random.fork_rng(devices=[]):
+            self._model = build_skeleton(skeleton.config, dtype="float32", attn_implementation="eager")
+        self._seed = seed
+        self._module_name: str | None = None
+        self._parameters: dict[str, torch.Tensor] = {}
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements of a parameter, flattened."""
+        module_name, _, attribute = name.rpartition(".")
+        if module_name != self._module_name:
+            # Let go of the last module before the next is made.
+            self._module_name, self._parameters = None, {}
+            self._parameters = self._initialise(module_name)
+            self._module_name = module_name
+        return self._parameters[attribute].reshape(-1)[start:stop]
+
+    def _initialise(self, module_name: str) -> dict[str, torch.Tensor]:
+        """Materialise one module's own parameters, run the initialiser on them, return the module to meta."""
+        module = self._model.get_submodule(module_name)
+        resting = dict(module._parameters)
+        drawn: dict[str, torch.Tensor] = {}
+        for attribute, parameter in resting.items():
+            if parameter is not None:
+                # NaN, so that a parameter that the initialiser passes over is found out.
+                drawn[attribute] = torch.full(parameter.shape, torch.nan, dtype=torch.float32)
+                module._parameters[attribute] = nn.Parameter(drawn[attribute], requires_grad=False)
+        seed = hashlib.sha256(f"{self._seed}:{module_name}".encode()).digest()[:8]
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), initialization.guard_torch_init_functions():
+                torch.manual_seed(int.from_bytes(seed, "little") >> 1)
+                self._run_initialisers(module_name)
+        finally:
+            module._parameters.update(resting)
+        for attribute, values in drawn.items():
+            if values.isnan().any():
+                raise BadInput(
+                    f"random_init: {type(self._model).__name__} does not initialise {module_name}.{attribute}",
+                    "start from a checkpoint instead",
+                )
+        return drawn
+
+    def _run_initialisers(self, module_name: str) -> None:
+        """The module, then its ancestors: some of them set weights of their children once more.
+
+        Everything else is on meta, where drawing costs nothing and takes nothing from the generator.
+        """
+        parts = module_name.split(".") if module_name else []
+        path = [self._model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
+        for depth in range(len(path) - 1, -1, -1):
+            owner = next(module for module in reversed(path[: depth + 1]) if isinstance(module, PreTrainedModel))
+            owner._init_weights(path[depth])

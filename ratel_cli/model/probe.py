@@ -1,0 +1,102 @@
+"""Tries a skeleton out on eight tokens to learn what no attribute says.
+
+`model.blocks` asks two things of it: which parameters outside the layers are used before the first
+layer and which after the last, and whether the masks that the model builds from position ids keep
+packed samples apart. Parameters are placeholders, and operators that touch one are not executed but
+only shaped, so the probe of a 100B model takes as long as that of a small one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ratel_cli.model.dispatch import Operator, tensors_in
+from ratel_cli.model.drive import Drive, Embedded, LayerCall, last_hidden_state
+
+_SAMPLE_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Names of the parameters outside the layers, by where the model uses them."""
+
+    before: frozenset[str]
+    after: frozenset[str]
+
+
+def probe_usage(drive: Drive, parameters: Mapping[str, torch.nn.Parameter]) -> tuple[Usage, Embedded]:
+    """Drive two packed samples through `drive` and note which of `parameters` each part reads."""
+    input_ids = torch.zeros((1, 2 * _SAMPLE_TOKENS), dtype=torch.long)
+    position_ids = torch.arange(_SAMPLE_TOKENS).repeat(2).unsqueeze(0)
+    names = {parameter.untyped_storage()._cdata: name for name, parameter in parameters.items()}
+    with torch.no_grad(), _Watch(names) as watch:
+        drive.find_layer_output(input_ids, position_ids)
+        watch.before.clear()
+        drive.at_layer = watch.enter_layers
+        embedded = drive.embed(input_ids, position_ids)
+        watch.leave_layers()
+        finished = drive.finish(torch.zeros_like(embedded.hidden), input_ids, position_ids)
+        drive.logits(finished, last_hidden_state(finished))
+        drive.at_layer = None
+    return Usage(before=frozenset(watch.before), after=frozenset(watch.after)), embedded
+
+
+def keeps_samples_apart(calls: Sequence[LayerCall]) -> bool:
+    """Whether every layer got a mask [.., 2n, 2n] in which the second sample cannot see the first."""
+    return all(any(_separates(leaf) for leaf in tree_leaves((call.arguments, call.keywords))) for call in calls)
+
+
+def _separates(mask: object) -> bool:
+    total = 2 * _SAMPLE_TOKENS
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[-2:] != (total, total):
+        return False
+    across = mask[..., _SAMPLE_TOKENS:, :_SAMPLE_TOKENS]
+    return bool((~across).all() if mask.dtype == torch.bool else (across <= -1e4).all())
+
+
+class _Watch(TorchDispatchMode):
+    """Notes operators that read a placeholder, and shapes their results without computing them."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = names
+        self.before: set[str] = set()
+        self.after: set[str] = set()
+        self._current = self.before
+
+    def enter_layers(self) -> None:
+        """From here on the owner works on what its layers gave."""
+        self._current = self.after
+
+    def leave_layers(self) -> None:
+        """The owner starts again with its embedding."""
+        self._current = self.before
+
+    def __torch_dispatch__(
+        self,
+        func: Operator,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        tensors = tensors_in((args, kwargs))
+        touched = {self._names[key] for tensor in tensors if (key := tensor.untyped_storage()._cdata) in self._names}
+        self._current |= touched
+        if not touched or func.is_view or func._schema.is_mutable:
+            return func(*args, **kwargs)
+        shaped = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
+        return tree_map(_zeros, shaped)
+
+
+def _to_meta(leaf: object) -> object:
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _zeros(leaf: object) -> object:
+    return torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf

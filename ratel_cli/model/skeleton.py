@@ -1,0 +1,109 @@
+"""A Hugging Face decoder without its weights: parameters on the meta device, buffers real.
+
+`cli.finetune` builds one skeleton per run; `model.blocks` finds the blocks in it and `engine` binds
+weights to it one block at a time. Nothing here knows any model family, and no memory is spent on
+weights: a 100B skeleton costs what its Python objects cost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from ratel_cli.errors import BadInput
+from ratel_cli.model.spec import DtypeName
+
+DTYPES: dict[DtypeName, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+def read_model_config(directory: Path) -> PretrainedConfig:
+    """The model's configuration. Raises BadInput when transformers does not know it without remote code."""
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInput(
+            f"{directory / 'config.json'}: not a model configuration that transformers knows: {_first_line(error)}",
+            "remote code is never run; use a model that transformers supports itself",
+        ) from error
+    return cast(PretrainedConfig, config)
+
+
+def build_skeleton(config: PretrainedConfig, *, dtype: DtypeName, attn_implementation: str) -> PreTrainedModel:
+    """Construct the causal language model of `config` with meta parameters and real buffers.
+
+    `torch.device("meta")` would also lose the buffers (rotary frequencies, causal masks), so only
+    the registration of parameters is diverted. Raises BadInput for models that are no decoders.
+    """
+    _refuse_unsupported(config)
+    config = copy.deepcopy(config)  # from_config writes its arguments into it
+    config.use_cache = False
+    try:
+        with _parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=DTYPES[dtype], attn_implementation=attn_implementation, trust_remote_code=False
+            )
+    except (ValueError, ImportError) as error:
+        raise BadInput(f"cannot build a {config.model_type} language model: {_first_line(error)}") from error
+    model.train()
+    return cast(PreTrainedModel, model)
+
+
+def supported_attention(config: PretrainedConfig, wanted: str) -> str:
+    """`wanted` where the model has it, else `eager`, which every model has."""
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=wanted, trust_remote_code=False)
+    except (ValueError, ImportError):
+        return "eager"
+    return wanted
+
+
+def _refuse_unsupported(config: PretrainedConfig) -> None:
+    """Options whose loss terms or side outputs the block-wise step would silently drop."""
+    for option, meaning in (
+        ("output_router_logits", "the auxiliary router loss"),
+        ("output_hidden_states", "hidden states of every layer"),
+        ("output_attentions", "attention maps"),
+    ):
+        if getattr(config, option, False):
+            raise BadInput(
+                f"config.json sets {option}: true, and {meaning} cannot be had when layers pass one at a time",
+                f"set {option}: false in the model's config.json",
+            )
+    for option in ("layerdrop", "layer_dropout"):
+        if getattr(config, option, 0.0):
+            raise BadInput(f"config.json sets {option}: layers that are skipped at random are not supported")
+    if getattr(config, "is_encoder_decoder", False):
+        raise BadInput(f"{config.model_type} is an encoder-decoder; only decoder language models can be fine-tuned")
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Every parameter registered inside becomes a meta parameter; shared ones stay shared."""
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+        original(module, name, parameter)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

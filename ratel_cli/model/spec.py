@@ -1,0 +1,103 @@
+"""What a model is, as values: blocks, their parameters and where each one lies in its block.
+
+Built by `model.blocks` from a Hugging Face skeleton; read by everything that plans, stores or moves
+parameters. Pure: no torch, so that plans can be made on a laptop.
+
+Invariant: a block's parameters lie one after another in one flat array of `num_elements` elements.
+Every parameter starts on a multiple of `PARAMETER_ALIGNMENT` elements (64 bytes in 16 bit, the
+alignment that torch gives its own tensors, so that kernels take the same path and give the same
+bits), and the whole array is a multiple of `BLOCK_ALIGNMENT` elements (a 4 KiB page in 16 bit, so
+that every field of a record in the store is page-aligned). Elements in gaps are zero.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from ratel_cli.units import align_up
+
+FORMAT_VERSION = 1
+PARAMETER_ALIGNMENT = 32
+BLOCK_ALIGNMENT = 2048
+
+BlockKind = Literal["embedding", "layer", "head"]
+DtypeName = Literal["bfloat16", "float16", "float32"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    """One trainable tensor: its Hugging Face name and its place in the block's flat array."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    decay: bool
+    """Whether weight decay applies: matrices yes, norms and biases no."""
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_elements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSpec:
+    """The unit of streaming: the embedding, one decoder layer, or the head."""
+
+    index: int
+    kind: BlockKind
+    name: str
+    parameters: tuple[ParameterSpec, ...]
+    num_elements: int
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.num_elements for parameter in self.parameters)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Every block in forward order: embedding, layers, head."""
+
+    name: str
+    architecture: str
+    blocks: tuple[BlockSpec, ...]
+    tied: bool
+    """The head multiplies with the embedding's weight, which lives in the embedding block."""
+    hidden_size: int
+    vocab_size: int
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(block.num_parameters for block in self.blocks)
+
+    @property
+    def num_layers(self) -> int:
+        return sum(block.kind == "layer" for block in self.blocks)
+
+    def to_json(self) -> dict[str, object]:
+        """The content of `run/model.json`."""
+        return {"format_version": FORMAT_VERSION, "num_parameters": self.num_parameters, **asdict(self)}
+
+
+def lay_out_block(
+    *, index: int, kind: BlockKind, name: str, parameters: list[tuple[str, tuple[int, ...], bool]]
+) -> BlockSpec:
+    """Place ``(name, shape, decay)`` triples one after another, aligned as the module promises."""
+    placed: list[ParameterSpec] = []
+    position = 0
+    for parameter_name, shape, decay in parameters:
+        placed.append(ParameterSpec(name=parameter_name, shape=shape, start=position, decay=decay))
+        position = align_up(placed[-1].stop, PARAMETER_ALIGNMENT)
+    return BlockSpec(
+        index=index,
+        kind=kind,
+        name=name,
+        parameters=tuple(placed),
+        num_elements=align_up(position, BLOCK_ALIGNMENT),
+    )

@@ -1,0 +1,114 @@
+"""Replacing the model in a directory as nearly at once as a file system allows.
+
+`model.export` writes everything into a `Staging` directory inside the output directory (so on the same
+file system) and publishes it by renames. Invariant: until `publish` the output directory is untouched;
+whatever happens, the staging directory is gone afterwards; and a crash between the renames leaves a
+directory that does not load, never one that mixes two models: the file by which a loader finds the
+weights (the index, or the only file of weights) goes first, and comes back last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
+from ratel_cli.model.shards import write_failure
+from ratel_cli.units import format_bytes
+
+_STAGING_NAME = ".export-in-progress"
+_ENTRY_NAMES = (INDEX_NAME, WEIGHTS_NAME)
+_SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+class Staging:
+    """A temporary directory whose files take their places in `output_dir` together."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self.output_dir = output_dir
+        self.path = output_dir / _STAGING_NAME
+        if output_dir.exists() and not output_dir.is_dir():
+            raise BadInput(f"output_dir: {output_dir} is not a directory")
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            self._remove()
+            self.path.mkdir()
+        except OSError as error:
+            raise write_failure(output_dir, error) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove whatever was not published."""
+        with contextlib.suppress(OSError):
+            self._remove()
+
+    def require_space(self, num_bytes: int) -> None:
+        """Raise EnvironmentFailure unless `num_bytes` are free."""
+        free_bytes = shutil.disk_usage(self.output_dir).free
+        if free_bytes < num_bytes:
+            raise EnvironmentFailure(
+                f"{self.output_dir}: the export needs {format_bytes(num_bytes)}, {format_bytes(free_bytes)} are free",
+                "free space there, or give another output_dir",
+            )
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a small file, durably."""
+        try:
+            with open(self.path / name, "x", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise write_failure(self.output_dir / name, error) from error
+
+    def copy(self, source: Path, name: str) -> None:
+        """Take over a file of the base model, whose name may lie in a folder."""
+        destination = self.path / name
+        try:
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, destination)
+        except OSError as error:
+            raise write_failure(self.output_dir / name, error) from error
+
+    def publish(self) -> None:
+        """Put every file in its place and remove the weights of an earlier export."""
+        names = [str(path.relative_to(self.path)) for path in sorted(self.path.rglob("*")) if path.is_file()]
+        try:
+            for name in _ENTRY_NAMES:
+                (self.output_dir / name).unlink(missing_ok=True)
+            for path in list(self.output_dir.iterdir()):
+                if _SHARD_NAME.fullmatch(path.name) is not None:
+                    path.unlink()
+            for name in sorted(names, key=lambda name: name in _ENTRY_NAMES):
+                destination = self.output_dir / name
+                destination.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(self.path / name, destination)
+            self._sync_directory()
+        except OSError as error:
+            raise write_failure(self.output_dir, error) from error
+
+    def _sync_directory(self) -> None:
+        fd = os.open(self.output_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def _remove(self) -> None:
+        if self.path.is_symlink():
+            self.path.unlink()
+        elif self.path.exists():
+            shutil.rmtree(self.path)

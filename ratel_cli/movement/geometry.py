@@ -1,0 +1,62 @@
+"""Where everything in a store lies: fixed when the store is made, and written in every manifest.
+
+Used by `store` and by whoever must know a store's size before there is one (`store_bytes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ratel_cli.movement.buffers import PAGE_BYTES
+from ratel_cli.movement.extents import StripeMap
+from ratel_cli.movement.records import ComputeDtype, RecordLayout, RecordMap, record_layout
+
+NUM_MANIFESTS: Final = 2
+IDENTIFICATION_OFFSET: Final = NUM_MANIFESTS * PAGE_BYTES
+HEADER_BYTES: Final = IDENTIFICATION_OFFSET + PAGE_BYTES
+"""Of every data file: two places for manifests, and the file's identification (headers.py)."""
+STRIPE_BYTES: Final = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """The shape of a store."""
+
+    dtype: ComputeDtype
+    block_elements: tuple[int, ...]
+    num_slots: int
+    num_files: int
+    stripe_bytes: int
+    in_place: bool
+
+    def __post_init__(self) -> None:
+        assert self.num_slots == 1 if self.in_place else self.num_slots >= 2, "a step needs a slot besides the current"
+        assert self.stripe_bytes > 0
+        assert self.stripe_bytes % PAGE_BYTES == 0
+
+    def records(self) -> RecordMap:
+        """Logical addresses of all elements."""
+        return RecordMap(record_layout(self.dtype), self.block_elements)
+
+    def stripes(self) -> StripeMap:
+        """From logical addresses to the files."""
+        return StripeMap(num_files=self.num_files, stripe_bytes=self.stripe_bytes, header_bytes=HEADER_BYTES)
+
+    def file_bytes(self) -> tuple[int, ...]:
+        """Size of each data file."""
+        return self.stripes().file_bytes(self.num_slots * self.records().slot_bytes)
+
+
+def store_bytes(layout: RecordLayout, block_elements: Sequence[int], *, num_slots: int, num_files: int) -> int:
+    """Space that a store will take: for the opening statement, before there is one."""
+    geometry = Geometry(
+        dtype=layout.dtype,
+        block_elements=tuple(block_elements),
+        num_slots=num_slots,
+        num_files=num_files,
+        stripe_bytes=STRIPE_BYTES,
+        in_place=num_slots == 1,
+    )
+    return sum(geometry.file_bytes())

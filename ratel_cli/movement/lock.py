@@ -1,0 +1,139 @@
+"""The exclusive lock on a store, held on the data files themselves.
+
+Used by `store`, around everything it does. The lock belongs to the open file, and so does a write
+that io_uring still has in flight after its process was killed (seen for up to 169 ms): as long as a
+dead run can still write, its lock stands, and a new run waits. A small file beside each data file
+says who holds the lock; it is for the message only.
+
+Invariant: two `StoreLock`s that share a data file never exist at once, in one process or in two.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import stat
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ratel_cli.errors import BadInput, EnvironmentFailure
+
+DATA_FILE_NAME = "ratel.store"
+OWNER_FILE_NAME = "ratel.owner"
+DEFAULT_WAIT_SECONDS = 10.0
+_POLL_SECONDS = 0.02
+
+
+class StoreLock:
+    """Open data files, locked. Closing them is what unlocks; files that it made and nobody filled are removed."""
+
+    def __init__(self, directories: Sequence[Path], *, create: bool, wait_seconds: float) -> None:
+        self._fds: dict[Path, int] = {}
+        self._made: list[Path] = []
+        deadline = time.monotonic() + wait_seconds
+        try:
+            # In one order for everybody, so that two runs cannot each hold what the other waits for.
+            for path in sorted(directory / DATA_FILE_NAME for directory in directories):
+                self._fds[path] = self._open_locked(path, create=create, deadline=deadline)
+        except BaseException:
+            self.close()
+            raise
+        self.paths = tuple(directory / DATA_FILE_NAME for directory in directories)
+        self.fds = tuple(self._fds[path] for path in self.paths)
+        for directory in directories:
+            _write_owner(directory)
+
+    def close(self) -> None:
+        """Unlock. Idempotent."""
+        fds, self._fds = self._fds, {}
+        for path, fd in fds.items():
+            with suppress(OSError):
+                (path.parent / OWNER_FILE_NAME).unlink()
+            if path in self._made and os.fstat(fd).st_size == 0:
+                with suppress(OSError):
+                    path.unlink()
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open_locked(self, path: Path, *, create: bool, deadline: float) -> int:
+        while True:
+            existed = path.exists()
+            fd = _open(path, create=create)
+            try:
+                if _try_lock(fd, path) and _is_still(fd, path):
+                    if not existed:
+                        self._made.append(path)
+                    return fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+            if time.monotonic() >= deadline:
+                raise EnvironmentFailure(
+                    f"the store in {path.parent} is in use{_describe_owner(path.parent)}",
+                    "wait for that run to end, or set storage.paths to other directories",
+                )
+            time.sleep(_POLL_SECONDS)
+
+
+def _open(path: Path, *, create: bool) -> int:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666)
+    except FileNotFoundError as exc:
+        raise BadInput(f"there is no store in {path.parent}", "check storage.paths") from exc
+    except OSError as exc:
+        raise EnvironmentFailure(
+            f"{path}: cannot be opened for writing: {exc.strerror}", "set storage.paths to directories you may write to"
+        ) from exc
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise EnvironmentFailure(f"{path} is not a regular file", "remove it, or set storage.paths elsewhere")
+    return fd
+
+
+def _try_lock(fd: int, path: Path) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as exc:
+        raise EnvironmentFailure(f"{path}: cannot be locked: {exc.strerror}", "use a local file system") from exc
+    return True
+
+
+def _is_still(fd: int, path: Path) -> bool:
+    """Whether the path still names the file that was opened: its last holder may have removed it."""
+    opened = os.fstat(fd)
+    try:
+        named = path.stat()
+    except FileNotFoundError:
+        return False
+    return (opened.st_dev, opened.st_ino) == (named.st_dev, named.st_ino)
+
+
+def _write_owner(directory: Path) -> None:
+    started = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    # A drive without room for these bytes must not stop a run that needs no more room.
+    with suppress(OSError):
+        (directory / OWNER_FILE_NAME).write_text(json.dumps({"pid": os.getpid(), "started": started}))
+
+
+def _describe_owner(directory: Path) -> str:
+    try:
+        owner = json.loads((directory / OWNER_FILE_NAME).read_text())
+        return f" by process {int(owner['pid'])}, started {str(owner['started'])!r}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return " by another process"

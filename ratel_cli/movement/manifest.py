@@ -1,0 +1,278 @@
+"""The manifest: one page that says which generation of the store is valid, and all that it takes to go on.
+
+Used by `store`, which writes generation g to place g % 2 of the first file's header, so that a torn
+write can only hurt the new manifest and leaves the one before it. `choose_manifest` is the reading
+side: the newest valid one wins.
+
+A page: magic 8 | format version 4 | payload length 4 | store id 16 | generation 8 | SHA-256 of the
+previous page 32 | payload (JSON) | zeros | CRC-32 of all before it 4. Magic, version and CRC keep
+their places in every later format, so that an old program can tell "newer" from "torn".
+
+Invariant: `decode_manifest(encode_manifest(m)) == m`, and no page with any bit changed decodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Final
+
+from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
+from ratel_cli.movement.buffers import PAGE_BYTES
+from ratel_cli.movement.geometry import Geometry
+from ratel_cli.movement.records import ComputeDtype
+
+FORMAT_VERSION: Final = 1
+MANIFEST_MAGIC: Final = b"RATELMAN"
+_HEAD: Final = struct.Struct("<8sII16sQ32s")
+_CRC: Final = struct.Struct("<I")
+_MAX_PAYLOAD_BYTES: Final = PAGE_BYTES - _HEAD.size - _CRC.size
+EMPTY_PAGE: Final = bytes(PAGE_BYTES)
+NO_PREVIOUS: Final = bytes(32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreIdentity:
+    """What a store belongs to: it can be continued only with the same model, config, data and seed."""
+
+    model_hash: str
+    config_hash: str
+    data_hash: str
+    seed: int
+    software: str
+    """Versions and instruction set; a difference makes resuming valid, but not bit-exact."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far training has come."""
+
+    step: int
+    """Steps committed, which is also the data cursor; 0 after import."""
+    updates: int
+    """AdamW updates applied; fewer than steps when float16 skipped some."""
+    loss_scale: float
+    good_steps: int
+    """Steps since the loss scale last changed."""
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """A generation that is kept: a checkpoint."""
+
+    slot: int
+    progress: Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """One committed state of the store."""
+
+    store_id: bytes
+    generation: int
+    """Counts manifests, not steps: pinning also makes one."""
+    previous_sha256: bytes
+    identity: StoreIdentity
+    geometry: Geometry
+    progress: Progress
+    slot: int
+    pins: tuple[Pin, ...]
+    step_in_place: int | None
+    """The step that is being written over the only slot; while it is set, the slot holds no whole step."""
+    root_checksum: str
+    """Root of the chunk checksums of `slot`; empty: this store has none."""
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The page for a manifest."""
+    payload = json.dumps(
+        {
+            "identity": asdict(manifest.identity),
+            "geometry": asdict(manifest.geometry) | {"block_elements": _run_lengths(manifest.geometry.block_elements)},
+            "progress": _progress_row(manifest.progress),
+            "slot": manifest.slot,
+            "pins": [[pin.slot, *_progress_row(pin.progress)] for pin in manifest.pins],
+            "step_in_place": manifest.step_in_place,
+            "root_checksum": manifest.root_checksum,
+        },
+        separators=(",", ":"),
+    ).encode("ascii")
+    if len(payload) > _MAX_PAYLOAD_BYTES:
+        raise EnvironmentFailure(
+            f"the store's manifest would need {len(payload)} bytes, and has room for {_MAX_PAYLOAD_BYTES}: "
+            f"{len(manifest.pins)} kept generations, {len(manifest.geometry.block_elements)} blocks",
+            "keep fewer generations (save_total_limit)",
+        )
+    head = _HEAD.pack(
+        MANIFEST_MAGIC, FORMAT_VERSION, len(payload), manifest.store_id, manifest.generation, manifest.previous_sha256
+    )
+    body = (head + payload).ljust(PAGE_BYTES - _CRC.size, b"\0")
+    return body + _CRC.pack(zlib.crc32(body))
+
+
+def decode_manifest(page: bytes) -> Manifest | None:
+    """The manifest on a page; None when the page is torn or damaged. A newer format is refused by name."""
+    body, (crc,) = page[: -_CRC.size], _CRC.unpack(page[-_CRC.size :])
+    if len(page) != PAGE_BYTES or zlib.crc32(body) != crc:
+        return None
+    magic, version, payload_bytes, store_id, generation, previous_sha256 = _HEAD.unpack(body[: _HEAD.size])
+    if magic != MANIFEST_MAGIC:
+        return None
+    if version != FORMAT_VERSION:
+        raise BadInput(
+            f"format_version: the store has format {version}, this program reads format {FORMAT_VERSION}",
+            "continue with the version of Ratel that wrote it, or start over with --resume no",
+        )
+    try:
+        payload = _Row(json.loads(body[_HEAD.size : _HEAD.size + payload_bytes]))
+        return Manifest(
+            store_id=store_id,
+            generation=generation,
+            previous_sha256=previous_sha256,
+            identity=_identity(payload.row("identity")),
+            geometry=_geometry(payload.row("geometry")),
+            progress=_progress(payload.items("progress")),
+            slot=payload.integer("slot"),
+            pins=tuple(_pin(row) for row in payload.items("pins")),
+            step_in_place=None if payload.value("step_in_place") is None else payload.integer("step_in_place"),
+            root_checksum=payload.text("root_checksum"),
+        )
+    except (ValueError, KeyError, TypeError) as exc:
+        raise IntegrityFailure(f"the store's manifest is intact but cannot be read: {exc}") from exc
+
+
+def choose_manifest(pages: Sequence[bytes]) -> tuple[Manifest | None, bool]:
+    """The manifest that counts, and whether the other place is damaged. None: no import was committed.
+
+    A damaged manifest beside a valid one is the normal trace of a power cut during a commit, before
+    which nothing of the older generation was touched. One place damaged and the other empty is a cut
+    during the first commit: there is no older generation.
+    """
+    decoded = [(decode_manifest(page), page) for page in pages if page != EMPTY_PAGE]
+    valid = sorted(
+        ((manifest, page_sha256(page)) for manifest, page in decoded if manifest), key=lambda pair: pair[0].generation
+    )
+    damaged = len(decoded) - len(valid)
+    if damaged == len(pages):
+        raise IntegrityFailure(
+            "both manifests of the store are damaged: which generation is valid cannot be told",
+            "start over with --resume no; checkpoints that were exported are not affected",
+        )
+    if not valid:
+        return None, damaged > 0
+    newest, _ = valid[-1]
+    if len(valid) == 2 and newest.previous_sha256 != valid[0][1]:
+        raise IntegrityFailure(
+            f"the manifests of generations {valid[0][0].generation} and {newest.generation} do not follow each other: "
+            "a drive lost a write that it had confirmed, or files of two stores were mixed"
+        )
+    return newest, damaged > 0
+
+
+def page_sha256(page: bytes) -> bytes:
+    """What the next manifest says of this one."""
+    return hashlib.sha256(page).digest()
+
+
+class _Row:
+    """Typed access to a JSON object; raises ValueError naming the key."""
+
+    def __init__(self, values: object) -> None:
+        if not isinstance(values, dict):
+            raise ValueError("expected an object")
+        self._values: dict[str, object] = values
+
+    def value(self, key: str) -> object:
+        if key not in self._values:
+            raise ValueError(f"{key} is missing")
+        return self._values[key]
+
+    def integer(self, key: str) -> int:
+        return _checked_integer(self.value(key), key)
+
+    def text(self, key: str) -> str:
+        value = self.value(key)
+        if not isinstance(value, str):
+            raise ValueError(f"{key} is not a text")
+        return value
+
+    def row(self, key: str) -> _Row:
+        return _Row(self.value(key))
+
+    def items(self, key: str) -> list[object]:
+        return _checked_list(self.value(key), key)
+
+
+def _checked_integer(value: object, name: str) -> int:
+    if not isinstance(value, int):
+        raise ValueError(f"{name} is not a whole number")
+    return value
+
+
+def _checked_list(value: object, name: str) -> list[object]:
+    if not isinstance(value, list):
+        raise ValueError(f"{name} is not a list")
+    return value
+
+
+def _identity(row: _Row) -> StoreIdentity:
+    return StoreIdentity(
+        model_hash=row.text("model_hash"),
+        config_hash=row.text("config_hash"),
+        data_hash=row.text("data_hash"),
+        seed=row.integer("seed"),
+        software=row.text("software"),
+    )
+
+
+def _geometry(row: _Row) -> Geometry:
+    dtypes: dict[str, ComputeDtype] = {"bfloat16": "bfloat16", "float32": "float32", "float16": "float16"}
+    elements: list[int] = []
+    for run in row.items("block_elements"):
+        count, size = (_checked_integer(value, "block_elements") for value in _checked_list(run, "block_elements"))
+        elements.extend([size] * count)
+    return Geometry(
+        dtype=dtypes[row.text("dtype")],
+        block_elements=tuple(elements),
+        num_slots=row.integer("num_slots"),
+        num_files=row.integer("num_files"),
+        stripe_bytes=row.integer("stripe_bytes"),
+        in_place=row.value("in_place") is True,
+    )
+
+
+def _run_lengths(values: Sequence[int]) -> list[list[int]]:
+    """Layers are alike, so that a hundred of them fit on the page: (count, value) pairs."""
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and runs[-1][1] == value:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, value])
+    return runs
+
+
+def _progress_row(progress: Progress) -> list[int | float]:
+    return [progress.step, progress.updates, progress.loss_scale, progress.good_steps, progress.tokens]
+
+
+def _progress(row: Sequence[object]) -> Progress:
+    if len(row) != len(fields(Progress)) or not isinstance(row[2], int | float):
+        raise ValueError("progress is not five numbers")
+    return Progress(
+        step=_checked_integer(row[0], "step"),
+        updates=_checked_integer(row[1], "updates"),
+        loss_scale=float(row[2]),
+        good_steps=_checked_integer(row[3], "good_steps"),
+        tokens=_checked_integer(row[4], "tokens"),
+    )
+
+
+def _pin(row: object) -> Pin:
+    slot, *progress = _checked_list(row, "pin")
+    return Pin(slot=_checked_integer(slot, "slot"), progress=_progress(progress))

@@ -1,0 +1,84 @@
+"""A ticket stands for one transfer in flight: who submits gets it, and waits on it exactly once.
+
+The I/O queues issue tickets; the store and the engine wait on them. A ticket is done when the last
+of its requests is, so after ``wait`` -- whether it returns or raises -- the kernel has left the
+buffers (except in a broken queue; see queue.py). Until then it refers to them, so that nothing in
+flight can be unmapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Event, Lock
+
+from ratel_cli.errors import RatelError
+
+
+class Ticket:
+    """One transfer of ``num_parts`` requests."""
+
+    def __init__(self, *, num_parts: int, buffers: Sequence[memoryview] = ()) -> None:
+        assert num_parts >= 0
+        self._lock = Lock()
+        self._finished = Event()
+        self._waited = False
+        self._num_parts_left = num_parts
+        self._error: RatelError | None = None
+        self._buffers = tuple(buffers)
+        if num_parts == 0:
+            self._finish()
+
+    @property
+    def done(self) -> bool:
+        """Whether ``wait`` would return, or raise, at once."""
+        return self._finished.is_set()
+
+    def wait(self) -> None:
+        """Block until every request has ended; raise the first failure, with its cause."""
+        assert not self._waited, "a ticket is waited on exactly once"
+        self._waited = True
+        self._await()
+
+    def finish_part(self, error: RatelError | None = None) -> None:
+        """Called by the queue that issued this ticket, once for each request, from any thread."""
+        with self._lock:
+            assert self._num_parts_left > 0, "a request finished twice"
+            self._num_parts_left -= 1
+            if error is not None and self._error is None:
+                self._error = error
+            if self._num_parts_left == 0:
+                self._finish()
+
+    def _await(self) -> None:
+        self._finished.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _finish(self) -> None:
+        self._buffers = ()
+        self._finished.set()
+
+
+class _JoinedTicket(Ticket):
+    def __init__(self, tickets: Sequence[Ticket]) -> None:
+        super().__init__(num_parts=0)
+        self._tickets = tuple(tickets)
+
+    @property
+    def done(self) -> bool:
+        return all(ticket.done for ticket in self._tickets)
+
+    def _await(self) -> None:
+        first: RatelError | None = None
+        for ticket in self._tickets:
+            try:
+                ticket.wait()
+            except RatelError as error:
+                first = first or error
+        if first is not None:
+            raise first
+
+
+def join(tickets: Sequence[Ticket]) -> Ticket:
+    """One ticket for all of them. It takes over waiting on them: they must not be waited on elsewhere."""
+    return _JoinedTicket(tickets)

@@ -1,0 +1,273 @@
+"""The training loop: steps, commits, saves, evaluations.
+
+`cli.training_run` builds what it needs and iterates over `steps`. Invariant: everything a step depends
+on is a function of (configuration, step), so the loop starts wherever the store's last commit ends and
+goes on as if nothing had happened.
+
+For each step:
+
+    1. batches of the step; forward, backward, update into the shadow slot      (engine.step)
+    2. announce the step, so that a crash after its commit cannot leave it unreported
+    3. commit the generation, or note that the step was not applied             (movement.store)
+    4. pin the generation, when it is time: a checkpoint, at no cost
+    5. evaluate, when it is time
+    6. report
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from ratel_cli.engine.step import StepOutcome
+from ratel_cli.engine.telemetry import CAUSES, StepClock
+from ratel_cli.errors import Diverged, EnvironmentFailure, Interrupted
+from ratel_cli.movement.store import Progress
+from ratel_cli.training.data import MicroBatch
+from ratel_cli.training.metrics import StepMetrics
+from ratel_cli.training.schedule import LearningRateSchedule, LossScale
+
+
+class Engine(Protocol):
+    """What the loop needs of `engine.step.StepEngine`."""
+
+    def run(
+        self, batches: Sequence[MicroBatch], *, step: int, update: int, learning_rate: float, loss_scale: float
+    ) -> StepOutcome: ...
+    def evaluate(self, batches: Sequence[MicroBatch]) -> float: ...
+
+
+class Generations(Protocol):
+    """What the loop needs of `movement.store.Store`."""
+
+    @property
+    def progress(self) -> Progress: ...
+    @property
+    def pinned_steps(self) -> tuple[int, ...]: ...
+    @property
+    def slot_bytes(self) -> int: ...
+    @property
+    def nvme_bytes(self) -> int: ...
+    def commit(self, progress: Progress) -> None: ...
+    def commit_progress(self, progress: Progress) -> None: ...
+    def pin(self) -> None: ...
+    def unpin(self, step: int) -> None: ...
+
+
+class TransferCounts(Protocol):
+    """What the loop needs of `movement.queue.IoQueue`."""
+
+    @property
+    def read_bytes(self) -> int: ...
+    @property
+    def written_bytes(self) -> int: ...
+
+
+class Samples(Protocol):
+    """What the loop needs of `training.data.TrainingData`."""
+
+    @property
+    def num_eval_samples(self) -> int: ...
+    def step(self, step_index: int) -> list[MicroBatch]: ...
+    def eval_batches(self) -> Iterator[MicroBatch]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSettings:
+    """What stays the same for all steps."""
+
+    num_steps: int
+    micro_batches_per_step: int
+    scale_loss: bool
+    """Dynamic loss scaling: a step that overflows is skipped. Without it such a step ends the run."""
+    eval_steps: int | None
+    """Held-out samples are evaluated this often, and after the last step."""
+    save_steps: int | None
+    """Generations are kept this often."""
+    save_total_limit: int
+    """So many are kept, the newest ones."""
+    max_bytes_written: int | None
+    """End cleanly before the step that would bring what was written to the store above this."""
+    flops_forward_per_token: float
+    flops_recomputed_per_token: float
+    """Of the forward, what backward runs again."""
+    predicted_seconds: float
+
+
+class TrainingLoop:
+    """One run over the steps that the store has not committed yet."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: Generations,
+        queue: TransferCounts,
+        data: Samples,
+        schedule: LearningRateSchedule,
+        settings: LoopSettings,
+        *,
+        clock: StepClock,
+        check_stop: Callable[[], None],
+        host_peak_bytes: Callable[[], int],
+        announce: Callable[[StepMetrics], None] = lambda metrics: None,
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._queue = queue
+        self._data = data
+        self._schedule = schedule
+        self._settings = settings
+        self._clock = clock
+        self._check_stop = check_stop
+        self._host_peak_bytes = host_peak_bytes
+        self._announce = announce
+        """Told each step just before it is committed, with the times so far."""
+
+    def steps(self) -> Iterator[StepMetrics]:
+        """Run them all; each is committed when it is yielded. Raises Diverged, Interrupted, EnvironmentFailure."""
+        # A run that was killed between commit and pin left its checkpoint out.
+        self._save_if_due()
+        while self._store.progress.step < self._settings.num_steps:
+            self._check_stop()
+            self._check_wear()
+            metrics = self._step()
+            self._save_if_due()
+            try:
+                eval_loss = self._evaluate() if self._eval_is_due() else None
+            except Interrupted:
+                yield metrics  # the step counts, without its evaluation
+                raise
+            yield replace(metrics, eval_loss=eval_loss)
+
+    def _check_wear(self) -> None:
+        limit, slot_bytes, step = self._settings.max_bytes_written, self._store.slot_bytes, self._store.progress.step
+        # Making the store wrote all of it once, the import a generation, and every step another.
+        written = self._store.nvme_bytes + (1 + step) * slot_bytes
+        if limit is not None and written + slot_bytes > limit:
+            raise EnvironmentFailure(
+                f"step {step + 1} would write more than storage.max_tb_written allows "
+                f"({written / 1e12:.3g} TB are written, a step writes {slot_bytes / 1e12:.3g} TB)",
+                "raise storage.max_tb_written to train on; every step so far is committed",
+            )
+
+    def _step(self) -> StepMetrics:
+        progress, settings = self._store.progress, self._settings
+        start = time.perf_counter()
+        read_bytes, written_bytes = self._queue.read_bytes, self._queue.written_bytes
+        batches = self._data.step(progress.step)
+        learning_rate = self._schedule.at(progress.step)
+        outcome = self._engine.run(
+            batches,
+            step=progress.step,
+            update=progress.updates + 1,
+            learning_rate=learning_rate,
+            loss_scale=progress.loss_scale if settings.scale_loss else 1.0,
+        )
+        following = self._following(progress, outcome, batches)
+        by_cause = self._clock.take()
+
+        def measured() -> StepMetrics:
+            seconds = time.perf_counter() - start
+            tokens = following.tokens - progress.tokens
+            tera_per_second = sum(batch.input_ids.numel() for batch in batches) / seconds / 1e12
+            return StepMetrics(
+                step=progress.step + 1,
+                loss=outcome.loss,
+                learning_rate=learning_rate,
+                grad_norm=outcome.grad_norm,
+                tokens=tokens,
+                step_seconds=seconds,
+                forward_seconds=outcome.forward_seconds,
+                backward_seconds=seconds - outcome.forward_seconds,
+                tokens_per_second=tokens / seconds,
+                tflops_model=3 * settings.flops_forward_per_token * tera_per_second,
+                tflops_hardware=(3 * settings.flops_forward_per_token + settings.flops_recomputed_per_token)
+                * tera_per_second,
+                nvme_read_bytes=self._queue.read_bytes - read_bytes,
+                nvme_written_bytes=self._queue.written_bytes - written_bytes,
+                gpu_peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+                host_peak_bytes=self._host_peak_bytes(),
+                bottleneck=max(CAUSES, key=lambda cause: by_cause[cause]),
+                seconds_by_cause=by_cause,
+                predicted_seconds=settings.predicted_seconds,
+                applied=outcome.applied,
+                eval_loss=None,
+            )
+
+        self._announce(measured())
+        self._commit(following, applied=outcome.applied)
+        by_cause = {cause: by_cause[cause] + seconds for cause, seconds in self._clock.take().items()}
+        return measured()
+
+    def _following(self, progress: Progress, outcome: StepOutcome, batches: Sequence[MicroBatch]) -> Progress:
+        """What the step leads to. Raises Diverged."""
+        scale_loss = self._settings.scale_loss
+        scale = LossScale(scale=progress.loss_scale, good_steps=progress.good_steps)
+        if not outcome.applied and (not scale_loss or scale.exhausted):
+            raise _diverged(progress.step + 1, outcome, batches, scale_loss=scale_loss)
+        if scale_loss:
+            scale = scale.after(applied=outcome.applied)
+        return replace(
+            progress,
+            step=progress.step + 1,
+            updates=progress.updates + outcome.applied,
+            loss_scale=scale.scale,
+            good_steps=scale.good_steps,
+            tokens=progress.tokens + sum(batch.num_tokens for batch in batches),
+        )
+
+    def _commit(self, following: Progress, *, applied: bool) -> None:
+        with self._clock.during("nvme write"):
+            if applied:
+                self._store.commit(following)
+            else:
+                self._store.commit_progress(following)
+
+    def _save_if_due(self) -> None:
+        step, every = self._store.progress.step, self._settings.save_steps
+        pinned = self._store.pinned_steps
+        if every is None or step == 0 or step % every or step in pinned:
+            return
+        # The store has slots for the limit and no more: the oldest must go first.
+        for oldest in pinned[: max(0, len(pinned) - self._settings.save_total_limit + 1)]:
+            self._store.unpin(oldest)
+        self._store.pin()
+
+    def _eval_is_due(self) -> bool:
+        step, every = self._store.progress.step, self._settings.eval_steps
+        is_time = step == self._settings.num_steps or (every is not None and step % every == 0)
+        return is_time and self._data.num_eval_samples > 0
+
+    def _evaluate(self) -> float | None:
+        """Mean loss over the held-out samples, as many micro-batches at a time as a step has."""
+        total, num_targets = 0.0, 0
+        waiting: list[MicroBatch] = []
+        for batch in self._data.eval_batches():
+            self._check_stop()
+            waiting.append(batch)
+            num_targets += batch.num_targets
+            if len(waiting) == self._settings.micro_batches_per_step:
+                total += self._engine.evaluate(waiting)
+                waiting = []
+        if waiting:
+            total += self._engine.evaluate(waiting)
+        self._clock.take()
+        return total / num_targets if num_targets else None
+
+
+def _diverged(step: int, outcome: StepOutcome, batches: Sequence[MicroBatch], *, scale_loss: bool) -> Diverged:
+    samples = sorted({sample for batch in batches for sample in batch.sample_ids})
+    named = ", ".join(map(str, samples[:20])) + (", ..." if len(samples) > 20 else "")
+    what, value = ("gradient norm", outcome.grad_norm) if math.isfinite(outcome.loss) else ("loss", outcome.loss)
+    hint = "lower learning_rate, or look at those samples"
+    if scale_loss:
+        hint += "; dtype: bfloat16 has more range than float16"
+    return Diverged(
+        f"step {step}: the {what} is {value}; the step was not applied and step {step - 1} stands (samples {named})",
+        hint,
+    )

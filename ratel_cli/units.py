@@ -1,0 +1,78 @@
+"""Parsing and printing of quantities, for config, messages and tables; every part uses it, it uses none.
+
+Invariant: inside Ratel bytes are ints and times are float seconds; GiB and friends exist only here,
+where a person reads or writes them.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+_FACTORS = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """``"24GiB"`` -> 25769803776. A bare number is bytes. Raises ValueError on anything else."""
+    match = _QUANTITY.fullmatch(str(text))
+    if match is None or match[2].lower() not in _FACTORS:
+        raise ValueError(f"{text!r} is not a size; write it like 24GiB, 500MB or 1073741824")
+    return int(Fraction(match[1]) * _FACTORS[match[2].lower()])
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Binary units with three significant digits: ``1.50 GiB``."""
+    if abs(num_bytes) < KIB:
+        return f"{num_bytes:.0f} B"
+    value, units = num_bytes / KIB, ["KiB", "MiB", "GiB", "TiB"]
+    while round(abs(value)) >= KIB and len(units) > 1:
+        value /= KIB
+        units.pop(0)
+    return f"{_three_digits(value)} {units[0]}"
+
+
+def format_count(count: float) -> str:
+    """Decimal units for parameters and tokens: ``1.10B``, ``350M``, ``512``."""
+    if abs(count) < 1000:
+        return f"{count:.0f}"
+    value, units = count / 1000, ["K", "M", "B", "T"]
+    while round(abs(value)) >= 1000 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{_three_digits(value)}{units[0]}"
+
+
+def format_seconds(seconds: float) -> str:
+    """``4.20 ms``, ``0.12 s``, ``4 min 10 s``, ``3 h 05 min``, ``2 d 4 h``."""
+    if seconds < 0.0995:
+        return f"{_three_digits(seconds * 1000)} ms"
+    if seconds < 99.5:
+        return f"{_three_digits(seconds)} s"
+    minutes, whole_seconds = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {whole_seconds:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes:02d} min"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h"
+
+
+def align_up(value: int, alignment: int) -> int:
+    """The least multiple of ``alignment`` that is not below ``value``."""
+    return -(-value // alignment) * alignment
+
+
+def _three_digits(value: float) -> str:
+    """The bounds are where rounding would make a digit more."""
+    decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{decimals}f}"

@@ -1,0 +1,160 @@
+"""The command line: exit codes, and what is said on the way out."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import ratel_cli.cli
+from ratel_cli.cli.app import main
+from ratel_cli.errors import (
+    BadInput,
+    Diverged,
+    DoesNotFit,
+    EnvironmentFailure,
+    IntegrityFailure,
+    Interrupted,
+    RatelError,
+)
+
+Run = Callable[[Path, list[str], str, bool], None]
+Install = Callable[[Run], None]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Puts a function in the place of the finetune command."""
+
+    def place(run: Run) -> None:
+        module = ModuleType("ratel_cli.cli.finetune")
+        module.run = run  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "ratel_cli.cli.finetune", module)
+        monkeypatch.setattr(ratel_cli.cli, "finetune", module, raising=False)
+
+    return place
+
+
+def raising(error: BaseException) -> Run:
+    def run(config_path: Path, overrides: list[str], resume: str, dry_run: bool) -> None:
+        raise error
+
+    return run
+
+
+def test_arguments_arrive_as_they_were_written(install: Install) -> None:
+    calls: list[tuple[Path, list[str], str, bool]] = []
+    install(lambda *arguments: calls.append(arguments))
+    assert main(["finetune", "a.yaml"]) == 0
+    assert main(["finetune", "a.yaml", "x=y=z", "limits.host_memory=2GiB", "--resume", "12", "--dry-run"]) == 0
+    assert main(["finetune", "--resume=no", "a.yaml", "k="]) == 0
+    assert calls == [
+        (Path("a.yaml"), [], "auto", False),
+        (Path("a.yaml"), ["x=y=z", "limits.host_memory=2GiB"], "12", True),
+        (Path("a.yaml"), ["k="], "no", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (BadInput("m"), 2),
+        (EnvironmentFailure("m"), 3),
+        (DoesNotFit("m", shortfall_bytes=1), 3),
+        (IntegrityFailure("m"), 4),
+        (Diverged("m"), 5),
+        (RatelError("m"), 1),
+        (Interrupted(2, "m"), 130),
+        (Interrupted(15, "m"), 143),
+    ],
+)
+def test_every_error_has_its_exit_code_and_no_traceback(
+    install: Install, capsys: pytest.CaptureFixture[str], error: RatelError, code: int
+) -> None:
+    install(raising(error))
+    assert main(["finetune", "a.yaml"]) == code
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "error: m\n")
+
+
+def test_every_finding_is_told_with_its_hint(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install(
+        raising(BadInput("a:1:2: one", "do this", others=(BadInput("a:3:4: two\x1b[2J"), BadInput("three", "that"))))
+    )
+    assert main(["finetune", "a.yaml"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: a:1:2: one",
+        "hint: do this",
+        "error: a:3:4: two\\x1b[2J",
+        "error: three",
+        "hint: that",
+    ]
+
+
+def test_control_c(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    install(raising(KeyboardInterrupt()))
+    assert main(["finetune", "a.yaml"]) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
+@pytest.mark.parametrize("error", [ValueError("odd\nthing"), EOFError(), MemoryError(), OSError(28, "No space")])
+def test_a_bug_leaves_its_trace_in_a_file(
+    install: Install,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    install(raising(error))
+    assert main(["finetune", "a.yaml"]) == 1
+    [trace] = tmp_path.iterdir()
+    assert "Traceback" in trace.read_text()
+    assert type(error).__name__ in trace.read_text()
+    told = capsys.readouterr().err.lstrip()
+    assert "Traceback" not in told
+    assert told.startswith("error: this is a bug in Ratel: ")
+    assert told.splitlines()[1] == f"hint: please report it with the trace in {trace}"
+
+
+def test_a_bug_with_nowhere_to_write_shows_its_trace(
+    install: Install, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    install(raising(ValueError("odd")))
+    assert main(["finetune", "a.yaml"]) == 1
+    told = capsys.readouterr().err
+    assert "ValueError: odd" in told.splitlines()
+    assert told.splitlines()[-1] == "error: this is a bug in Ratel: ValueError: odd"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "error: missing command"),
+        (["finetune"], "error: missing argument"),
+        (["finetun", "a.yaml"], "error: no such command 'finetun'"),
+        (["finetune", "a.yaml", "--lr=3"], "hint: keys of the config are set without dashes"),
+        (["finetune", "a.yaml", "--resume", "maybe"], "error: argument '--resume maybe': must be `auto`, `no`"),
+        (["finetune", "a.yaml", "--resume", "-1"], "error: argument '--resume -1': must be `auto`, `no`"),
+        (["finetune", "a.yaml", "--resume"], "error: option '--resume' requires an argument"),
+    ],
+)
+def test_wrong_arguments(install: Install, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
+    install(raising(AssertionError("must not run")))
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert told in captured.err
+    assert captured.out == ""
+
+
+def test_help_and_version_go_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "finetune" in capsys.readouterr().out
+    assert main(["finetune", "-h"]) == 0
+    assert "--dry-run" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("ratel ")

@@ -1,0 +1,101 @@
+"""Whatever stands in the file or on the command line: a config, or a BadInput that says where."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ratel_cli.config.aliases import SECTIONS
+from ratel_cli.config.load import LoadedConfig, load_config, to_yaml
+from ratel_cli.errors import BadInput
+from tests.config.config_loading import MINIMAL
+
+KEYS = sorted({key for model in SECTIONS.values() for key in model.model_fields} | {"lr", "batch_size", "lora_r", "<<"})
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=8),
+    st.sampled_from(["auto", "none", "24GiB", "1e-4", "bf16", "~", "alpaca", "/a", "0.5"]),
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=8,
+)
+FRAGMENTS = st.sampled_from(
+    [*KEYS, *"[]{}:,-&*!|>'\"#%@`~=?.\n\t \\", ": ", "\n  ", "&a", "*a", "!!int ", "---\n", "1e-5"]
+)
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def attempt(folder: Path, content: bytes, overrides: list[str]) -> LoadedConfig | None:
+    """Load; None where it is refused, and then every error must name its place."""
+    path = folder / "run.yaml"
+    path.write_bytes(content)
+    try:
+        return load_config(path, overrides)
+    except BadInput as exc:
+        for error in (exc, *exc.others):
+            assert error.message.startswith((f"{path}:", "argument '")), error.message
+            assert len(error.message) < len(str(path)) + 600
+        return None
+
+
+@QUICK
+@given(content=st.binary(max_size=200))
+def test_any_bytes(tmp_path: Path, content: bytes) -> None:
+    attempt(tmp_path, content, [])
+    attempt(tmp_path, MINIMAL.encode() + content, [])
+
+
+@QUICK
+@given(pieces=st.lists(FRAGMENTS, max_size=40))
+def test_any_text_that_looks_like_yaml(tmp_path: Path, pieces: list[str]) -> None:
+    attempt(tmp_path, "".join(pieces).encode(), [])
+
+
+@QUICK
+@given(data=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=6))
+def test_any_values_under_known_keys(tmp_path: Path, data: dict[str, object]) -> None:
+    content = yaml.safe_dump({"base_model": "m", "datasets": "d", **data}, allow_unicode=True)
+    loaded = attempt(tmp_path, content.encode(), [])
+    if loaded is not None:
+        again = attempt(tmp_path, to_yaml(loaded.config).encode(), [])
+        assert again is not None
+        assert again.config == loaded.config
+
+
+@QUICK
+@given(
+    overrides=st.lists(
+        st.text(max_size=20)
+        | st.builds("{}={}".format, st.sampled_from(KEYS), st.text(max_size=12))
+        | st.builds("{}.{}={}".format, st.sampled_from(KEYS), st.sampled_from([*KEYS, "0", "1"]), st.text(max_size=8))
+        | st.builds("datasets.{}.{}={}".format, st.integers(-1, 2), st.sampled_from(KEYS), st.text(max_size=8)),
+        max_size=4,
+    )
+)
+def test_any_overrides(tmp_path: Path, overrides: list[str]) -> None:
+    attempt(tmp_path, MINIMAL.encode(), overrides)
+
+
+@pytest.mark.parametrize("cut", range(0, 200, 7))
+def test_a_file_cut_anywhere(tmp_path: Path, cut: int) -> None:
+    text = (
+        MINIMAL + "storage: {paths: [/a, '/b'], engine: threads}\nlearning_rate: 1e-4\nlimits:\n  gpu_memory: 24GiB\n"
+    )
+    attempt(tmp_path, text.encode()[:cut], [])
+
+
+@QUICK
+@given(position=st.integers(0, 80), replacement=st.sampled_from(string.printable))
+def test_a_file_with_one_wrong_character(tmp_path: Path, position: int, replacement: str) -> None:
+    text = MINIMAL + "storage: {paths: [/a, '/b'], engine: threads}\n"
+    attempt(tmp_path, (text[:position] + replacement + text[position + 1 :]).encode(), [])

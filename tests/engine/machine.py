@@ -1,0 +1,226 @@
+"""Ratel's engine on a tiny model and a real store in a temporary directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from ratel_cli import _native
+from ratel_cli.engine.adamw import AdamWSettings, OutOfCoreAdamW
+from ratel_cli.engine.step import StepEngine, StepOutcome
+from ratel_cli.engine.telemetry import StepClock
+from ratel_cli.engine.update import UpdateSettings
+from ratel_cli.model.blocks import DecoderModel, find_blocks
+from ratel_cli.model.load import import_weights
+from ratel_cli.model.skeleton import build_skeleton, supported_attention
+from ratel_cli.model.spec import DtypeName
+from ratel_cli.movement.buffers import BufferPool
+from ratel_cli.movement.copies import view_field
+from ratel_cli.movement.queue import EngineChoice, IoQueue, open_queue
+from ratel_cli.movement.records import record_layout
+from ratel_cli.movement.scratch import Scratch
+from ratel_cli.movement.store import Progress, Store, StoreIdentity
+from tests.engine.architectures import VOCAB_SIZE
+from tests.reference import Recipe
+
+IDENTITY = StoreIdentity(model_hash="m", config_hash="c", data_hash="d", seed=42, software="s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """A micro-batch of two rows."""
+
+    input_ids: torch.Tensor
+    targets: torch.Tensor
+    position_ids: torch.Tensor
+    num_targets: int
+
+
+def random_steps(
+    num_steps: int, num_micro_batches: int, *, packed: bool = True, num_tokens: int = 12
+) -> list[list[Batch]]:
+    """Random tokens, two samples in a row where `packed`, some targets ignored."""
+    generator = torch.Generator().manual_seed(num_steps * 100 + num_micro_batches)
+
+    def batch() -> Batch:
+        ids = torch.randint(0, VOCAB_SIZE, (2, num_tokens), generator=generator)
+        targets = torch.randint(0, VOCAB_SIZE, (2, num_tokens), generator=generator)
+        targets[:, num_tokens // 2 - 1] = -100
+        positions = torch.arange(num_tokens)
+        if packed:
+            positions = positions % (num_tokens // 2)
+        return Batch(
+            input_ids=ids,
+            targets=targets,
+            position_ids=positions.expand(2, -1).contiguous(),
+            num_targets=int((targets != -100).sum()),
+        )
+
+    return [[batch() for _ in range(num_micro_batches)] for _ in range(num_steps)]
+
+
+def initial_weights(config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """fp32 weights by name, norms and biases drawn too, so that no gradient is zero by symmetry."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention_of(config))
+    return {
+        name: (parameter + 0.02 * torch.randn_like(parameter)).detach() for name, parameter in model.named_parameters()
+    }
+
+
+def attention_of(config: PretrainedConfig) -> str:
+    return supported_attention(config, "sdpa")
+
+
+class Source:
+    """Weights in memory as an import source."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._weights = weights
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._weights[name].reshape(-1)[start:stop]
+
+
+class Zeros(dict[str, torch.Tensor]):
+    """Stands for weights that are all zero, of any size, in no memory."""
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        return torch.zeros(1).expand(1 << 40)
+
+
+def initial_weights_of_zeros() -> Mapping[str, torch.Tensor]:
+    return Zeros()
+
+
+class Machine:
+    """Everything a run has open."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        store: Store,
+        pool: BufferPool,
+        queue: IoQueue,
+        make_engine: Callable[[Callable[[], None]], StepEngine],
+    ) -> None:
+        self.model = model
+        self.store = store
+        self.pool = pool
+        self.queue = queue
+        self.make_engine = make_engine
+        self.engine = make_engine(lambda: None)
+
+    def train(self, steps: Sequence[Sequence[Batch]], recipe: Recipe) -> list[StepOutcome]:
+        """Run and commit the steps that the store has not committed yet."""
+        outcomes = []
+        for step in range(self.store.progress.step, len(steps)):
+            outcome = self.engine.run(
+                steps[step],
+                step=step,
+                update=step + 1,
+                learning_rate=recipe.learning_rate,
+                loss_scale=recipe.loss_scale,
+            )
+            if outcome.applied:
+                self.store.commit(progress_at(step + 1))
+            outcomes.append(outcome)
+        return outcomes
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The fp32 masters in the store, by name."""
+        weights = {}
+        layout = self.store.layout
+        for block in self.model.spec.blocks:
+            fields = {}
+            for field in layout.fields:
+                memory = memoryview(bytearray(block.num_elements * field.bytes_per_element))
+                with self.pool.lease(len(memory), "test") as lease:
+                    self.store.read(block.index, field.name, 0, block.num_elements, lease.memory).wait()
+                    memory[:] = lease.memory
+                fields[field.name] = view_field(memory, field.name, block.num_elements)
+            if layout.dtype == "bfloat16":
+                master = torch.empty(block.num_elements)
+                _native.join_bfloat16(fields["hi16"], fields["lo16"], fields["v32"], master)
+            else:
+                master = fields["w32"]
+            for parameter in block.parameters:
+                weights[parameter.name] = master[parameter.start : parameter.stop].view(parameter.shape)
+        return weights
+
+
+def progress_at(step: int) -> Progress:
+    return Progress(step=step, updates=step, loss_scale=1.0, good_steps=0, tokens=0)
+
+
+@contextmanager
+def machine(
+    directory: Path,
+    config: PretrainedConfig,
+    recipe: Recipe,
+    *,
+    dtype: DtypeName = "float32",
+    weights: Mapping[str, torch.Tensor] | None = None,
+    io_engine: EngineChoice = "threads",
+    hold: bool = False,
+    held_in_memory_bytes: int | None = None,
+    in_place: bool = False,
+    num_directories: int = 1,
+) -> Iterator[Machine]:
+    """A machine on a new store, or, without `weights`, on the store that an earlier one left in `directory`."""
+    model = find_blocks(build_skeleton(config, dtype=dtype, attn_implementation=attention_of(config)), name="tiny")
+    paths = [directory / f"drive{index}" for index in range(num_directories)]
+    elements = [block.num_elements for block in model.spec.blocks]
+    with ExitStack() as resources:
+        queue = resources.enter_context(open_queue(io_engine, notice=lambda text: None))
+        pool = resources.enter_context(BufferPool(None))
+        if weights is None:
+            store = resources.enter_context(Store.open(paths, queue=queue, identity=IDENTITY))
+        else:
+            store = resources.enter_context(
+                Store.create(
+                    paths,
+                    identity=IDENTITY,
+                    layout=record_layout(dtype),
+                    block_elements=elements,
+                    num_slots=1 if in_place else 2,
+                    queue=queue,
+                    in_place=in_place,
+                )
+            )
+            import_weights(model.spec, Source(weights), store, pool, progress=lambda count: None)
+            store.commit_import(progress_at(0))
+        scratch = None
+        if held_in_memory_bytes is not None:
+            scratch = resources.enter_context(Scratch(paths, 4 * sum(elements), queue))
+        clock = StepClock()
+        adamw = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=recipe.weight_decay)
+        optimizer = OutOfCoreAdamW(adamw, store, pool, clock=clock)
+        settings = UpdateSettings(
+            gradient_dtype=recipe.gradient_dtype or recipe.dtype,
+            max_grad_norm=recipe.max_grad_norm,
+            hold=hold or in_place,
+            held_in_memory_bytes=held_in_memory_bytes,
+        )
+
+        def make_engine(check_stop: Callable[[], None]) -> StepEngine:
+            return StepEngine(
+                model,
+                store,
+                pool,
+                optimizer,
+                settings,
+                seed=recipe.seed,
+                device=torch.device("cpu"),
+                clock=clock,
+                scratch=scratch,
+                chunk_tokens=recipe.chunk_tokens,
+                check_stop=check_stop,
+            )
+
+        yield Machine(model, store, pool, queue, make_engine)

@@ -1,0 +1,152 @@
+"""The promise: the weights that plain PyTorch would have produced, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from ratel_cli.engine.step import StepOutcome
+from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.model.spec import DtypeName
+from tests.engine.architectures import ARCHITECTURES, tiny_config
+from tests.engine.machine import Batch, attention_of, initial_weights, machine, random_steps
+from tests.reference import Recipe, Trained, train_in_memory
+
+
+def assert_same_training(outcomes: list[StepOutcome], weights: dict[str, torch.Tensor], wanted: Trained) -> None:
+    assert [outcome.loss for outcome in outcomes] == list(wanted.losses)
+    assert [outcome.grad_norm for outcome in outcomes] == list(wanted.norms)
+    assert weights.keys() == wanted.weights.keys()
+    different = [
+        name
+        for name, found in weights.items()
+        if not torch.equal(found.view(torch.int32), wanted.weights[name].view(torch.int32))
+    ]
+    assert different == []
+
+
+def reference(config: PretrainedConfig, steps: list[list[Batch]], recipe: Recipe) -> Trained:
+    return train_in_memory(config, initial_weights(config), steps, recipe)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_equals_plain_pytorch(
+    tmp_path: Path, architecture: str, dtype: DtypeName, num_micro_batches: int, max_grad_norm: float | None
+) -> None:
+    config = tiny_config(architecture)
+    recipe = Recipe(dtype=DTYPES[dtype], max_grad_norm=max_grad_norm, attn_implementation=attention_of(config))
+    with machine(tmp_path, config, recipe, dtype=dtype, weights=initial_weights(config)) as ratel:
+        steps = random_steps(2, num_micro_batches, packed=ratel.model.packs)
+        outcomes = ratel.train(steps, recipe)
+        assert_same_training(outcomes, ratel.weights(), reference(config, steps, recipe))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "llama_tied"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_many_steps_do_not_drift(tmp_path: Path, architecture: str, dtype: DtypeName) -> None:
+    config = tiny_config(architecture)
+    recipe = Recipe(dtype=DTYPES[dtype], max_grad_norm=1.0)
+    steps = random_steps(25, 2)
+    with machine(tmp_path, config, recipe, dtype=dtype, weights=initial_weights(config)) as ratel:
+        assert_same_training(ratel.train(steps, recipe), ratel.weights(), reference(config, steps, recipe))
+
+
+@pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16])
+def test_gradient_dtype_is_what_sums_are_rounded_to(tmp_path: Path, gradient_dtype: torch.dtype) -> None:
+    config = tiny_config("llama")
+    recipe = Recipe(dtype=torch.bfloat16, gradient_dtype=gradient_dtype)
+    steps = random_steps(2, 3)
+    with machine(tmp_path, config, recipe, dtype="bfloat16", weights=initial_weights(config)) as ratel:
+        assert_same_training(ratel.train(steps, recipe), ratel.weights(), reference(config, steps, recipe))
+
+
+def test_fp16_with_a_scaled_loss(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    recipe = Recipe(dtype=torch.float16, loss_scale=1024.0, max_grad_norm=0.5)
+    steps = random_steps(3, 2)
+    with machine(tmp_path, config, recipe, dtype="float16", weights=initial_weights(config)) as ratel:
+        assert_same_training(ratel.train(steps, recipe), ratel.weights(), reference(config, steps, recipe))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("gpt2", {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}),
+        ("opt", {"dropout": 0.3, "attention_dropout": 0.3}),
+        ("llama", {"attention_dropout": 0.3}),
+        ("bloom", {"hidden_dropout": 0.3, "attention_dropout": 0.3}),
+        ("falcon", {"hidden_dropout": 0.3, "attention_dropout": 0.3, "parallel_attn": False}),
+    ],
+)
+def test_dropout_draws_the_same_when_recomputed(tmp_path: Path, architecture: str, changes: dict[str, object]) -> None:
+    config = tiny_config(architecture, **changes)
+    recipe = Recipe(attn_implementation=attention_of(config))
+    with machine(tmp_path, config, recipe, weights=initial_weights(config)) as ratel:
+        steps = random_steps(2, 2, packed=ratel.model.packs)
+        assert_same_training(ratel.train(steps, recipe), ratel.weights(), reference(config, steps, recipe))
+
+
+VARIANTS: dict[str, dict[str, object]] = {
+    "io_uring": {"io_engine": "auto"},
+    "two drives": {"num_directories": 2},
+    "held though nothing clips": {"hold": True},
+    "in place": {"in_place": True},
+    "all gradients on disk": {"held_in_memory_bytes": 0, "hold": True},
+    "some gradients on disk": {"held_in_memory_bytes": 40_000, "hold": True},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5])
+def test_where_bytes_lie_changes_no_bit(tmp_path: Path, variant: str, max_grad_norm: float | None) -> None:
+    config = tiny_config("llama_tied")
+    recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
+    steps = random_steps(3, 2)
+    with machine(
+        tmp_path,
+        config,
+        recipe,
+        dtype="bfloat16",
+        weights=initial_weights(config),
+        **VARIANTS[variant],  # type: ignore[arg-type]
+    ) as ratel:
+        assert_same_training(ratel.train(steps, recipe), ratel.weights(), reference(config, steps, recipe))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resumed_equals_undisturbed(tmp_path: Path, dtype: DtypeName) -> None:
+    config = tiny_config("gpt2")
+    recipe = Recipe(dtype=DTYPES[dtype], max_grad_norm=0.5)
+    steps = random_steps(5, 2)
+    with machine(tmp_path, config, recipe, dtype=dtype, weights=initial_weights(config)) as ratel:
+        first = ratel.train(steps[:2], recipe)
+    with machine(tmp_path, config, recipe, dtype=dtype) as ratel:
+        rest = ratel.train(steps, recipe)
+        assert_same_training(first + rest, ratel.weights(), reference(config, steps, recipe))
+
+
+def test_untied_head_in_chunks_equals_chunked_pytorch(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    recipe = Recipe(dtype=torch.bfloat16, chunk_tokens=7)
+    steps = random_steps(2, 2)
+    with machine(tmp_path, config, recipe, dtype="bfloat16", weights=initial_weights(config)) as ratel:
+        assert_same_training(ratel.train(steps, recipe), ratel.weights(), reference(config, steps, recipe))
+
+
+def test_chunks_change_the_loss_by_rounding_alone(tmp_path: Path) -> None:
+    config = tiny_config("llama_tied")
+    steps = random_steps(1, 2)
+    whole = reference(config, steps, Recipe())
+    for chunk_tokens in (1, 5, 24, 1000):
+        recipe = replace(Recipe(), chunk_tokens=chunk_tokens)
+        with machine(tmp_path / str(chunk_tokens), config, recipe, weights=initial_weights(config)) as ratel:
+            [outcome] = ratel.train(steps, recipe)
+        assert outcome.loss == pytest.approx(whole.losses[0], rel=1e-6)
+        assert outcome.grad_norm == pytest.approx(whole.norms[0], rel=1e-5)

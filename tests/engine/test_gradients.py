@@ -1,0 +1,147 @@
+"""Sums, norms, clipping and spilling of gradients, against torch and brute force."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ratel_cli.engine.gradients import GradientSum, TiedSum, clip_coefficient, total_norm
+from ratel_cli.model.spec import BlockSpec, lay_out_block
+from ratel_cli.movement.buffers import BufferPool
+from ratel_cli.movement.queue import open_queue
+from ratel_cli.movement.scratch import Scratch
+
+SHAPES = [("a", (3, 5)), ("b", (7,)), ("c", (64, 33)), ("d", (1,))]
+
+
+@pytest.fixture
+def block() -> BlockSpec:
+    return lay_out_block(
+        index=1, kind="layer", name="layer 0", parameters=[(name, shape, True) for name, shape in SHAPES]
+    )
+
+
+def random_gradients(seed: int, dtype: torch.dtype) -> list[torch.Tensor | None]:
+    torch.manual_seed(seed)
+    return [torch.randn(shape).to(dtype) for _, shape in SHAPES]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("contributions", [1, 2, 5])
+def test_sum_in_fp32_rounded_once(block: BlockSpec, dtype: torch.dtype, contributions: int) -> None:
+    parts = [random_gradients(seed, dtype) for seed in range(contributions)]
+    with BufferPool(None) as pool:
+        total = GradientSum(block, pool, dtype=dtype, single=contributions == 1)
+        for part in parts:
+            total.add(part)
+        gradient = total.finish()
+        for index, parameter in enumerate(block.parameters):
+            wanted = torch.zeros(parameter.shape)
+            for part in parts:
+                value = part[index]
+                assert value is not None
+                wanted = wanted + value.float()
+            found = gradient.flat[parameter.start : parameter.stop].view(parameter.shape)
+            assert torch.equal(found, wanted.to(dtype))
+        gradient.release()
+        assert pool.leased_bytes == 0
+
+
+def test_none_stays_none(block: BlockSpec) -> None:
+    with BufferPool(None) as pool:
+        total = GradientSum(block, pool, dtype=torch.float32, single=False)
+        total.add([None, torch.ones(7), None, None])
+        total.add([None, torch.ones(7), torch.ones(64, 33), None])
+        gradient = total.finish()
+        assert gradient.present == (False, True, True, False)
+        assert set(gradient.norms(1.0)) == {"b", "c"}
+        gradient.release()
+
+
+@pytest.mark.parametrize("scale", [1.0, 1 / 1024])
+@pytest.mark.parametrize("max_norm", [1e-3, 0.5, 1e9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_and_coefficient_are_torchs(block: BlockSpec, dtype: torch.dtype, max_norm: float, scale: float) -> None:
+    parts = random_gradients(3, dtype)
+    parameters = []
+    for part in parts:
+        assert part is not None
+        parameter = nn.Parameter(torch.zeros(part.shape))
+        parameter.grad = part.float() * scale
+        parameters.append(parameter)
+    before = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+    wanted = nn.utils.clip_grad_norm_(parameters, max_norm)
+    with BufferPool(None) as pool:
+        total = GradientSum(block, pool, dtype=dtype, single=True)
+        total.add(parts)
+        gradient = total.finish()
+        norm = total_norm(gradient.norms(scale), ["a", "b", "c", "d"])
+        gradient.release()
+    assert torch.equal(norm, wanted)
+    coefficient = clip_coefficient(norm, max_norm)
+    for parameter, value in zip(parameters, before, strict=True):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, value * coefficient)
+
+
+def test_order_of_norms_decides_the_last_bit_and_is_kept() -> None:
+    norms = {str(index): float(index) ** 7 + 0.1 for index in range(50)}
+    order = sorted(norms)
+    wanted = torch.linalg.vector_norm(torch.tensor([norms[name] for name in order]))
+    assert torch.equal(total_norm(norms, order), wanted)
+    assert not torch.equal(total_norm(norms, order[::-1]), wanted)
+    assert torch.equal(total_norm({}, ["a"]), torch.zeros(()))
+    assert torch.equal(total_norm({"b": 2.0}, ["a", "b"]), torch.tensor(2.0))
+
+
+def test_spilled_and_fetched_is_unchanged(block: BlockSpec, tmp_path: Path) -> None:
+    with (
+        BufferPool(None) as pool,
+        open_queue("threads", notice=print) as queue,
+        Scratch([tmp_path], 1 << 20, queue) as scratch,
+    ):
+        total = GradientSum(block, pool, dtype=torch.float32, single=True)
+        total.add(random_gradients(5, torch.float32))
+        gradient = total.finish()
+        wanted = gradient.flat.clone()
+        gradient.spill(scratch, 4096)
+        assert pool.leased_bytes == 0
+        with pytest.raises(AssertionError, match="on disk"):
+            _ = gradient.flat
+        gradient.fetch(pool)
+        assert torch.equal(gradient.flat, wanted)
+        gradient.fetch(pool)
+        gradient.release()
+        gradient.release()
+        assert pool.leased_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
+def test_tied_sum_adds_in_the_order_of_plain_pytorch(dtype: torch.dtype, num_micro_batches: int) -> None:
+    torch.manual_seed(0)
+    vocab, width, tokens = 50, 8, 6
+    block = lay_out_block(index=0, kind="embedding", name="embedding", parameters=[("e", (vocab, width), True)])
+    ids = [torch.randint(0, vocab, (2, tokens)) for _ in range(num_micro_batches)]
+    heads = [torch.randn(vocab, width).to(dtype) for _ in ids]
+    embeddings = []
+    for token_ids in ids:
+        part = torch.zeros(vocab, width).to(dtype)
+        part[token_ids.reshape(-1)] = torch.randn(2 * tokens, width).to(dtype)
+        embeddings.append(part)
+    wanted = torch.zeros(vocab, width)
+    for head, embedding in zip(heads, embeddings, strict=True):
+        wanted = wanted + (head + embedding).float()
+    with BufferPool(None) as pool:
+        total = GradientSum(block, pool, dtype=torch.float32, single=False)
+        rows = TiedSum(total, ids)
+        for head in heads:
+            rows.add_head([head])
+        for embedding in embeddings:
+            rows.add_embedding(embedding)
+        gradient = total.finish()
+        assert torch.equal(gradient.flat[: vocab * width].view(vocab, width), wanted)
+        gradient.release()

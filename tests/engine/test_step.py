@@ -1,0 +1,175 @@
+"""One step as a whole: traffic to the byte, memory given back, non-finite steps taken back, stops between blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ratel_cli.errors import Interrupted
+from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.model.spec import DtypeName, ModelSpec
+from ratel_cli.planning.traffic import StateBytes, step_traffic
+from tests.engine.architectures import tiny_config
+from tests.engine.machine import Machine, initial_weights, machine, progress_at, random_steps
+from tests.reference import Recipe
+
+STATE_BYTES = {
+    "float32": StateBytes(compute=4, record=12, gradient=4),
+    "bfloat16": StateBytes(compute=2, record=12, gradient=2),
+    "float16": StateBytes(compute=2, record=14, gradient=2),
+}
+
+
+def spilled_blocks(spec: ModelSpec, state: StateBytes, held_in_memory_bytes: int) -> int:
+    """Brute force: gradients arrive from the last block; one that does not fit lies on disk, and so do all after it."""
+    held = 0
+    for position, block in enumerate(reversed(spec.blocks)):
+        held += block.num_elements * state.gradient
+        if held > held_in_memory_bytes:
+            return len(spec.blocks) - position
+    return 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "llama_tied"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize(
+    ("max_grad_norm", "held_in_memory_bytes"), [(None, None), (1.0, None), (1.0, 0), (1.0, 40_000)]
+)
+def test_traffic_is_the_prediction_to_the_byte(
+    tmp_path: Path,
+    architecture: str,
+    dtype: DtypeName,
+    num_micro_batches: int,
+    max_grad_norm: float | None,
+    held_in_memory_bytes: int | None,
+) -> None:
+    config = tiny_config(architecture)
+    recipe = Recipe(dtype=DTYPES[dtype], max_grad_norm=max_grad_norm)
+    with machine(
+        tmp_path,
+        config,
+        recipe,
+        dtype=dtype,
+        weights=initial_weights(config),
+        held_in_memory_bytes=held_in_memory_bytes,
+    ) as ratel:
+        read, written = ratel.queue.read_bytes, ratel.queue.written_bytes
+        ratel.train(random_steps(1, num_micro_batches), recipe)
+        state = STATE_BYTES[dtype]
+        limit = held_in_memory_bytes
+        wanted = step_traffic(
+            ratel.model.spec,
+            state,
+            holds_gradients=max_grad_norm is not None,
+            spilled_blocks=0 if limit is None else spilled_blocks(ratel.model.spec, state, limit),
+        )
+        assert ratel.queue.read_bytes - read == wanted.read_bytes
+        assert ratel.queue.written_bytes - written == wanted.written_bytes
+
+
+def test_a_layer_moves_26_bytes_per_parameter_in_bf16(tmp_path: Path) -> None:
+    """Per element, gaps included, of the layers; the head is read once only, for forward and backward."""
+    config = tiny_config("llama")
+    recipe = Recipe(dtype=torch.bfloat16)
+    with machine(tmp_path, config, recipe, dtype="bfloat16", weights=initial_weights(config)) as ratel:
+        read, written = ratel.queue.read_bytes, ratel.queue.written_bytes
+        ratel.train(random_steps(1, 2), recipe)
+        moved = ratel.queue.read_bytes - read + ratel.queue.written_bytes - written
+        *others, head = (block.num_elements for block in ratel.model.spec.blocks)
+        assert moved == 26 * sum(others) + 24 * head
+
+
+def test_every_buffer_is_given_back(tmp_path: Path) -> None:
+    config = tiny_config("llama_tied")
+    for max_grad_norm in (None, 0.5):
+        recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
+        with machine(
+            tmp_path / str(max_grad_norm), config, recipe, dtype="bfloat16", weights=initial_weights(config)
+        ) as ratel:
+            ratel.train(random_steps(2, 2), recipe)
+            assert ratel.pool.leased_bytes == 0
+
+
+def poisoned(ratel: Machine, value: float) -> None:
+    """Overwrite one weight of layer 1, in place of a gradient that blows up by itself."""
+    spec = ratel.model.spec
+    ratel.store.begin_step()
+    for block in spec.blocks:
+        for field in ratel.store.layout.fields:
+            with ratel.pool.lease(block.num_elements * field.bytes_per_element, "test") as lease:
+                ratel.store.read(block.index, field.name, 0, block.num_elements, lease.memory).wait()
+                if block.index == 2 and field.name == "w32":
+                    torch.frombuffer(lease.memory, dtype=torch.float32)[0] = value
+                ratel.store.write(block.index, field.name, 0, block.num_elements, lease.memory).wait()
+    ratel.store.commit(progress_at(0))
+
+
+@pytest.mark.parametrize("hold", [True, False])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e38])
+def test_a_step_that_is_not_finite_leaves_the_store_as_it_was(tmp_path: Path, hold: bool, value: float) -> None:
+    config = tiny_config("llama")
+    recipe = Recipe()
+    with machine(tmp_path, config, recipe, weights=initial_weights(config), hold=hold) as ratel:
+        poisoned(ratel, value)
+        before = ratel.weights()
+        [outcome] = ratel.train(random_steps(1, 2), recipe)
+        assert not outcome.applied
+        after = ratel.weights()
+        assert all(torch.equal(before[name].view(torch.int32), after[name].view(torch.int32)) for name in before)
+        assert ratel.pool.leased_bytes == 0
+        assert ratel.store.progress.step == 0
+
+
+def test_an_overflow_in_fp16_is_skipped_and_a_smaller_scale_is_not(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    recipe = Recipe(dtype=torch.float16, loss_scale=2.0**24)
+    with machine(tmp_path, config, recipe, dtype="float16", weights=initial_weights(config)) as ratel:
+        [outcome] = ratel.train(random_steps(1, 1), recipe)
+        assert not outcome.applied
+        [outcome] = ratel.train(random_steps(1, 1), replace(recipe, loss_scale=256.0))
+        assert outcome.applied
+
+
+class StopAfter:
+    """Raises at the n-th question."""
+
+    def __init__(self, asked: int) -> None:
+        self._left = asked
+
+    def __call__(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise Interrupted(2, "stop")
+
+
+@pytest.mark.parametrize("asked", range(6))
+def test_a_stop_between_blocks_abandons_the_step(tmp_path: Path, asked: int) -> None:
+    config = tiny_config("llama")
+    recipe = Recipe()
+    with machine(tmp_path, config, recipe, weights=initial_weights(config)) as ratel:
+        before = ratel.weights()
+        stopped = ratel.make_engine(StopAfter(asked))
+        with pytest.raises(Interrupted):
+            stopped.run(random_steps(1, 1)[0], step=0, update=1, learning_rate=1.0)
+        after = ratel.weights()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert ratel.train(random_steps(1, 1), recipe)[0].applied
+
+
+def test_evaluation_is_the_plain_loss_and_changes_nothing(tmp_path: Path) -> None:
+    config = tiny_config("gpt2", resid_pdrop=0.5, embd_pdrop=0.5)
+    steps = random_steps(1, 3)
+    quiet = tiny_config("gpt2", resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    recipe = Recipe()
+    with machine(tmp_path / "a", config, recipe, weights=initial_weights(config)) as ratel:
+        read, written = ratel.queue.read_bytes, ratel.queue.written_bytes
+        total = ratel.engine.evaluate(steps[0])
+        assert ratel.queue.written_bytes == written
+        assert ratel.queue.read_bytes > read
+    with machine(tmp_path / "b", quiet, recipe, weights=initial_weights(config)) as ratel:
+        [outcome] = ratel.train(steps, recipe)
+    assert total / sum(batch.num_targets for batch in steps[0]) == outcome.loss

@@ -1,0 +1,164 @@
+"""The tape drops what backward does not need, keeps what it does, and notices when forward does not repeat itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ratel_cli.engine.tape import Decision, Recorder, Replayer, Tape
+from ratel_cli.errors import RatelError
+
+Block = Callable[[torch.Tensor], torch.Tensor]
+
+
+def record(block: Block, hidden: torch.Tensor) -> tuple[torch.Tensor, Tape]:
+    recorder = Recorder()
+    with recorder.recording():
+        output = block(hidden.detach().requires_grad_())
+    return output.detach(), recorder.tape()
+
+
+def gradients(
+    block: Block, hidden: torch.Tensor, parameters: list[nn.Parameter], tape: Tape | None
+) -> list[torch.Tensor]:
+    leaf = hidden.detach().requires_grad_()
+    if tape is None:
+        output = block(leaf)
+    else:
+        with Replayer(tape) as replayer:
+            output = block(leaf)
+        replayer.check_complete()
+    torch.manual_seed(9)
+    return list(torch.autograd.grad(output, [leaf, *parameters], torch.randn_like(output)))
+
+
+def executed(tape: Tape) -> list[str]:
+    return [str(func) for func, decision in zip(tape.funcs, tape.decisions, strict=True) if decision is Decision.EXEC]
+
+
+def dead(tape: Tape) -> list[str]:
+    return [str(func) for func, decision in zip(tape.funcs, tape.decisions, strict=True) if decision is Decision.DEAD]
+
+
+@pytest.fixture
+def weights() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(8, 8)) for _ in range(3)]
+
+
+@pytest.fixture
+def hidden() -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(2, 5, 8)
+
+
+def check(block: Block, hidden: torch.Tensor, parameters: list[nn.Parameter]) -> Tape:
+    """Gradients through the tape are those without it; the tape is returned for more."""
+    torch.manual_seed(3)
+    output, tape = record(block, hidden)
+    torch.manual_seed(3)
+    wanted = gradients(block, hidden, parameters, None)
+    torch.manual_seed(1234)  # the replay must not depend on where the generator is
+    found = gradients(block, hidden, parameters, tape)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+    torch.manual_seed(3)
+    assert torch.equal(output, block(hidden))
+    return tape
+
+
+def test_the_last_product_and_residual_add_are_dead(weights: list[nn.Parameter], hidden: torch.Tensor) -> None:
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return x + functional.silu(x @ weights[0]) @ weights[1]
+
+    tape = check(block, hidden, weights[:2])
+    assert [name for name in executed(tape) if "mm" in name] == ["aten.mm.default"]
+    assert [name for name in dead(tape) if "view" not in name] == ["aten.mm.default", "aten.add.Tensor"]
+
+
+def test_nothing_is_dead_when_all_is_saved(weights: list[nn.Parameter], hidden: torch.Tensor) -> None:
+    tape = check(lambda x: torch.exp(torch.tanh(x @ weights[0])), hidden, weights[:1])
+    assert [name for name in dead(tape) if "mm" not in name] == []
+
+
+def test_a_chain_that_only_adds_is_dead(weights: list[nn.Parameter], hidden: torch.Tensor) -> None:
+    tape = check(lambda x: (x + 1 - x * 2 + 3) @ weights[0] + 5, hidden, weights[:1])
+    assert executed(tape).count("aten.mm.default") == 0
+
+
+def test_in_place_and_views(weights: list[nn.Parameter], hidden: torch.Tensor) -> None:
+    def block(x: torch.Tensor) -> torch.Tensor:
+        y = (x @ weights[0]).clone()
+        y[:, 0] = 0
+        y.mul_(2).add_(1)
+        left, right = y[..., :4], y[..., 4:].clone()
+        z = torch.cat([left.transpose(0, 1).transpose(0, 1) * 3, right.exp_()], dim=-1)
+        return z @ weights[1]
+
+    check(block, hidden, weights[:2])
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_random_operators_draw_again_what_they_drew(
+    weights: list[nn.Parameter], hidden: torch.Tensor, used: bool
+) -> None:
+    def block(x: torch.Tensor) -> torch.Tensor:
+        y = functional.dropout(x @ weights[0], 0.5)
+        noise = torch.rand(5, 8)
+        z = functional.dropout(y, 0.3) @ weights[1]
+        return z * noise if used else z + noise
+
+    check(block, hidden, weights[:2])
+
+
+def test_routing_by_values(weights: list[nn.Parameter], hidden: torch.Tensor) -> None:
+    """Indices come from products that no gradient needs; they steer what runs and must be right."""
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            chosen = (x @ weights[2]).sum(-1).argmax(-1)
+        counts = torch.bincount(chosen, minlength=5).tolist()
+        parts = [x[:, index] * (count + 1) for index, count in enumerate(counts)]
+        return torch.stack(parts, 1) @ weights[0]
+
+    check(block, hidden, weights[:1])
+
+
+class _Hidden(torch.autograd.Function):
+    """Keeps its input for itself, where no saved-tensor hook sees it."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+        ctx.kept = x * 2
+        return ctx.kept.sin()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.kept
+
+
+def test_what_a_custom_function_keeps_for_itself_is_computed(weights: list[nn.Parameter], hidden: torch.Tensor) -> None:
+    check(lambda x: _Hidden.apply(x @ weights[0]) + 1, hidden, weights[:1])
+
+
+def test_recording_keeps_no_activation(weights: list[nn.Parameter], hidden: torch.Tensor) -> None:
+    output, _ = record(lambda x: torch.tanh(torch.tanh(x @ weights[0]) @ weights[1]), hidden)
+    assert output.grad_fn is None
+    recorder = Recorder()
+    with recorder.recording():
+        result = torch.tanh(hidden.requires_grad_() @ weights[0])
+    with pytest.raises(RatelError, match="the recorded forward's graph"):
+        result.sum().backward()
+
+
+def test_another_forward_is_refused(weights: list[nn.Parameter], hidden: torch.Tensor) -> None:
+    _, tape = record(lambda x: torch.tanh(x @ weights[0]), hidden)
+    with pytest.raises(RatelError, match=r"did not repeat itself: operator \d+ was aten.tanh"):
+        gradients(lambda x: torch.sin(x @ weights[0]), hidden, [weights[0]], tape)
+    with pytest.raises(RatelError, match="was the end"):
+        gradients(lambda x: torch.tanh(x @ weights[0]).sin(), hidden, [weights[0]], tape)
+    with pytest.raises(RatelError, match="now it is the end"):
+        gradients(lambda x: x @ weights[0], hidden, [weights[0]], tape)

@@ -1,0 +1,133 @@
+"""Stand-ins that tests hand to the code under test, in place of patching its insides, and small things they share.
+
+`FaultyQueue` is an I/O queue that fails on purpose: the real queue and the real threaded lane, with
+the call to the kernel replaced. Faults are given by the number of the call, counted from 0 over both
+directions; with the default depth of 1 calls come in the order in which they were submitted.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Lock
+
+from ratel_cli.movement.buffers import PAGE_BYTES, BufferPool
+from ratel_cli.movement.queue import LanedQueue
+from ratel_cli.movement.requests import Direction
+from ratel_cli.movement.threaded import ThreadedLane, transfer_with_kernel
+
+# Small, so that tests of few bytes are cut into many requests.
+REQUEST_BYTES = 16 * PAGE_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """What happens to one call. Fields may be combined; the delay comes first."""
+
+    delay_seconds: float = 0.0
+    hangs: bool = False  # until release()
+    error_number: int | None = None  # raised as OSError: errno.EIO, errno.ENOSPC, errno.EAGAIN ...
+    failure: Exception | None = None  # raised as it is: a bug in a worker thread
+    short_bytes: int | None = None  # only so many bytes are moved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call that a FaultyQueue saw, faulty or not."""
+
+    direction: Direction
+    fd: int
+    offset: int
+    num_bytes: int
+
+
+class FaultyQueue(LanedQueue):
+    """An IoQueue over real files, or over ``files``: descriptor -> contents that need not exist on disk.
+
+    ``faults`` maps the number of a call to its fault; ``from_call`` and ``lasting`` give every call
+    from that number on the same fault. ``shuffle_seed`` delays calls at random, so that with a depth
+    above 1 they complete in another order than they were submitted.
+    """
+
+    def __init__(
+        self,
+        faults: Mapping[int, Fault] | None = None,
+        *,
+        from_call: int = 0,
+        lasting: Fault | None = None,
+        files: dict[int, bytearray] | None = None,
+        shuffle_seed: int | None = None,
+        request_bytes: int = 1 << 20,
+        depth: int = 1,
+        timeout_seconds: float = 10.0,
+    ) -> None:
+        self.calls: list[Call] = []
+        self._faults = dict(faults or {})
+        self._from_call = from_call
+        self._lasting = lasting
+        self._files = files if files is not None else {}
+        self._random = random.Random(shuffle_seed) if shuffle_seed is not None else None
+        self._lock = Lock()
+        self._released = Event()
+        super().__init__(
+            "threads",
+            lambda direction: ThreadedLane(
+                direction, depth=depth, timeout_seconds=timeout_seconds, transfer=self._transfer
+            ),
+            request_bytes=request_bytes,
+        )
+
+    def release(self) -> None:
+        """Let every call go on that hangs."""
+        self._released.set()
+
+    def _transfer(self, direction: Direction, fd: int, memory: memoryview, offset: int) -> int:
+        with self._lock:
+            number = len(self.calls)
+            self.calls.append(Call(direction=direction, fd=fd, offset=offset, num_bytes=len(memory)))
+            lasting = self._lasting if number >= self._from_call else None
+            fault = self._faults.get(number, lasting or Fault())
+            delay_seconds = fault.delay_seconds + (self._random.uniform(0, 0.003) if self._random else 0.0)
+        if delay_seconds:
+            time.sleep(delay_seconds)
+        if fault.hangs:
+            self._released.wait()
+        if fault.error_number is not None:
+            raise OSError(fault.error_number, os.strerror(fault.error_number))
+        if fault.failure is not None:
+            raise fault.failure
+        part = memory if fault.short_bytes is None else memory[: fault.short_bytes]
+        if fd not in self._files:
+            return transfer_with_kernel(direction, fd, part, offset)
+        with self._lock:
+            return _transfer_in_memory(self._files[fd], direction, part, offset)
+
+
+def _transfer_in_memory(contents: bytearray, direction: Direction, memory: memoryview, offset: int) -> int:
+    if direction == "read":
+        found = contents[offset : offset + len(memory)]
+        memory[: len(found)] = found
+        return len(found)
+    contents.extend(bytes(max(0, offset + len(memory) - len(contents))))
+    contents[offset : offset + len(memory)] = memory
+    return len(memory)
+
+
+def open_direct(path: Path) -> int:
+    """O_DIRECT where the file system has it: the rules of alignment are then the kernel's own."""
+    flags = os.O_RDWR | os.O_CREAT
+    try:
+        return os.open(path, flags | os.O_DIRECT)
+    except OSError:
+        return os.open(path, flags)
+
+
+def filled(pool: BufferPool, contents: bytes) -> memoryview:
+    """A leased buffer with these contents; whole pages if they are."""
+    memory = pool.lease(len(contents), "test").memory
+    memory[:] = contents
+    return memory

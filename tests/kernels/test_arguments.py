@@ -1,0 +1,112 @@
+"""What the kernels refuse, in which words, and that a refusal has changed nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from ratel_cli import _native
+from tests.kernels.oracle import scalars
+
+SIZE = 33
+
+
+class State(NamedTuple):
+    """The arrays of adamw_bfloat16."""
+
+    hi16: torch.Tensor
+    lo16: torch.Tensor
+    m32: torch.Tensor
+    v32: torch.Tensor
+    gradient: torch.Tensor
+
+
+def state() -> State:
+    return State(
+        hi16=torch.zeros(SIZE, dtype=torch.bfloat16),
+        lo16=torch.zeros(SIZE, dtype=torch.int16),
+        m32=torch.zeros(SIZE),
+        v32=torch.zeros(SIZE),
+        gradient=torch.ones(SIZE, dtype=torch.bfloat16),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "error", "message"),
+    [
+        ("hi16", lambda t: t.half(), TypeError, r"^hi16: must be bfloat16, is float16$"),
+        ("lo16", lambda t: t.int(), TypeError, r"^lo16: must be int16 or uint16, is int32$"),
+        ("m32", lambda t: t.double(), TypeError, r"^m32: must be float32, is float64$"),
+        ("gradient", lambda t: t.long(), TypeError, r"^gradient: must be bfloat16, float16 or float32, is int64$"),
+        ("v32", lambda t: t[:-1], ValueError, r"^v32: has 32 elements, hi16 has 33$"),
+        ("m32", lambda t: t.reshape(3, 11), ValueError, r"^m32: must have 1 dimension, has 2$"),
+        ("m32", lambda t: torch.zeros(2 * SIZE)[::2], ValueError, r"^m32: must be contiguous, has stride 2$"),
+        ("m32", lambda t: t.requires_grad_(), TypeError, r"^m32: not a usable array; .* detached$"),
+        ("gradient", lambda t: None, TypeError, r"incompatible function arguments"),
+        ("gradient", lambda t: [1.0] * SIZE, TypeError, r"^gradient: not a usable array"),
+        ("gradient", lambda t: t.to("meta"), TypeError, r"^gradient: not a usable array"),
+    ],
+)
+def test_refuses_an_array(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor], error: type[Exception], message: str
+) -> None:
+    good = state()
+    changed = {field: change(tensor) if field == name else tensor for field, tensor in good._asdict().items()}
+    with pytest.raises(error, match=message):
+        _native.adamw_bfloat16(*State(**changed), **scalars(1))
+    assert not any(tensor.any() for tensor in good[:4])
+
+
+def test_refuses_overlap() -> None:
+    arrays = state()
+    with pytest.raises(ValueError, match=r"^v32 and m32 overlap in memory$"):
+        _native.adamw_bfloat16(*arrays._replace(v32=arrays.m32), **scalars(1))
+    memory = torch.zeros(2 * SIZE)
+    first, last = memory[:SIZE], memory[SIZE:]
+    with pytest.raises(ValueError, match=r"^v32 and m32 overlap in memory$"):
+        _native.adamw_bfloat16(*arrays._replace(m32=first, v32=memory[SIZE - 1 : -1]), **scalars(1))
+    _native.adamw_bfloat16(*arrays._replace(m32=first, v32=last), **scalars(1))
+
+
+def test_refuses_a_read_only_state_and_takes_a_read_only_gradient() -> None:
+    weight, m32, v32, gradient = (np.ones(SIZE, dtype=np.float32) for _ in range(4))
+    gradient.setflags(write=False)
+    _native.adamw_float32(weight, m32, v32, gradient, **scalars(1))
+    m32.setflags(write=False)
+    with pytest.raises(TypeError, match=r"^m32: not a usable array; .* writable"):
+        _native.adamw_float32(weight, m32, v32, gradient, **scalars(1))
+
+
+@pytest.mark.parametrize("divisor", [0.0, -1.0, float("nan"), 2.0**-31, 2.0**31])
+def test_refuses_an_impossible_bias_correction(divisor: float) -> None:
+    with pytest.raises(ValueError, match=r"^bias_correction2_sqrt: must lie between"):
+        _native.adamw_bfloat16(*state(), **(scalars(1) | {"bias_correction2_sqrt": divisor}))
+
+
+def test_refuses_an_unknown_square_root() -> None:
+    with pytest.raises(ValueError, match=r"^square_root: must be 'correct' or 'mkl_avx512', is 'fast'$"):
+        _native.adamw_bfloat16(*state(), **scalars(1), square_root="fast")  # type: ignore[arg-type]
+
+
+def test_every_kernel_checks_its_arrays() -> None:
+    w32, m32, gradient = (torch.zeros(4) for _ in range(3))
+    hi16, w16 = torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.float16)
+    lo16 = torch.zeros(4, dtype=torch.int16)
+    wrong = torch.zeros(4, dtype=torch.float64)
+    calls: list[Callable[[], None]] = [
+        lambda: _native.adamw_float16(w16, w32, m32, wrong, gradient, **scalars(1)),
+        lambda: _native.adamw_float32(w32, m32, wrong, gradient, **scalars(1)),
+        lambda: _native.stream_bfloat16(hi16, lo16, m32, wrong, gradient),
+        lambda: _native.stream_float16(w16, w32, m32, wrong, gradient),
+        lambda: _native.stream_float32(w32, m32, wrong, gradient),
+        lambda: _native.split_bfloat16(w32, hi16, lo16, wrong),
+        lambda: _native.join_bfloat16(hi16, lo16, wrong, w32),
+        lambda: _native.square_root(wrong),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"^(v32|values): must be float32, is float64$"):
+            call()

@@ -1,0 +1,198 @@
+"""Finding the blocks of any decoder, binding weights to them, and refusing what cannot be streamed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from ratel_cli.errors import BadInput
+from ratel_cli.hardware.host import resident_bytes
+from ratel_cli.model.blocks import DecoderModel, decays, find_blocks
+from ratel_cli.model.skeleton import build_skeleton, supported_attention
+from tests.engine.architectures import ARCHITECTURES, tiny_config
+
+PACKS = {
+    "gpt2", "llama", "llama_tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt_neox", "gptj",
+    "mixtral", "qwen3_moe", "olmo2", "starcoder2", "cohere", "stablelm", "granite", "glm4",
+}  # fmt: skip
+"""Those whose masks transformers builds from position ids. The others get a row for each sample."""
+
+
+def find(config: PretrainedConfig) -> DecoderModel:
+    attention = supported_attention(config, "sdpa")
+    return find_blocks(build_skeleton(config, dtype="float32", attn_implementation=attention), name="tiny")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_parameter_has_one_place(architecture: str) -> None:
+    config = tiny_config(architecture)
+    model = find(config)
+    wanted = {
+        name: tuple(parameter.shape)
+        for name, parameter in AutoModelForCausalLM.from_config(config).named_parameters()
+    }
+    blocks = model.spec.blocks
+    assert {p.name: p.shape for block in blocks for p in block.parameters} == wanted
+    assert list(wanted) == list(model.parameter_names)
+    assert [block.kind for block in blocks] == ["embedding", *["layer"] * 3, "head"]
+    assert [block.index for block in blocks] == list(range(5))
+    assert model.spec.num_layers == 3
+    assert blocks[0].parameters[0].shape[0] == model.spec.vocab_size
+    for block in blocks:
+        end = 0
+        for parameter in block.parameters:
+            assert parameter.start >= end and parameter.start % 32 == 0
+            end = parameter.stop
+        assert block.num_elements >= end and block.num_elements % 2048 == 0
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_packing_is_offered_where_samples_stay_apart(architecture: str) -> None:
+    assert find(tiny_config(architecture)).packs == (architecture in PACKS)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
+def test_packed_samples_really_stay_apart(architecture: str) -> None:
+    """The probe looks at masks; this looks at what a model computes."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(architecture)).eval()
+    ids, positions = torch.randint(3, 90, (1, 12)), torch.arange(6).repeat(2).unsqueeze(0)
+    others = ids.clone()
+    others[:, :6] = torch.randint(3, 90, (1, 6))
+    with torch.no_grad():
+        first = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, 6:]
+        second = model(input_ids=others, position_ids=positions, use_cache=False).logits[:, 6:]
+        alone = model(input_ids=ids[:, 6:], use_cache=False).logits
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, alone)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "llama_tied", "gpt2"])
+def test_bound_weights_are_views_and_leave_no_trace(architecture: str) -> None:
+    model = find(tiny_config(architecture))
+    for block in model.spec.blocks:
+        weights = torch.arange(block.num_elements, dtype=torch.float32)
+        parameters = model.bind(block, weights)
+        for spec, parameter in zip(block.parameters, parameters, strict=True):
+            assert model.skeleton.get_parameter(spec.name) is parameter
+            assert parameter.data_ptr() == weights[spec.start :].data_ptr()
+            assert tuple(parameter.shape) == spec.shape and parameter.requires_grad
+        if block.kind == "embedding" and model.spec.tied:
+            tied = model.tie(parameters)
+            assert model.skeleton.get_output_embeddings().weight is tied
+        model.release(block)
+        for spec in block.parameters:
+            resting = model.skeleton.get_parameter(spec.name)
+            assert resting.device.type == "meta" if block.kind == "layer" else resting.untyped_storage().nbytes() <= 4
+    if model.spec.tied:
+        assert model.skeleton.get_output_embeddings().weight is model.skeleton.get_input_embeddings().weight
+
+
+def test_weight_decay_spares_norms_and_biases() -> None:
+    assert decays("model.layers.0.mlp.up_proj.weight", 2)
+    assert decays("model.layers.0.mlp.experts.gate_up_proj", 3)
+    assert decays("model.embed_tokens.weight", 2)
+    assert not decays("transformer.h.0.ln_1.weight", 1)
+    assert not decays("model.layers.0.mlp.experts.gate_up_proj_bias", 2)
+    assert not decays("model.layers.0.self_attn.q_norm.weight", 2)
+
+
+def test_a_large_skeleton_costs_no_memory() -> None:
+    before = resident_bytes()
+    model = find(
+        tiny_config(
+            "llama", hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+            num_key_value_heads=8, vocab_size=128256,
+        )
+    )  # fmt: skip
+    assert model.spec.num_parameters == 70_553_706_496
+    assert resident_bytes() - before < 100 << 20
+
+
+def test_options_that_would_be_dropped_silently_are_refused() -> None:
+    for option in ("output_router_logits", "output_hidden_states"):
+        config = tiny_config("mixtral")
+        setattr(config, option, True)
+        with pytest.raises(BadInput, match=option):
+            build_skeleton(config, dtype="float32", attn_implementation="eager")
+    with pytest.raises(BadInput, match="layerdrop"):
+        build_skeleton(tiny_config("opt", layerdrop=0.1), dtype="float32", attn_implementation="eager")
+
+
+def test_the_config_is_not_written_into() -> None:
+    config = tiny_config("llama")
+    before = copy.deepcopy(config.to_dict())
+    build_skeleton(config, dtype="bfloat16", attn_implementation="eager")
+    assert config.to_dict() == before
+
+
+class _Odd(nn.Module):
+    """A layer list with something odd about it, in the place of a llama's."""
+
+    def __init__(self, inner: nn.Module, change: str) -> None:
+        super().__init__()
+        self.inner = inner
+        self.change = change
+
+    def forward(self, hidden_states: torch.Tensor, **keywords: object) -> torch.Tensor:
+        return self.inner(hidden_states, **keywords)
+
+
+def odd_model(change: str) -> PretrainedConfig | nn.Module:
+    skeleton = build_skeleton(tiny_config("llama"), dtype="float32", attn_implementation="sdpa")
+    owner = skeleton.get_submodule("model")
+    plain_forward = owner.forward
+
+    def forward(input_ids: torch.Tensor, use_cache: bool, position_ids: torch.Tensor) -> object:
+        layers = list(owner.layers)
+        hidden = owner.embed_tokens(input_ids)
+        shared = {"cache": {}} if change == "shared object" else {}
+        if change == "trained argument":
+            shared = {"bias": hidden * 2}
+        if change == "skips":
+            layers = layers[:-1]
+        for layer in layers:
+            hidden = layer(hidden, **shared)
+            if change == "between":
+                hidden = hidden * 2
+        return plain_forward(inputs_embeds=hidden, position_ids=position_ids, use_cache=use_cache)
+
+    owner.forward = forward  # type: ignore[method-assign]
+    return skeleton
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("between", "something happens between its layers"),
+        ("skips", "2 of 3 layers|something happens"),
+        ("shared object", "its layers share a dict"),
+    ],
+)
+def test_models_that_do_more_than_call_their_layers_are_refused(change: str, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        find_blocks(odd_model(change), name="odd")  # type: ignore[arg-type]
+
+
+def test_layers_that_share_a_tensor_are_refused() -> None:
+    skeleton = build_skeleton(tiny_config("llama"), dtype="float32", attn_implementation="sdpa")
+    layers = skeleton.get_submodule("model").layers
+    layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+    with pytest.raises(BadInput, match="are one tensor; layers that share weights"):
+        find_blocks(skeleton, name="odd")
+
+
+def test_models_without_a_head_are_refused() -> None:
+    class Bare(nn.Module):
+        def get_input_embeddings(self) -> nn.Module:
+            return nn.Embedding(4, 4)
+
+        def get_output_embeddings(self) -> None:
+            return None
+
+    with pytest.raises(BadInput, match="has no output head"):
+        find_blocks(Bare(), name="odd")  # type: ignore[arg-type]

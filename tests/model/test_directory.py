@@ -1,0 +1,182 @@
+"""Which files of a base model are opened: only its own, only regular ones, only safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants, errors
+
+from ratel_cli.errors import BadInput, EnvironmentFailure, RatelError
+from ratel_cli.model.directory import INDEX_NAME, resolve_base_model, trusted_file
+from tests.model.tiny import assert_same, import_all, reference, refusal, save_tiny, skeleton_of, tiny_model
+
+
+def edit_index(directory: Path, change: Callable[[dict[str, str]], object]) -> None:
+    path = directory / INDEX_NAME
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("../model.safetensors", "not inside"),
+        ("sub/../../model.safetensors", "not inside"),
+        ("/etc/model.safetensors", "not inside"),
+        ("a\0.safetensors", r"a\x00.safetensors is not inside"),
+        ("", "is not a safetensors file"),
+        ("pytorch_model.bin", "is not a safetensors file"),
+        ("none.safetensors", "is missing"),
+        ("loop.safetensors", "cannot be reached"),
+        ("out.safetensors", "leaves the model's directory"),
+        ("fifo.safetensors", "not a regular file"),
+        ("null.safetensors", "leaves the model's directory"),
+        ("folder.safetensors", "not a regular file"),
+    ],
+)
+@pytest.mark.timeout(20)
+def test_index_that_points_elsewhere(tmp_path: Path, name: str, words: str) -> None:
+    directory = tmp_path / "model"
+    save_tiny("llama", directory)
+    shutil.copy(min(directory.glob("*.safetensors")), tmp_path / "model.safetensors")
+    (directory / "loop.safetensors").symlink_to("loop.safetensors")
+    (directory / "out.safetensors").symlink_to(tmp_path / "model.safetensors")
+    (directory / "null.safetensors").symlink_to("/dev/null")
+    (directory / "folder.safetensors").mkdir()
+    os.mkfifo(directory / "fifo.safetensors")
+    edit_index(directory, lambda weight_map: weight_map.update({"model.norm.weight": name}))
+    assert words in refusal(directory)
+
+
+def test_index_that_does_not_tell_the_truth(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    edit_index(tmp_path, lambda weight_map: weight_map.update({"model.extra": weight_map["model.norm.weight"]}))
+    assert "model.extra is missing, though the index" in refusal(tmp_path)
+
+
+def test_tensor_in_two_files(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path)
+    first = min(tmp_path.glob("*.safetensors"))
+    shutil.copy(first, tmp_path / "copy.safetensors")
+    edit_index(tmp_path, lambda weight_map: weight_map.update({"lm_head.weight": "copy.safetensors"}))
+    assert "is also in" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("content", ['{"weight_map": {"a": 1}}', '{"weight_map": []}', "[]", "{", '{"a": 1, "a": 2}'])
+def test_index_that_cannot_be_used(tmp_path: Path, content: str) -> None:
+    save_tiny("llama", tmp_path)
+    (tmp_path / INDEX_NAME).write_text(content)
+    assert str(tmp_path / INDEX_NAME) in refusal(tmp_path)
+
+
+def test_files_of_the_hub_cache(tmp_path: Path) -> None:
+    """Snapshots consist of links into the blobs beside them."""
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    save_tiny("llama", snapshot)
+    blobs.mkdir()
+    for index, path in enumerate(sorted(snapshot.iterdir())):
+        path.rename(blobs / f"{index:064x}")
+        path.symlink_to(Path("../../blobs") / f"{index:064x}")
+    assert_same(import_all(snapshot), reference(snapshot))
+    (tmp_path / "elsewhere").write_text("{}")
+    (snapshot / "bad.json").symlink_to("../../elsewhere")
+    with pytest.raises(BadInput, match="leaves"):
+        trusted_file(snapshot, "bad.json")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.gguf"])
+def test_other_formats_are_never_loaded(tmp_path: Path, name: str) -> None:
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    canary = tmp_path / "canary"
+    (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch " + str(canary).encode() + b"'\ntR.")
+    with pytest.raises(BadInput, match="not safetensors") as raised:
+        import_all(tmp_path)
+    assert raised.value.hint is not None and "save_pretrained" in raised.value.hint
+    assert not canary.exists()
+
+
+def test_no_weights_at_all(tmp_path: Path) -> None:
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    assert "no model.safetensors" in refusal(tmp_path)
+
+
+def test_code_of_the_model_is_never_run(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    (tmp_path / "code.py").write_text(f"open({str(canary)!r}, 'w')\n")
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {"model_type": "nobody_knows", "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}}
+        )
+    )
+    with pytest.raises(BadInput):
+        skeleton_of(tmp_path)
+    assert not canary.exists()
+
+
+def test_resolving_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_base_model(str(tmp_path)) == tmp_path
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert resolve_base_model("org/model") == Path("org/model")
+
+
+def test_resolving_a_hub_id(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def download(repository: str) -> str:
+        asked.append(repository)
+        return str(tmp_path)
+
+    for name in ("org/model-1.5_b", "gpt2"):
+        assert resolve_base_model(name, download=download) == tmp_path
+    assert asked == ["org/model-1.5_b", "gpt2"]
+
+
+@pytest.mark.parametrize("name", ["", "./none", "/none", "~/none", "a/b/c", "a/../b", "a b", "a\0b", "\x1b[2J"])
+def test_what_is_neither_a_directory_nor_a_hub_id(name: str) -> None:
+    def download(repository: str) -> str:
+        raise AssertionError(repository)
+
+    with pytest.raises(BadInput) as raised:
+        resolve_base_model(name, download=download)
+    assert raised.value.message.isprintable()
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(BadInput, match="is a file"):
+        resolve_base_model(str(tmp_path / "model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("error", "translated", "words"),
+    [
+        (errors.GatedRepoError, BadInput, "licence"),
+        (errors.RepositoryNotFoundError, BadInput, "no hub model"),
+        (errors.HfHubHTTPError, EnvironmentFailure, "cannot be reached"),
+        (errors.LocalEntryNotFoundError, EnvironmentFailure, "cannot be reached"),
+        (ConnectionError, EnvironmentFailure, "cannot be downloaded"),
+        (PermissionError, EnvironmentFailure, "cannot be downloaded"),
+    ],
+)
+def test_failures_of_the_hub(error: type[Exception], translated: type[RatelError], words: str) -> None:
+    def download(repository: str) -> str:
+        raise error.__new__(error)  # their constructors want responses of a server
+
+    with pytest.raises(translated, match=words) as raised:
+        resolve_base_model("org/model", download=download)
+    assert isinstance(raised.value.__cause__, error)
+
+
+def test_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(EnvironmentFailure, match="cannot be reached"):
+        resolve_base_model("nobody/no-such-model-in-any-cache")
+    with pytest.raises(BadInput, match="no hub model"):
+        resolve_base_model("nobody/ends-with-a-dash-")

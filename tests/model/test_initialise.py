@@ -1,0 +1,87 @@
+"""Random weights against the distribution that transformers itself draws."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ratel_cli.errors import BadInput
+from ratel_cli.model.blocks import find_blocks
+from ratel_cli.model.initialise import RandomSource
+from ratel_cli.model.skeleton import build_skeleton, read_model_config
+from tests.model.tiny import FAMILIES, Tensors, assert_same, read_all, skeleton_of, tiny_config
+
+
+def draw(directory: Path, *, seed: int, piece: int = 1000) -> Tensors:
+    skeleton, spec = skeleton_of(directory)
+    return read_all(RandomSource(skeleton, seed), spec, piece=piece)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_distribution_as_in_memory(tmp_path: Path, family: str) -> None:
+    config = tiny_config(family)
+    config.save_pretrained(tmp_path)
+    found = draw(tmp_path, seed=1)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    wanted = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        if tensor.std() == 0:
+            assert torch.equal(found[name], tensor), name
+        else:
+            spread = float(tensor.std())
+            assert float(found[name].std()) == pytest.approx(spread, rel=0.15), name
+            assert abs(float(found[name].mean())) < 6 * spread / tensor.numel() ** 0.5, name
+
+
+def test_same_seed_same_bits(tmp_path: Path) -> None:
+    tiny_config("gpt2").save_pretrained(tmp_path)
+    skeleton, spec = skeleton_of(tmp_path)
+    before = torch.get_rng_state()
+    first = read_all(RandomSource(skeleton, 7), spec)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(123)
+    assert_same(draw(tmp_path, seed=7, piece=333), first)
+    other = draw(tmp_path, seed=8)
+    drawn = [name for name, tensor in first.items() if tensor.std() > 0]
+    assert drawn and not any(torch.equal(first[name], other[name]) for name in drawn)
+
+
+def test_bits_do_not_depend_on_the_order_of_reading(tmp_path: Path) -> None:
+    tiny_config("mixtral").save_pretrained(tmp_path)
+    skeleton, spec = skeleton_of(tmp_path)
+    forwards = read_all(RandomSource(skeleton, 3), spec)
+    source = RandomSource(skeleton, 3)
+    for name in reversed(forwards):
+        assert torch.equal(source.read(name, 0, forwards[name].numel()), forwards[name].reshape(-1)), name
+
+
+def test_no_two_layers_are_equal(tmp_path: Path) -> None:
+    tiny_config("llama").save_pretrained(tmp_path)
+    found = draw(tmp_path, seed=1)
+    name = "model.layers.{}.mlp.up_proj.weight"
+    assert not torch.equal(found[name.format(0)], found[name.format(1)])
+
+
+def test_one_module_at_a_time(tmp_path: Path) -> None:
+    tiny_config("gpt2").save_pretrained(tmp_path)
+    skeleton, spec = skeleton_of(tmp_path)
+    source = RandomSource(skeleton, 1)
+    for parameter in (parameter for block in spec.blocks for parameter in block.parameters):
+        source.read(parameter.name, 0, 1)
+        assert len(source._parameters) <= 2
+        assert all(value.device.type == "meta" for value in source._model.parameters())
+
+
+def test_a_parameter_that_nothing_initialises(tmp_path: Path) -> None:
+    tiny_config("llama").save_pretrained(tmp_path)
+    skeleton = build_skeleton(read_model_config(tmp_path), dtype="float32", attn_implementation="eager")
+    spec = find_blocks(skeleton, name="tiny").spec
+    source = RandomSource(skeleton, 1)
+    source._model.get_submodule("model.norm").register_parameter("forgotten", torch.nn.Parameter(torch.empty(3)))
+    with pytest.raises(BadInput, match=r"does not initialise model\.norm\.forgotten"):
+        read_all(source, spec)

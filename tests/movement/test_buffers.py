@@ -1,0 +1,224 @@
+"""Buffers: exact sizes, alignment, one limit, reuse, and huge pages as the kernel itself reports them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.errors import DoesNotFit, EnvironmentFailure
+from ratel_cli.movement.buffers import HUGE_PAGE_BYTES, PAGE_BYTES, BufferPool, address_of
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapping:
+    """What /proc/self/smaps tells of one range of addresses."""
+
+    start: int
+    stop: int
+    permissions: str
+    is_file: bool
+    resident_bytes: int
+    huge_bytes: int
+
+
+def mappings_of(start: int, num_bytes: int) -> list[Mapping]:
+    """The mappings that overlap a range of this process's addresses."""
+    found: list[Mapping] = []
+    blocks: list[list[str]] = []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.split()[0].endswith(":"):
+            blocks[-1].append(line)
+        else:
+            blocks.append([line])
+    for block in blocks:
+        addresses, permissions, _, _, inode = block[0].split()[:5]
+        first, last = (int(part, 16) for part in addresses.split("-"))
+        values = {line.split()[0]: line.split()[1] for line in block[1:]}
+        if first < start + num_bytes and start < last:
+            found.append(
+                Mapping(
+                    start=first,
+                    stop=last,
+                    permissions=permissions,
+                    is_file=inode != "0",
+                    resident_bytes=int(values["Rss:"]) * 1024,
+                    huge_bytes=int(values["AnonHugePages:"]) * 1024,
+                )
+            )
+    return found
+
+
+def touch(memory: memoryview) -> None:
+    for position in range(0, len(memory), PAGE_BYTES):
+        memory[position] = 1
+
+
+@pytest.mark.parametrize(
+    "num_bytes",
+    [0, 1, 4095, 4096, 4097, 3 * MIB + 5, HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + 1, 5 * MIB],
+)
+def test_memory_is_exact_aligned_writable_and_private(num_bytes: int) -> None:
+    with BufferPool(None) as pool, pool.lease(num_bytes, "test") as lease:
+        assert lease.num_bytes == len(lease.memory) == num_bytes
+        assert lease.memory.format == "B" and not lease.memory.readonly and lease.memory.contiguous
+        assert pool.leased_bytes == -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+        if num_bytes:
+            alignment = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else PAGE_BYTES
+            assert address_of(lease.memory) % alignment == 0
+            lease.memory[:] = bytes(range(256)) * (num_bytes // 256) + bytes(num_bytes % 256)
+            assert lease.memory[num_bytes - 1] == (0 if num_bytes % 256 else 255)
+            mappings = mappings_of(address_of(lease.memory), num_bytes)
+            assert {mapping.permissions for mapping in mappings} == {"rw-p"}
+            assert not any(mapping.is_file for mapping in mappings)
+
+
+def test_memory_starts_zeroed_and_costs_nothing_before_it_is_touched() -> None:
+    with BufferPool(None) as pool, pool.lease(64 * MIB, "test") as lease:
+        start = address_of(lease.memory)
+        inside = [mapping for mapping in mappings_of(start, 64 * MIB) if start <= mapping.start < start + 64 * MIB]
+        assert inside and sum(mapping.resident_bytes for mapping in inside) == 0
+        assert lease.memory[::PAGE_BYTES].tobytes() == bytes(64 * MIB // PAGE_BYTES)
+
+
+def test_lies_on_huge_pages_and_no_byte_beyond_its_size() -> None:
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not enabled.exists() or "[never]" in enabled.read_text():
+        pytest.skip("this kernel gives no transparent huge pages")
+    num_bytes = 4 * HUGE_PAGE_BYTES + 5 * PAGE_BYTES
+    with BufferPool(None) as pool, pool.lease(num_bytes, "test") as lease:
+        touch(lease.memory)
+        mappings = mappings_of(address_of(lease.memory), num_bytes)
+        huge_bytes = sum(mapping.huge_bytes for mapping in mappings)
+        if huge_bytes == 0:
+            pytest.skip("this kernel has no huge page free")
+        assert huge_bytes <= 4 * HUGE_PAGE_BYTES
+        start = address_of(lease.memory)
+        own = [mapping for mapping in mappings if start <= mapping.start]
+        assert sum(mapping.resident_bytes for mapping in own if mapping.stop <= start + num_bytes) <= num_bytes
+        tail = next(mapping for mapping in mappings if mapping.start <= start + num_bytes - 1 < mapping.stop)
+        assert tail.huge_bytes == 0, "the last, partial huge page would cost more than was asked for"
+
+
+def test_returned_buffers_are_reused_by_exact_size() -> None:
+    with BufferPool(None) as pool:
+        first = pool.lease(3 * MIB, "a")
+        address = address_of(first.memory)
+        first.release()
+        assert pool.leased_bytes == 0
+        other = pool.lease(3 * MIB + PAGE_BYTES, "b")
+        assert address_of(other.memory) != address
+        again = pool.lease(3 * MIB - 1, "c")  # the same number of pages
+        assert address_of(again.memory) == address and len(again.memory) == 3 * MIB - 1
+        assert pool.peak_bytes == 6 * MIB + PAGE_BYTES
+
+
+def test_limit_is_exact_and_its_error_says_what_is_missing() -> None:
+    with BufferPool(4 * PAGE_BYTES) as pool:
+        kept = pool.lease(3 * PAGE_BYTES, "gradients")
+        with pytest.raises(DoesNotFit, match="optimizer states") as raised:
+            pool.lease(2 * PAGE_BYTES, "optimizer states")
+        assert raised.value.shortfall_bytes == PAGE_BYTES
+        assert raised.value.hint is not None and "limits.host_memory" in raised.value.hint
+        assert pool.leased_bytes == 3 * PAGE_BYTES
+        last = pool.lease(1, "weights")
+        assert pool.leased_bytes == 4 * PAGE_BYTES
+        kept.release()
+        last.release()
+
+
+def test_idle_buffers_are_trimmed_oldest_first_when_the_limit_would_be_passed() -> None:
+    with BufferPool(10 * PAGE_BYTES) as pool:
+        leases = [pool.lease(size * PAGE_BYTES, "test") for size in (4, 2, 3)]
+        addresses = [address_of(lease.memory) for lease in leases]
+        for lease in leases:
+            lease.release()
+        big = pool.lease(5 * PAGE_BYTES, "test")  # 9 idle + 5 > 10: the oldest, of 4, must go
+        assert pool.peak_bytes == 10 * PAGE_BYTES
+        two, three = pool.lease(2 * PAGE_BYTES, "test"), pool.lease(3 * PAGE_BYTES, "test")
+        assert [address_of(two.memory), address_of(three.memory)] == addresses[1:]
+        assert pool.leased_bytes == pool.peak_bytes == 10 * PAGE_BYTES
+        for lease in (big, two, three):
+            lease.release()
+
+
+def test_trim_and_close_give_memory_back() -> None:
+    pool = BufferPool(None)
+    leases = [pool.lease(8 * MIB, "test") for _ in range(2)]
+    addresses = [address_of(lease.memory) for lease in leases]
+    for lease in leases:
+        touch(lease.memory)
+    leases[0].release()
+    pool.trim()
+    assert not mappings_of(addresses[0] + MIB, MIB)
+    pool.close()
+    assert mappings_of(addresses[1] + MIB, MIB)
+    leases[1].memory[0] = 7  # lent out: still good
+    leases[1].release()
+    assert not mappings_of(addresses[1] + MIB, MIB)
+    pool.close()
+    with pytest.raises(AssertionError, match="closed pool"):
+        pool.lease(1, "late")
+
+
+def test_a_view_keeps_its_memory_mapped_after_lease_and_pool_are_gone() -> None:
+    pool = BufferPool(None)
+    lease = pool.lease(4 * MIB, "test")
+    view = lease.memory[MIB : 2 * MIB]
+    view[:3] = b"abc"
+    address = address_of(view)
+    lease.release()
+    pool.close()
+    del lease, pool
+    gc.collect()
+    assert view[:3].tobytes() == b"abc"
+    del view
+    assert not mappings_of(address, MIB)
+
+
+def test_release_is_idempotent_and_ends_the_lease() -> None:
+    with BufferPool(None) as pool:
+        lease = pool.lease(PAGE_BYTES, "test")
+        lease.release()
+        lease.release()
+        assert pool.leased_bytes == 0
+        with pytest.raises(AssertionError, match="after its release"):
+            _ = lease.memory
+        one, two = pool.lease(PAGE_BYTES, "test"), pool.lease(PAGE_BYTES, "test")
+        assert address_of(one.memory) != address_of(two.memory)  # was returned once, not twice
+
+
+def test_refused_mapping_is_an_environment_failure_with_its_cause() -> None:
+    with BufferPool(None) as pool:
+        with pytest.raises(EnvironmentFailure, match="everything") as raised:
+            pool.lease(1 << 60, "everything")
+        assert isinstance(raised.value.__cause__, OSError)
+        assert pool.leased_bytes == 0
+
+
+def test_many_threads_never_share_a_buffer_or_pass_the_limit() -> None:
+    limit_bytes = 64 * PAGE_BYTES
+    wrong: list[str] = []
+    with BufferPool(limit_bytes) as pool:
+
+        def work(number: int) -> None:
+            for turn in range(200):
+                with pool.lease((1 + (turn * 7 + number) % 8) * PAGE_BYTES, "test") as lease:
+                    mark = bytes([number, turn % 256])
+                    lease.memory[:2] = mark
+                    lease.memory[-2:] = mark
+                    if lease.memory[:2].tobytes() != mark or lease.memory[-2:].tobytes() != mark:
+                        wrong.append(f"thread {number} turn {turn}")
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        assert pool.leased_bytes == 0 and pool.peak_bytes <= limit_bytes

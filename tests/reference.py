@@ -1,0 +1,175 @@
+"""The oracle: the same training in plain PyTorch, with the whole model in memory.
+
+Master weights in fp32, updated by `torch.optim.AdamW`; the model computes with a copy in the compute
+dtype; gradients of the step's micro-batches are summed in fp32, rounded once to the gradient dtype,
+clipped by `clip_grad_norm_`. Nothing of Ratel is used here but the rule that seeds each draw.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from ratel_cli.engine.randomness import seed_draws
+from ratel_cli.engine.step import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    dtype: torch.dtype = torch.float32
+    gradient_dtype: torch.dtype | None = None
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.1
+    max_grad_norm: float | None = None
+    seed: int = 42
+    attn_implementation: str = "sdpa"
+    chunk_tokens: int | None = None
+    loss_scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    weights: dict[str, torch.Tensor]
+    """fp32 masters by name."""
+
+
+def train_in_memory(
+    config: PretrainedConfig, weights: dict[str, torch.Tensor], steps: Sequence[Sequence[Batch]], recipe: Recipe
+) -> Trained:
+    model = AutoModelForCausalLM.from_config(config, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation)
+    model.train()
+    masters = {name: nn.Parameter(weights[name].clone().float()) for name, _ in model.named_parameters()}
+    _copy_down(model, masters)
+    matrices = [p for n, p in masters.items() if _decays(n, p)]
+    others = [p for n, p in masters.items() if not _decays(n, p)]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=recipe.learning_rate,
+        foreach=False,
+    )
+    losses, norms = [], []
+    for step, batches in enumerate(steps):
+        loss, sums = _gradients(model, batches, step, recipe)
+        for name, master in masters.items():
+            gradient = sums.get(name)
+            if gradient is not None:
+                gradient = gradient.to(recipe.gradient_dtype or recipe.dtype).float() * (1.0 / recipe.loss_scale)
+            master.grad = gradient
+        limit = recipe.max_grad_norm if recipe.max_grad_norm is not None else float("inf")
+        if recipe.max_grad_norm is None:
+            norm = nn.utils.get_total_norm([p.grad for p in masters.values() if p.grad is not None])
+        else:
+            norm = nn.utils.clip_grad_norm_(list(masters.values()), limit)
+        optimizer.step()
+        _copy_down(model, masters)
+        losses.append(loss)
+        norms.append(float(norm))
+    return Trained(
+        losses=tuple(losses), norms=tuple(norms), weights={n: p.detach().clone() for n, p in masters.items()}
+    )
+
+
+def _gradients(
+    model: nn.Module, batches: Sequence[Batch], step: int, recipe: Recipe
+) -> tuple[float, dict[str, torch.Tensor]]:
+    num_targets = sum(batch.num_targets for batch in batches)
+    total = 0.0
+    sums: dict[str, torch.Tensor] = {}
+    for position, batch in enumerate(batches):
+        model.zero_grad(set_to_none=True)
+        if recipe.chunk_tokens is not None:
+            total += _chunked_backward(model, batch, num_targets, recipe.chunk_tokens, sums)
+            _collect(model, sums)
+            continue
+        with _Seeding(model, recipe.seed, step, position):
+            keywords = {"position_ids": batch.position_ids} if _takes_positions(model) else {}
+            logits = model(input_ids=batch.input_ids, use_cache=False, **keywords).logits
+        flat, targets = logits.reshape(-1, logits.shape[-1]), batch.targets.reshape(-1)
+        cross_entropy = nn.functional.cross_entropy(flat.float(), targets, ignore_index=-100, reduction="sum")
+        loss = cross_entropy / num_targets
+        if recipe.loss_scale != 1.0:
+            loss = loss * recipe.loss_scale
+        loss.backward()
+        total += float(cross_entropy.detach())
+        _collect(model, sums)
+    return total / num_targets, sums
+
+
+def _collect(model: nn.Module, sums: dict[str, torch.Tensor]) -> None:
+    """Add every gradient to its fp32 sum."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            sums[name] = sums[name] + parameter.grad.float() if name in sums else parameter.grad.float()
+
+
+def _chunked_backward(
+    model: nn.Module, batch: Batch, num_targets: int, chunk_tokens: int, sums: dict[str, torch.Tensor]
+) -> float:
+    """The head and the loss a chunk of tokens at a time, by hand; only for untied models with a bare head."""
+    head = model.get_output_embeddings()
+    hidden = model.model(batch.input_ids, position_ids=batch.position_ids, use_cache=False).last_hidden_state
+    flat, targets = hidden.detach().reshape(1, -1, hidden.shape[-1]), batch.targets.reshape(-1)
+    gradient = torch.empty_like(flat)
+    total = 0.0
+    for start in range(0, flat.shape[1], chunk_tokens):
+        chunk = flat[:, start : start + chunk_tokens].requires_grad_()
+        logits = head(chunk)[0].float()
+        loss = nn.functional.cross_entropy(
+            logits, targets[start : start + chunk_tokens], ignore_index=-100, reduction="sum"
+        )
+        (loss / num_targets).backward()
+        gradient[:, start : start + chunk_tokens] = chunk.grad
+        total += float(loss.detach())
+        _collect(model, sums)
+        head.weight.grad = None
+    hidden.backward(gradient.view_as(hidden))
+    return total
+
+
+class _Seeding:
+    """Seeds torch where block i of Ratel's step begins to draw: at the start, and before each layer."""
+
+    def __init__(self, model: nn.Module, seed: int, step: int, micro_batch: int) -> None:
+        self._arguments = {"step": step, "micro_batch": micro_batch}
+        self._seed = seed
+        self._layers = max(
+            (m for m in model.modules() if isinstance(m, nn.ModuleList)),
+            key=lambda m: sum(p.numel() for p in m.parameters()),
+        )
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def __enter__(self) -> None:
+        seed_draws(self._seed, block=0, **self._arguments)
+        for index, layer in enumerate(self._layers):
+            self._handles.append(layer.register_forward_pre_hook(self._hook(index + 1)))
+
+    def __exit__(self, *ignored: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, block: int) -> Callable[[nn.Module, tuple[object, ...]], None]:
+        def hook(module: nn.Module, args: tuple[object, ...]) -> None:
+            seed_draws(self._seed, block=block, **self._arguments)
+
+        return hook
+
+
+def _copy_down(model: nn.Module, masters: dict[str, nn.Parameter]) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(masters[name])
+
+
+def _decays(name: str, parameter: torch.Tensor) -> bool:
+    return parameter.dim() >= 2 and not name.endswith("bias") and "norm" not in name.lower()
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(model.forward).parameters
