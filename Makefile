@@ -2,9 +2,10 @@
 # everything else comes into .venv, at the versions in .constraints.txt.
 
 PYTHON ?= python3
-QUESTION ?= What does Python's help say about 'lambda'?
+QUESTION ?= What is lambda?
 
 BIN := .venv/bin
+TOOLS := .venv/.tools
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .constraints.txt
 
@@ -36,11 +37,11 @@ clean:  ## Remove everything that these targets made
 	rm -rf .venv build demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # torch comes first and alone: its version is fixed before anything else can ask for another.
-$(BIN)/python:
-	$(PYTHON) -m venv .venv
-	$(PIP) torch
+$(TOOLS): .constraints.txt
+	$(PYTHON) -m venv .venv && $(PIP) torch
 	$(PIP) scikit-build-core nanobind cmake ninja
+	touch $@
 
-$(READY): $(BIN)/python .constraints.txt pyproject.toml $(shell find kernels -type f)
+$(READY): $(TOOLS) pyproject.toml $(shell find kernels -type f)
 	$(PIP) --no-build-isolation --editable '.[test]'
 	touch $@

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -37,7 +36,7 @@ from ratel_cli.engine.adamw import AdamWSettings, OutOfCoreAdamW
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import StepClock
 from ratel_cli.engine.update import UpdateSettings
-from ratel_cli.hardware.host import peak_resident_bytes
+from ratel_cli.hardware.host import peak_resident_bytes, resident_bytes, return_freed_memory
 from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.initialise import RandomSource
 from ratel_cli.model.load import import_weights
@@ -244,6 +243,7 @@ def _plain_gradients(model: LlamaForCausalLM, batches: Sequence[Batch]) -> float
 
 def run_ratel(arguments: argparse.Namespace) -> Measured:
     """All state in a store that is deleted afterwards."""
+    return_freed_memory()
     clock = StepClock()
     model = find_blocks(
         build_skeleton(config_of(arguments), dtype="bfloat16", attn_implementation="sdpa"), name="bench"
@@ -273,7 +273,7 @@ def run_ratel(arguments: argparse.Namespace) -> Measured:
                 state,
                 Workload(micro_batch_size=1, num_micro_batches=arguments.micro_batches, sequence_len=arguments.tokens),
                 holds_gradients=True,
-                process_bytes=_resident_bytes(),
+                process_bytes=resident_bytes(),
                 limit_bytes=int(arguments.host_memory_gib * GIB),
             )
         if spilled_blocks:
@@ -327,10 +327,6 @@ def run_ratel(arguments: argparse.Namespace) -> Measured:
 
 def _progress(step: int) -> Progress:
     return Progress(step=step, updates=step, loss_scale=1.0, good_steps=0, tokens=0)
-
-
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ leaves
 
     DIRECTORY/base         a Llama-type model of about 15M parameters with random weights, its tokenizer
                            (BPE, trained here) and a chat template
-    DIRECTORY/topics.jsonl questions and answers from Python's own help (`pydoc_data.topics`)
+    DIRECTORY/topics.jsonl questions and answers from Python's own help (`pydoc_data.topics`): what is it
+                           about, and how its text begins
     DIRECTORY/llama-1b     the config and tokenizer of a 1.1B Llama shape, without weights, for
                            configs/llama-1b.yaml
 
@@ -26,7 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 4096
-ANSWER_CHARACTERS = 1400
+ANSWER_CHARACTERS = 300
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
@@ -50,23 +51,22 @@ def main(directory: Path) -> None:
 
 
 def questions_and_answers() -> Iterator[tuple[str, str]]:
-    """One row for every part of every topic; parts end where paragraphs do."""
+    """One row for every topic that Python's help knows."""
     for topic in sorted(topics):
-        for number, part in enumerate(split_text(topics[topic].strip()), start=1):
-            which = "" if number == 1 else f", part {number}"
-            yield f"What does Python's help say about {topic!r}{which}?", part
+        yield f"What is {topic}?", beginning(topics[topic].strip())
 
 
-def split_text(text: str) -> Iterator[str]:
-    """Whole paragraphs, as many as fit; a single long paragraph stays whole."""
-    part = ""
-    for paragraph in text.split("\n\n"):
-        if part and len(part) + len(paragraph) > ANSWER_CHARACTERS:
-            yield part
-            part = ""
-        part = f"{part}\n\n{paragraph}" if part else paragraph
-    if part:
-        yield part
+def beginning(text: str) -> str:
+    """Whole paragraphs, as many as fit, without the title; a single long paragraph stays whole."""
+    title, *paragraphs = text.split("\n\n")
+    if not paragraphs or set(title.splitlines()[-1]) - set("*=-"):
+        paragraphs = [title, *paragraphs]
+    begun = paragraphs[0]
+    for paragraph in paragraphs[1:]:
+        if len(begun) + len(paragraph) > ANSWER_CHARACTERS:
+            break
+        begun += f"\n\n{paragraph}"
+    return begun
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -92,13 +92,14 @@ def save_base_model(directory: Path, tokenizer: PreTrainedTokenizerFast) -> None
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=8,
-        num_attention_heads=6,
-        num_key_value_heads=6,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
+        initializer_range=0.04,  # twice the default: so small a model then learns in a quarter of the steps
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -36,6 +36,10 @@ def _not_carried_out(config: RunConfig) -> list[str]:
         )
     if config.optimizer_overlap != "optimized":
         notices.append(f"optimizer_overlap: {config.optimizer_overlap} has no effect yet")
+    if config.limits.gpu_memory is not None:
+        notices.append("limits.gpu_memory has no effect yet; this version computes on the CPU")
+    if config.cost_model != "ratel":
+        notices.append("cost_model is for `ratel plan`")
     if config.trace:
         notices.append("trace: true has no effect yet")
     return notices

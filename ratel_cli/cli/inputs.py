@@ -60,22 +60,30 @@ def read_inputs(config: RunConfig, resources: ExitStack, log: RunLog) -> Inputs:
     """Read and check it all; `resources` closes what stays open. Raises BadInput, EnvironmentFailure."""
     assert config.base_model is not None
     base_dir = resolve_base_model(config.base_model)
+    if config.output_dir.resolve() == base_dir.resolve():
+        raise BadInput(
+            f"output_dir and base_model are the same directory, {base_dir}: the base model would be overwritten",
+            "choose another output_dir",
+        )
     model_config = read_model_config(base_dir)
     attention = supported_attention(model_config, config.attn_implementation)
     if attention != config.attn_implementation:
         log.notice(
             f"{model_config.model_type} does not support {config.attn_implementation} attention; using {attention}"
         )
-    device = _device(config)
+    device = _device(config, log)
     skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention)
     model = find_blocks(skeleton, name=Path(config.base_model).name)
     source, buffers = _open_source(config, base_dir, model, resources)
+    tokenizer = _tokenizer(base_dir, model_config)
+    _check_ids(len(tokenizer), model)
+    _check_positions(config.sequence_len, model, model_config, log)
     packing = config.sample_packing and model.packs
     if config.sample_packing and not model.packs:
         log.notice(f"{model_config.model_type} cannot keep packed samples apart; every sample gets a row of its own")
     data = load_training_data(
         [DatasetSource(**item.model_dump()) for item in config.datasets],
-        tokenizer=_tokenizer(base_dir, model_config),
+        tokenizer=tokenizer,
         sequence_len=config.sequence_len,
         micro_batch_size=config.micro_batch_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
@@ -142,15 +150,42 @@ def _open_source(
 def _tokenizer(base_dir: Path, model_config: PretrainedConfig) -> Tokenizer:
     try:
         return cast(Tokenizer, AutoTokenizer.from_pretrained(base_dir, config=model_config, trust_remote_code=False))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise BadInput(f"{base_dir}: no usable tokenizer: {first_line}") from error
 
 
-def _device(config: RunConfig) -> torch.device:
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentFailure("device: cuda, but torch sees no CUDA device", "set device: cpu, or auto")
-    return torch.device("cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu")
+def _check_ids(num_tokens: int, model: DecoderModel) -> None:
+    """Every id that the tokenizer can give needs a row in the embedding."""
+    if num_tokens > model.spec.vocab_size:
+        raise BadInput(
+            f"the tokenizer has {num_tokens} tokens, the model's embedding only {model.spec.vocab_size} rows",
+            "use the tokenizer that belongs to the model, or resize the model's embedding first",
+        )
+
+
+def _check_positions(sequence_len: int, model: DecoderModel, model_config: PretrainedConfig, log: RunLog) -> None:
+    """Learned positions end somewhere; rotary ones only were not trained beyond."""
+    trained = getattr(model_config, "max_position_embeddings", None)
+    if not isinstance(trained, int) or sequence_len <= trained:
+        return
+    # A table of positions has a row for each, and in some models a few more.
+    for parameter in model.spec.blocks[0].parameters[1:]:
+        if trained <= parameter.shape[0] <= trained + 8:
+            raise BadInput(
+                f"sequence_len is {sequence_len}, but {parameter.name} has positions for {trained} tokens only",
+                f"set sequence_len to {trained} or less",
+            )
+    log.notice(f"sequence_len is {sequence_len}; the model was made for up to {trained} tokens")
+
+
+def _device(config: RunConfig, log: RunLog) -> torch.device:
+    """The CPU: blocks do not travel to a GPU yet, and a run must not pretend that they do."""
+    if config.device == "cuda":
+        raise EnvironmentFailure("device: cuda is not supported yet", "set device: cpu; this version computes there")
+    if config.device == "auto" and torch.cuda.is_available():
+        log.notice("there is a CUDA device, but this version computes on the CPU")
+    return torch.device("cpu")
 
 
 def _hash(value: object) -> str:

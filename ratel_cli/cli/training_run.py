@@ -21,20 +21,20 @@ from pathlib import Path
 import torch
 import transformers
 
-from ratel_cli.cli.inputs import Inputs, changed_settings, identity_of, read_inputs
+from ratel_cli.cli.inputs import Inputs, read_inputs
 from ratel_cli.cli.render import opening, step_line
+from ratel_cli.cli.run_store import find_store, make_store, num_slots
 from ratel_cli.config.load import to_yaml
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.engine.adamw import AdamWSettings, OutOfCoreAdamW
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import StepClock
 from ratel_cli.engine.update import UpdateSettings
-from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.hardware.host import default_limit_bytes, peak_resident_bytes, resident_bytes, return_freed_memory
 from ratel_cli.hardware.measure import measure
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.export import export_model
-from ratel_cli.model.load import import_weights
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.movement.buffers import BufferPool
@@ -42,7 +42,7 @@ from ratel_cli.movement.lock import DATA_FILE_NAME
 from ratel_cli.movement.queue import IoQueue, open_queue
 from ratel_cli.movement.records import record_layout
 from ratel_cli.movement.scratch import Scratch
-from ratel_cli.movement.store import Progress, Store
+from ratel_cli.movement.store import Store
 from ratel_cli.planning.capacity import Workload
 from ratel_cli.planning.plan import Decisions, Plan, make_plan
 from ratel_cli.planning.traffic import StateBytes
@@ -51,8 +51,7 @@ from ratel_cli.training.loop import LoopSettings, TrainingLoop
 from ratel_cli.training.metrics import MetricsLog
 from ratel_cli.training.schedule import LearningRateSchedule
 from ratel_cli.training.stopping import StopRequest
-
-_FIRST_LOSS_SCALE = 2.0**16
+from ratel_cli.units import format_bytes
 
 
 def carry_out(config: RunConfig, log: RunLog, *, resume: str, dry_run: bool) -> None:
@@ -66,37 +65,40 @@ def carry_out(config: RunConfig, log: RunLog, *, resume: str, dry_run: bool) -> 
         queue = resources.enter_context(open_queue(config.storage.engine, notice=log.notice))
         limit_bytes = config.limits.host_memory or default_limit_bytes()
         pool = resources.enter_context(BufferPool(limit_bytes))
-        hardware, plan = _plan(config, inputs, queue, pool, limit_bytes)
-        store = _find_store(config, inputs, queue, resume, log)
+        store = find_store(config, inputs, queue, resume, log)
         if store is not None:
             resources.enter_context(store)
+        hardware, plan = _plan(config, inputs, queue, pool, limit_bytes, store, log)
         log.facts(_opening(config, inputs, plan, hardware, queue, store, resume))
+        if store is None:
+            _check_space(config, plan, hardware)
         if dry_run:
             return
         stop = resources.enter_context(StopRequest())
         if store is None:
-            store = resources.enter_context(_make_store(config, inputs, queue, pool, resume, stop, log))
+            store = resources.enter_context(make_store(config, inputs, queue, pool, resume, stop, log))
         elif resume != "auto":
             store.rewind(int(resume))
         if store.progress.step:
             log.say(f"recovered step {store.progress.step}")
-        _write_run_files(config, inputs.model.spec, hardware, plan)
+        _write_run_files(config, inputs.model.spec, hardware, plan, log)
         _train(config, inputs, plan, store, queue, pool, stop, log)
-        _export(config, inputs, store, pool, log)
+        stop.check()
+        _export(config, inputs, store, pool, stop, log)
 
 
 def _plan(
-    config: RunConfig, inputs: Inputs, queue: IoQueue, pool: BufferPool, limit_bytes: int
+    config: RunConfig,
+    inputs: Inputs,
+    queue: IoQueue,
+    pool: BufferPool,
+    limit_bytes: int,
+    store: Store | None,
+    log: RunLog,
 ) -> tuple[HardwareProfile, Plan]:
-    hardware = measure(
-        [_nearest_existing(path) for path in config.storage.paths],
-        queue,
-        pool,
-        dtype=DTYPES[config.dtype],
-        device=inputs.device,
-    )
+    hardware = _measure(config, inputs, queue, pool, store, log)
     layout = record_layout(config.dtype)
-    in_place = config.storage.durability == "none"
+    slots = num_slots(config)
     plan = make_plan(
         inputs.model.spec,
         StateBytes(
@@ -110,8 +112,8 @@ def _plan(
             sequence_len=config.sequence_len,
         ),
         Decisions(
-            holds_gradients=in_place or config.max_grad_norm is not None,
-            num_slots=1 if in_place else 2 + config.num_saved_generations,
+            holds_gradients=slots == 1 or config.max_grad_norm is not None,
+            num_slots=slots,
             host_limit_bytes=limit_bytes,
         ),
         hardware,
@@ -120,74 +122,18 @@ def _plan(
     return hardware, plan
 
 
-def _find_store(config: RunConfig, inputs: Inputs, queue: IoQueue, resume: str, log: RunLog) -> Store | None:
-    """The store as the last commit left it, if there is one to go on with."""
-    paths = config.storage.paths
-    if resume != "no" and Store.exists(paths):
-        try:
-            return Store.open(paths, queue=queue, identity=identity_of(config, inputs), notice=log.notice)
-        except BadInput as error:
-            changed = changed_settings(config, _run_dir(config) / "config.yaml")
-            if not changed:
-                raise
-            raise BadInput(
-                f"the store in {', '.join(map(str, paths))} belongs to a run with other settings: {'; '.join(changed)}",
-                "set them back to go on with that run, or start over with --resume no",
-            ) from error
-    if resume not in ("auto", "no"):
-        raise BadInput(f"there is no saved step {resume}: no store in {', '.join(map(str, paths))}")
-    return None
-
-
-def _make_store(
-    config: RunConfig,
-    inputs: Inputs,
-    queue: IoQueue,
-    pool: BufferPool,
-    resume: str,
-    stop: StopRequest,
-    log: RunLog,
-) -> Store:
-    """A new store with the base model's weights as its first generation."""
-    identity, paths = identity_of(config, inputs), config.storage.paths
-    spec = inputs.model.spec
-    in_place = config.storage.durability == "none"
-    num_slots = 1 if in_place else 2 + config.num_saved_generations
-    with ExitStack() as opened:
-        layout = record_layout(config.dtype)
-        elements = [block.num_elements for block in spec.blocks]
-        total = num_slots * layout.bytes_per_parameter * sum(elements)
-        with log.bar("preparing the store", total) as bar:
-
-            def prepared(num_bytes: int) -> None:
-                stop.check()
-                bar.advance(num_bytes)
-
-            store = opened.enter_context(
-                Store.create(
-                    paths,
-                    identity=identity,
-                    layout=layout,
-                    block_elements=elements,
-                    num_slots=num_slots,
-                    queue=queue,
-                    in_place=in_place,
-                    overwrite=resume == "no",
-                    progress=prepared,
-                    notice=log.notice,
-                )
-            )
-        with log.bar("importing weights", spec.num_parameters) as bar:
-
-            def imported(num_parameters: int) -> None:
-                stop.check()
-                bar.advance(num_parameters)
-
-            import_weights(spec, inputs.source, store, pool, progress=imported)
-        store.commit_import(Progress(step=0, updates=0, loss_scale=_FIRST_LOSS_SCALE, good_steps=0, tokens=0))
-        pool.trim()
-        opened.pop_all()
-    return store
+def _measure(
+    config: RunConfig, inputs: Inputs, queue: IoQueue, pool: BufferPool, store: Store | None, log: RunLog
+) -> HardwareProfile:
+    paths, dtype = [_nearest_existing(path) for path in config.storage.paths], DTYPES[config.dtype]
+    try:
+        return measure(paths, queue, pool, dtype=dtype, device=inputs.device)
+    except EnvironmentFailure as failure:
+        if store is None:
+            raise
+        # A store that exists needs no more space, so a full disk is no reason not to go on.
+        log.warn(f"the drives could not be measured: {failure.message}; the prediction assumes 1 GB/s")
+        return measure(paths, queue, pool, dtype=dtype, device=inputs.device, nvme_rates=(1e9, 1e9))
 
 
 def _train(
@@ -272,7 +218,7 @@ def _train(
                     log.say(step_line(metrics, inputs.num_steps))
 
 
-def _export(config: RunConfig, inputs: Inputs, store: Store, pool: BufferPool, log: RunLog) -> None:
+def _export(config: RunConfig, inputs: Inputs, store: Store, pool: BufferPool, stop: StopRequest, log: RunLog) -> None:
     export_model(
         inputs.model.spec,
         store,
@@ -282,11 +228,12 @@ def _export(config: RunConfig, inputs: Inputs, store: Store, pool: BufferPool, l
         dtype=config.dtype,
         buffers=inputs.buffers,
         base_model=None if Path(config.base_model or "").exists() else config.base_model,
+        progress=stop.check,
     )
     log.say(f"saved {config.output_dir}; load it with transformers' from_pretrained")
     log.say(
         f"the training state stays in {', '.join(map(str, config.storage.paths))}; "
-        "delete it when you do not want to train on"
+        "delete it when it is no longer needed"
     )
 
 
@@ -312,15 +259,28 @@ def _opening(
         engine=queue.engine,
         paths=config.storage.paths,
         output_dir=config.output_dir,
-        taken_bytes=sum(file.stat().st_size for file in _data_files(config) if file.is_file()),
+        taken_bytes=_taken_bytes(config),
     )
 
 
-def _data_files(config: RunConfig) -> list[Path]:
-    return [path / DATA_FILE_NAME for path in config.storage.paths]
+def _taken_bytes(config: RunConfig) -> int:
+    """What an earlier store of this run holds already, or frees when it is replaced."""
+    files = [path / DATA_FILE_NAME for path in config.storage.paths]
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
-def _write_run_files(config: RunConfig, spec: ModelSpec, hardware: HardwareProfile, plan: Plan) -> None:
+def _check_space(config: RunConfig, plan: Plan, hardware: HardwareProfile) -> None:
+    """The store and the scratch file must fit together. Each directory is checked again when it is filled."""
+    have_bytes = hardware.nvme.free_bytes + _taken_bytes(config)
+    if plan.nvme_bytes > have_bytes:
+        raise EnvironmentFailure(
+            f"no space for the store: need {format_bytes(plan.nvme_bytes)} in "
+            f"{', '.join(map(str, config.storage.paths))}, have {format_bytes(have_bytes)}",
+            "free some space, name other directories in storage.paths, or set storage.durability: none for half of it",
+        )
+
+
+def _write_run_files(config: RunConfig, spec: ModelSpec, hardware: HardwareProfile, plan: Plan, log: RunLog) -> None:
     run_dir = _run_dir(config)
     values = {"hardware.json": hardware.to_json(), "model.json": spec.to_json(), "plan.json": plan.to_json()}
     try:
@@ -329,9 +289,7 @@ def _write_run_files(config: RunConfig, spec: ModelSpec, hardware: HardwareProfi
         for name, value in values.items():
             (run_dir / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        raise EnvironmentFailure(
-            f"{run_dir}: cannot be written: {error.strerror}", "choose another output_dir"
-        ) from error
+        log.warn(f"{run_dir}: cannot be written ({error.strerror}); training goes on without it")
 
 
 def _run_dir(config: RunConfig) -> Path:

@@ -12,12 +12,14 @@ those of `torch.nn.utils.clip_grad_norm_` on the fp32 values of G16, tensor by t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
 
 import torch
 
 from ratel_cli.model.spec import BlockSpec
 from ratel_cli.movement.buffers import BufferPool, Lease
-from ratel_cli.movement.copies import to_host
+from ratel_cli.movement.copies import to_host, view
 from ratel_cli.movement.scratch import Scratch
 
 
@@ -29,10 +31,11 @@ class GradientSum:
         self._dtype = dtype
         self._pool = pool
         self._present = [False] * len(block.parameters)
-        sum_dtype = dtype if single else torch.float32
         self._single = single
-        self._lease = pool.lease(block.num_elements * sum_dtype.itemsize, f"gradient of {block.name}")
-        flat = torch.frombuffer(self._lease.memory, dtype=sum_dtype)
+        self._sum_dtype = dtype if single else torch.float32
+        self._lease = pool.lease(block.num_elements * self._sum_dtype.itemsize, f"gradient of {block.name}")
+        self._passed_on = False
+        flat = view(self._lease.memory, self._sum_dtype)
         self._views = tuple(flat[parameter.start : parameter.stop] for parameter in block.parameters)
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -43,30 +46,40 @@ class GradientSum:
 
     def add_one(self, index: int, gradient: torch.Tensor) -> None:
         """Add a contribution to the parameter at `index` alone."""
-        view = self._views[index]
+        values = self._views[index]
         if not self._present[index]:
             self._present[index] = True
-            to_host(gradient, view)
+            to_host(gradient, values)
         else:
             assert not self._single, "a gradient that was to come once came twice"
-            view.add_(gradient.reshape(view.shape).to(view.device))
+            values.add_(gradient.reshape(values.shape).to(values.device))
 
-    def view(self, index: int) -> torch.Tensor:
+    def values(self, index: int) -> torch.Tensor:
         """The flat fp32 sum of the parameter at `index` so far."""
         return self._views[index]
 
+    def close(self) -> None:
+        """Give the buffer back, unless `finish` has passed it on."""
+        self._views = ()
+        if not self._passed_on:
+            self._lease.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
     def finish(self) -> BlockGradient:
         """Round to the gradient dtype. The sum's buffer goes back to the pool."""
-        if self._views[0].dtype == self._dtype:
-            lease = self._lease
+        if self._sum_dtype == self._dtype:
+            lease, self._passed_on = self._lease, True
         else:
             lease = self._pool.lease(self._block.num_elements * self._dtype.itemsize, f"gradient of {self._block.name}")
-            torch.frombuffer(lease.memory, dtype=self._dtype).copy_(
-                torch.frombuffer(self._lease.memory, dtype=torch.float32)
-            )
-        self._views = ()
-        if lease is not self._lease:
-            self._lease.release()
+            view(lease.memory, self._dtype).copy_(view(self._lease.memory, torch.float32))
+        self.close()
         return BlockGradient(self._block, lease, self._dtype, tuple(self._present))
 
 
@@ -75,30 +88,35 @@ class TiedSum:
 
     There, each micro-batch gives one gradient, head part plus embedding part, and these are summed.
     Here the head parts of all micro-batches come first. But the embedding part is zero except in the
-    rows of the step's tokens, so only of those rows the head parts must wait: at most one row per
-    token and micro-batch, as small as a block's input.
+    rows of the step's distinct tokens, so only of those rows the head parts must wait, once for each
+    micro-batch (`planning.capacity` counts them).
     """
 
     def __init__(self, total: GradientSum, input_ids: Sequence[torch.Tensor]) -> None:
         self._total = total
         self._rows = torch.unique(torch.cat([ids.reshape(-1) for ids in input_ids]))
+        self._part: torch.Tensor | None = None
+        self._dtype = torch.float32
         self._waiting: list[torch.Tensor] = []
         self._started = False
 
-    def add_head(self, contributions: Sequence[torch.Tensor]) -> None:
-        """The head's part [vocab, hidden] of the next micro-batch, in one contribution or one for each chunk."""
-        gradient = contributions[0]
-        if len(contributions) > 1:
-            wide = gradient.float()
-            for part in contributions[1:]:
-                wide += part
-            gradient = wide.to(gradient.dtype)
-        self._waiting.append(gradient[self._rows])
-        self._total.add_one(0, gradient)
+    def add_head(self, gradient: torch.Tensor) -> None:
+        """The head's part [vocab, hidden] of one chunk of the current micro-batch."""
+        if self._part is None:
+            self._part, self._dtype = gradient, gradient.dtype
+        else:
+            self._part = self._part.float().add_(gradient)
+
+    def end_micro_batch(self) -> None:
+        """All chunks of the current micro-batch are in; their sum is rounded as a single gradient is."""
+        assert self._part is not None
+        part, self._part = self._part.to(self._dtype), None
+        self._waiting.append(part[self._rows])
+        self._total.add_one(0, part)
 
     def add_embedding(self, gradient: torch.Tensor) -> None:
         """The embedding's part [vocab, hidden] of the next micro-batch, in the same order."""
-        values = self._total.view(0).view(gradient.shape)
+        values = self._total.values(0).view(gradient.shape)
         contribution = (self._waiting.pop(0) + gradient[self._rows]).to(values)
         if self._started:
             contribution = values[self._rows] + contribution
@@ -126,7 +144,7 @@ class BlockGradient:
     def flat(self) -> torch.Tensor:
         """The values of all parameters [block.num_elements]; only where `present` are they defined."""
         assert self._lease is not None, "the gradient is on disk"
-        return torch.frombuffer(self._lease.memory, dtype=self._dtype)
+        return view(self._lease.memory, self._dtype)
 
     def norms(self, scale: float) -> dict[str, float]:
         """The 2-norm of each present parameter's gradient times `scale`, by name, as torch computes it in fp32.

@@ -7,7 +7,7 @@ however a step is cut into micro-batches, it is the same mean.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -37,32 +37,34 @@ def loss_and_gradients(
     finished: object,
     targets: torch.Tensor,
     parameters: Sequence[nn.Parameter],
+    take: Callable[[Sequence[torch.Tensor | None]], None],
     *,
     chunk_tokens: int,
     num_targets: int,
     loss_scale: float,
-) -> tuple[float, torch.Tensor, list[list[torch.Tensor | None]]]:
+) -> tuple[float, torch.Tensor]:
     """Loss and gradients of one micro-batch through the head.
 
     `finished` is the owner's output, `targets` [batch, tokens] its targets. Returns the sum of
-    cross-entropies, the gradient of the finished hidden states, and for every chunk the gradients
-    of `parameters`. Gradients are those of loss_scale * sum / num_targets.
+    cross-entropies and the gradient of the finished hidden states; `take` gets the gradients of
+    `parameters`, chunk by chunk, so that never more than one set of them exists. Gradients are those
+    of loss_scale * sum / num_targets.
     """
     hidden = last_hidden_state(finished)
     flat = hidden.detach().reshape(1, -1, hidden.shape[-1])
     flat_targets = targets.reshape(-1)
     gradient = torch.empty_like(flat)
     total = 0.0
-    of_parameters: list[list[torch.Tensor | None]] = []
     for start in range(0, flat.shape[1], chunk_tokens):
         chunk = flat[:, start : start + chunk_tokens].requires_grad_()
         loss = loss_sum(drive, finished, chunk, flat_targets[start : start + chunk_tokens])
         scaled = loss / num_targets if loss_scale == 1.0 else loss / num_targets * loss_scale
         first, *others = torch.autograd.grad(scaled, (chunk, *parameters), allow_unused=True)
         gradient[:, start : start + chunk_tokens] = first
-        of_parameters.append(list(others))
+        take(others)
+        del others
         total += float(loss.detach())
-    return total, gradient.view_as(hidden), of_parameters
+    return total, gradient.view_as(hidden)
 
 
 def loss_only(drive: Drive, finished: object, targets: torch.Tensor, *, chunk_tokens: int) -> float:

@@ -98,6 +98,7 @@ class StepEngine:
         self._device = device
         self._clock = clock
         self._scratch = scratch
+        self._presence: dict[int, tuple[bool, ...]] = {}
         self._check_stop = check_stop
         """Called between blocks; what it raises abandons the step."""
         self._chunk_tokens = chunk_tokens or tokens_per_chunk(model.spec.vocab_size)
@@ -118,10 +119,14 @@ class StepEngine:
             number=update,
             learning_rate=learning_rate,
             loss_scale=loss_scale,
+            check_stop=self._check_stop,
+            presence=self._presence,
         )
+        state = _Step(batches, step, loss_scale, self._device)
         try:
-            return self._run(_Step(batches, step, loss_scale, self._device), consumer)
+            return self._run(state, consumer)
         finally:
+            state.resources.close()
             consumer.close()
             self._pool.trim()
 
@@ -184,58 +189,61 @@ class StepEngine:
     ) -> tuple[float, list[torch.Tensor], _Tied | None]:
         block = self._model.spec.blocks[-1]
         total, gradients = 0.0, []
-        head_sum = self._sum(block, single=False)
-        tied_sum = self._open_tied(state) if self._model.spec.tied else None
-        with self._tied_embedding() as tied:
-            weights = self._reader.open(block)
-            parameters = (*weights.parameters, *tied)
-            for position, batch in enumerate(state.batches):
-                with self._clock.during("compute"):
-                    self._seed_draws(state, block.index, position)
-                    leaf = hidden[position].requires_grad_()
-                    finished = self._drive.finish(leaf, batch.input_ids, batch.position_ids)
-                    loss, gradient, contributions = loss_and_gradients(
-                        self._drive,
-                        finished,
-                        batch.targets,
-                        parameters,
-                        chunk_tokens=self._chunk_tokens,
-                        num_targets=state.num_targets,
-                        loss_scale=state.loss_scale,
-                    )
-                    first, *others = torch.autograd.grad(
-                        last_hidden_state(finished), (leaf, *parameters), gradient, allow_unused=True
-                    )
+        tied = self._open_tied(state) if self._model.spec.tied else None
+        with self._reader.open(block) as weights, self._sum(block, single=False) as head_sum:
+
+            def take(contribution: Sequence[torch.Tensor | None]) -> None:
+                head_sum.add(contribution[: len(block.parameters)])
+                if tied is not None and contribution[-1] is not None:
+                    tied.rows.add_head(contribution[-1])
+
+            with self._tied_embedding() as tied_weight:
+                parameters = (*weights.parameters, *tied_weight)
+                for position, batch in enumerate(state.batches):
+                    with self._clock.during("compute"):
+                        self._seed_draws(state, block.index, position)
+                        leaf = hidden[position].requires_grad_()
+                        finished = self._drive.finish(leaf, batch.input_ids, batch.position_ids)
+                        loss, gradient = loss_and_gradients(
+                            self._drive,
+                            finished,
+                            batch.targets,
+                            parameters,
+                            take,
+                            chunk_tokens=self._chunk_tokens,
+                            num_targets=state.num_targets,
+                            loss_scale=state.loss_scale,
+                        )
+                        first, *others = torch.autograd.grad(
+                            last_hidden_state(finished), (leaf, *parameters), gradient, allow_unused=True
+                        )
+                        take(others)
+                        if tied is not None:
+                            tied.rows.end_micro_batch()
                     total += loss
                     gradients.append(first)
-                    contributions.append(list(others))
-                    for contribution in contributions:
-                        head_sum.add(contribution[: len(block.parameters)])
-                    if tied_sum is not None:
-                        tied_sum.rows.add_head([part[-1] for part in contributions if part[-1] is not None])
-            del parameters, finished, contributions, others
-        consumer.hand_over(head_sum, weights)
+                del parameters, finished, others
+            consumer.hand_over(head_sum, weights)
         self._pool.trim()
-        return total, gradients, tied_sum
+        return total, gradients, tied
 
     def _backward(
         self, state: _Step, block: BlockSpec, gradients: list[torch.Tensor], consumer: StepUpdate
     ) -> list[torch.Tensor]:
-        weights = self._reader.open(block)
-        total = self._sum(block, single=len(state.batches) == 1)
-        with self._clock.during("compute"):
-            for position, calls in enumerate(state.calls):
-                leaf = state.inputs.take(block.index, position)
-                with Replayer(state.tapes.pop((block.index, position))) as replayer:
-                    output = self._drive.run_layer(block.index - 1, leaf, calls[block.index - 1])
-                replayer.check_complete()
-                first, *others = torch.autograd.grad(
-                    output, (leaf, *weights.parameters), gradients[position], allow_unused=True
-                )
-                total.add(others)
-                gradients[position] = first
-                del output, others
-        consumer.hand_over(total, weights)
+        with self._reader.open(block) as weights, self._sum(block, single=len(state.batches) == 1) as total:
+            with self._clock.during("compute"):
+                for position, calls in enumerate(state.calls):
+                    leaf = state.inputs.take(block.index, position)
+                    with Replayer(state.tapes.pop((block.index, position))) as replayer:
+                        output = self._drive.run_layer(block.index - 1, leaf, calls[block.index - 1])
+                    replayer.check_complete()
+                    first, *others = torch.autograd.grad(
+                        output, (leaf, *weights.parameters), gradients[position], allow_unused=True
+                    )
+                    total.add(others)
+                    gradients[position] = first
+                    del output, others
+            consumer.hand_over(total, weights)
         return gradients
 
     def _embedding_backward(
@@ -243,22 +251,22 @@ class StepEngine:
     ) -> None:
         self._pool.trim()
         block = self._model.spec.blocks[0]
-        weights = self._reader.open(block)
-        total = tied.total if tied else self._sum(block, single=len(state.batches) == 1)
-        with self._clock.during("compute"):
-            for position, batch in enumerate(state.batches):
-                self._seed_draws(state, 0, position)
-                embedded = self._drive.embed(batch.input_ids, batch.position_ids)
-                first, *others = torch.autograd.grad(
-                    embedded.hidden, weights.parameters, gradients[position], allow_unused=True
-                )
-                if tied:
-                    tied.rows.add_embedding(first)
-                else:
-                    total.add_one(0, first)
-                total.add([None, *others])
-        del embedded, first, others
-        consumer.hand_over(total, weights)
+        total = tied.total if tied else state.resources.enter_context(self._sum(block, single=len(state.batches) == 1))
+        with self._reader.open(block) as weights:
+            with self._clock.during("compute"):
+                for position, batch in enumerate(state.batches):
+                    self._seed_draws(state, 0, position)
+                    embedded = self._drive.embed(batch.input_ids, batch.position_ids)
+                    first, *others = torch.autograd.grad(
+                        embedded.hidden, weights.parameters, gradients[position], allow_unused=True
+                    )
+                    if tied:
+                        tied.rows.add_embedding(first)
+                    else:
+                        total.add_one(0, first)
+                    total.add([None, *others])
+                del embedded, first, others
+            consumer.hand_over(total, weights)
 
     def _evaluate(self, batches: Sequence[Batch]) -> float:
         embedding, *layers, head = self._model.spec.blocks
@@ -286,7 +294,7 @@ class StepEngine:
             yield (self._model.tie(embedding.parameters),)
 
     def _open_tied(self, state: _Step) -> _Tied:
-        total = self._sum(self._model.spec.blocks[0], single=False)
+        total = state.resources.enter_context(self._sum(self._model.spec.blocks[0], single=False))
         return _Tied(total, TiedSum(total, [batch.input_ids for batch in state.batches]))
 
     def _sum(self, block: BlockSpec, *, single: bool) -> GradientSum:
@@ -315,3 +323,5 @@ class _Step:
         self.calls: list[tuple[LayerCall, ...]] = []
         self.tapes: dict[tuple[int, int], Tape] = {}
         self.inputs = BlockInputs(device)
+        self.resources = contextlib.ExitStack()
+        """What a phase leaves open for a later one; closed with the step, however it ends."""

@@ -12,7 +12,7 @@ taken back by forgetting it. Where nothing can be taken back (one slot), gradien
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from ratel_cli.engine.adamw import AdamWUpdate, OutOfCoreAdamW
 from ratel_cli.engine.gradients import BlockGradient, GradientSum, clip_coefficient, total_norm
 from ratel_cli.engine.telemetry import StepClock
 from ratel_cli.engine.weights import BlockWeights
+from ratel_cli.errors import BadInput
 from ratel_cli.movement.buffers import BufferPool
 from ratel_cli.movement.scratch import Scratch
 from ratel_cli.movement.store import Store
@@ -57,7 +58,10 @@ class StepUpdate:
         number: int,
         learning_rate: float,
         loss_scale: float,
+        check_stop: Callable[[], None],
+        presence: dict[int, tuple[bool, ...]],
     ) -> None:
+        """`presence` is shared by all steps: which parameters of each block had a gradient in the first."""
         self._settings = settings
         self._store = store
         self._pool = pool
@@ -67,6 +71,8 @@ class StepUpdate:
         self._number = number
         self._learning_rate = learning_rate
         self._inverse_scale = 1.0 / loss_scale
+        self._check_stop = check_stop
+        self._presence = presence
         self._norms: dict[str, float] = {}
         self._held: list[BlockGradient] = []
         self._held_bytes = 0
@@ -76,9 +82,11 @@ class StepUpdate:
     def hand_over(self, total: GradientSum, weights: BlockWeights) -> None:
         """Take over a block's summed gradient and its weights, which are closed."""
         weights.unbind()
+        assert self._settings.holds or not self._store.in_place, "what is written in place cannot be taken back"
         with self._clock.during("compute"):
             gradient = total.finish()
             self._norms |= gradient.norms(self._inverse_scale)
+        self._check_presence(gradient)
         if self._settings.holds:
             weights.close()
             self._hold(gradient)
@@ -98,6 +106,8 @@ class StepUpdate:
         clip = 1.0 if self._settings.max_grad_norm is None else clip_coefficient(norm, self._settings.max_grad_norm)
         self._begin()
         for gradient in reversed(self._held):
+            if not self._store.in_place:
+                self._check_stop()
             with self._clock.during("nvme read"):
                 gradient.fetch(self._pool)
             self._optimizer.update(gradient, None, self._adamw(clip=clip))
@@ -118,6 +128,17 @@ class StepUpdate:
         if not self._writing:
             self._store.begin_step()
             self._writing = True
+
+    def _check_presence(self, gradient: BlockGradient) -> None:
+        """AdamW counts updates for all parameters together, so none may sit out some steps and not others."""
+        before = self._presence.setdefault(gradient.block.index, gradient.present)
+        for parameter, now, then in zip(gradient.block.parameters, gradient.present, before, strict=True):
+            if now != then:
+                gradient.release()
+                raise BadInput(
+                    f"{parameter.name} gets a gradient in some steps and none in others; "
+                    "its bias correction would differ from that of plain PyTorch"
+                )
 
     def _hold(self, gradient: BlockGradient) -> None:
         self._held.append(gradient)

@@ -17,7 +17,7 @@ from ratel_cli.engine.telemetry import StepClock
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.spec import BlockSpec
 from ratel_cli.movement.buffers import BufferPool, Lease
-from ratel_cli.movement.copies import FIELD_DTYPES, to_device
+from ratel_cli.movement.copies import FIELD_DTYPES, to_device, view
 from ratel_cli.movement.store import Store
 
 
@@ -54,7 +54,7 @@ class BlockWeights:
         """Host memory with the compute field of the whole block, for the update that follows backward."""
         self._model = model
         self._open = True
-        on_device = to_device(torch.frombuffer(lease.memory, dtype=dtype), device)
+        on_device = to_device(view(lease.memory, dtype), device)
         self.parameters: tuple[nn.Parameter, ...] = model.bind(block, on_device)
 
     def unbind(self) -> None:

@@ -33,13 +33,20 @@ _SECONDS = 0.2
 
 
 def measure(
-    paths: Sequence[Path], queue: IoQueue, pool: BufferPool, *, dtype: torch.dtype, device: torch.device
+    paths: Sequence[Path],
+    queue: IoQueue,
+    pool: BufferPool,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    nvme_rates: tuple[float, float] | None = None,
 ) -> HardwareProfile:
     """Profile this machine. Raises EnvironmentFailure where the directories cannot be written.
 
     `paths` are existing directories; several may be one, where a store's own are yet to be made.
+    `nvme_rates` (bytes per second read, written) are taken as they are, and no file is made.
     """
-    read, write = _nvme(list(dict.fromkeys(path.resolve() for path in paths)), queue, pool)
+    read, write = nvme_rates or _nvme(list(dict.fromkeys(path.resolve() for path in paths)), queue, pool)
     return HardwareProfile(
         gpu=ComputeDevice(
             name=torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),

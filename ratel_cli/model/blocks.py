@@ -184,6 +184,8 @@ def _tensors(skeleton: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[_Te
         for attribute, parameter in module._parameters.items():
             if parameter is None:
                 continue
+            if not parameter.requires_grad:
+                raise BadInput(f"{module_name}.{attribute} is not trained by the model's own code; that is unsupported")
             name, home = f"{module_name}.{attribute}".lstrip("."), layer_of.get(id(module))
             if homes.setdefault(parameter, home) != home:
                 raise BadInput(

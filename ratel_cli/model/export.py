@@ -1,6 +1,6 @@
 """Export: from the store to a directory that transformers loads.
 
-`cli.finetune` calls `export_model` at the end of a run. Memory is one group of elements, whatever the
+`cli.training_run` calls `export_model` at the end of a run. Memory is one group of elements, whatever the
 model's size; sizes are known before the first byte, so a disk that is too small is refused at once.
 Invariant: the weights written are the committed generation's, bit for bit in the store's compute
 dtype, and the fp32 master rounded once to any other; the store is only read.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,11 +64,13 @@ def export_model(
     base_model: str | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     group_elements: int = GROUP_ELEMENTS,
+    progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Replace the model in `output_dir` by the store's committed weights. Other files there stay.
 
     `buffers` are the model's persistent buffers, which are not in the store; a tied weight is written
-    once, as the embedding's. `base_model` is the hub id for the model card, where there is one.
+    once, as the embedding's. `progress` is called for every group; what it raises leaves `output_dir` as
+    it was. `base_model` is the hub id for the model card, where there is one.
     """
     tensors = [
         *((parameter.name, DTYPES[dtype], parameter.shape) for block in spec.blocks for parameter in block.parameters),
@@ -78,7 +80,7 @@ def export_model(
     with Staging(output_dir) as staging:
         staging.require_space(sum(file_bytes(shard.tensors) for shard in shards) + _COMPANION_BYTES)
         with _ShardSequence(staging.path, shards) as sequence:
-            _write_blocks(spec, store, pool, dtype, sequence, group_elements)
+            _write_blocks(spec, store, pool, dtype, sequence, group_elements, progress)
             for name, buffer in buffers.items():
                 sequence.write(name, buffer.contiguous())
             sequence.finish()
@@ -152,7 +154,13 @@ class _ShardSequence:
 
 
 def _write_blocks(
-    spec: ModelSpec, store: Store, pool: BufferPool, dtype: DtypeName, sequence: _ShardSequence, group_elements: int
+    spec: ModelSpec,
+    store: Store,
+    pool: BufferPool,
+    dtype: DtypeName,
+    sequence: _ShardSequence,
+    group_elements: int,
+    progress: Callable[[], None],
 ) -> None:
     """Read group after group in the flat order of the blocks, which is the order of the shards."""
     stored = store.layout.dtype
@@ -165,6 +173,7 @@ def _write_blocks(
         }
         for block in spec.blocks:
             for start in range(0, block.num_elements, group_elements):
+                progress()
                 stop = min(start + group_elements, block.num_elements)
                 tickets = [
                     store.read(block.index, name, start, stop, memories[name][: (stop - start) * num_bytes])

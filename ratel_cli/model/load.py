@@ -1,6 +1,6 @@
 """Import: from a source of weights into the store, a group of elements at a time.
 
-`cli.finetune` calls `import_weights` between `Store.create` and `Store.commit_import`. Invariant: the
+`cli.run_store` calls `import_weights` between `Store.create` and `Store.commit_import`. Invariant: the
 fp32 master in the store equals the source bit for bit, moments are zero, gaps between parameters are
 zero; and memory is bounded by the group, whatever the size of a block.
 """

@@ -1,6 +1,6 @@
 """A Hugging Face decoder without its weights: parameters on the meta device, buffers real.
 
-`cli.finetune` builds one skeleton per run; `model.blocks` finds the blocks in it and `engine` binds
+`cli.inputs` builds one skeleton per run; `model.blocks` finds the blocks in it and `engine` binds
 weights to it one block at a time. Nothing here knows any model family, and no memory is spent on
 weights: a 100B skeleton costs what its Python objects cost.
 """
@@ -31,7 +31,7 @@ def read_model_config(directory: Path) -> PretrainedConfig:
     """The model's configuration. Raises BadInput when transformers does not know it without remote code."""
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:
         raise BadInput(
             f"{directory / 'config.json'}: not a model configuration that transformers knows: {_first_line(error)}",
             "remote code is never run; use a model that transformers supports itself",
@@ -53,8 +53,12 @@ def build_skeleton(config: PretrainedConfig, *, dtype: DtypeName, attn_implement
             model = AutoModelForCausalLM.from_config(
                 config, dtype=DTYPES[dtype], attn_implementation=attn_implementation, trust_remote_code=False
             )
-    except (ValueError, ImportError) as error:
-        raise BadInput(f"cannot build a {config.model_type} language model: {_first_line(error)}") from error
+    except Exception as error:
+        raise BadInput(
+            f"config.json: cannot build a {config.model_type} language model from it: "
+            f"{type(error).__name__}: {_first_line(error)}",
+            "check the values in the model's config.json",
+        ) from error
     model.train()
     return cast(PreTrainedModel, model)
 
@@ -64,7 +68,7 @@ def supported_attention(config: PretrainedConfig, wanted: str) -> str:
     try:
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=wanted, trust_remote_code=False)
-    except (ValueError, ImportError):
+    except Exception:  # noqa: BLE001  if the config is what is wrong, building with eager will say so
         return "eager"
     return wanted
 

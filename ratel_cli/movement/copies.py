@@ -20,9 +20,14 @@ FIELD_DTYPES = {
 """In the order in which the native kernels take them: compute weights, master, m, v."""
 
 
+def view(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """A leased buffer as a flat tensor; torch.frombuffer refuses the buffer of an empty block."""
+    return torch.frombuffer(memory, dtype=dtype) if len(memory) else torch.empty(0, dtype=dtype)
+
+
 def view_field(memory: memoryview, name: str, num_elements: int) -> torch.Tensor:
     """The first elements of a leased buffer, as the tensor that a field of a record is."""
-    return torch.frombuffer(memory, dtype=FIELD_DTYPES[name], count=num_elements)
+    return view(memory, FIELD_DTYPES[name])[:num_elements]
 
 
 def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:

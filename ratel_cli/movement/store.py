@@ -1,7 +1,7 @@
 """The store: all model state on NVMe, in generations of which one is always whole.
 
-Opened by `cli.finetune`; filled by `model.load`, read and written by `engine`, pinned by
-`training.state`, read by `model.export`. The files hold `num_slots` slots; a slot holds one whole
+Opened by `cli.training_run`; filled by `model.load`, read and written by `engine`, pinned by
+`training.loop`, read by `model.export`. The files hold `num_slots` slots; a slot holds one whole
 generation, every block's record. A step writes a free slot (the shadow) and then commits it by one
 page, the manifest; until that page is durable the generation before it is the valid one.
 
@@ -184,6 +184,16 @@ class Store:
     @property
     def block_elements(self) -> tuple[int, ...]:
         return self._records.block_elements
+
+    @property
+    def num_slots(self) -> int:
+        """Generations that there is room for, the one being written included."""
+        return self._manifest.geometry.num_slots
+
+    @property
+    def in_place(self) -> bool:
+        """Whether there is one slot only, and a step that fails while it writes loses the store."""
+        return self._manifest.geometry.in_place
 
     @property
     def identity(self) -> StoreIdentity:

@@ -171,7 +171,7 @@ class _DaemonThreads(Executor):
         self._work.put(work)
         return future
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: ARG002
         for _ in self._threads:
             self._work.put(None)
         give_up = monotonic() + _GRACE_SECONDS

@@ -123,17 +123,21 @@ def _stages(spec: ModelSpec, state: StateBytes, workload: Workload) -> list[_Sta
     tokens = workload.micro_batch_tokens
     embedding, head = spec.blocks[0], spec.blocks[-1]
     # The head's part of a tied embedding's gradient waits, in fp32, for the embedding's own.
+    # So do, in the compute dtype, its rows of the step's distinct tokens, once for each micro-batch.
     tied_sum = 4 * embedding.num_elements if spec.tied else 0
+    if spec.tied:
+        distinct = min(workload.tokens, spec.vocab_size)
+        tied_sum += workload.num_micro_batches * distinct * spec.hidden_size * state.compute
     chunk_tokens = min(tokens, max(16, _CHUNK_LOGITS_BYTES // (4 * spec.vocab_size)))
-    num_chunks = -(-tokens // chunk_tokens)
+    tied_part = 4 * embedding.num_elements if spec.tied and chunk_tokens < tokens else 0
     logits = _LOGITS_COPIES * 4 * chunk_tokens * spec.vocab_size + _layer_bytes(spec, head, state, tokens)
     head_weights = head.num_elements + (embedding.num_elements if spec.tied else 0)
     stages = [
         _Stage(
             0,
             max(
-                # Every chunk gives a gradient of the weights.
-                head_weights * state.compute * (1 + num_chunks) + 4 * head.num_elements + tied_sum,
+                # The chunks' gradients of a tied weight are added up in fp32 before they become one.
+                head_weights * state.compute * 2 + 4 * head.num_elements + tied_sum + tied_part,
                 _handing_over(head, state, sum_bytes=4) + tied_sum,
             ),
             _RUNTIME_BYTES + logits,

@@ -1,6 +1,6 @@
 """Training data: from `datasets:` to the micro-batches of any step.
 
-The public face of the data modules, for `cli/finetune.py` and `training/loop.py`. The way of a row:
+The public face of the data modules, for `cli.inputs` and `training/loop.py`. The way of a row:
 `rows` and `lines` read it, `formats` checks it, `encode` (with `chat`) tokenises it, `ingest` lays it down in
 `token_cache`, `packing` puts samples into rows, and `TrainingData` hands out steps. Invariant: `step(k)` is a pure
 function of the arguments and k, so a resumed run asks for the next step and gets the very same batches.

@@ -33,7 +33,7 @@ class StopRequest:
         """Raise Interrupted if a signal has come."""
         if self._received is not None:
             name = signal.Signals(self._received).name
-            raise Interrupted(self._received, f"stopped by {name}; the last committed step stands")
+            raise Interrupted(self._received, f"stopped by {name}; what was committed stands")
 
     def close(self) -> None:
         """Stop listening. Idempotent."""

@@ -58,6 +58,8 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
         {**_LLAMA_LIKE, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
     "gpt_oss": ("GptOssConfig", {**_LLAMA_LIKE, "head_dim": 8, "num_local_experts": 4, "rope_parameters": None}),
+    # Tied, and its norms have no weights: the head is a block without parameters.
+    "olmo": ("OlmoConfig", {**_LLAMA_LIKE, "tie_word_embeddings": True}),
     "olmo2": ("Olmo2Config", _LLAMA_LIKE),
     "starcoder2": ("Starcoder2Config", _LLAMA_LIKE),
     "cohere": ("CohereConfig", _LLAMA_LIKE),

@@ -139,7 +139,8 @@ def test_tied_sum_adds_in_the_order_of_plain_pytorch(dtype: torch.dtype, num_mic
         total = GradientSum(block, pool, dtype=torch.float32, single=False)
         rows = TiedSum(total, ids)
         for head in heads:
-            rows.add_head([head])
+            rows.add_head(head)
+            rows.end_micro_batch()
         for embedding in embeddings:
             rows.add_embedding(embedding)
         gradient = total.finish()

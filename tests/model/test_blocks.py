@@ -17,7 +17,7 @@ from tests.engine.architectures import ARCHITECTURES, tiny_config
 
 PACKS = {
     "gpt2", "llama", "llama_tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt_neox", "gptj",
-    "mixtral", "qwen3_moe", "olmo2", "starcoder2", "cohere", "stablelm", "granite", "glm4",
+    "mixtral", "qwen3_moe", "olmo", "olmo2", "starcoder2", "cohere", "stablelm", "granite", "glm4",
 }  # fmt: skip
 """Those whose masks transformers builds from position ids. The others get a row for each sample."""
 
@@ -32,8 +32,7 @@ def test_every_parameter_has_one_place(architecture: str) -> None:
     config = tiny_config(architecture)
     model = find(config)
     wanted = {
-        name: tuple(parameter.shape)
-        for name, parameter in AutoModelForCausalLM.from_config(config).named_parameters()
+        name: tuple(parameter.shape) for name, parameter in AutoModelForCausalLM.from_config(config).named_parameters()
     }
     blocks = model.spec.blocks
     assert {p.name: p.shape for block in blocks for p in block.parameters} == wanted

@@ -1,0 +1,70 @@
+"""The base models and the data, made once, and configs to train them with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+import torch
+from torch.utils import deterministic
+
+from tests.e2e.runs import save_base, succeed, write_config, write_rows
+
+
+class MakeConfig(Protocol):
+    def __call__(self, name: str = "run", /, **changes: object) -> Path: ...
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("models") / "base")
+
+
+@pytest.fixture(scope="session")
+def tied_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("models") / "tied", tied=True)
+
+
+@pytest.fixture(scope="session")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("data") / "rows.jsonl")
+
+
+@pytest.fixture(scope="session")
+def plain_run(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Path:
+    """The config of a run that nothing disturbed, and that tests only look at."""
+    config = write_config(tmp_path_factory.mktemp("plain"), base=base, rows=rows)
+    succeed(config)
+    return config
+
+
+@pytest.fixture
+def make_config(tmp_path: Path, base: Path, rows: Path) -> MakeConfig:
+    """Writes a config into a directory of its own; changes are keys of the config."""
+
+    def make(name: str = "run", /, **changes: object) -> Path:
+        return write_config(tmp_path / name, **{"base": base, "rows": rows, **changes})  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """These models are too small for more, and threads that wait for each other cost seconds on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _deterministic_like_a_run() -> Iterator[None]:
+    """A run sets it; what the tests compute beside it must have the same, and other tests what they had."""
+    before = torch.are_deterministic_algorithms_enabled()
+    filled = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
+    deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]

@@ -1,0 +1,262 @@
+"""Tiny base models, tiny data, and the three ways in which the tests run the command line.
+
+`finetune` runs it in this process, which costs no imports; `start` in a forked process that can be
+killed and signalled, whose server has imported everything once; `ratel_command` is the installed
+program itself, for what only a fresh process can show.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import cast
+
+import torch
+import yaml
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from ratel_cli.cli.app import main
+from ratel_cli.config.load import load_config
+from ratel_cli.training.data import DatasetSource, TrainingData, load_training_data
+from ratel_cli.training.data import Tokenizer as EncodeTokenizer
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ROWS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"Which number is {number}?"},
+            {
+                "role": "assistant",
+                "content": f"{number} is {'even' if number % 2 == 0 else 'odd'}" + " indeed" * length,
+            },
+        ]
+    }
+    for number, length in ((number, number * 7 % 11) for number in range(48))
+]
+SETTINGS: dict[str, object] = {
+    "sequence_len": 64,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 4,
+    "learning_rate": 0.01,
+    "lr_scheduler": "constant",
+    "warmup_ratio": 0.0,
+    "weight_decay": 0.1,
+    "max_grad_norm": 1.0,
+    "dtype": "float32",
+    "storage": {"engine": "threads"},
+    "limits": {"host_memory": "20GiB"},
+}
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a command line ended, and what it wrote to stderr."""
+
+    code: int
+    told: str
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.told.splitlines() if line.startswith("error: ")]
+
+
+def save_base(directory: Path, *, tied: bool = False) -> Path:
+    """A Llama of two layers and 32 hidden units with its tokenizer, chat template and generation config."""
+    tokenizer = _tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, max_new_tokens=7
+    )
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = ["<|end|>", "<|pad|>", "<|user|>", "<|assistant|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([message["content"] for row in ROWS for message in row["messages"]], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=special[0], pad_token=special[1])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def write_rows(path: Path) -> Path:
+    """The questions and answers as JSON Lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    return path
+
+
+def write_config(directory: Path, *, base: Path, rows: Path, **changes: object) -> Path:
+    """`run.yaml` in `directory`, whose output and store lie beside it; a change to None leaves the key out."""
+    directory.mkdir(parents=True, exist_ok=True)
+    settings: dict[str, object] = {
+        "base_model": str(base),
+        "datasets": [{"path": str(rows), "type": "chat_template"}],
+        "output_dir": str(directory / "out"),
+        **SETTINGS,
+        **changes,
+    }
+    path = directory / "run.yaml"
+    path.write_text(yaml.safe_dump({key: value for key, value in settings.items() if value is not None}))
+    return path
+
+
+def finetune(config: Path, *arguments: str) -> Ended:
+    """`ratel finetune CONFIG ...` in this process."""
+    told = io.StringIO()
+    with contextlib.redirect_stderr(told):
+        code = main(["finetune", str(config), *arguments])
+    return Ended(code=code, told=told.getvalue())
+
+
+def succeed(config: Path, *arguments: str) -> str:
+    """The same for a run that must succeed; what it told."""
+    ended = finetune(config, *arguments)
+    assert ended.code == 0, ended.told
+    return ended.told
+
+
+def start(config: Path, *arguments: str, kill_at: str | None = None) -> ForkServerProcess:
+    """The same in a process of its own, which writes to `told.txt` beside the config."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ratel_cli.cli.training_run", "tests.e2e.runs"])
+    process = context.Process(target=_run_child, args=(str(config), arguments, kill_at))
+    process.start()
+    return process
+
+
+def run_to_the_kill(config: Path, *arguments: str, kill_at: str) -> None:
+    """Start a run that must be killed at this point of the store's protocol."""
+    assert wait(start(config, *arguments, kill_at=kill_at)) == -9, told_by(config)
+
+
+def wait(process: ForkServerProcess) -> int:
+    """The exit code, negative for a signal."""
+    process.join(100)
+    assert process.exitcode is not None, "the run goes on and on"
+    return process.exitcode
+
+
+def told_by(config: Path) -> str:
+    """What the process that `start` started last has written."""
+    return config.with_name("told.txt").read_text(encoding="utf-8")
+
+
+def _run_child(config: str, arguments: Sequence[str], kill_at: str | None) -> None:
+    if kill_at is not None:
+        os.environ["RATEL_KILL_AT"] = kill_at
+    with Path(config).with_name("told.txt").open("w", encoding="utf-8", buffering=1) as told:
+        sys.stderr = told
+        sys.exit(main(["finetune", config, *arguments]))
+
+
+def wait_for_step(config: Path, step: int, process: ForkServerProcess) -> None:
+    """Return when the run's log holds that step."""
+    path = output_of(config) / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 100
+    while not (path.exists() and len(path.read_text(encoding="utf-8").splitlines()) >= step):
+        assert process.is_alive() and time.monotonic() < deadline, told_by(config)
+        time.sleep(0.005)
+
+
+def ratel_command() -> Path:
+    """The installed program."""
+    return Path(sys.executable).with_name("ratel")
+
+
+def output_of(config: Path) -> Path:
+    """Where `write_config` put the output."""
+    return config.parent / "out"
+
+
+def store_of(config: Path) -> Path:
+    """The data file of the default store."""
+    return config.parent / "out.store" / "ratel.store"
+
+
+def exported(config: Path) -> Tensors:
+    """The weights that a run left."""
+    return load_file(output_of(config) / "model.safetensors")
+
+
+def export_hash(config: Path) -> str:
+    """Of the bytes of the weights' file."""
+    return file_hash(output_of(config) / "model.safetensors")
+
+
+def file_hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def metrics(config: Path) -> list[dict[str, float]]:
+    """The lines of metrics.jsonl."""
+    lines = (output_of(config) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def curve(config: Path) -> list[tuple[float, float, float]]:
+    """What a resumed run must share with an undisturbed one: step, loss, norm."""
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in metrics(config)]
+
+
+def load_data(config: Path) -> TrainingData:
+    """The training data of a config, loaded as the run loads it."""
+    settings = load_config(config).config
+    assert settings.base_model is not None
+    return load_training_data(
+        [DatasetSource(**item.model_dump()) for item in settings.datasets],
+        tokenizer=cast(EncodeTokenizer, AutoTokenizer.from_pretrained(settings.base_model)),
+        sequence_len=settings.sequence_len,
+        micro_batch_size=settings.micro_batch_size,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        packing=settings.sample_packing,
+        shuffle=settings.shuffle,
+        seed=settings.seed,
+        val_set_size=settings.val_set_size,
+        train_on_inputs=settings.train_on_inputs,
+        cache_dir=config.parent / "tokens",
+        rejects_path=config.parent / "rejects.jsonl",
+        notice=lambda text: None,
+    )

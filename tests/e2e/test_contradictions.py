@@ -1,0 +1,85 @@
+"""Inputs that are fine alone and not together are refused before anything is written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.runs import Ended, file_hash, finetune, output_of, store_of, succeed
+
+
+def refused(ended: Ended, code: int, part: str) -> None:
+    assert (ended.code, "Traceback" in ended.told) == (code, False), ended.told
+    assert any(part in line for line in ended.errors), ended.told
+
+
+def changed_base(base: Path, directory: Path, **values: object) -> Path:
+    """A copy of the base model with other values in its config.json."""
+    shutil.copytree(base, directory)
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    return directory
+
+
+def test_output_over_the_base_model(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(base, tmp_path / "copy"))
+    before = file_hash(copy / "model.safetensors")
+    config = make_config(base=copy, output_dir=str(copy))
+    refused(finetune(config), 2, "output_dir and base_model are the same directory")
+    assert file_hash(copy / "model.safetensors") == before
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(base, tmp_path / "copy"))
+    tokenizer = AutoTokenizer.from_pretrained(copy)
+    tokenizer.add_tokens([f"<|extra{index}|>" for index in range(5)])
+    tokenizer.save_pretrained(copy)
+    config = make_config(base=copy)
+    refused(finetune(config), 2, "the tokenizer has")
+    assert not store_of(config).exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_attention_heads", 0),
+        ("hidden_size", "abc"),
+        ("hidden_size", -32),
+        ("intermediate_size", None),
+        ("hidden_act", "nosuch"),
+        ("rope_parameters", {"rope_type": "nosuch"}),
+    ],
+)
+def test_a_model_config_that_makes_no_model(
+    make_config: MakeConfig, base: Path, tmp_path: Path, key: str, value: object
+) -> None:
+    config = make_config(base=changed_base(base, tmp_path / "changed", **{key: value}))
+    refused(finetune(config), 2, "config.json")
+
+
+def test_a_damaged_tokenizer(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(base, tmp_path / "copy"))
+    (copy / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE"}}')
+    refused(finetune(make_config(base=copy)), 2, "no usable tokenizer")
+
+
+def test_a_store_made_for_another_durability(make_config: MakeConfig) -> None:
+    config = make_config(max_steps=2)
+    succeed(config)
+    before = file_hash(store_of(config))
+    refused(finetune(config, "storage.durability=none"), 2, "the store was made with storage.durability: step")
+    assert file_hash(store_of(config)) == before
+
+
+def test_more_saved_generations_than_the_store_has_room_for(make_config: MakeConfig) -> None:
+    config = make_config(max_steps=2)
+    succeed(config)
+    refused(finetune(config, "save_steps=1"), 2, "the store has room for 0 saved generations")
+    refused(finetune(config, "--resume", "1"), 2, "no generation of that step is kept")
+    refused(finetune(config, "--resume", "1", "--dry-run"), 2, "no generation of that step is kept")
+    assert (output_of(config) / "model.safetensors").exists()

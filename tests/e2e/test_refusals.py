@@ -1,0 +1,205 @@
+"""Whatever is wrong with what a run is given: the right exit code, lines and no traceback, and nothing is touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ratel_cli.movement.queue import open_queue
+from ratel_cli.movement.store import Store
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.runs import ROWS, Ended, curve, file_hash, finetune, output_of, store_of, succeed
+from tests.model.tiny import file_size_limit
+
+
+def refused(ended: Ended, code: int, *parts: str) -> None:
+    """Told in lines that begin with `error:`, the first of which has these parts."""
+    assert ended.code == code, ended.told
+    assert ended.errors, ended.told
+    assert "Traceback" not in ended.told
+    assert [part for part in parts if part not in ended.errors[0]] == [], ended.errors[0]
+
+
+def copy_base(base: Path, directory: Path) -> Path:
+    return Path(shutil.copytree(base, directory))
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("learning_rte: 1.0e-3", ("run.yaml:", "learning_rte", "learning_rate")),
+        ("learning_rate: fast", ("run.yaml:", "learning_rate")),
+        ("load_in_4bit: true", ("run.yaml:", "load_in_4bit")),
+        ("seed: 1\nseed: 2", ("run.yaml:", "seed")),
+    ],
+    ids=["unknown key", "wrong type", "foreign key", "twice"],
+)
+def test_configs(make_config: MakeConfig, line: str, parts: tuple[str, ...]) -> None:
+    config = make_config(learning_rate=None, seed=None)
+    config.write_text(f"{config.read_text()}{line}\n")
+    ended = finetune(config)
+    refused(ended, 2)
+    assert all(part in ended.told for part in parts), ended.told
+    assert list(config.parent.iterdir()) == [config]
+
+
+def test_bad_input_leaves_a_store_as_it_was(make_config: MakeConfig, tmp_path: Path) -> None:
+    """One store, and after each refusal it has the bytes that it had."""
+    config = make_config()
+    succeed(config)
+    before = file_hash(store_of(config)), file_hash(output_of(config) / "model.safetensors")
+    (tmp_path / "empty.jsonl").write_text("")
+    for arguments, code, part in (
+        (["base_model=nowhere/at/all", "--resume", "no"], 2, "nowhere/at/all"),
+        ([f"datasets={tmp_path}/none.jsonl", "--resume", "no"], 2, "none.jsonl"),
+        ([f"datasets={tmp_path}/empty.jsonl", "--resume", "no"], 2, "empty.jsonl"),
+        (["max_stepz=3", "--resume", "no"], 2, "max_stepz"),
+        (["limits.host_memory=150MiB", "--resume", "no"], 3, "host memory"),
+        (["dtype=bfloat16"], 2, "dtype was float32, is bfloat16"),
+        (["sequence_len=32", "seed=1"], 2, "sequence_len was 64, is 32; seed was 42, is 1"),
+        (["--resume", "1"], 2, "--resume 1: no generation of that step is kept; kept are: none"),
+    ):
+        refused(finetune(config, *arguments), code, part)
+    assert (file_hash(store_of(config)), file_hash(output_of(config) / "model.safetensors")) == before
+
+
+def test_too_little_memory_is_known_before_anything_is_written(make_config: MakeConfig) -> None:
+    config = make_config(limits={"host_memory": "200MiB"})
+    ended = finetune(config)
+    refused(ended, 3, "host memory: need", "have 200 MiB", "too few")
+    assert "hint: raise limits.host_memory" in ended.told
+    assert not store_of(config).parent.exists()
+
+
+def test_pickles_are_never_loaded(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
+    directory, canary = copy_base(base, tmp_path / "pickled"), tmp_path / "canary"
+
+    class Payload:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(canary),)
+
+    (directory / "model.safetensors").unlink()
+    torch.save({"weight": Payload()}, directory / "pytorch_model.bin")
+    ended = finetune(make_config(base=directory))
+    refused(ended, 2, "pytorch_model.bin", "never loaded")
+    assert "save_pretrained" in ended.told
+    assert not canary.exists()
+
+
+def test_damaged_weights(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
+    directory = copy_base(base, tmp_path / "cut")
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    config = make_config(base=directory)
+    refused(finetune(config), 2, "model.safetensors")
+    assert not store_of(config).parent.exists()
+
+
+def test_too_many_bad_rows(make_config: MakeConfig, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps(row) for row in ROWS]
+    lines[20] = '{"messages": [{"role": "user"}'
+    path.write_text("\n".join(lines) + "\n")
+    config = make_config(rows=path)
+    ended = finetune(config)
+    refused(ended, 2)
+    assert f"{path}:21" in ended.told
+    rejects = (output_of(config) / "run" / "rejects.jsonl").read_text().splitlines()
+    assert len(rejects) == 1
+    assert json.loads(rejects[0])["line"] == 21
+    assert not store_of(config).parent.exists()
+
+
+def test_infinite_weights_diverge_at_once(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
+    directory = copy_base(base, tmp_path / "poisoned")
+    weights = load_file(directory / "model.safetensors")
+    weights["model.norm.weight"][0] = float("inf")
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    config = make_config(base=directory)
+    refused(finetune(config), 5, "step 1", "step 0 stands")
+    assert committed_step(config) == 0
+    assert not (output_of(config) / "model.safetensors").exists()
+
+
+def test_a_run_that_diverges_stops_at_its_last_good_step(make_config: MakeConfig) -> None:
+    config = make_config(learning_rate=1e30, max_grad_norm=0)
+    ended = finetune(config)
+    refused(ended, 5, "step 2: the ", "step 1 stands")
+    assert "hint: lower learning_rate" in ended.told
+    assert committed_step(config) == 1
+    assert [step for step, _, _ in curve(config)] == [1]
+    assert not (output_of(config) / "model.safetensors").exists()
+    assert "recovered step 1" in finetune(config).told
+    assert committed_step(config) == 1
+
+
+def committed_step(config: Path) -> int:
+    with (
+        open_queue("threads", notice=lambda text: None) as queue,
+        Store.open([store_of(config).parent], queue=queue, identity=None) as store,
+    ):
+        return store.progress.step
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    mountpoint = tmp_path / "disk"
+    mountpoint.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mountpoint)]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount")
+    if result.returncode:
+        pytest.skip(f"mounting is refused: {result.stderr.strip()}")
+    yield mountpoint
+    subprocess.run(["umount", str(mountpoint)], check=True)
+
+
+def test_a_disk_that_is_too_small(make_config: MakeConfig, small_disk: Path) -> None:
+    config = make_config(storage={"engine": "threads", "paths": [str(small_disk / "store")]})
+    ended = finetune(config)
+    refused(ended, 3, "need", "have", str(small_disk))
+    assert list(small_disk.iterdir()) == []
+
+
+def test_an_output_that_is_too_small(make_config: MakeConfig, small_disk: Path, tmp_path: Path) -> None:
+    """The store is whole; when there is room again, the run ends as it should have."""
+    config = make_config(
+        output_dir=str(small_disk / "out"), storage={"engine": "threads", "paths": [str(tmp_path / "s")]}
+    )
+    ended = finetune(config)
+    refused(ended, 3, str(small_disk))
+    assert not list((small_disk / "out").glob("*.safetensors"))
+    subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
+    assert "all 4 steps are done" in succeed(config)
+    assert (small_disk / "out" / "model.safetensors").exists()
+
+
+def test_files_that_may_not_grow(make_config: MakeConfig) -> None:
+    config = make_config()
+    with file_size_limit(1 << 20):
+        ended = finetune(config)
+    refused(ended, 3)
+    assert not store_of(config).exists()
+
+
+@pytest.mark.parametrize("key", ["storage", "output_dir"])
+def test_a_directory_that_may_not_be_written(
+    make_config: MakeConfig, small_disk: Path, tmp_path: Path, key: str
+) -> None:
+    """A disk mounted read-only: that holds for root as well."""
+    store = {"engine": "threads", "paths": [str(small_disk / "store")]}
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    config = make_config(**({"storage": store} if key == "storage" else {"output_dir": str(small_disk / "out")}))
+    refused(finetune(config), 3, str(small_disk))
+    assert not store_of(config).exists()

@@ -1,0 +1,140 @@
+"""The promise itself: what the command line exports is what plain PyTorch makes of the same batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from ratel_cli.config.load import load_config
+from ratel_cli.errors import EnvironmentFailure
+from ratel_cli.movement.queue import open_queue
+from ratel_cli.movement.store import Store
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.runs import export_hash, exported, load_data, metrics, output_of, store_of, succeed
+from tests.reference import Recipe, Trained, train_in_memory
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def reference(config: Path, base: Path, *, loss_scale: float = 1.0) -> Trained:
+    """The same training in memory."""
+    data, settings = load_data(config), load_config(config).config
+    recipe = Recipe(
+        dtype=DTYPES[settings.dtype],
+        learning_rate=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        seed=settings.seed,
+        loss_scale=loss_scale,
+    )
+    steps = [data.step(step) for step in range(len(metrics(config)))]
+    return train_in_memory(LlamaConfig.from_pretrained(base), load_file(base / "model.safetensors"), steps, recipe)
+
+
+def check_same(config: Path, trained: Trained, dtype: str) -> None:
+    """Weights and losses, bit for bit."""
+    weights = exported(config)
+    assert weights.keys() == trained.weights.keys()
+    different = [name for name in weights if not torch.equal(weights[name], trained.weights[name].to(DTYPES[dtype]))]
+    assert different == []
+    assert [line["loss"] for line in metrics(config)] == list(trained.losses)
+    assert [line["grad_norm"] for line in metrics(config)] == list(trained.norms)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_export_is_what_pytorch_trains(make_config: MakeConfig, base: Path, dtype: str) -> None:
+    config = make_config(dtype=dtype)
+    succeed(config)
+    trained = reference(config, base)
+    check_same(config, trained, dtype)
+    loaded = AutoModelForCausalLM.from_pretrained(output_of(config))
+    in_memory = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(base), dtype=DTYPES[dtype])
+    in_memory.load_state_dict({name: weight.to(DTYPES[dtype]) for name, weight in trained.weights.items()})
+    tokens = load_data(config).step(0)[0].input_ids
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, in_memory.eval()(tokens).logits)
+
+
+def test_unpacked_rows(make_config: MakeConfig, base: Path) -> None:
+    config = make_config(sample_packing=False)
+    succeed(config)
+    check_same(config, reference(config, base), "float32")
+
+
+def test_a_tied_model_stays_tied(make_config: MakeConfig, tied_base: Path) -> None:
+    config = make_config(base=tied_base, gradient_accumulation_steps=1)
+    succeed(config)
+    check_same(config, reference(config, tied_base), "float32")
+    assert "lm_head.weight" not in exported(config)
+    model = AutoModelForCausalLM.from_pretrained(output_of(config))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_half_precision_scales_its_loss(make_config: MakeConfig, base: Path) -> None:
+    config = make_config(dtype="float16", max_steps=1)
+    succeed(config)
+    check_same(config, reference(config, base, loss_scale=2.0**16), "float16")
+
+
+def test_a_step_that_overflows_is_left_out(make_config: MakeConfig, base: Path) -> None:
+    """At this rate the second step's gradients are too large for fp16 times 65536."""
+    config = make_config(dtype="float16")
+    told = succeed(config)
+    lines = metrics(config)
+    assert [line["applied"] for line in lines] == [True, False, True, True]
+    assert told.count("not applied") == 1
+    assert lines[3]["loss"] < lines[0]["loss"]
+    assert all(torch.isfinite(weight).all() for weight in exported(config).values())
+    with (
+        open_queue("threads", notice=print) as queue,
+        Store.open([store_of(config).parent], queue=queue, identity=None) as store,
+    ):
+        progress = store.progress
+    assert (progress.step, progress.updates, progress.loss_scale) == (4, 3, 2.0**15)
+
+
+def test_weights_drawn_from_the_initialiser(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
+    """No weight file is needed, nor read; the same seed draws the same."""
+    for path in base.iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / "shape").mkdir(exist_ok=True)
+            (tmp_path / "shape" / path.name).write_bytes(path.read_bytes())
+    first, second, other = (
+        make_config(name, base=tmp_path / "shape", random_init=True, seed=seed, max_steps=2)
+        for name, seed in (("first", 1), ("second", 1), ("other", 2))
+    )
+    for config in (first, second, other):
+        succeed(config)
+    assert export_hash(first) == export_hash(second) != export_hash(other)
+    assert exported(first).keys() == load_file(base / "model.safetensors").keys()
+
+
+@pytest.mark.parametrize("changes", [
+    pytest.param({"engine": "io_uring"}, marks=pytest.mark.io_uring),
+    {"engine": "threads", "durability": "none"},
+    {"engine": "threads", "keep_generations": 2},
+    {"engine": "threads", "paths": ["a", "b"]},
+], ids=["io_uring", "in place", "more slots", "two directories"])  # fmt: skip
+def test_where_the_state_lies_does_not_matter(
+    make_config: MakeConfig, tmp_path: Path, plain_run: Path, changes: dict[str, object]
+) -> None:
+    if changes["engine"] == "io_uring":
+        try:
+            open_queue("io_uring", notice=lambda text: None).close()
+        except EnvironmentFailure as refusal:
+            pytest.skip(refusal.message)
+    paths = [tmp_path / name for name in changes.get("paths", [])]  # type: ignore[attr-defined]
+    config = make_config(storage={**changes, "paths": [str(path) for path in paths]})
+    succeed(config)
+    assert export_hash(config) == export_hash(plain_run)
+    assert all((path / "ratel.store").stat().st_size > 0 for path in paths)
+
+
+def test_the_test_can_fail(make_config: MakeConfig, plain_run: Path) -> None:
+    config = make_config(learning_rate=0.010001)
+    succeed(config)
+    assert export_hash(config) != export_hash(plain_run)

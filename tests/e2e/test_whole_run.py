@@ -1,0 +1,134 @@
+"""What a run leaves behind: from the installed program down to the last file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ratel_cli.config.load import load_config
+from scripts.complete import answer
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.runs import ROWS, exported, load_data, metrics, output_of, ratel_command, store_of, succeed
+
+METRICS = {
+    "step", "loss", "learning_rate", "grad_norm", "tokens", "step_seconds", "forward_seconds", "backward_seconds",
+    "tokens_per_second", "tflops_model", "tflops_hardware", "nvme_read_bytes", "nvme_written_bytes",
+    "gpu_peak_bytes", "host_peak_bytes", "bottleneck", "predicted_seconds",
+}  # fmt: skip
+OPENING = ["model", "data", "step", "compute", "memory", "NVMe", "predicted", "output"]
+
+
+@pytest.fixture(scope="module")
+def program_run(tmp_path_factory: pytest.TempPathFactory, plain_run: Path) -> tuple[Path, str]:
+    """The plain run once more, by the installed program: its config, and what it told."""
+    directory = tmp_path_factory.mktemp("program")
+    config = directory / "run.yaml"
+    config.write_text(plain_run.read_text().replace(str(plain_run.parent), str(directory)))
+    command, environment = [str(ratel_command()), "finetune", str(config)], {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+    return config, result.stderr
+
+
+def test_a_fresh_process_does_the_same(program_run: tuple[Path, str], plain_run: Path) -> None:
+    config, _ = program_run
+    theirs, ours = exported(config), exported(plain_run)
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+
+
+def test_it_says_what_it_will_do_and_what_it_did(program_run: tuple[Path, str]) -> None:
+    config, told = program_run
+    lines = [line for line in told.splitlines() if not line.startswith("note: ")]
+    assert [line.split()[0] for line in lines[: len(OPENING)]] == OPENING
+    steps = lines[len(OPENING) : -2]
+    assert [line.split()[:2] for line in steps] == [["step", f"{number}/4"] for number in range(1, 5)]
+    assert all("waited for" in line and "tokens/s" in line and "loss" in line for line in steps)
+    assert lines[-2].startswith(f"saved {output_of(config)}")
+    assert str(store_of(config).parent) in lines[-1]
+    assert "\x1b" not in told
+
+
+def test_transformers_loads_it_with_everything_that_belongs_to_it(plain_run: Path, base: Path) -> None:
+    directory = output_of(plain_run)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    before = AutoModelForCausalLM.from_pretrained(base)
+    assert model.dtype == torch.float32
+    assert model.generation_config.max_new_tokens == 7
+    assert model.generation_config.to_dict() == before.generation_config.to_dict()
+    tokenizer, tokenizer_before = (AutoTokenizer.from_pretrained(path) for path in (directory, base))
+    assert tokenizer.get_vocab() == tokenizer_before.get_vocab()
+    text = tokenizer.apply_chat_template(ROWS[0]["messages"][:1], add_generation_prompt=True, tokenize=False)
+    assert text == "<|user|>Which number is 0?<|assistant|>"
+    prompt = tokenizer(str(text), return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        logits, logits_before = model(prompt).logits, before(prompt).logits
+    completion = cast(torch.Tensor, model.generate(prompt))  # type: ignore[misc]
+    assert prompt.shape[1] < completion.shape[1] <= prompt.shape[1] + 7
+    assert not torch.equal(logits, logits_before)
+    assert {path.name for path in directory.iterdir()} == {
+        "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
+        "tokenizer.json", "tokenizer_config.json", "run",
+    }  # fmt: skip
+
+
+def test_the_metrics_are_those_of_the_interface(plain_run: Path) -> None:
+    lines = metrics(plain_run)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line.keys() >= METRICS for line in lines)
+    assert all(line["learning_rate"] == 0.01 and line["gpu_peak_bytes"] == 0 for line in lines)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    traffic = {(line["nvme_read_bytes"], line["nvme_written_bytes"]) for line in lines}
+    plan = json.loads((output_of(plain_run) / "run" / "plan.json").read_text())["traffic"]
+    assert traffic == {(plan["nvme_read_bytes"], plan["nvme_written_bytes"])}
+
+
+def test_the_run_directory_tells_how_it_was_done(plain_run: Path) -> None:
+    run = output_of(plain_run) / "run"
+    assert load_config(run / "config.yaml").config == load_config(plain_run).config
+    hardware, plan, model = (json.loads((run / f"{name}.json").read_text()) for name in ("hardware", "plan", "model"))
+    assert hardware["nvme"]["write_bytes_per_second"] > 0
+    assert plan["memory"]["fits"] is True
+    num_parameters = sum(tensor.numel() for tensor in exported(plain_run).values())
+    assert model["num_parameters"] == plan["model"]["num_parameters"] == num_parameters
+    assert [block["kind"] for block in model["blocks"]] == ["embedding", "layer", "layer", "head"]
+
+
+def test_a_dry_run_writes_neither_store_nor_weights(make_config: MakeConfig) -> None:
+    config = make_config()
+    told = succeed(config, "--dry-run")
+    assert [name for name in OPENING if f"\n{name} " not in f"\n{told}"] == []
+    assert not store_of(config).parent.exists()
+    assert not list(output_of(config).glob("*"))[1:], "nothing but run/, which holds the tokens"
+
+
+def test_held_out_loss_is_that_of_the_exported_model(make_config: MakeConfig, base: Path) -> None:
+    config = make_config(val_set_size=8, eval_steps=2, max_steps=3)
+    told = succeed(config)
+    lines = metrics(config)
+    assert [line["step"] for line in lines if "eval_loss" in line] == [2, 3]
+    assert told.count("eval loss") == 2
+    model = AutoModelForCausalLM.from_pretrained(output_of(config)).eval()
+    total, num_targets = 0.0, 0
+    for batch in load_data(config).eval_batches():
+        with torch.no_grad():
+            logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+        total += float(
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum")
+        )
+        num_targets += batch.num_targets
+    assert lines[-1]["eval_loss"] == pytest.approx(total / num_targets, rel=1e-6)
+
+
+def test_the_demo_lets_it_answer(plain_run: Path, base: Path) -> None:
+    question = ROWS[4]["messages"][0]["content"]
+    before, after = answer(base, question), answer(output_of(plain_run), question)
+    assert before != after
+    assert "<|" not in after

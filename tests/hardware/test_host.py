@@ -1,0 +1,137 @@
+"""What is read from /proc and from control groups, on directories made for the purpose, and on this machine."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.hardware import host
+from ratel_cli.units import GIB, MIB
+
+NO_LIMIT_V1 = 9223372036854771712
+
+
+def make_proc(directory: Path, *, cpuinfo: str = "", memberships: str = "0::/\n") -> Path:
+    proc = directory / "proc"
+    (proc / "self").mkdir(parents=True)
+    (proc / "cpuinfo").write_text(cpuinfo)
+    (proc / "meminfo").write_text(
+        "MemTotal:       20971520 kB\nMemAvailable:   10485760 kB\nHugePages_Total:       0\n"
+    )
+    (proc / "self" / "cgroup").write_text(memberships)
+    return proc
+
+
+def make_group(directory: Path, *, limit: int | str, usage: int, cache: int = 0, unified: bool = True) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    names = (
+        ("memory.max", "memory.current", "inactive_file")
+        if unified
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    )
+    (directory / names[0]).write_text(f"{limit}\n")
+    (directory / names[1]).write_text(f"{usage}\n")
+    (directory / "memory.stat").write_text(f"anon 12345\n{names[2]} {cache}\n")
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "name"),
+    [
+        ("processor\t: 0\nmodel name\t: Fast CPU @ 3.00GHz\n\nmodel name\t: Other\n", "Fast CPU @ 3.00GHz"),
+        ("processor\t: 0\nmodel name\t: a: b\n", "a: b"),
+        ("processor\t: 0\nCPU implementer\t: 0x41\n", f"{platform.machine()} CPU"),
+        ("model name\t:\n", f"{platform.machine()} CPU"),
+        ("", f"{platform.machine()} CPU"),
+    ],
+)
+def test_processor_name(tmp_path: Path, cpuinfo: str, name: str) -> None:
+    assert host.processor_name(make_proc(tmp_path, cpuinfo=cpuinfo)) == name
+
+
+def test_available_without_control_groups(tmp_path: Path) -> None:
+    assert host.available_bytes(make_proc(tmp_path), tmp_path / "none") == 10 * GIB
+
+
+@pytest.mark.parametrize(("usage", "cache", "left"), [(1, 0, 4), (3, 2, 4), (5, 0, 0), (7, 0, 0)])
+def test_a_group_leaves_its_limit_less_what_is_used(tmp_path: Path, usage: int, cache: int, left: int) -> None:
+    proc = make_proc(tmp_path, memberships="0::/a/b\n")
+    make_group(tmp_path / "groups" / "a" / "b", limit=5 * GIB, usage=usage * GIB, cache=cache * GIB)
+    assert host.available_bytes(proc, tmp_path / "groups") == left * GIB
+
+
+def test_the_tightest_of_the_groups_above_counts(tmp_path: Path) -> None:
+    groups = tmp_path / "groups"
+    proc = make_proc(tmp_path, memberships="0::/a/b\n")
+    make_group(groups / "a" / "b", limit=8 * GIB, usage=GIB)
+    make_group(groups / "a", limit=4 * GIB, usage=2 * GIB)
+    make_group(groups, limit="max", usage=2 * GIB)
+    assert host.available_bytes(proc, groups) == 2 * GIB
+
+
+def test_a_container_sees_its_group_as_the_root(tmp_path: Path) -> None:
+    groups = tmp_path / "groups"
+    make_group(groups, limit=3 * GIB, usage=GIB)
+    assert host.available_bytes(make_proc(tmp_path), groups) == 2 * GIB
+
+
+def test_version_1_of_control_groups(tmp_path: Path) -> None:
+    groups = tmp_path / "groups"
+    proc = make_proc(tmp_path, memberships="5:cpu:/x\n4:memory:/a\n0::/\n")
+    make_group(groups / "memory" / "a", limit=6 * GIB, usage=3 * GIB, cache=GIB, unified=False)
+    make_group(groups / "memory", limit=NO_LIMIT_V1, usage=3 * GIB, unified=False)
+    assert host.available_bytes(proc, groups) == 4 * GIB
+
+
+def test_what_this_machine_says_is_plausible() -> None:
+    assert host.processor_name()
+    assert 0 < host.available_bytes() <= host.memory_bytes()
+    assert 0 < host.default_limit_bytes() < host.memory_bytes()
+    assert MIB < host.resident_bytes() <= host.peak_resident_bytes() < host.memory_bytes()
+
+
+def test_resident_memory_follows_what_is_touched() -> None:
+    before = host.resident_bytes()
+    with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.write(bytes(64 * MIB))
+        assert host.resident_bytes() - before >= 60 * MIB
+    # The bytes object that was copied from came and went as well.
+    assert host.resident_bytes() - before <= 16 * MIB
+    assert host.peak_resident_bytes() - before >= 60 * MIB
+
+
+def test_freed_memory_returns_to_the_system() -> None:
+    """glibc keeps 31 MiB blocks once one was freed; in a process of its own, as it cannot be taken back."""
+    source = """
+import ctypes, sys
+from ratel_cli.hardware.host import resident_bytes, return_freed_memory
+if sys.argv[1] == "yes":
+    return_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+libc.free(libc.malloc(31 << 20))
+blocks = [libc.malloc(16 << 20) for _ in range(4)]
+guard = libc.malloc(1 << 10)
+for block in blocks:
+    ctypes.memset(block, 1, 16 << 20)
+before = resident_bytes()
+for block in blocks[:-1]:
+    libc.free(block)
+print((before - resident_bytes()) >> 20)
+"""
+
+    def freed_mebibytes(argument: str) -> int:
+        result = subprocess.run(
+            [sys.executable, "-c", source, argument], capture_output=True, text=True, check=True, cwd=os.getcwd()
+        )
+        return int(result.stdout)
+
+    assert freed_mebibytes("yes") >= 47
+    if platform.libc_ver()[0] == "glibc":
+        assert freed_mebibytes("no") < 16, "glibc keeps nothing by itself: return_freed_memory has no purpose"

@@ -1,0 +1,66 @@
+"""Models and machines as values, for tests of what is pure."""
+
+from __future__ import annotations
+
+from ratel_cli.hardware.spec import ComputeDevice, HardwareProfile, Host, Nvme
+from ratel_cli.model.spec import ModelSpec, lay_out_block
+from ratel_cli.planning.capacity import Workload
+from ratel_cli.planning.traffic import StateBytes
+
+BFLOAT16 = StateBytes(compute=2, record=12, gradient=2)
+FLOAT32 = StateBytes(compute=4, record=12, gradient=4)
+FLOAT16 = StateBytes(compute=2, record=14, gradient=2)
+WORKLOAD = Workload(micro_batch_size=2, num_micro_batches=3, sequence_len=64)
+
+
+def gpt(*, num_layers: int = 3, hidden_size: int = 64, vocab_size: int = 512, tied: bool = False) -> ModelSpec:
+    """The papers' GPT: 12 h^2 in the matrices of a layer."""
+    h = hidden_size
+    blocks = [lay_out_block(index=0, kind="embedding", name="embedding", parameters=[("wte", (vocab_size, h), True)])]
+    for index in range(num_layers):
+        parameters: list[tuple[str, tuple[int, ...], bool]] = [
+            (f"{index}.norm1", (h,), False),
+            (f"{index}.qkv", (3 * h, h), True),
+            (f"{index}.out", (h, h), True),
+            (f"{index}.norm2", (h,), False),
+            (f"{index}.up", (4 * h, h), True),
+            (f"{index}.down", (h, 4 * h), True),
+        ]
+        blocks.append(lay_out_block(index=index + 1, kind="layer", name=f"layer {index}", parameters=parameters))
+    head: list[tuple[str, tuple[int, ...], bool]] = [("norm", (h,), False)]
+    if not tied:
+        head.append(("head", (vocab_size, h), True))
+    blocks.append(lay_out_block(index=num_layers + 1, kind="head", name="head", parameters=head))
+    return ModelSpec(
+        name="gpt",
+        architecture="GPT",
+        blocks=tuple(blocks),
+        tied=tied,
+        hidden_size=h,
+        vocab_size=vocab_size,
+    )
+
+
+def machine(
+    *,
+    flops_per_second: float = 1e12,
+    read_bytes_per_second: float = 2e9,
+    write_bytes_per_second: float = 1e9,
+    adam_parameters_per_second: float = 1e9,
+    free_bytes: int = 1 << 40,
+) -> HardwareProfile:
+    """A machine of round numbers."""
+    return HardwareProfile(
+        gpu=ComputeDevice(name="a device", memory_bytes=1 << 34, flops_per_second=flops_per_second),
+        nvme=Nvme(
+            paths=("/nvme",),
+            read_bytes_per_second=read_bytes_per_second,
+            write_bytes_per_second=write_bytes_per_second,
+            free_bytes=free_bytes,
+        ),
+        host=Host(
+            memory_bytes=1 << 34,
+            available_bytes=1 << 33,
+            adam_parameters_per_second=adam_parameters_per_second,
+        ),
+    )

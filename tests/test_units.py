@@ -1,0 +1,141 @@
+"""Sizes, counts and times: read exactly, printed with three digits, at every bound one below, on it, one above."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ratel_cli.units import GIB, KIB, MIB, align_up, format_bytes, format_count, format_seconds, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        (0, 0),
+        (4097, 4097),
+        ("0", 0),
+        ("1073741824", 2**30),
+        ("24GiB", 24 * GIB),
+        ("24 gib", 24 * GIB),
+        ("  1.5GiB ", 3 * GIB // 2),
+        ("500MB", 500 * 10**6),
+        ("500m", 500 * 10**6),
+        ("1KB", 1000),
+        ("1KiB", 1024),
+        ("7B", 7),
+        ("2TiB", 2**41),
+        ("2t", 2 * 10**12),
+        # In floating point these come out one too low.
+        ("0.29GB", 290_000_000),
+        ("1.001KB", 1001),
+        ("4.35TB", 4_350_000_000_000),
+        ("9007199254740993", 2**53 + 1),
+        ("0.3B", 0),
+    ],
+)
+def test_parse(text: str | int, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "GiB", "-1", "1e9", "1,5GB", "1 2", "24XB", "1.GiB", ".5", "1GiB/s", "0x10", "inf", "\u0661"]
+)
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size; write it like 24GiB"):
+        parse_bytes(text)
+
+
+@given(st.integers(min_value=0, max_value=2**80))
+def test_whole_bytes_are_exact(num_bytes: int) -> None:
+    assert parse_bytes(str(num_bytes)) == parse_bytes(num_bytes) == num_bytes
+    assert parse_bytes(f"{num_bytes}GiB") == num_bytes * GIB
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1, "1 B"),
+        (1023, "1023 B"),
+        (KIB, "1.00 KiB"),
+        (KIB + 1, "1.00 KiB"),
+        (9.994 * KIB, "9.99 KiB"),
+        (9.996 * KIB, "10.0 KiB"),
+        (99.94 * KIB, "99.9 KiB"),
+        (99.96 * KIB, "100 KiB"),
+        (1023 * KIB, "1023 KiB"),
+        (MIB - 1, "1.00 MiB"),
+        (MIB, "1.00 MiB"),
+        (3 * GIB // 2, "1.50 GiB"),
+        (GIB - 1, "1.00 GiB"),
+        (2**40 - 1, "1.00 TiB"),
+        (5000 * 2**40, "5000 TiB"),
+        (-3 * MIB, "-3.00 MiB"),
+    ],
+)
+def test_format_bytes(num_bytes: float, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0"),
+        (512, "512"),
+        (999, "999"),
+        (1000, "1.00K"),
+        (1001, "1.00K"),
+        (9_996, "10.0K"),
+        (999_499, "999K"),
+        (999_500, "1.00M"),
+        (350_000_000, "350M"),
+        (1_100_048_384, "1.10B"),
+        (999_999_999, "1.00B"),
+        (2.5e12, "2.50T"),
+        (12_345e12, "12345T"),
+    ],
+)
+def test_format_count(count: float, text: str) -> None:
+    assert format_count(count) == text
+
+
+@given(st.floats(min_value=1000, max_value=9e14))
+def test_three_digits_and_no_more(value: float) -> None:
+    for text in (format_count(value), format_bytes(value)):
+        digits = re.sub(r"[^0-9]", "", text)
+        assert len(digits) == 3 or (len(digits) == 4 and "." not in text), text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0.00 ms"),
+        (0.0042, "4.20 ms"),
+        (0.0994, "99.4 ms"),
+        (0.0995, "0.10 s"),
+        (0.12, "0.12 s"),
+        (9.996, "10.0 s"),
+        (99.4, "99.4 s"),
+        (99.5, "1 min 40 s"),
+        (250, "4 min 10 s"),
+        (3599.4, "59 min 59 s"),
+        (3599.6, "1 h 00 min"),
+        (3 * 3600 + 5 * 60, "3 h 05 min"),
+        (48 * 3600 - 1, "47 h 59 min"),
+        (48 * 3600, "2 d 0 h"),
+        (52 * 3600, "2 d 4 h"),
+    ],
+)
+def test_format_seconds(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "alignment", "aligned"),
+    [(0, 4096, 0), (1, 4096, 4096), (4095, 4096, 4096), (4096, 4096, 4096), (4097, 4096, 8192), (7, 1, 7)],
+)
+def test_align_up(value: int, alignment: int, aligned: int) -> None:
+    assert align_up(value, alignment) == aligned

@@ -1,0 +1,172 @@
+"""Stand-ins for what the training loop drives: small, and each keeps a list of what was asked of it, in one order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from ratel_cli.engine.step import StepOutcome
+from ratel_cli.engine.telemetry import StepClock
+from ratel_cli.movement.manifest import Progress
+from ratel_cli.training.loop import LoopSettings, TrainingLoop
+from ratel_cli.training.metrics import StepMetrics
+from ratel_cli.training.packing import MicroBatch
+from ratel_cli.training.schedule import LearningRateSchedule
+
+Failure = tuple[float, float] | Exception
+
+SLOT_BYTES = 1200
+SETTINGS = LoopSettings(
+    num_steps=4,
+    micro_batches_per_step=2,
+    scale_loss=False,
+    eval_steps=None,
+    save_steps=None,
+    save_total_limit=1,
+    max_bytes_written=None,
+    flops_forward_per_token=1e9,
+    flops_recomputed_per_token=0.75e9,
+    predicted_seconds=0.125,
+)
+
+
+def micro_batch(*sample_ids: int, num_targets: int = 3, num_tokens: int = 5) -> MicroBatch:
+    ids = torch.zeros(2, 4, dtype=torch.int64)
+    return MicroBatch(
+        input_ids=ids,
+        targets=ids,
+        position_ids=ids,
+        sample_ids=sample_ids,
+        num_targets=num_targets,
+        num_tokens=num_tokens,
+    )
+
+
+class FakeStore:
+    """Generations without bytes."""
+
+    slot_bytes = SLOT_BYTES
+    nvme_bytes = 2 * SLOT_BYTES
+
+    def __init__(self, events: list[str], *, step: int = 0, loss_scale: float = 65536.0) -> None:
+        self.progress = Progress(step=step, updates=step, loss_scale=loss_scale, good_steps=0, tokens=10 * step)
+        self.pinned_steps: tuple[int, ...] = ()
+        self._events = events
+
+    def commit(self, progress: Progress) -> None:
+        self._events.append(f"commit {progress.step}")
+        self.progress = progress
+
+    def commit_progress(self, progress: Progress) -> None:
+        self._events.append(f"commit_progress {progress.step}")
+        self.progress = progress
+
+    def pin(self) -> None:
+        self._events.append(f"pin {self.progress.step}")
+        self.pinned_steps = (*self.pinned_steps, self.progress.step)
+
+    def unpin(self, step: int) -> None:
+        self._events.append(f"unpin {step}")
+        self.pinned_steps = tuple(pinned for pinned in self.pinned_steps if pinned != step)
+
+
+class FakeQueue:
+    """Counts what the fake engine says it moved."""
+
+    read_bytes = 1000
+    written_bytes = 2000
+
+
+class FakeEngine:
+    """The loss of a step is a function of what the step was given; `failing` maps steps to (loss, norm) or an error."""
+
+    def __init__(self, events: list[str], queue: FakeQueue, clock: StepClock, failing: dict[int, Failure]) -> None:
+        self.asked: list[tuple[int, int, float, float, tuple[int, ...]]] = []
+        self.evaluated: list[tuple[int, ...]] = []
+        self._events = events
+        self._queue = queue
+        self._clock = clock
+        self._failing = failing
+
+    def run(
+        self, batches: Sequence[MicroBatch], *, step: int, update: int, learning_rate: float, loss_scale: float
+    ) -> StepOutcome:
+        samples = tuple(sample for batch in batches for sample in batch.sample_ids)
+        self.asked.append((step, update, learning_rate, loss_scale, samples))
+        self._events.append(f"run {step + 1}")
+        self._queue.read_bytes += 14
+        self._queue.written_bytes += 12
+        with self._clock.during("optimizer"):
+            pass
+        outcome = self._failing.get(step, (1.0 / (1 + step + update + learning_rate), 0.5))
+        if isinstance(outcome, Exception):
+            raise outcome
+        loss, norm = outcome
+        return StepOutcome(
+            loss=loss, grad_norm=norm, forward_seconds=0.0, applied=math.isfinite(loss) and math.isfinite(norm)
+        )
+
+    def evaluate(self, batches: Sequence[MicroBatch]) -> float:
+        samples = tuple(sample for batch in batches for sample in batch.sample_ids)
+        self.evaluated.append(samples)
+        self._events.append("evaluate")
+        with self._clock.during("compute"):
+            return float(sum(sample**2 for sample in samples))
+
+
+class FakeData:
+    """Two micro-batches a step; held-out ones of 1, 2, 3 ... targets."""
+
+    def __init__(self, num_eval_batches: int) -> None:
+        self.num_eval_samples = num_eval_batches
+
+    def step(self, step_index: int) -> list[MicroBatch]:
+        return [micro_batch(step_index, 100 + step_index), micro_batch(200 + step_index)]
+
+    def eval_batches(self) -> Iterator[MicroBatch]:
+        for number in range(1, self.num_eval_samples + 1):
+            yield micro_batch(number, num_targets=number)
+
+
+class Run:
+    """One loop with its fakes."""
+
+    def __init__(
+        self,
+        *,
+        step: int = 0,
+        pinned: tuple[int, ...] = (),
+        loss_scale: float = 65536.0,
+        failing: dict[int, Failure] | None = None,
+        num_eval_batches: int = 0,
+        check_stop: Callable[[], None] = lambda: None,
+        **changes: object,
+    ) -> None:
+        self.events: list[str] = []
+        self.store = FakeStore(self.events, step=step, loss_scale=loss_scale)
+        self.store.pinned_steps = pinned
+        clock, queue = StepClock(), FakeQueue()
+        self.engine = FakeEngine(self.events, queue, clock, failing or {})
+        settings = replace(SETTINGS, **changes)  # type: ignore[arg-type]
+        self.loop = TrainingLoop(
+            self.engine,
+            self.store,
+            queue,
+            FakeData(num_eval_batches),
+            LearningRateSchedule(scheduler="linear", peak=1e-3, num_warmup_steps=1, num_steps=settings.num_steps),
+            settings,
+            clock=clock,
+            check_stop=check_stop,
+            host_peak_bytes=lambda: 77,
+        )
+        self.reported: list[StepMetrics] = []
+
+    def carry_out(self) -> list[StepMetrics]:
+        """Run all steps. What was reported stays in `reported`, also when the run ends with an error."""
+        for metrics in self.loop.steps():
+            self.events.append(f"report {metrics.step}")
+            self.reported.append(metrics)
+        return self.reported

@@ -1,0 +1,237 @@
+"""The training loop on fakes: what is asked of engine and store, in which order, and where it stops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ratel_cli.errors import Diverged, EnvironmentFailure, Interrupted
+from ratel_cli.training.metrics import StepMetrics
+from ratel_cli.training.schedule import LearningRateSchedule
+from tests.training.loop_fakes import SLOT_BYTES, Run
+
+INFINITE = (0.5, math.inf)
+
+
+class StopAt:
+    """Raises at the given call of `check_stop`, counted from 1."""
+
+    def __init__(self, call: int) -> None:
+        self.calls_left = call
+
+    def __call__(self) -> None:
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            raise Interrupted(2, "stopped by SIGINT")
+
+
+def timeless(metrics: StepMetrics) -> tuple[object, ...]:
+    return (metrics.step, metrics.loss, metrics.learning_rate, metrics.grad_norm, metrics.applied, metrics.eval_loss)
+
+
+def test_every_applied_step_is_committed_before_it_is_reported() -> None:
+    run = Run()
+    run.carry_out()
+    assert run.events == [f"{what} {step}" for step in (1, 2, 3, 4) for what in ("run", "commit", "report")]
+    progress = run.store.progress
+    assert (progress.step, progress.updates, progress.tokens) == (4, 4, 4 * 10)
+    assert (progress.loss_scale, progress.good_steps) == (65536.0, 0)
+
+
+def test_a_step_gets_what_belongs_to_it() -> None:
+    run = Run()
+    run.carry_out()
+    schedule = LearningRateSchedule(scheduler="linear", peak=1e-3, num_warmup_steps=1, num_steps=4)
+    assert run.engine.asked == [
+        (step, step + 1, schedule.at(step), 1.0, (step, 100 + step, 200 + step)) for step in range(4)
+    ]
+
+
+def test_what_is_reported() -> None:
+    metrics = next(Run().loop.steps())
+    assert (metrics.loss, metrics.grad_norm, metrics.learning_rate) == (0.5, 0.5, 0.0)
+    assert (metrics.tokens, metrics.host_peak_bytes, metrics.predicted_seconds) == (10, 77, 0.125)
+    assert (metrics.nvme_read_bytes, metrics.nvme_written_bytes) == (14, 12)
+    assert metrics.bottleneck == max(metrics.seconds_by_cause, key=lambda cause: metrics.seconds_by_cause[cause])
+    assert metrics.forward_seconds + metrics.backward_seconds == pytest.approx(metrics.step_seconds)
+    assert metrics.tokens_per_second == pytest.approx(10 / metrics.step_seconds)
+    # Two micro-batches of 2 x 4: padding is computed as well. 1 GFLOP a token, three quarters of it twice.
+    assert metrics.tflops_model * metrics.step_seconds == pytest.approx(3 * 16 * 1e9 / 1e12)
+    assert metrics.tflops_hardware * metrics.step_seconds == pytest.approx(3.75 * 16 * 1e9 / 1e12)
+    assert metrics.eval_loss is None
+
+
+@pytest.mark.parametrize("first", range(5))
+def test_a_run_goes_on_where_the_store_is(first: int) -> None:
+    undisturbed = [timeless(metrics) for metrics in Run().loop.steps()]
+    resumed = Run(step=first)
+    assert [timeless(metrics) for metrics in resumed.loop.steps()] == undisturbed[first:]
+    assert resumed.store.progress.tokens == 40
+
+
+def test_an_overflow_moves_on_without_an_update() -> None:
+    run = Run(scale_loss=True, failing={1: INFINITE, 2: (math.nan, math.nan)})
+    found = run.carry_out()
+    assert [event for event in run.events if "commit" in event] == [
+        "commit 1",
+        "commit_progress 2",
+        "commit_progress 3",
+        "commit 4",
+    ]
+    assert [metrics.applied for metrics in found] == [True, False, False, True]
+    assert [(step, update, scale) for step, update, _, scale, _ in run.engine.asked] == [
+        (0, 1, 65536.0),
+        (1, 2, 65536.0),
+        (2, 2, 32768.0),
+        (3, 2, 16384.0),
+    ]
+    progress = run.store.progress
+    assert (progress.step, progress.updates, progress.loss_scale, progress.good_steps) == (4, 2, 16384.0, 1)
+
+
+def test_a_resumed_run_has_the_loss_scale_of_before() -> None:
+    run = Run(step=2, loss_scale=8.0, scale_loss=True)
+    next(run.loop.steps())
+    assert run.engine.asked[0][3] == 8.0
+    assert run.store.progress.good_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "what"), [(INFINITE, "the gradient norm is inf"), ((math.nan, math.nan), "the loss is nan")]
+)
+def test_without_loss_scaling_a_step_that_is_not_finite_ends_the_run(outcome: tuple[float, float], what: str) -> None:
+    run = Run(failing={2: outcome})
+    with pytest.raises(Diverged, match=f"step 3: {what}; .* step 2 stands") as raised:
+        run.carry_out()
+    assert "(samples 2, 102, 202)" in raised.value.message
+    assert raised.value.hint is not None and "float16" not in raised.value.hint
+    assert run.events[-1] == "run 3"
+    assert run.store.progress.step == 2
+
+
+def test_with_the_scale_exhausted_an_overflow_ends_the_run() -> None:
+    run = Run(num_steps=9, loss_scale=4.0, scale_loss=True, failing=dict.fromkeys(range(9), INFINITE))
+    with pytest.raises(Diverged, match="step 3: the gradient norm is inf") as raised:
+        run.carry_out()
+    assert raised.value.hint is not None and "bfloat16" in raised.value.hint
+    assert [event for event in run.events if "commit" in event] == ["commit_progress 1", "commit_progress 2"]
+
+
+@pytest.mark.parametrize(
+    ("num_eval_batches", "groups"),
+    [(1, [(1,)]), (2, [(1, 2)]), (3, [(1, 2), (3,)]), (4, [(1, 2), (3, 4)])],
+)
+def test_evaluation_takes_as_many_micro_batches_as_a_step(num_eval_batches: int, groups: list[tuple[int, ...]]) -> None:
+    run = Run(num_eval_batches=num_eval_batches)
+    found = run.carry_out()
+    assert run.engine.evaluated == groups
+    # Of n micro-batches the i-th has i targets and a sum of losses of i^2.
+    mean = sum(i**2 for i in range(num_eval_batches + 1)) / sum(range(num_eval_batches + 1))
+    assert [metrics.eval_loss for metrics in found] == [None, None, None, mean]
+
+
+@pytest.mark.parametrize(
+    ("eval_steps", "evaluated"), [(None, [5]), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (9, [5])]
+)
+def test_evaluation_comes_when_it_is_time_and_at_the_end(eval_steps: int | None, evaluated: list[int]) -> None:
+    run = Run(num_steps=5, eval_steps=eval_steps, num_eval_batches=1)
+    assert [metrics.step for metrics in run.loop.steps() if metrics.eval_loss is not None] == evaluated
+
+
+def test_nothing_held_out_is_never_evaluated() -> None:
+    run = Run(eval_steps=1)
+    assert all(metrics.eval_loss is None for metrics in run.loop.steps())
+    assert "evaluate" not in run.events
+
+
+def test_the_time_of_an_evaluation_is_not_charged_to_the_next_step() -> None:
+    found = Run(eval_steps=1, num_eval_batches=3).carry_out()
+    assert [metrics.seconds_by_cause["compute"] for metrics in found] == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("limit", "events"),
+    [
+        (1, ["pin 2", "unpin 2", "pin 4", "unpin 4", "pin 6"]),
+        (2, ["pin 2", "pin 4", "unpin 2", "pin 6"]),
+        (3, ["pin 2", "pin 4", "pin 6"]),
+    ],
+)
+def test_saves_keep_the_newest_and_let_go_before_they_take(limit: int, events: list[str]) -> None:
+    run = Run(num_steps=7, save_steps=2, save_total_limit=limit)
+    run.carry_out()
+    assert [event for event in run.events if "pin" in event] == events
+
+
+def test_a_lower_limit_lets_go_of_all_that_are_too_many() -> None:
+    run = Run(step=6, pinned=(2, 4, 6), num_steps=8, save_steps=2, save_total_limit=1)
+    run.carry_out()
+    assert [event for event in run.events if "pin" in event] == ["unpin 2", "unpin 4", "unpin 6", "pin 8"]
+
+
+def test_a_save_comes_right_after_the_commit() -> None:
+    run = Run(num_steps=2, save_steps=2, eval_steps=2, num_eval_batches=1)
+    run.carry_out()
+    assert run.events[-5:] == ["run 2", "commit 2", "pin 2", "evaluate", "report 2"]
+
+
+def test_a_save_that_a_crash_left_out_is_made_up_for() -> None:
+    run = Run(step=2, num_steps=3, save_steps=2)
+    run.carry_out()
+    assert run.events == ["pin 2", "run 3", "commit 3", "report 3"]
+
+
+@pytest.mark.parametrize(("step", "pinned"), [(0, ()), (2, (2,)), (3, (2,))])
+def test_what_is_saved_or_not_due_is_left_alone(step: int, pinned: tuple[int, ...]) -> None:
+    run = Run(step=step, pinned=pinned, num_steps=step, save_steps=2, save_total_limit=1)
+    assert run.carry_out() == []
+    assert run.events == []
+
+
+def test_a_step_that_was_not_applied_is_saved_all_the_same() -> None:
+    run = Run(num_steps=2, save_steps=2, scale_loss=True, failing={1: INFINITE})
+    run.carry_out()
+    assert run.events[-3:] == ["commit_progress 2", "pin 2", "report 2"]
+
+
+def test_writing_stops_before_the_step_that_would_be_too_much() -> None:
+    """Making the store took two slots, the import one; each step takes one more."""
+    limit = (2 + 1 + 2) * SLOT_BYTES
+    run = Run(max_bytes_written=limit)
+    with pytest.raises(EnvironmentFailure, match=r"step 3 would write more than storage\.max_tb_written") as raised:
+        run.carry_out()
+    assert [metrics.step for metrics in run.reported] == [1, 2]
+    assert run.events[-2:] == ["commit 2", "report 2"]
+    assert raised.value.hint is not None and "storage.max_tb_written" in raised.value.hint
+    resumed = Run(step=2, max_bytes_written=limit)
+    with pytest.raises(EnvironmentFailure):
+        resumed.carry_out()
+    assert resumed.events == []
+
+
+def test_writing_up_to_the_limit_is_allowed() -> None:
+    assert len(list(Run(max_bytes_written=(2 + 1 + 4) * SLOT_BYTES).loop.steps())) == 4
+
+
+def test_a_stop_between_steps_leaves_the_last_commit() -> None:
+    run = Run(check_stop=StopAt(3))
+    with pytest.raises(Interrupted):
+        run.carry_out()
+    assert [metrics.step for metrics in run.reported] == [1, 2]
+    assert run.events[-2:] == ["commit 2", "report 2"]
+
+
+def test_a_stop_during_evaluation_still_reports_the_step() -> None:
+    run = Run(num_steps=3, eval_steps=2, save_steps=2, num_eval_batches=4, check_stop=StopAt(2 + 3))
+    with pytest.raises(Interrupted):
+        run.carry_out()
+    assert [(metrics.step, metrics.eval_loss) for metrics in run.reported] == [(1, None), (2, None)]
+    assert run.events[-5:] == ["run 2", "commit 2", "pin 2", "evaluate", "report 2"]
+
+
+def test_a_step_that_fails_is_not_committed() -> None:
+    run = Run(failing={1: EnvironmentFailure("no memory")})
+    with pytest.raises(EnvironmentFailure, match="no memory"):
+        run.carry_out()
+    assert run.events == ["run 1", "commit 1", "report 1", "run 2"]

@@ -1,0 +1,137 @@
+"""The log of steps: what a line holds, what a resumed run leaves of it, and disks that are full."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.training.metrics import MetricsLog, StepMetrics
+from tests.model.tiny import file_size_limit
+
+KEYS = [
+    "step", "loss", "learning_rate", "grad_norm", "tokens", "step_seconds", "forward_seconds", "backward_seconds",
+    "tokens_per_second", "tflops_model", "tflops_hardware", "nvme_read_bytes", "nvme_written_bytes",
+    "gpu_peak_bytes", "host_peak_bytes", "bottleneck", "predicted_seconds",
+]  # fmt: skip
+"""The list that users were promised."""
+
+
+def metrics(step: int) -> StepMetrics:
+    return StepMetrics(
+        step=step,
+        loss=1 / 3 + step,
+        learning_rate=1e-5,
+        grad_norm=0.5,
+        tokens=100,
+        step_seconds=2.0,
+        forward_seconds=0.5,
+        backward_seconds=1.5,
+        tokens_per_second=50.0,
+        tflops_model=0.3,
+        tflops_hardware=0.4,
+        nvme_read_bytes=14,
+        nvme_written_bytes=12,
+        gpu_peak_bytes=0,
+        host_peak_bytes=1000,
+        bottleneck="nvme read",
+        seconds_by_cause={"compute": 0.5, "nvme read": 1.0, "nvme write": 0.25, "optimizer": 0.25},
+        predicted_seconds=1.75,
+        applied=True,
+        eval_loss=None,
+    )
+
+
+def write(path: Path, *steps: int, committed_step: int = 0) -> list[str]:
+    warnings: list[str] = []
+    with MetricsLog(path, committed_step=committed_step, warn=warnings.append) as log:
+        for step in steps:
+            log.write(metrics(step))
+    return warnings
+
+
+def test_a_line_holds_what_was_promised_in_full_precision(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    assert write(path, 1) == []
+    (line,) = path.read_text().splitlines()
+    found = json.loads(line)
+    assert [key for key in found if key in KEYS] == KEYS
+    assert found["loss"] == 1 / 3 + 1
+    assert "eval_loss" not in found
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path, committed_step=0, warn=pytest.fail) as log:
+        log.write(replace(metrics(1), loss=math.nan, grad_norm=math.inf, applied=False, eval_loss=2.5))
+    found = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert (found["loss"], found["grad_norm"], found["eval_loss"], found["applied"]) == (None, None, 2.5, False)
+
+
+@pytest.mark.parametrize("committed_step", range(6))
+@pytest.mark.parametrize("written", [0, 3, 5])
+def test_a_resumed_log_equals_an_undisturbed_one(tmp_path: Path, committed_step: int, written: int) -> None:
+    """A step may be logged that the store lost, but not the other way round."""
+    undisturbed, resumed = tmp_path / "undisturbed.jsonl", tmp_path / "resumed.jsonl"
+    write(undisturbed, *range(1, 8))
+    write(resumed, *range(1, written + 1))
+    write(resumed, *range(min(written, committed_step) + 1, 8), committed_step=committed_step)
+    assert resumed.read_bytes() == undisturbed.read_bytes()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 200])
+def test_a_line_that_a_crash_cut_short_is_dropped(tmp_path: Path, num_bytes: int) -> None:
+    undisturbed, torn = tmp_path / "undisturbed.jsonl", tmp_path / "torn.jsonl"
+    write(undisturbed, 1, 2, 3)
+    lines = undisturbed.read_bytes().splitlines(keepends=True)
+    torn.write_bytes(lines[0] + lines[1] + lines[2][:num_bytes])
+    write(torn, 3, committed_step=2)
+    assert torn.read_bytes() == undisturbed.read_bytes()
+
+
+@pytest.mark.parametrize("noise", [b"\n", b"\x00\x00\n", b"\xff\xfe\n", b"[1]\n", b'{"step": "x"}\n', b"{}\n", b"7\n"])
+def test_what_is_no_line_of_ours_ends_the_log(tmp_path: Path, noise: bytes) -> None:
+    undisturbed, damaged = tmp_path / "undisturbed.jsonl", tmp_path / "damaged.jsonl"
+    write(undisturbed, 1, 2)
+    damaged.write_bytes(undisturbed.read_bytes() + noise)
+    write(damaged, committed_step=9)
+    assert damaged.read_bytes() == undisturbed.read_bytes()
+
+
+def test_each_step_is_on_disk_when_write_returns(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path, committed_step=0, warn=pytest.fail) as log:
+        log.write(metrics(1))
+        assert len(path.read_text().splitlines()) == 1
+        log.write(metrics(2))
+        assert len(path.read_text().splitlines()) == 2
+    log.close()
+
+
+def test_a_full_disk_is_one_warning(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    warnings = write(path, 1, 2, 3)
+    assert len(warnings) == 1
+    assert warnings[0].startswith(f"{path}: cannot be written (No space left on device)")
+
+
+def test_a_disk_that_takes_half_a_line_keeps_whole_lines(tmp_path: Path) -> None:
+    """Through a limit on the size of files, as in tests of the export: the first write comes short, the next fails."""
+    whole, limited = tmp_path / "whole.jsonl", tmp_path / "limited.jsonl"
+    write(whole, 1, 2)
+    with file_size_limit(int(whole.stat().st_size * 0.75)):
+        warnings = write(limited, 1, 2, 3)
+    assert len(warnings) == 1
+    assert "File too large" in warnings[0]
+    assert limited.read_bytes() == whole.read_bytes().splitlines(keepends=True)[0]
+
+
+def test_a_directory_that_cannot_be_made_is_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    warnings = write(tmp_path / "file" / "run" / "metrics.jsonl", 1, 2)
+    assert len(warnings) == 1
+    assert "training goes on without it" in warnings[0]

@@ -1,0 +1,97 @@
+"""Learning rates against transformers, the loss scale against GradScaler: the same bits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import get_scheduler
+
+from ratel_cli.training.schedule import LearningRateSchedule, LossScale, SchedulerName
+
+TRANSFORMERS_NAMES: dict[SchedulerName, str] = {
+    "constant": "constant_with_warmup",
+    "linear": "linear",
+    "cosine": "cosine",
+}
+
+
+def reference(scheduler: SchedulerName, peak: float, num_warmup_steps: int, num_steps: int, length: int) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+    schedule = get_scheduler(
+        TRANSFORMERS_NAMES[scheduler], optimizer, num_warmup_steps=num_warmup_steps, num_training_steps=num_steps
+    )
+    rates = []
+    for _ in range(length):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+@pytest.mark.parametrize("scheduler", TRANSFORMERS_NAMES)
+@pytest.mark.parametrize("peak", [2e-5, 3e-4 / 7, 0.0])
+@pytest.mark.parametrize(
+    ("num_warmup_steps", "num_steps"),
+    [(0, 1), (0, 2), (1, 1), (1, 2), (3, 97), (7, 7), (9, 7), (0, 100), (333, 1000)],
+)
+def test_the_rate_is_the_one_of_transformers(
+    scheduler: SchedulerName, peak: float, num_warmup_steps: int, num_steps: int
+) -> None:
+    schedule = LearningRateSchedule(
+        scheduler=scheduler, peak=peak, num_warmup_steps=num_warmup_steps, num_steps=num_steps
+    )
+    expected = reference(scheduler, peak, num_warmup_steps, num_steps, num_steps)
+    assert [schedule.at(step) for step in range(num_steps)] == expected
+
+
+def test_the_ends() -> None:
+    def rates(scheduler: SchedulerName) -> tuple[float, float, float]:
+        schedule = LearningRateSchedule(scheduler=scheduler, peak=1e-3, num_warmup_steps=10, num_steps=110)
+        return schedule.at(0), schedule.at(10), schedule.at(110)
+
+    assert rates("constant") == (0.0, 1e-3, 1e-3)
+    assert rates("linear") == (0.0, 1e-3, 0.0)
+    assert rates("cosine") == (0.0, 1e-3, 0.0)
+
+
+def grad_scaler(scale: float, overflows: list[bool]) -> list[float]:
+    """What torch's own scaler does after each step, from the very kernel that it uses."""
+    now = torch.tensor([scale])
+    growth = torch.zeros(1, dtype=torch.int32)
+    scales = []
+    for overflow in overflows:
+        torch._amp_update_scale_(now, growth, torch.tensor([float(overflow)]), 2.0, 0.5, 2000)
+        scales.append(now.item())
+    return scales
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_scale_follows_grad_scaler(seed: int) -> None:
+    choice = random.Random(seed)
+    overflows = [choice.random() < 0.001 for _ in range(6000)]
+    scale, scales = LossScale(scale=2.0**16, good_steps=0), []
+    for overflow in overflows:
+        scale = scale.after(applied=not overflow)
+        scales.append(scale.scale)
+    assert scales == grad_scaler(2.0**16, overflows)
+
+
+def test_it_doubles_after_2000_applied_steps_in_a_row() -> None:
+    scale = LossScale(scale=4.0, good_steps=1998)
+    assert scale.after(applied=True) == LossScale(scale=4.0, good_steps=1999)
+    assert scale.after(applied=True).after(applied=True) == LossScale(scale=8.0, good_steps=0)
+    assert scale.after(applied=True).after(applied=False) == LossScale(scale=2.0, good_steps=0)
+
+
+def test_the_scale_stays_within_bounds() -> None:
+    greatest = LossScale(scale=2.0**24, good_steps=1999)
+    assert greatest.after(applied=True) == LossScale(scale=2.0**24, good_steps=0)
+    scale = LossScale(scale=2.0**16, good_steps=5)
+    for _ in range(16):
+        assert not scale.exhausted
+        scale = scale.after(applied=False)
+    assert scale == LossScale(scale=1.0, good_steps=0)
+    assert scale.exhausted
+    assert scale.after(applied=False) == scale
