@@ -185,31 +185,31 @@ void adamw(State state, Gradient gradient, const AdamWScalars& scalars, size_t c
   });
 }
 
-// Flips bits only: run twice, the memory is as before.
-RATEL_INLINE void flip(uint16_t* data, Words key, size_t at, size_t count) {
-  store(data + at, narrow(widen(load<Halves>(data + at, count)) ^ key), count);
-}
-
-RATEL_INLINE void flip(float* data, Words key, size_t at, size_t count) {
-  store(data + at, load<Words>(data + at, count) ^ key, count);
-}
-
+// Flips bits only: run twice, the memory is as before. All loads come before the stores, as in AdamW.
 RATEL_INLINE void flip(const Bfloat16State& state, Words key, size_t at, size_t count) {
-  flip(state.hi16, key, at, count);
-  flip(state.lo16, key, at, count);
-  flip(state.m32, key, at, count);
-  flip(state.v32, key, at, count);
+  const Halves key16 = narrow(key);
+  const Halves hi16 = load<Halves>(state.hi16 + at, count) ^ key16;
+  const Halves lo16 = load<Halves>(state.lo16 + at, count) ^ key16;
+  const Words m = load<Words>(state.m32 + at, count) ^ key;
+  const Words v = load<Words>(state.v32 + at, count) ^ key;
+  store(state.hi16 + at, hi16, count);
+  store(state.lo16 + at, lo16, count);
+  store(state.m32 + at, m, count);
+  store(state.v32 + at, v, count);
 }
 
 RATEL_INLINE void flip(const Float32State& state, Words key, size_t at, size_t count) {
-  flip(state.w32, key, at, count);
-  flip(state.m32, key, at, count);
-  flip(state.v32, key, at, count);
+  const Words weight = load<Words>(state.w32 + at, count) ^ key;
+  const Words m = load<Words>(state.m32 + at, count) ^ key;
+  const Words v = load<Words>(state.v32 + at, count) ^ key;
+  store(state.w32 + at, weight, count);
+  store(state.m32 + at, m, count);
+  store(state.v32 + at, v, count);
 }
 
 RATEL_INLINE void flip(const Float16State& state, Words key, size_t at, size_t count) {
+  store(state.w16 + at, narrow(key), count);  // AdamW never reads w16, and stores it first
   flip(Float32State{state.w32, state.m32, state.v32}, key, at, count);
-  store(state.w16 + at, narrow(key), count);  // AdamW never reads w16
 }
 
 template <class State>
