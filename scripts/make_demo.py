@@ -23,21 +23,24 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 4096
 ANSWER_CHARACTERS = 300
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>\\n' }}"
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
-    "{{ '\\n' }}{% else %}{{ message['content'] + '\\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
+"""A special token stands right before each answer: then no text can change how the prompt is cut into tokens."""
 
 
 def main(directory: Path) -> None:
     """Write everything below `directory`."""
+    transformers.logging.disable_progress_bar()
     directory.mkdir(parents=True, exist_ok=True)
     rows = list(questions_and_answers())
     with (directory / "topics.jsonl").open("w", encoding="utf-8") as file:
