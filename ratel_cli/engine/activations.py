@@ -24,7 +24,3 @@ class BlockInputs:
     def take(self, block: int, micro_batch: int) -> torch.Tensor:
         """Give the tensor back on the compute device, as a fresh leaf that wants a gradient."""
         return self._kept.pop((block, micro_batch)).to(self._device).requires_grad_()
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(hidden.nbytes for hidden in self._kept.values())

@@ -1,17 +1,16 @@
 """Where everything in a store lies: fixed when the store is made, and written in every manifest.
 
-Used by `store` and by whoever must know a store's size before there is one (`store_bytes`).
+Used by `store` and by what makes and opens one. `planning.traffic` says what a store will take.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ratel_cli.movement.buffers import PAGE_BYTES
 from ratel_cli.movement.extents import StripeMap
-from ratel_cli.movement.records import ComputeDtype, RecordLayout, RecordMap, record_layout
+from ratel_cli.movement.records import ComputeDtype, RecordMap, record_layout
 
 NUM_MANIFESTS: Final = 2
 IDENTIFICATION_OFFSET: Final = NUM_MANIFESTS * PAGE_BYTES
@@ -47,16 +46,3 @@ class Geometry:
     def file_bytes(self) -> tuple[int, ...]:
         """Size of each data file."""
         return self.stripes().file_bytes(self.num_slots * self.records().slot_bytes)
-
-
-def store_bytes(layout: RecordLayout, block_elements: Sequence[int], *, num_slots: int, num_files: int) -> int:
-    """Space that a store will take: for the opening statement, before there is one."""
-    geometry = Geometry(
-        dtype=layout.dtype,
-        block_elements=tuple(block_elements),
-        num_slots=num_slots,
-        num_files=num_files,
-        stripe_bytes=STRIPE_BYTES,
-        in_place=num_slots == 1,
-    )
-    return sum(geometry.file_bytes())

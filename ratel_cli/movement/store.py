@@ -27,7 +27,7 @@ from ratel_cli.movement.buffers import PAGE_BYTES, BufferPool
 from ratel_cli.movement.creation import fill_with_zeros, make_files
 from ratel_cli.movement.durable import Barrier, KernelBarrier, reach
 from ratel_cli.movement.files import StripedFiles, check_directories, use_direct_io
-from ratel_cli.movement.geometry import NUM_MANIFESTS, STRIPE_BYTES, Geometry, store_bytes
+from ratel_cli.movement.geometry import NUM_MANIFESTS, STRIPE_BYTES, Geometry
 from ratel_cli.movement.headers import occupant, read_header
 from ratel_cli.movement.lock import DATA_FILE_NAME, DEFAULT_WAIT_SECONDS, StoreLock
 from ratel_cli.movement.manifest import (
@@ -45,7 +45,7 @@ from ratel_cli.movement.records import ELEMENT_ALIGNMENT, RecordLayout
 from ratel_cli.movement.tickets import Ticket
 from ratel_cli.movement.writes import CountedWrite, StepWrites
 
-__all__ = ["KILL_POINTS", "STRIPE_BYTES", "Progress", "Store", "StoreIdentity", "store_bytes"]
+__all__ = ["KILL_POINTS", "STRIPE_BYTES", "Progress", "Store", "StoreIdentity"]
 
 KILL_POINTS = (
     "create.reserved",

@@ -14,7 +14,7 @@ from ratel_cli.movement.geometry import HEADER_BYTES
 from ratel_cli.movement.lock import DATA_FILE_NAME
 from ratel_cli.movement.queue import IoQueue, open_queue
 from ratel_cli.movement.records import ComputeDtype
-from ratel_cli.movement.store import Store, store_bytes
+from ratel_cli.movement.store import Store
 from tests.fakes import filled
 from tests.movement.stores import (
     BLOCK_ELEMENTS,
@@ -113,11 +113,11 @@ def test_blocks_of_any_size(tmp_path: Path, queue: IoQueue, block_elements: tupl
         check_generation(store, 1)
 
 
-def test_size_is_known_beforehand(tmp_path: Path, queue: IoQueue) -> None:
+def test_every_byte_is_written_when_it_is_made(tmp_path: Path, queue: IoQueue) -> None:
     paths = drives(tmp_path, 3)
     written: list[int] = []
     with create_store(paths, queue, num_slots=3, stripe_bytes=4 << 20, progress=written.append) as store:
-        assert store.nvme_bytes == store_bytes(store.layout, BLOCK_ELEMENTS, num_slots=3, num_files=3)
+        assert store.nvme_bytes == 3 * store.slot_bytes + 3 * HEADER_BYTES
         assert sum(written) == 3 * store.slot_bytes
         assert sum((path / DATA_FILE_NAME).stat().st_blocks * 512 for path in paths) >= store.nvme_bytes
 
