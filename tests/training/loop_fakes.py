@@ -161,7 +161,10 @@ class Run:
             clock=clock,
             check_stop=check_stop,
             host_peak_bytes=lambda: 77,
+            announce=self._note,
         )
+        self.announced: list[tuple[int, StepMetrics]] = []
+        """With the step that was committed at that moment."""
         self.reported: list[StepMetrics] = []
 
     def carry_out(self) -> list[StepMetrics]:
@@ -170,3 +173,6 @@ class Run:
             self.events.append(f"report {metrics.step}")
             self.reported.append(metrics)
         return self.reported
+
+    def _note(self, metrics: StepMetrics) -> None:
+        self.announced.append((self.store.progress.step, metrics))

@@ -39,6 +39,20 @@ def test_every_applied_step_is_committed_before_it_is_reported() -> None:
     assert (progress.loss_scale, progress.good_steps) == (65536.0, 0)
 
 
+def test_every_step_is_announced_before_it_is_committed() -> None:
+    run = Run()
+    run.carry_out()
+    assert [committed for committed, _ in run.announced] == [0, 1, 2, 3]
+    assert [timeless(metrics) for _, metrics in run.announced] == [timeless(metrics) for metrics in run.reported]
+
+
+def test_a_step_that_diverges_is_never_announced() -> None:
+    run = Run(failing={1: INFINITE})
+    with pytest.raises(Diverged):
+        run.carry_out()
+    assert [metrics.step for _, metrics in run.announced] == [1]
+
+
 def test_a_step_gets_what_belongs_to_it() -> None:
     run = Run()
     run.carry_out()

@@ -135,3 +135,27 @@ def test_a_directory_that_cannot_be_made_is_one_warning(tmp_path: Path) -> None:
     warnings = write(tmp_path / "file" / "run" / "metrics.jsonl", 1, 2)
     assert len(warnings) == 1
     assert "training goes on without it" in warnings[0]
+
+
+@pytest.mark.parametrize("final_seconds", [2.0, 1.23456789, 1 / 3])
+def test_the_line_of_a_committed_step_replaces_the_one_that_was_announced(tmp_path: Path, final_seconds: float) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path, committed_step=0, warn=print) as log:
+        for step in (1, 2):
+            log.announce(replace(metrics(step), step_seconds=1.234567))
+            assert path.read_bytes().count(b"\n") == step
+            log.write(replace(metrics(step), step_seconds=final_seconds))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], line["step_seconds"]) for line in lines] == [(1, final_seconds), (2, final_seconds)]
+
+
+@pytest.mark.parametrize(("committed_step", "steps"), [(1, [1]), (2, [1, 2])])
+def test_an_announced_step_counts_if_its_commit_came_through(
+    tmp_path: Path, committed_step: int, steps: list[int]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path, committed_step=0, warn=print) as log:
+        log.write(metrics(1))
+        log.announce(metrics(2))
+    assert write(path, committed_step=committed_step) == []
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == steps
