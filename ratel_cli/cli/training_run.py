@@ -38,6 +38,7 @@ from ratel_cli.model.export import export_model
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.movement.buffers import BufferPool
+from ratel_cli.movement.files import nearest_existing
 from ratel_cli.movement.lock import DATA_FILE_NAME
 from ratel_cli.movement.queue import IoQueue, open_queue
 from ratel_cli.movement.records import record_layout
@@ -125,7 +126,7 @@ def _plan(
 def _measure(
     config: RunConfig, inputs: Inputs, queue: IoQueue, pool: BufferPool, store: Store | None, log: RunLog
 ) -> HardwareProfile:
-    paths, dtype = [_nearest_existing(path) for path in config.storage.paths], DTYPES[config.dtype]
+    paths, dtype = [nearest_existing(path) for path in config.storage.paths], DTYPES[config.dtype]
     try:
         return measure(paths, queue, pool, dtype=dtype, device=inputs.device)
     except EnvironmentFailure as failure:
@@ -309,11 +310,3 @@ def _set_determinism(deterministic: bool) -> None:
 def _max_bytes_written(config: RunConfig) -> int | None:
     limit = config.storage.max_tb_written
     return None if limit is None else int(limit * 1e12)
-
-
-def _nearest_existing(path: Path) -> Path:
-    """Where a file for measuring can be made without creating directories: on the same drive, mostly."""
-    for candidate in (path, *path.absolute().parents):
-        if candidate.is_dir():
-            return candidate
-    return Path("/")

@@ -51,9 +51,9 @@ def check_directories(paths: Sequence[Path]) -> tuple[Path, ...]:
 def check_space(needs: Sequence[SpaceNeed]) -> None:
     """Refuse, before anything is written, if a drive lacks room. Directories may not exist yet, or share a drive."""
     for directory in dict.fromkeys(need.directory for need in needs):
-        existing = _nearest_existing(directory)
+        existing = nearest_existing(directory)
         drive = existing.stat().st_dev
-        here = [need for need in needs if _nearest_existing(need.directory).stat().st_dev == drive]
+        here = [need for need in needs if nearest_existing(need.directory).stat().st_dev == drive]
         need_bytes = sum(need.num_bytes for need in here)
         free = os.statvfs(existing)
         have_bytes = free.f_bavail * free.f_frsize + sum(min(need.held_bytes, need.num_bytes) for need in here)
@@ -144,7 +144,8 @@ class StripedFiles:
         return ticket
 
 
-def _nearest_existing(path: Path) -> Path:
+def nearest_existing(path: Path) -> Path:
+    """Itself or the closest parent that is there: on the same drive, unless something is mounted later."""
     while not path.exists():
         path = path.parent
     return path

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratel_cli.errors import Interrupted
+from ratel_cli.errors import BadInput, Interrupted
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import DtypeName, ModelSpec
 from ratel_cli.planning.traffic import StateBytes, step_traffic
@@ -173,3 +173,18 @@ def test_evaluation_is_the_plain_loss_and_changes_nothing(tmp_path: Path) -> Non
     with machine(tmp_path / "b", quiet, recipe, weights=initial_weights(config)) as ratel:
         [outcome] = ratel.train(steps, recipe)
     assert total / sum(batch.num_targets for batch in steps[0]) == outcome.loss
+
+
+def test_a_parameter_that_sits_out_some_steps_is_refused(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    recipe = Recipe()
+    with machine(tmp_path, config, recipe, weights=initial_weights(config)) as ratel:
+        before = ratel.weights()
+        block = ratel.model.spec.blocks[2]
+        # As if the first step had left the block's first parameter without a gradient.
+        ratel.engine._presence[block.index] = (False, *[True] * (len(block.parameters) - 1))
+        with pytest.raises(BadInput, match=f"{block.parameters[0].name} gets a gradient in some steps"):
+            ratel.train(random_steps(1, 1), recipe)
+        assert ratel.pool.leased_bytes == 0
+        after = ratel.weights()
+        assert all(torch.equal(before[name], after[name]) for name in before)
