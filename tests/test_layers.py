@@ -24,7 +24,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "engine": (
         *FOR_ALL,
         "engine",
-        "planning.plan",
+        "planning.placement",
         "model.blocks",
         "model.dispatch",
         "model.drive",

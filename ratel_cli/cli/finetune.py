@@ -30,16 +30,12 @@ def run(config_path: Path, overrides: list[str], resume: str, dry_run: bool) -> 
 def _not_carried_out(config: RunConfig) -> list[str]:
     """Keys whose value has no effect yet, each told once."""
     notices = []
-    if config.activations not in ("auto", "recompute", "static"):
+    if config.activations not in ("auto", "keep", "recompute", "static"):
         notices.append(
             f"activations: {config.activations} has no effect yet; everything but block inputs is recomputed"
         )
-    if config.optimizer_overlap != "optimized":
-        notices.append(f"optimizer_overlap: {config.optimizer_overlap} has no effect yet")
     if config.limits.gpu_memory is not None:
         notices.append("limits.gpu_memory has no effect yet; this version computes on the CPU")
     if config.cost_model != "ratel":
         notices.append("cost_model is for `ratel plan`")
-    if config.trace:
-        notices.append("trace: true has no effect yet")
     return notices

@@ -1,4 +1,4 @@
-"""The words of a run: the opening statement and the step line.
+"""The words of a run: the opening statement, the step line, the summary.
 
 `cli.training_run` prints what these functions return. Invariant: nothing is computed here but how it reads.
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ratel_cli.engine.telemetry import RESOURCES, Resource
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.plan import Plan
-from ratel_cli.training.metrics import StepMetrics
+from ratel_cli.training.metrics import RunTotals, StepMetrics
 from ratel_cli.units import format_bytes, format_count, format_seconds
 
 
@@ -52,7 +53,6 @@ def opening(
 
 def step_line(metrics: StepMetrics, num_steps: int) -> str:
     """One line per step; it ends with what the step waited for."""
-    share = metrics.seconds_by_cause[metrics.bottleneck] / metrics.step_seconds
     parts = [
         f"step {metrics.step}/{num_steps}",
         f"loss {metrics.loss:.4f}",
@@ -65,8 +65,60 @@ def step_line(metrics: StepMetrics, num_steps: int) -> str:
         parts.append(f"eval loss {metrics.eval_loss:.4f}")
     if not metrics.applied:
         parts.append("not applied: gradients overflowed, the loss scale is halved")
-    parts.append(f"waited for {metrics.bottleneck} ({share:.0%})")
+    parts.append(_wait(metrics))
     return "  ".join(parts)
+
+
+def run_summary(totals: RunTotals) -> list[tuple[str, str]]:
+    """The mean step of a run, one row for each resource that had work: how long, which share of the step."""
+    if not totals.num_steps:
+        return []
+    seconds = totals.seconds / totals.num_steps
+    which = "without the first, which warms up" if totals.leaves_out_first else "which warms up"
+    busy = [(resource, totals.busy_seconds[resource] / totals.num_steps) for resource in RESOURCES]
+    waited = sum(totals.waited_seconds.values()) / totals.num_steps
+    rows = [
+        ("step", seconds, f"{totals.tokens / totals.seconds:.0f} tokens/s"),
+        *((resource, each, _traffic(totals, resource)) for resource, each in busy if each > 0),
+        ("waited", waited, _waits(totals)),
+    ]
+    columns = [(name, format_seconds(each), _percent(each / seconds), fact) for name, each, fact in rows]
+    width = max(len(duration) for _, duration, _, _ in columns)
+    return [
+        ("mean of", f"{_counted(totals.num_steps, 'step')}, {which}"),
+        *((name, f"{duration:>{width}}  {share:>5}  {fact}".rstrip()) for name, duration, share, fact in columns),
+    ]
+
+
+def _wait(metrics: StepMetrics) -> str:
+    """What could be faster: what the compute thread stood still for or, if nothing, what had most to do."""
+    cause = max(RESOURCES, key=lambda resource: metrics.waited_seconds[resource])
+    share = metrics.waited_seconds[cause] / metrics.step_seconds
+    if share >= 0.01:
+        return f"waited {_percent(share)} for {cause}"
+    busy = metrics.busy_seconds[metrics.bottleneck] / metrics.step_seconds
+    return f"waited for nothing, {metrics.bottleneck} busy {_percent(busy)}"
+
+
+def _waits(totals: RunTotals) -> str:
+    """The causes, most of it first."""
+    shares = [(seconds / totals.seconds, cause) for cause, seconds in totals.waited_seconds.items()]
+    told = [f"{cause} {_percent(share)}" for share, cause in sorted(shares, reverse=True) if share >= 0.01]
+    return "for " + (", ".join(told) or "nothing")
+
+
+def _traffic(totals: RunTotals, resource: Resource) -> str:
+    """What went over the wires to NVMe in a step, and how fast while there was something to do."""
+    num_bytes = {"nvme read": totals.nvme_read_bytes, "nvme write": totals.nvme_written_bytes}.get(resource, 0)
+    if not num_bytes:
+        return ""
+    bytes_per_second = num_bytes / totals.busy_seconds[resource]
+    return f"{num_bytes / totals.num_steps / 1e9:.3g} GB at {bytes_per_second / 1e9:.3g} GB/s while busy"
+
+
+def _percent(share: float) -> str:
+    # A transfer counts in the step in which it ends: one that began before may make that step look overfull.
+    return f"{min(share, 1.0) * 100:.0f} %"
 
 
 def _step(plan: Plan, num_steps: int, first_step: int) -> str:
@@ -84,7 +136,18 @@ def _memory(plan: Plan) -> str:
         fact += f"; gradients wait for the norm: {format_bytes(plan.memory.held_gradients)} of them in RAM"
     if plan.spilled_bytes:
         fact += f", {format_bytes(plan.spilled_bytes)} on NVMe"
-    return fact
+    return fact + _stays(plan)
+
+
+def _stays(plan: Plan) -> str:
+    """What spare memory is used for."""
+    placement = plan.placement
+    counts = (("weights", len(placement.resident_weights)), ("states", len(placement.resident_states)))
+    kept = [f"{what} of {count}" for what, count in counts if count]
+    told = f"; {' and '.join(kept)} of {plan.num_blocks} blocks stay in RAM" if kept else ""
+    if placement.activation_bytes:
+        told += f", and up to {format_bytes(placement.activation_bytes)} of activations"
+    return told
 
 
 def _nvme(plan: Plan, hardware: HardwareProfile, *, engine: str, paths: Sequence[Path], taken_bytes: int) -> str:

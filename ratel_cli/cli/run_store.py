@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from ratel_cli.cli.inputs import Inputs, changed_settings, identity_of
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput, RatelError
+from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.load import import_weights
 from ratel_cli.movement.buffers import BufferPool
 from ratel_cli.movement.queue import IoQueue
@@ -74,6 +75,7 @@ def num_slots(config: RunConfig) -> int:
 def make_store(
     config: RunConfig,
     inputs: Inputs,
+    hardware: HardwareProfile,
     queue: IoQueue,
     pool: BufferPool,
     resume: str,
@@ -104,6 +106,7 @@ def make_store(
                     queue=queue,
                     in_place=slots == 1,
                     overwrite=resume == "no",
+                    weights=hardware.nvme.weights,
                     progress=prepared,
                     notice=log.notice,
                 )

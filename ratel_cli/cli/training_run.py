@@ -15,20 +15,24 @@ Nothing is written to the store before phase 3 has checked that everything fits.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from time import perf_counter
+from typing import Literal
 
 import torch
 import transformers
 
 from ratel_cli.cli.inputs import Inputs, read_inputs
-from ratel_cli.cli.render import opening, step_line
+from ratel_cli.cli.render import opening, run_summary, step_line
 from ratel_cli.cli.run_store import find_store, make_store, num_slots
 from ratel_cli.config.load import to_yaml
 from ratel_cli.config.schema import RunConfig
-from ratel_cli.engine.adamw import AdamWSettings, OutOfCoreAdamW
-from ratel_cli.engine.step import StepEngine
-from ratel_cli.engine.telemetry import StepClock
+from ratel_cli.engine.adamw import AdamWSettings
+from ratel_cli.engine.opening import open_engine
+from ratel_cli.engine.telemetry import StepTimes, Timeline
+from ratel_cli.engine.trace import TraceFile
 from ratel_cli.engine.update import UpdateSettings
 from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.hardware.host import default_limit_bytes, peak_resident_bytes, resident_bytes, return_freed_memory
@@ -49,7 +53,7 @@ from ratel_cli.planning.plan import Decisions, Plan, make_plan
 from ratel_cli.planning.traffic import StateBytes
 from ratel_cli.runlog import RunLog
 from ratel_cli.training.loop import LoopSettings, TrainingLoop
-from ratel_cli.training.metrics import MetricsLog
+from ratel_cli.training.metrics import MetricsLog, RunTotals
 from ratel_cli.training.schedule import LearningRateSchedule
 from ratel_cli.training.stopping import StopRequest
 from ratel_cli.units import format_bytes
@@ -77,13 +81,13 @@ def carry_out(config: RunConfig, log: RunLog, *, resume: str, dry_run: bool) -> 
             return
         stop = resources.enter_context(StopRequest())
         if store is None:
-            store = resources.enter_context(make_store(config, inputs, queue, pool, resume, stop, log))
+            store = resources.enter_context(make_store(config, inputs, hardware, queue, pool, resume, stop, log))
         elif resume != "auto":
             store.rewind(int(resume))
         if store.progress.step:
             log.say(f"recovered step {store.progress.step}")
         _write_run_files(config, inputs.model.spec, hardware, plan, log)
-        _train(config, inputs, plan, store, queue, pool, stop, log)
+        _train(config, inputs, hardware, plan, store, queue, pool, stop, log)
         stop.check()
         _export(config, inputs, store, pool, stop, log)
 
@@ -116,6 +120,8 @@ def _plan(
             holds_gradients=slots == 1 or config.max_grad_norm is not None,
             num_slots=slots,
             host_limit_bytes=limit_bytes,
+            activations=_activations(config),
+            overlap=config.optimizer_overlap,
         ),
         hardware,
         process_bytes=resident_bytes(),
@@ -140,6 +146,7 @@ def _measure(
 def _train(
     config: RunConfig,
     inputs: Inputs,
+    hardware: HardwareProfile,
     plan: Plan,
     store: Store,
     queue: IoQueue,
@@ -147,38 +154,38 @@ def _train(
     stop: StopRequest,
     log: RunLog,
 ) -> None:
-    clock = StepClock()
+    timeline, totals = Timeline(), RunTotals()
     with ExitStack() as resources:
         scratch = None
         if plan.spilled_bytes:
-            scratch = resources.enter_context(Scratch(config.storage.paths, plan.spilled_bytes, queue))
-        optimizer = OutOfCoreAdamW(
-            AdamWSettings(
-                beta1=config.adam_beta1,
-                beta2=config.adam_beta2,
-                epsilon=config.adam_epsilon,
-                weight_decay=config.weight_decay,
-            ),
-            store,
-            pool,
-            clock=clock,
-        )
-        engine = StepEngine(
-            inputs.model,
-            store,
-            pool,
-            optimizer,
-            UpdateSettings(
-                gradient_dtype=_gradient_dtype(config),
-                max_grad_norm=config.max_grad_norm,
-                hold=plan.decisions.holds_gradients,
-                held_in_memory_bytes=plan.held_in_memory_bytes,
-            ),
-            seed=config.seed,
-            device=inputs.device,
-            clock=clock,
-            scratch=scratch,
-            check_stop=stop.check,
+            scratch = resources.enter_context(
+                Scratch(config.storage.paths, plan.spilled_bytes, queue, weights=hardware.nvme.weights)
+            )
+        engine = resources.enter_context(
+            open_engine(
+                inputs.model,
+                store,
+                pool,
+                adamw=AdamWSettings(
+                    beta1=config.adam_beta1,
+                    beta2=config.adam_beta2,
+                    epsilon=config.adam_epsilon,
+                    weight_decay=config.weight_decay,
+                ),
+                updates=UpdateSettings(
+                    gradient_dtype=_gradient_dtype(config),
+                    max_grad_norm=config.max_grad_norm,
+                    hold=plan.decisions.in_place,
+                    held_in_memory_bytes=plan.held_in_memory_bytes,
+                    overlap=config.optimizer_overlap,
+                ),
+                placement=plan.placement,
+                seed=config.seed,
+                device=inputs.device,
+                timeline=timeline,
+                scratch=scratch,
+                check_stop=stop.check,
+            )
         )
         metrics_log = resources.enter_context(
             MetricsLog(_run_dir(config) / "metrics.jsonl", committed_step=store.progress.step, warn=log.warn)
@@ -206,17 +213,28 @@ def _train(
                 flops_recomputed_per_token=plan.flops_recomputed / plan.workload.tokens,
                 predicted_seconds=plan.time.total,
             ),
-            clock=clock,
+            timeline=timeline,
             check_stop=stop.check,
             host_peak_bytes=peak_resident_bytes,
-            announce=metrics_log.announce,
+            announce=metrics_log.write,
+            draw=_open_trace(config, resources, log),
         )
         with log.bar("training", inputs.num_steps - store.progress.step) as bar:
             for metrics in loop.steps():
                 metrics_log.write(metrics)
+                totals.add(metrics)
                 bar.advance()
                 if metrics.step % config.logging_steps == 0 or metrics.step in (1, inputs.num_steps):
                     log.say(step_line(metrics, inputs.num_steps))
+    log.facts(run_summary(totals))
+
+
+def _open_trace(config: RunConfig, resources: ExitStack, log: RunLog) -> Callable[[int, StepTimes, float], None]:
+    """What the loop tells each step to; nothing is drawn unless the config says so."""
+    if not config.trace:
+        return lambda step, times, start: None
+    trace = resources.enter_context(TraceFile(_run_dir(config) / "trace.json", warn=log.warn))
+    return lambda step, times, start: trace.write_step(step, times.spans, start=start, end=perf_counter())
 
 
 def _export(config: RunConfig, inputs: Inputs, store: Store, pool: BufferPool, stop: StopRequest, log: RunLog) -> None:
@@ -299,6 +317,11 @@ def _run_dir(config: RunConfig) -> Path:
 
 def _gradient_dtype(config: RunConfig) -> torch.dtype:
     return DTYPES[config.dtype if config.gradient_dtype == "auto" else config.gradient_dtype]
+
+
+def _activations(config: RunConfig) -> Literal["auto", "keep", "recompute"]:
+    """What the plan can carry out so far: nothing is swapped."""
+    return config.activations if config.activations in ("auto", "keep") else "recompute"
 
 
 def _set_determinism(deterministic: bool) -> None:

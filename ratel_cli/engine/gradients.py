@@ -34,7 +34,7 @@ class GradientSum:
         self._single = single
         self._sum_dtype = dtype if single else torch.float32
         self._lease = pool.lease(block.num_elements * self._sum_dtype.itemsize, f"gradient of {block.name}")
-        self._passed_on = False
+        self._is_open = True
         flat = view(self._lease.memory, self._sum_dtype)
         self._views = tuple(flat[parameter.start : parameter.stop] for parameter in block.parameters)
 
@@ -59,9 +59,10 @@ class GradientSum:
         return self._views[index]
 
     def close(self) -> None:
-        """Give the buffer back, unless `finish` has passed it on."""
+        """Give the buffer back, unless `finish` has passed it on. Idempotent."""
         self._views = ()
-        if not self._passed_on:
+        if self._is_open:
+            self._is_open = False
             self._lease.release()
 
     def __enter__(self) -> Self:
@@ -75,7 +76,7 @@ class GradientSum:
     def finish(self) -> BlockGradient:
         """Round to the gradient dtype. The sum's buffer goes back to the pool."""
         if self._sum_dtype == self._dtype:
-            lease, self._passed_on = self._lease, True
+            lease, self._is_open = self._lease, False
         else:
             lease = self._pool.lease(self._block.num_elements * self._dtype.itemsize, f"gradient of {self._block.name}")
             view(lease.memory, self._dtype).copy_(view(self._lease.memory, torch.float32))

@@ -4,15 +4,20 @@
 weights of a block cross the wires once for all micro-batches, so the batch is bounded by time alone.
 
     1. embed     embedding of every micro-batch; every layer's arguments
-    2. forward   layers upwards: bind, run each micro-batch under a Recorder, keep its input, unbind
+    2. forward   layers upwards: bind, run each micro-batch under a Recorder, keep its input, unbind;
+                 blocks whose activations are kept run as in plain PyTorch, and stay
     3. head      norm, head and loss in chunks, and their gradients right away
     4. backward  layers downwards: bind, replay each micro-batch, sum gradients, hand them over
     5. embedding backward; a tied weight gets the head's part and its own, and is updated once
-    6. decide    global norm, finite or not, clip coefficient; held gradients are consumed (engine.update)
+    6. decide    global norm, finite or not, clip coefficient (engine.update)
+
+Beneath it run the reads of the next blocks' weights (engine.weights) and the optimizer (engine.pipeline).
+The update of a step is settled no later than the next step's first gradient; the step before is
+committed there, or after `settle`.
 
 Invariants: at most one block is bound, the embedding beside the head excepted; memory does not grow
-with the number of layers but for block inputs and held gradients; a step whose loss or norm is not
-finite leaves the current generation as it was.
+with the number of layers but for block inputs, held gradients and what the placement keeps; a step whose
+loss or norm is not finite leaves the current generation as it was.
 """
 
 from __future__ import annotations
@@ -22,25 +27,27 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import TracebackType
+from typing import Protocol, Self
 
 import torch
 
-from ratel_cli.engine.activations import BlockInputs
-from ratel_cli.engine.adamw import OutOfCoreAdamW
+from ratel_cli.engine.activations import BlockInputs, Keeping
 from ratel_cli.engine.gradients import GradientSum, TiedSum
 from ratel_cli.engine.loss import loss_and_gradients, loss_only, tokens_per_chunk
+from ratel_cli.engine.pipeline import UpdatePipeline
 from ratel_cli.engine.randomness import seed_draws
 from ratel_cli.engine.tape import Recorder, Replayer, Tape
-from ratel_cli.engine.telemetry import StepClock
-from ratel_cli.engine.update import StepUpdate, UpdateSettings
-from ratel_cli.engine.weights import WeightReader
+from ratel_cli.engine.telemetry import Stage, Timeline
+from ratel_cli.engine.update import Updates, UpdateSettings
+from ratel_cli.engine.weights import BlockWeights, ResidentWeights, WeightReader
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.drive import LayerCall, last_hidden_state
 from ratel_cli.model.spec import BlockSpec
 from ratel_cli.movement.buffers import BufferPool
 from ratel_cli.movement.scratch import Scratch
 from ratel_cli.movement.store import Store
+from ratel_cli.planning.placement import Placement
 
 
 class Batch(Protocol):
@@ -71,96 +78,152 @@ class StepOutcome:
 
 
 class StepEngine:
-    """Runs steps and evaluations of one model on one store."""
+    """Runs steps and evaluations of one model on one store. Use as a context manager."""
 
     def __init__(
         self,
         model: DecoderModel,
         store: Store,
         pool: BufferPool,
-        optimizer: OutOfCoreAdamW,
+        pipeline: UpdatePipeline,
         settings: UpdateSettings,
+        placement: Placement,
         *,
         seed: int,
         device: torch.device,
-        clock: StepClock,
+        timeline: Timeline,
         scratch: Scratch | None = None,
         chunk_tokens: int | None = None,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self._model = model
         self._drive = model.drive
-        self._store = store
         self._pool = pool
-        self._optimizer = optimizer
         self._settings = settings
         self._seed = seed
         self._device = device
-        self._clock = clock
-        self._scratch = scratch
-        self._presence: dict[int, tuple[bool, ...]] = {}
+        self._timeline = timeline
         self._check_stop = check_stop
         """Called between blocks; what it raises abandons the step."""
         self._chunk_tokens = chunk_tokens or tokens_per_chunk(model.spec.vocab_size)
-        self._reader = WeightReader(model, store, pool, device=device, clock=clock)
+        self._resident = ResidentWeights(placement.resident_weights)
+        self._keeping = Keeping(placement)
+        self._updates = Updates(
+            settings, placement, model.spec.blocks, store, pipeline, self._resident, scratch, timeline=timeline
+        )
+        self._reader = WeightReader(
+            model,
+            store,
+            pool,
+            self._updates,
+            self._resident,
+            prefetch_blocks=placement.prefetch_blocks,
+            device=device,
+            timeline=timeline,
+        )
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether a step was decided that is still to be settled and committed."""
+        return self._updates.is_unsettled
 
     def run(
-        self, batches: Sequence[Batch], *, step: int, update: int, learning_rate: float, loss_scale: float = 1.0
+        self,
+        batches: Sequence[Batch],
+        *,
+        step: int,
+        update: int,
+        learning_rate: float,
+        loss_scale: float = 1.0,
+        commit_previous: Callable[[], None] = lambda: None,
     ) -> StepOutcome:
-        """One step; `update` counts applied updates from 1. The caller commits if the outcome is applied."""
+        """One step; `update` counts applied updates from 1. If its outcome is applied, it is unsettled.
+
+        An unsettled step before is settled beneath this one's forward; then `commit_previous` is called.
+        """
         assert any(batch.num_targets for batch in batches), "a step without targets has no loss"
-        consumer = StepUpdate(
-            self._settings,
-            self._store,
-            self._pool,
-            self._optimizer,
-            self._scratch,
-            clock=self._clock,
-            number=update,
-            learning_rate=learning_rate,
-            loss_scale=loss_scale,
-            check_stop=self._check_stop,
-            presence=self._presence,
-        )
-        state = _Step(batches, step, loss_scale, self._device)
+        state = _Step(batches, step, loss_scale, self._device, self._keeping.blocks(batches))
+
+        def begin_updates() -> None:
+            if self._updates.is_unsettled:
+                self._updates.settle()
+                commit_previous()
+            self._updates.begin(number=update, learning_rate=learning_rate, loss_scale=loss_scale)
+
         try:
-            return self._run(state, consumer)
+            return self._run(state, begin_updates)
+        except BaseException:
+            self._updates.abandon()
+            raise
         finally:
             state.resources.close()
-            consumer.close()
+            self._reader.reset()
             self._pool.trim()
 
+    def settle(self) -> None:
+        """Finish the update of an unsettled step; the caller commits it."""
+        self._updates.settle()
+
     def evaluate(self, batches: Sequence[Batch]) -> float:
-        """Sum of cross-entropies over the targets of `batches`, with dropout off."""
+        """Sum of cross-entropies over the targets of `batches`, with dropout off. No step may be unsettled."""
+        assert not self._updates.is_unsettled
         self._model.skeleton.eval()
         try:
             with torch.no_grad():
                 return self._evaluate(batches)
         finally:
             self._model.skeleton.train()
+            self._reader.reset()
             self._pool.trim()
 
-    def _run(self, state: _Step, consumer: StepUpdate) -> StepOutcome:
+    def close(self) -> None:
+        """Give all memory back. Idempotent."""
+        self._updates.close()
+        self._reader.reset()
+        self._resident.forget()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, state: _Step, begin_updates: Callable[[], None]) -> StepOutcome:
         start = time.perf_counter()
+        self._expect_uses(state)
         hidden = self._forward(state, self._embed(state))
         forward_seconds = time.perf_counter() - start
-        loss_total, gradients, tied = self._head(state, hidden, consumer)
+        loss_total, gradients, tied = self._head(state, hidden, begin_updates)
         for block in reversed(self._model.spec.blocks[1:-1]):
             self._check_stop()
-            gradients = self._backward(state, block, gradients, consumer)
-        self._embedding_backward(state, gradients, tied, consumer)
-        finite = math.isfinite(loss_total)
-        norm = consumer.decide(self._model.parameter_names) if finite else torch.tensor(math.nan)
+            gradients = self._backward(state, block, gradients)
+        self._embedding_backward(state, gradients, tied)
+        self._keeping.learn(state.saved_bytes, state.batches)
+        if math.isfinite(loss_total):
+            norm = self._updates.decide(self._model.parameter_names)
+        else:
+            norm = torch.tensor(math.nan)
+            self._updates.abandon()
         return StepOutcome(
             loss=loss_total / state.num_targets,
             grad_norm=float(norm),
             forward_seconds=forward_seconds,
-            applied=finite and bool(torch.isfinite(norm)),
+            applied=bool(torch.isfinite(norm)),
         )
+
+    def _expect_uses(self, state: _Step) -> None:
+        embedding, *layers, head = self._model.spec.blocks
+        self._reader.expect([embedding, *layers], "forward")
+        self._reader.expect([head, embedding] if self._model.spec.tied else [head], "backward")
+        again = [block for block in reversed(layers) if block.index not in state.kept_blocks]
+        self._reader.expect([*again, embedding], "backward")
 
     def _embed(self, state: _Step) -> list[torch.Tensor]:
         hidden = []
-        with self._reader.open(self._model.spec.blocks[0]), self._clock.during("compute"):
+        block = self._model.spec.blocks[0]
+        with self._reader.open(block), self._computing(block, "forward"):
             for position, batch in enumerate(state.batches):
                 self._seed_draws(state, 0, position)
                 embedded = self._drive.embed(batch.input_ids, batch.position_ids)
@@ -172,88 +235,115 @@ class StepEngine:
     def _forward(self, state: _Step, hidden: list[torch.Tensor]) -> list[torch.Tensor]:
         for block in self._model.spec.blocks[1:-1]:
             self._check_stop()
-            with self._reader.open(block), self._clock.during("compute"):
-                for position, calls in enumerate(state.calls):
-                    state.inputs.put(block.index, position, hidden[position])
-                    leaf = hidden[position].requires_grad_()
+            weights = state.resources.enter_context(self._reader.open(block))
+            forward = self._forward_kept if block.index in state.kept_blocks else self._forward_recorded
+            with self._computing(block, "forward"):
+                for position in range(len(state.batches)):
                     self._seed_draws(state, block.index, position)
-                    recorder = Recorder()
-                    with recorder.recording():
-                        output = self._drive.run_layer(block.index - 1, leaf, calls[block.index - 1])
-                    state.tapes[block.index, position] = recorder.tape()
-                    hidden[position] = output.detach()
+                    hidden[position] = forward(state, weights, position, hidden[position].requires_grad_())
+            if block.index in state.kept_blocks:
+                weights.unbind()
+                state.kept_weights[block.index] = weights
+            else:
+                weights.close()
         return hidden
 
+    def _forward_recorded(self, state: _Step, weights: BlockWeights, position: int, leaf: torch.Tensor) -> torch.Tensor:
+        block = weights.block
+        state.inputs.put(block.index, position, leaf)
+        recorder = Recorder(weights.parameters)
+        with recorder.recording():
+            output = self._drive.run_layer(block.index - 1, leaf, state.calls[position][block.index - 1])
+        state.tapes[block.index, position] = recorder.tape()
+        state.saved_bytes[block.index] = state.saved_bytes.get(block.index, 0) + recorder.saved_bytes
+        return output.detach()
+
+    def _forward_kept(self, state: _Step, weights: BlockWeights, position: int, leaf: torch.Tensor) -> torch.Tensor:
+        block = weights.block
+        with torch.enable_grad():
+            output = self._drive.run_layer(block.index - 1, leaf, state.calls[position][block.index - 1])
+        state.graphs[block.index, position] = leaf, output
+        return output.detach()
+
     def _head(
-        self, state: _Step, hidden: list[torch.Tensor], consumer: StepUpdate
+        self, state: _Step, hidden: list[torch.Tensor], begin_updates: Callable[[], None]
     ) -> tuple[float, list[torch.Tensor], _Tied | None]:
         block = self._model.spec.blocks[-1]
         total, gradients = 0.0, []
         tied = self._open_tied(state) if self._model.spec.tied else None
         with self._reader.open(block) as weights, self._sum(block, single=False) as head_sum:
+            begun_early = self._updates.is_written
+            if begun_early:
+                begin_updates()
 
             def take(contribution: Sequence[torch.Tensor | None]) -> None:
                 head_sum.add(contribution[: len(block.parameters)])
                 if tied is not None and contribution[-1] is not None:
                     tied.rows.add_head(contribution[-1])
 
-            with self._tied_embedding() as tied_weight:
+            with self._tied_embedding() as tied_weight, self._computing(block, "backward"):
                 parameters = (*weights.parameters, *tied_weight)
                 for position, batch in enumerate(state.batches):
-                    with self._clock.during("compute"):
-                        self._seed_draws(state, block.index, position)
-                        leaf = hidden[position].requires_grad_()
-                        finished = self._drive.finish(leaf, batch.input_ids, batch.position_ids)
-                        loss, gradient = loss_and_gradients(
-                            self._drive,
-                            finished,
-                            batch.targets,
-                            parameters,
-                            take,
-                            chunk_tokens=self._chunk_tokens,
-                            num_targets=state.num_targets,
-                            loss_scale=state.loss_scale,
-                        )
-                        first, *others = torch.autograd.grad(
-                            last_hidden_state(finished), (leaf, *parameters), gradient, allow_unused=True
-                        )
-                        take(others)
-                        if tied is not None:
-                            tied.rows.end_micro_batch()
+                    self._seed_draws(state, block.index, position)
+                    leaf = hidden[position].requires_grad_()
+                    finished = self._drive.finish(leaf, batch.input_ids, batch.position_ids)
+                    loss, gradient = loss_and_gradients(
+                        self._drive,
+                        finished,
+                        batch.targets,
+                        parameters,
+                        take,
+                        chunk_tokens=self._chunk_tokens,
+                        num_targets=state.num_targets,
+                        loss_scale=state.loss_scale,
+                    )
+                    first, *others = torch.autograd.grad(
+                        last_hidden_state(finished), (leaf, *parameters), gradient, allow_unused=True
+                    )
+                    take(others)
+                    if tied is not None:
+                        tied.rows.end_micro_batch()
                     total += loss
                     gradients.append(first)
                 del parameters, finished, others
-            consumer.hand_over(head_sum, weights)
+            if not begun_early:
+                begin_updates()
+            self._updates.hand_over(head_sum, weights)
         self._pool.trim()
         return total, gradients, tied
 
-    def _backward(
-        self, state: _Step, block: BlockSpec, gradients: list[torch.Tensor], consumer: StepUpdate
-    ) -> list[torch.Tensor]:
-        with self._reader.open(block) as weights, self._sum(block, single=len(state.batches) == 1) as total:
-            with self._clock.during("compute"):
-                for position, calls in enumerate(state.calls):
-                    leaf = state.inputs.take(block.index, position)
-                    with Replayer(state.tapes.pop((block.index, position))) as replayer:
-                        output = self._drive.run_layer(block.index - 1, leaf, calls[block.index - 1])
-                    replayer.check_complete()
+    def _backward(self, state: _Step, block: BlockSpec, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        weights = state.kept_weights.pop(block.index, None) or self._reader.open(block)
+        with weights, self._sum(block, single=len(state.batches) == 1) as total:
+            with self._computing(block, "backward"):
+                for position in range(len(state.batches)):
+                    leaf, output = self._output_again(state, block, position)
                     first, *others = torch.autograd.grad(
                         output, (leaf, *weights.parameters), gradients[position], allow_unused=True
                     )
                     total.add(others)
                     gradients[position] = first
-                    del output, others
-            consumer.hand_over(total, weights)
+                    del leaf, output, others
+            self._updates.hand_over(total, weights)
         return gradients
 
-    def _embedding_backward(
-        self, state: _Step, gradients: list[torch.Tensor], tied: _Tied | None, consumer: StepUpdate
-    ) -> None:
+    def _output_again(self, state: _Step, block: BlockSpec, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's input and output, with the autograd graph between them: kept, or made again."""
+        kept = state.graphs.pop((block.index, position), None)
+        if kept is not None:
+            return kept
+        leaf = state.inputs.take(block.index, position)
+        with Replayer(state.tapes.pop((block.index, position))) as replayer:
+            output = self._drive.run_layer(block.index - 1, leaf, state.calls[position][block.index - 1])
+        replayer.check_complete()
+        return leaf, output
+
+    def _embedding_backward(self, state: _Step, gradients: list[torch.Tensor], tied: _Tied | None) -> None:
         self._pool.trim()
         block = self._model.spec.blocks[0]
         total = tied.total if tied else state.resources.enter_context(self._sum(block, single=len(state.batches) == 1))
         with self._reader.open(block) as weights:
-            with self._clock.during("compute"):
+            with self._computing(block, "backward"):
                 for position, batch in enumerate(state.batches):
                     self._seed_draws(state, 0, position)
                     embedded = self._drive.embed(batch.input_ids, batch.position_ids)
@@ -266,19 +356,20 @@ class StepEngine:
                         total.add_one(0, first)
                     total.add([None, *others])
                 del embedded, first, others
-            consumer.hand_over(total, weights)
+            self._updates.hand_over(total, weights)
 
     def _evaluate(self, batches: Sequence[Batch]) -> float:
         embedding, *layers, head = self._model.spec.blocks
-        with self._reader.open(embedding), self._clock.during("compute"):
+        self._reader.expect([embedding, *layers, *([embedding] if self._model.spec.tied else []), head], "forward")
+        with self._reader.open(embedding), self._computing(embedding, "forward"):
             embedded = [self._drive.embed(batch.input_ids, batch.position_ids) for batch in batches]
         hidden = [item.hidden for item in embedded]
         for index, block in enumerate(layers):
-            with self._reader.open(block), self._clock.during("compute"):
+            with self._reader.open(block), self._computing(block, "forward"):
                 for position, item in enumerate(embedded):
                     hidden[position] = self._drive.run_layer(index, hidden[position], item.calls[index])
         total = 0.0
-        with self._tied_embedding(), self._reader.open(head), self._clock.during("compute"):
+        with self._tied_embedding(), self._reader.open(head), self._computing(head, "forward"):
             for state, batch in zip(hidden, batches, strict=True):
                 finished = self._drive.finish(state, batch.input_ids, batch.position_ids)
                 total += loss_only(self._drive, finished, batch.targets, chunk_tokens=self._chunk_tokens)
@@ -300,6 +391,9 @@ class StepEngine:
     def _sum(self, block: BlockSpec, *, single: bool) -> GradientSum:
         return GradientSum(block, self._pool, dtype=self._settings.gradient_dtype, single=single)
 
+    def _computing(self, block: BlockSpec, stage: Stage) -> contextlib.AbstractContextManager[None]:
+        return self._timeline.during("compute", f"{stage} of {block.name}", block=block.index, stage=stage)
+
     def _seed_draws(self, state: _Step, block: int, micro_batch: int) -> None:
         seed_draws(self._seed, step=state.step, block=block, micro_batch=micro_batch)
 
@@ -315,13 +409,26 @@ class _Tied:
 class _Step:
     """What the phases of one step hand to each other."""
 
-    def __init__(self, batches: Sequence[Batch], step: int, loss_scale: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        batches: Sequence[Batch],
+        step: int,
+        loss_scale: float,
+        device: torch.device,
+        kept_blocks: frozenset[int],
+    ) -> None:
         self.batches = batches
         self.step = step
         self.loss_scale = loss_scale
         self.num_targets = sum(batch.num_targets for batch in batches)
+        self.kept_blocks = kept_blocks
         self.calls: list[tuple[LayerCall, ...]] = []
         self.tapes: dict[tuple[int, int], Tape] = {}
         self.inputs = BlockInputs(device)
+        self.saved_bytes: dict[int, int] = {}
+        """What autograd would have kept of each recorded block."""
+        self.graphs: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        """Input and output of kept blocks, for each micro-batch."""
+        self.kept_weights: dict[int, BlockWeights] = {}
         self.resources = contextlib.ExitStack()
         """What a phase leaves open for a later one; closed with the step, however it ends."""

@@ -80,12 +80,16 @@ class Tape:
 class Recorder(TorchDispatchMode):
     """Runs a forward pass without keeping activations. Use as a context; then call `tape()`."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor] = ()) -> None:
+        """`parameters`, and what shares their storage, do not count as activations."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self._not_counted = {parameter.untyped_storage()._cdata for parameter in parameters}
         self._operators: list[_Operator] = []
         self._serials: dict[int, int] = {}
         self._num_serials = 0
         self._saved: set[int] = set()
+        self.saved_bytes = 0
+        """What autograd would have kept of the forward, storages once, parameters not counted."""
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -169,7 +173,12 @@ class Recorder(TorchDispatchMode):
         return self._num_serials
 
     def _note_saved(self, tensor: torch.Tensor) -> None:
-        self._saved.update(self._serials_of((tensor,)))
+        (serial,) = self._serials_of((tensor,))
+        if serial not in self._saved:
+            self._saved.add(serial)
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._not_counted:
+                self.saved_bytes += storage.nbytes()
 
 
 class Replayer(TorchDispatchMode):

@@ -1,36 +1,115 @@
-"""Where the time of a step goes.
+"""Where the time of a step goes: what each resource did and when, and what the compute thread waited for.
 
-`engine.step` and what it calls wrap every phase that keeps the compute thread: computing, reading,
-writing, updating. `training.loop` turns the sums into the step line and `metrics.jsonl`.
+Every thread of the engine records into one `Timeline`: spans of work on a resource, and waits of the
+compute thread by the resource waited for. `training.loop` takes the sums at the end of each step;
+`engine.trace` draws the spans. Invariants: a span ends after it begins and is recorded once it is over;
+waits are of the compute thread alone, so they and its computing never overlap.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from threading import Lock
+from time import perf_counter
 from typing import Literal, get_args
 
-Cause = Literal["compute", "nvme read", "nvme write", "optimizer"]
-CAUSES: tuple[Cause, ...] = get_args(Cause)
+from ratel_cli.movement.tickets import Ticket
+
+Resource = Literal["compute", "up", "down", "nvme read", "nvme write", "optimizer"]
+RESOURCES: tuple[Resource, ...] = get_args(Resource)
+
+Stage = Literal["forward", "backward", "update"]
 
 
-class StepClock:
-    """Seconds of one step by cause. The causes never overlap on the compute thread, so they add up."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One piece of work on one resource, in seconds of `time.perf_counter`."""
+
+    resource: Resource
+    label: str
+    """What the user reads: "forward of layer 3"."""
+    start: float
+    end: float
+    block: int
+    """Index of the block that it is about."""
+    stage: Stage
+    """What it is a part of: transfers of weights belong to the stage that computes with them."""
+    part: int
+    """The group of the optimizer, from 0; 0 for everything else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Seconds of one step."""
+
+    busy: dict[Resource, float]
+    """For each resource, how long it had work: overlapping spans count once."""
+    waited: dict[Resource, float]
+    """For each resource, how long the compute thread stood still for it."""
+    spans: tuple[Span, ...]
+
+
+class Timeline:
+    """Collects from any thread what happens, until `take`."""
 
     def __init__(self) -> None:
-        self._seconds: dict[Cause, float] = dict.fromkeys(CAUSES, 0.0)
+        self._lock = Lock()
+        self._spans: list[Span] = []
+        self._waited: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
+        self._counted: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
+        """Up to when each resource's work is in what `take` has returned."""
+
+    def record(
+        self, resource: Resource, label: str, start: float, end: float, *, block: int, stage: Stage, part: int = 0
+    ) -> None:
+        """Note work that is over."""
+        span = Span(resource=resource, label=label, start=start, end=end, block=block, stage=stage, part=part)
+        with self._lock:
+            self._spans.append(span)
 
     @contextlib.contextmanager
-    def during(self, cause: Cause) -> Iterator[None]:
-        """Charge the time inside to `cause`."""
-        start = time.perf_counter()
+    def during(self, resource: Resource, label: str, *, block: int, stage: Stage, part: int = 0) -> Iterator[None]:
+        """Note the work inside."""
+        start = perf_counter()
         try:
             yield
         finally:
-            self._seconds[cause] += time.perf_counter() - start
+            self.record(resource, label, start, perf_counter(), block=block, stage=stage, part=part)
 
-    def take(self) -> dict[Cause, float]:
-        """The sums since the last call, which start again at zero."""
-        taken, self._seconds = self._seconds, dict.fromkeys(CAUSES, 0.0)
-        return taken
+    def transfer(
+        self, resource: Resource, label: str, ticket: Ticket, *, block: int, stage: Stage, part: int = 0
+    ) -> None:
+        """Note a transfer that has ended."""
+        start, end = ticket.span
+        self.record(resource, label, start, end, block=block, stage=stage, part=part)
+
+    @contextlib.contextmanager
+    def waiting(self, cause: Resource) -> Iterator[None]:
+        """Charge the time inside, in which the compute thread does nothing, to `cause`."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self._waited[cause] += perf_counter() - start
+
+    def take(self) -> StepTimes:
+        """Everything since the last call."""
+        with self._lock:
+            spans, self._spans = self._spans, []
+            waited, self._waited = self._waited, dict.fromkeys(RESOURCES, 0.0)
+        return StepTimes(
+            busy={resource: self._busy(resource, spans) for resource in RESOURCES},
+            waited=waited,
+            spans=tuple(spans),
+        )
+
+    def _busy(self, resource: Resource, spans: Iterable[Span]) -> float:
+        """Seconds in which at least one of the spans runs, but for those that an earlier `take` has counted."""
+        seconds, counted = 0.0, self._counted[resource]
+        for start, end in sorted((span.start, span.end) for span in spans if span.resource == resource):
+            seconds += max(0.0, end - max(start, counted))
+            counted = max(counted, end)
+        self._counted[resource] = counted
+        return seconds

@@ -1,30 +1,45 @@
 """What becomes of a step's gradients: updated on arrival, or held until the step is decided.
 
-`engine.step` hands over one block's gradient after another, in backward order. Without clipping each
-one is consumed at once (active gradient offloading, Ratel §IV-C): the update of block i runs before
-the backward of block i-1 begins, and the compute weights that backward used need not be read again.
-With clipping the coefficient is known only after the last gradient; so all are held, in host memory
-up to a limit and then in the scratch file, and consumed in forward order when `decide` is called.
+`engine.step` hands over one block's gradient after another, in backward order, and then asks for the
+decision: is the norm finite, must it be clipped. Three ways, with the same bits:
+
+    eager        without clipping: every gradient is updated as it arrives, beneath the backward of the
+                 blocks below it (active gradient offloading, Ratel section IV-C)
+    deferred     with clipping: all are held; when the norm is known, each block's update waits until the
+                 next step's forward comes near the block, and runs beneath that forward
+    speculative  with clipping that has been rare: as eager, with the gradients held besides. If the norm
+                 must be clipped after all, the shadow is discarded and everything is done again, deferred
+
+So a step ends in two parts: decided by `decide`, and settled when the last byte of its update has been
+written: beneath the next step's forward, or in `settle`. Only then can the caller commit it.
 
 Invariant: whatever is written goes to the shadow slot, so that a step which turns out not finite is
-taken back by forgetting it. Where nothing can be taken back (one slot), gradients are held.
+taken back by forgetting it. Where nothing can be taken back (one slot), every gradient is held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from ratel_cli.engine.adamw import AdamWUpdate, OutOfCoreAdamW
+from ratel_cli.engine.adamw import AdamWUpdate
 from ratel_cli.engine.gradients import BlockGradient, GradientSum, clip_coefficient, total_norm
-from ratel_cli.engine.telemetry import StepClock
-from ratel_cli.engine.weights import BlockWeights
+from ratel_cli.engine.groups import BlockUpdate
+from ratel_cli.engine.pipeline import UpdatePipeline
+from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.weights import BlockWeights, HostWeights, ResidentWeights
 from ratel_cli.errors import BadInput
-from ratel_cli.movement.buffers import BufferPool
+from ratel_cli.model.spec import BlockSpec
 from ratel_cli.movement.scratch import Scratch
 from ratel_cli.movement.store import Store
+from ratel_cli.planning.placement import Overlap, Placement
+
+_RARE = 8
+"""Clipping counts as rare when none of so many steps before was clipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,107 +49,230 @@ class UpdateSettings:
     gradient_dtype: torch.dtype
     max_grad_norm: float | None
     hold: bool
-    """Hold every gradient until the step is decided. Implied by `max_grad_norm`."""
+    """Hold every gradient until the step is decided, whether it may be clipped or not."""
     held_in_memory_bytes: int | None
     """The first held gradient beyond this goes to the scratch file, and so do all after it; None keeps all."""
-
-    @property
-    def holds(self) -> bool:
-        return self.hold or self.max_grad_norm is not None
+    overlap: Overlap = "optimized"
+    """`separate`: gradients are held until backward is over, and then updated before the next step begins."""
 
 
-class StepUpdate:
-    """The gradients of one step. Close it whatever happens; undecided, it leaves the store as it was."""
+class Updates:
+    """The updates of one step after another. All methods are for the compute thread."""
 
     def __init__(
         self,
         settings: UpdateSettings,
+        placement: Placement,
+        blocks: Sequence[BlockSpec],
         store: Store,
-        pool: BufferPool,
-        optimizer: OutOfCoreAdamW,
+        pipeline: UpdatePipeline,
+        resident: ResidentWeights,
         scratch: Scratch | None,
         *,
-        clock: StepClock,
-        number: int,
-        learning_rate: float,
-        loss_scale: float,
-        check_stop: Callable[[], None],
-        presence: dict[int, tuple[bool, ...]],
+        timeline: Timeline,
     ) -> None:
-        """`presence` is shared by all steps: which parameters of each block had a gradient in the first."""
         self._settings = settings
+        self._placement = placement
+        self._blocks = blocks
         self._store = store
-        self._pool = pool
-        self._optimizer = optimizer
+        self._pipeline = pipeline
+        self._resident = resident
         self._scratch = scratch
-        self._clock = clock
-        self._number = number
-        self._learning_rate = learning_rate
-        self._inverse_scale = 1.0 / loss_scale
-        self._check_stop = check_stop
-        self._presence = presence
-        self._norms: dict[str, float] = {}
+        self._timeline = timeline
+        self._presence: dict[int, tuple[bool, ...]] = {}
+        """Which parameters of each block had a gradient in the first step."""
+        self._was_clipped: deque[bool] = deque(maxlen=_RARE)
+        self._started: dict[int, BlockUpdate] = {}
+        """Of the step that is arriving or not yet settled."""
+        self._waiting: dict[int, BlockGradient] = {}
+        """Decided, and to be updated when their weights are used again."""
         self._held: list[BlockGradient] = []
-        self._held_bytes = 0
-        self._spilled_bytes = 0
-        self._writing = False
+        """Of the step that is arriving; of a speculation, until it is settled."""
+        self._is_writing = False
+        """The store's step has begun."""
+        self._is_decided = False
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether a step was decided whose update has not been waited for."""
+        return self._is_decided
+
+    @property
+    def is_written(self) -> bool:
+        """Whether `settle` would return at once."""
+        return not self._waiting and all(update.is_written for update in self._started.values())
+
+    # For engine.weights: the newest weights are here or there.
+
+    def is_in_shadow(self, block: BlockSpec) -> bool:
+        update = self._started.get(block.index)
+        return self._is_decided and update is not None and update.is_written
+
+    def is_under_way(self, block: BlockSpec) -> bool:
+        update = self._started.get(block.index)
+        return self._is_decided and update is not None and not update.is_written
+
+    def start_waiting(self, weights: HostWeights) -> None:
+        gradient = self._waiting.pop(weights.block.index, None)
+        if gradient is not None:
+            self._start(gradient, weights.share())
+
+    def wait_updated(self, block: BlockSpec) -> None:
+        update = self._started.get(block.index)
+        if self._is_decided and update is not None:
+            self._pipeline.wait_updated(update)
+
+    def wait_written(self, block: BlockSpec) -> None:
+        update = self._started.get(block.index)
+        if self._is_decided and update is not None:
+            self._pipeline.wait_written(update)
+
+    # For engine.step, in this order.
+
+    def begin(self, *, number: int, learning_rate: float, loss_scale: float) -> None:
+        """Gradients of a step will come. The step before must have been settled and committed."""
+        assert not self._is_decided
+        self._number, self._learning_rate, self._inverse_scale = number, learning_rate, 1.0 / loss_scale
+        self._norms: dict[str, float] = {}
+        self._held_bytes = self._spilled_bytes = 0
+        self._mode = self._choose_mode()
+        if self._mode != "deferred":
+            self._begin_writing()
+            self._pipeline.expect([block for block in reversed(self._blocks) if not self._is_put_off(block)])
 
     def hand_over(self, total: GradientSum, weights: BlockWeights) -> None:
         """Take over a block's summed gradient and its weights, which are closed."""
+        block = weights.block
         weights.unbind()
-        assert self._settings.holds or not self._store.in_place, "what is written in place cannot be taken back"
-        with self._clock.during("compute"):
+        with self._timeline.during("compute", f"gradient of {block.name}", block=block.index, stage="backward"):
             gradient = total.finish()
-            self._norms |= gradient.norms(self._inverse_scale)
-        self._check_presence(gradient)
-        if self._settings.holds:
-            weights.close()
-            self._hold(gradient)
-            return
+            norms = gradient.norms(self._inverse_scale)
         try:
-            self._begin()
-            self._optimizer.update(gradient, weights.lease, self._adamw(clip=1.0))
-        finally:
+            self._norms |= norms
+            self._check_presence(gradient)
+            if self._mode == "deferred" or self._is_put_off(block):
+                weights.close()
+                self._hold(gradient)
+                return
+        except BaseException:
             gradient.release()
-            weights.close()
+            raise
+        if self._mode == "speculative":
+            self._held.append(gradient)
+        self._start(gradient, weights.host.share())
+        weights.close()
+        with self._timeline.waiting("optimizer"):
+            self._pipeline.wait_unfinished(at_most=self._placement.pending_updates)
 
     def decide(self, order: Sequence[str]) -> torch.Tensor:
-        """The global norm, stacked in `order`. If it is finite, every held gradient has been consumed."""
+        """The global norm, stacked in `order`. Not finite: the step is abandoned."""
         norm = total_norm(self._norms, order)
         if not torch.isfinite(norm):
+            self.abandon()
             return norm
-        clip = 1.0 if self._settings.max_grad_norm is None else clip_coefficient(norm, self._settings.max_grad_norm)
-        self._begin()
-        for gradient in reversed(self._held):
-            if not self._store.in_place:
-                self._check_stop()
-            with self._clock.during("nvme read"):
-                gradient.fetch(self._pool)
-            self._optimizer.update(gradient, None, self._adamw(clip=clip))
-            gradient.release()
-        self._writing = False
+        clip = 1.0
+        if self._settings.max_grad_norm is not None:
+            clip = clip_coefficient(norm, self._settings.max_grad_norm)
+            self._was_clipped.append(clip < 1.0)
+        if self._mode == "speculative":
+            if clip == 1.0:
+                self._is_decided = True
+                return norm
+            self._take_back()
+        self._begin_writing()
+        self._clip = clip
+        self._waiting = {gradient.block.index: gradient for gradient in self._held}
+        self._held = []
+        self._is_decided = True
+        if self._settings.overlap == "separate":
+            with self._timeline.waiting("optimizer"):
+                self._write_all()
         return norm
 
-    def close(self) -> None:
-        """Give buffers back; discard what an undecided step has written."""
+    def settle(self) -> None:
+        """Return when everything that was decided is in the shadow; the caller commits it."""
+        with self._timeline.waiting("optimizer"):
+            self._write_all()
+        for gradient in self._held:  # of a speculation that was right
+            gradient.release()
+        self._held = []
+        self._started.clear()
+        self._is_decided = self._is_writing = False
+
+    def abandon(self) -> None:
+        """The arriving step will not be decided, or not applied: the current generation stays. Idempotent."""
+        if self._is_decided:
+            return  # what was decided before stays decided
+        self._take_back()
         for gradient in self._held:
             gradient.release()
-        self._held.clear()
-        if self._writing:
-            self._writing = False
-            self._store.discard()
+        self._held = []
 
-    def _begin(self) -> None:
-        if not self._writing:
+    def close(self) -> None:
+        """Give memory back; what is not settled is lost. Idempotent."""
+        self._held.extend(self._waiting.values())
+        self._waiting = {}
+        if self._store.in_place:
+            self._pipeline.cancel()  # what was written in place cannot be taken back
+            self._is_writing = False
+        self._is_decided = False
+        self.abandon()
+
+    def _choose_mode(self) -> Literal["eager", "deferred", "speculative"]:
+        settings = self._settings
+        if settings.hold or settings.overlap == "separate" or self._store.in_place:
+            return "deferred"
+        if settings.max_grad_norm is None:
+            return "eager"
+        in_memory = settings.held_in_memory_bytes is None
+        is_rare = len(self._was_clipped) == _RARE and not any(self._was_clipped)
+        return "speculative" if in_memory and is_rare else "deferred"
+
+    def _is_put_off(self, block: BlockSpec) -> bool:
+        return self._mode == "eager" and block.index in self._placement.deferred
+
+    def _begin_writing(self) -> None:
+        if not self._is_writing:
             self._store.begin_step()
-            self._writing = True
+            self._is_writing = True
+            self._clip = 1.0
+
+    def _take_back(self) -> None:
+        """Forget what the arriving step has updated so far; the gradients that are held stay."""
+        if not self._is_writing:
+            return
+        self._pipeline.cancel()
+        self._resident.forget()
+        self._started.clear()
+        self._is_writing = False
+        self._store.discard()
+
+    def _start(self, gradient: BlockGradient, weights: HostWeights | None) -> None:
+        update = BlockUpdate(
+            gradient=gradient,
+            weights=weights,
+            adamw=AdamWUpdate(
+                number=self._number,
+                learning_rate=self._learning_rate,
+                gradient_scale=self._inverse_scale * self._clip,
+            ),
+            keeps_gradient=self._mode == "speculative" and not self._is_decided,
+        )
+        self._started[gradient.block.index] = update
+        self._pipeline.submit(update)
+
+    def _write_all(self) -> None:
+        for block in self._blocks:
+            gradient = self._waiting.pop(block.index, None)
+            if gradient is not None:
+                self._start(gradient, self._resident.get(block))
+        self._pipeline.wait_unfinished(at_most=0)
 
     def _check_presence(self, gradient: BlockGradient) -> None:
         """AdamW counts updates for all parameters together, so none may sit out some steps and not others."""
         before = self._presence.setdefault(gradient.block.index, gradient.present)
         for parameter, now, then in zip(gradient.block.parameters, gradient.present, before, strict=True):
             if now != then:
-                gradient.release()
                 raise BadInput(
                     f"{parameter.name} gets a gradient in some steps and none in others; "
                     "its bias correction would differ from that of plain PyTorch"
@@ -148,11 +286,6 @@ class StepUpdate:
             self._held_bytes += gradient.num_bytes
             return
         assert self._scratch is not None, "a limit on held gradients needs a scratch file"
-        with self._clock.during("nvme write"):
+        with self._timeline.waiting("nvme write"):
             gradient.spill(self._scratch, self._spilled_bytes)
         self._spilled_bytes += gradient.num_bytes
-
-    def _adamw(self, *, clip: float) -> AdamWUpdate:
-        return AdamWUpdate(
-            number=self._number, learning_rate=self._learning_rate, gradient_scale=self._inverse_scale * clip
-        )

@@ -3,6 +3,8 @@
 `cli.training_run` calls it before the opening statement: matrix products in the run's dtype, the run's
 own I/O queue on an unlinked file in every store directory, the native AdamW kernel. Each is repeated
 for a fifth of a second and the best run counts: on a busy machine that is nearest to what it can do.
+Where the directories are on several drives, each drive is measured alone first, in a fifth of a second
+for all of them, and the files then share the stripes as the run's will.
 
 Invariant: nothing stays behind: no file, no buffer, and no number drawn from torch's generators.
 """
@@ -11,7 +13,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,12 +24,14 @@ from ratel_cli import _native
 from ratel_cli.hardware.host import available_bytes, memory_bytes, processor_name
 from ratel_cli.hardware.spec import ComputeDevice, HardwareProfile, Host, Nvme
 from ratel_cli.movement.buffers import BufferPool
+from ratel_cli.movement.extents import weights_for
 from ratel_cli.movement.queue import IoQueue
 from ratel_cli.movement.scratch import Scratch
 from ratel_cli.movement.tickets import join
 from ratel_cli.units import MIB
 
 _SPAN_BYTES = 128 * MIB
+"""For each drive."""
 _BUFFER_BYTES = 32 * MIB
 _ADAM_PARAMETERS = 1 << 21
 """As many as the optimizer's group, and more than caches hold."""
@@ -46,7 +52,11 @@ def measure(
     `paths` are existing directories; several may be one, where a store's own are yet to be made.
     `nvme_rates` (bytes per second read, written) are taken as they are, and no file is made.
     """
-    read, write = nvme_rates or _nvme(list(dict.fromkeys(path.resolve() for path in paths)), queue, pool)
+    if nvme_rates is None:
+        weights, (read, write, mixed) = _measure_drives(paths, queue, pool)
+    else:
+        read, write = nvme_rates
+        weights, mixed = (1,) * len(paths), 2 / (1 / read + 1 / write)
     return HardwareProfile(
         gpu=ComputeDevice(
             name=torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
@@ -57,6 +67,8 @@ def measure(
             paths=tuple(str(path) for path in paths),
             read_bytes_per_second=read,
             write_bytes_per_second=write,
+            mixed_bytes_per_second=mixed,
+            weights=weights,
             free_bytes=free_bytes(paths),
         ),
         host=Host(
@@ -87,17 +99,81 @@ def _matmul_flops(dtype: torch.dtype, device: torch.device) -> float:
     return 2 * size**3 / _best_seconds(multiply)
 
 
-def _nvme(paths: Sequence[Path], queue: IoQueue, pool: BufferPool) -> tuple[float, float]:
-    """Bytes per second (read, written) of all directories together."""
-    offsets = range(0, _SPAN_BYTES, _BUFFER_BYTES)
-    with Scratch(paths, _SPAN_BYTES, queue) as scratch, pool.lease(_BUFFER_BYTES, "measuring the drives") as lease:
-        memory = lease.memory
+def _measure_drives(
+    paths: Sequence[Path], queue: IoQueue, pool: BufferPool
+) -> tuple[tuple[int, ...], tuple[float, float, float]]:
+    """The weight of each path; bytes per second read, written, and both at once, of all together."""
+    weights = _weights(paths, queue, pool)
+    shares = dict.fromkeys((path.resolve() for path in paths), 0)
+    for path, weight in zip(paths, weights, strict=True):
+        shares[path.resolve()] += weight
+    num_bytes = _SPAN_BYTES * len(_drives(paths))
+    with _open_probe(list(shares), list(shares.values()), num_bytes, queue, pool) as probe:
         # The first write to reserved space changes the file's map too, so it only warms up: a run's steps
         # write where creating the store has written.
-        write_seconds = _best_seconds(lambda: join([scratch.write(offset, memory) for offset in offsets]).wait())
-        read_seconds = _best_seconds(lambda: join([scratch.read(offset, memory) for offset in offsets]).wait())
+        write, read, mixed = (
+            num_bytes / _best_seconds(work) for work in (probe.write, probe.read, probe.read_and_write)
+        )
+    return weights, (read, write, mixed)
+
+
+def _weights(paths: Sequence[Path], queue: IoQueue, pool: BufferPool) -> tuple[int, ...]:
+    """By each drive's rate alone, reading and writing at once as a step does; directories on a drive share it."""
+    drives = _drives(paths)
+    if len(drives) == 1:
+        return (1,) * len(paths)
+    rates: dict[Path, float] = {}
+    for here in drives.values():
+        with _open_probe(here[:1], None, _SPAN_BYTES // 2, queue, pool) as probe:
+            probe.write()
+            seconds = _best_seconds(probe.read_and_write, _SECONDS / len(drives))
+        rates |= dict.fromkeys(here, 1 / (seconds * len(here)))
+    return weights_for([rates[path] for path in paths])
+
+
+def _drives(paths: Sequence[Path]) -> dict[int, list[Path]]:
+    """The paths on each device. One path may be there several times."""
+    drives: dict[int, list[Path]] = {}
+    for path in paths:
+        drives.setdefault(path.stat().st_dev, []).append(path)
+    return drives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Probe:
+    """Space on drives, and a buffer from which and to which all of it is moved."""
+
+    scratch: Scratch
+    memory: memoryview
+
+    def write(self) -> None:
+        join([self.scratch.write(offset, self.memory) for offset in self._offsets()]).wait()
+
+    def read(self) -> None:
+        join([self.scratch.read(offset, self.memory) for offset in self._offsets()]).wait()
+
+    def read_and_write(self) -> None:
+        """Half of the space each."""
+        half_bytes = _BUFFER_BYTES // 2
+        into, out_of = self.memory[:half_bytes], self.memory[half_bytes:]
+        reads = [self.scratch.read(offset, into) for offset in self._offsets()]
+        writes = [self.scratch.write(offset + half_bytes, out_of) for offset in self._offsets()]
+        join([*reads, *writes]).wait()
+
+    def _offsets(self) -> range:
+        return range(0, self.scratch.num_bytes, _BUFFER_BYTES)
+
+
+@contextmanager
+def _open_probe(
+    paths: Sequence[Path], weights: Sequence[int] | None, num_bytes: int, queue: IoQueue, pool: BufferPool
+) -> Iterator[_Probe]:
+    with (
+        Scratch(paths, num_bytes, queue, weights=weights) as scratch,
+        pool.lease(_BUFFER_BYTES, "measuring the drives") as lease,
+    ):
+        yield _Probe(scratch=scratch, memory=lease.memory)
     pool.trim()
-    return _SPAN_BYTES / read_seconds, _SPAN_BYTES / write_seconds
 
 
 def _adam_rate() -> float:
@@ -127,10 +203,10 @@ def _adam_rate() -> float:
     return _ADAM_PARAMETERS / _best_seconds(update)
 
 
-def _best_seconds(work: Callable[[], object]) -> float:
+def _best_seconds(work: Callable[[], object], at_least_seconds: float = _SECONDS) -> float:
     """Least seconds of the runs that fit in the time. The first one warms up, and counts only if it is the last."""
     times: list[float] = []
-    while sum(times) < _SECONDS:
+    while sum(times) < at_least_seconds:
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)

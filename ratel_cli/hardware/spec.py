@@ -26,6 +26,10 @@ class Nvme:
     paths: tuple[str, ...]
     read_bytes_per_second: float
     write_bytes_per_second: float
+    mixed_bytes_per_second: float
+    """Both directions together while as much is read as written, at the same time."""
+    weights: tuple[int, ...]
+    """The paths' shares of the stripes, by how fast their drives are alone (movement/extents.py)."""
     free_bytes: int
 
 

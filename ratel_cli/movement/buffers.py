@@ -26,11 +26,15 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 class Lease:
-    """A buffer borrowed from a pool. ``memory`` is writable and exactly ``num_bytes`` long."""
+    """A buffer borrowed from a pool. ``memory`` is writable and exactly ``num_bytes`` long.
+
+    It may be shared among threads: everyone who called ``share`` calls ``release``, like the borrower.
+    """
 
     def __init__(self, pool: BufferPool, region: _Region, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._pool = pool
+        self._num_users = 1  # changed under the pool's lock
         self._region: _Region | None = region
         self._memory: memoryview | None = region.memory[:num_bytes]
 
@@ -40,11 +44,23 @@ class Lease:
         assert self._memory is not None, "a lease was used after its release"
         return self._memory
 
+    def share(self) -> Self:
+        """Count one more user."""
+        with self._pool._lock:
+            assert self._num_users > 0, "a lease was shared after its release"
+            self._num_users += 1
+        return self
+
     def release(self) -> None:
-        """Give the buffer back. No transfer may still be using it."""
-        region, self._region, self._memory = self._region, None, None
-        if region is not None:
-            self._pool._take_back(region)
+        """Count one user less; the last one gives the buffer back. No transfer may still be using it."""
+        with self._pool._lock:
+            assert self._num_users > 0, "a lease was released more often than it was taken"
+            self._num_users -= 1
+            if self._num_users > 0:
+                return
+            region, self._region, self._memory = self._region, None, None
+        assert region is not None
+        self._pool._take_back(region)
 
     def __enter__(self) -> Self:
         return self

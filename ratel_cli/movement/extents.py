@@ -1,7 +1,9 @@
 """Where a logical address lies in a set of files: striping, as pure arithmetic.
 
 Used by `store` and `scratch`, which put one file on each NVMe drive. Logical addresses run from 0;
-consecutive stripes go to the files in turn, so a large transfer keeps every drive busy.
+consecutive stripes go to the files in turn, so a large transfer keeps every drive busy. Drives of
+different speed have different weights: in a cycle of `sum(weights)` stripes a file takes as many as
+its weight says, as evenly spread as can be. Equal weights deal the stripes round-robin.
 
 Invariant: `StripeMap.pieces` is a bijection between logical bytes and bytes behind the files'
 headers, and it yields the ranges in logical order, so a caller can walk its memory beside them.
@@ -9,7 +11,15 @@ headers, and it yields the ranges in logical order, so a caller can walk its mem
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+
+MAX_WEIGHT = 8
+_EQUAL_RATIO = 1.1
+"""Rates that differ by less are the same drive on another day."""
+_WORTH_LARGER_TERMS = 1.01
+"""A longer cycle needs larger transfers to keep every drive busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,41 +31,87 @@ class FileRange:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StripeMap:
-    """The rule by which a logical address range is spread over `num_files` files."""
+    """The rule by which a logical address range is spread over files, one for each weight."""
 
-    num_files: int
+    weights: tuple[int, ...]
     stripe_bytes: int
     header_bytes: int
 
     def __post_init__(self) -> None:
-        assert self.num_files > 0 and self.stripe_bytes > 0 and self.header_bytes >= 0
+        assert self.weights and min(self.weights) > 0 and self.stripe_bytes > 0 and self.header_bytes >= 0
 
     def pieces(self, offset: int, num_bytes: int) -> tuple[FileRange, ...]:
         """The file ranges that hold logical bytes ``[offset, offset + num_bytes)``, in order."""
         assert offset >= 0 and num_bytes >= 0
         if num_bytes == 0:
             return ()
-        if self.num_files == 1:  # stripes of one file are neighbours: no reason to cut
+        if len(self.weights) == 1:  # stripes of one file are neighbours: no reason to cut
             return (FileRange(file_index=0, offset=self.header_bytes + offset, num_bytes=num_bytes),)
+        turns = _turns(self.weights)
         ranges: list[FileRange] = []
         position, end = offset, offset + num_bytes
         while position < end:
             stripe, inside = divmod(position, self.stripe_bytes)
-            row, file_index = divmod(stripe, self.num_files)
+            cycle, turn = divmod(stripe, len(turns))
+            file_index, row = turns[turn]
             length = min(self.stripe_bytes - inside, end - position)
-            file_offset = self.header_bytes + row * self.stripe_bytes + inside
+            file_stripe = cycle * self.weights[file_index] + row
+            file_offset = self.header_bytes + file_stripe * self.stripe_bytes + inside
             ranges.append(FileRange(file_index=file_index, offset=file_offset, num_bytes=length))
             position += length
         return tuple(ranges)
 
     def file_bytes(self, logical_bytes: int) -> tuple[int, ...]:
         """The size of each file, header included, when `logical_bytes` are stored."""
+        turns = _turns(self.weights)
         full_stripes, rest = divmod(logical_bytes, self.stripe_bytes)
-        rows, extra_files = divmod(full_stripes, self.num_files)
-        sizes: list[int] = []
-        for file_index in range(self.num_files):
-            payload = (rows + (file_index < extra_files)) * self.stripe_bytes
-            sizes.append(self.header_bytes + payload + (rest if file_index == extra_files else 0))
+        cycles, extra_stripes = divmod(full_stripes, len(turns))
+        sizes = [self.header_bytes + cycles * weight * self.stripe_bytes for weight in self.weights]
+        for file_index, _ in turns[:extra_stripes]:
+            sizes[file_index] += self.stripe_bytes
+        sizes[turns[extra_stripes][0]] += rest
         return tuple(sizes)
+
+
+def weights_for(rates: Sequence[float]) -> tuple[int, ...]:
+    """The weights, up to MAX_WEIGHT, with which drives of these rates finish together as nearly as can be.
+
+    All ones where the rates differ by 10 % at most; else the smallest terms within 1 % of the best.
+    """
+    fastest = max(rates)
+    if fastest <= _EQUAL_RATIO * min(rates):
+        return (1,) * len(rates)
+    candidates = [
+        tuple(max(1, round(largest * rate / fastest)) for rate in rates) for largest in range(1, MAX_WEIGHT + 1)
+    ]
+    together = [_rate_together(rates, weights) for weights in candidates]
+    return next(
+        weights
+        for weights, rate in zip(candidates, together, strict=True)
+        if rate * _WORTH_LARGER_TERMS >= max(together)
+    )
+
+
+@cache
+def _turns(weights: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """For each stripe of a cycle its file, and how many of the file's stripes came before it in the cycle.
+
+    Smooth weighted round-robin: every turn a file gains its weight, and the richest pays the whole for a stripe.
+    """
+    cycle_stripes = sum(weights)
+    balances, taken = [0] * len(weights), [0] * len(weights)
+    turns: list[tuple[int, int]] = []
+    for _ in range(cycle_stripes):
+        balances = [balance + weight for balance, weight in zip(balances, weights, strict=True)]
+        file_index = balances.index(max(balances))
+        balances[file_index] -= cycle_stripes
+        turns.append((file_index, taken[file_index]))
+        taken[file_index] += 1
+    return tuple(turns)
+
+
+def _rate_together(rates: Sequence[float], weights: Sequence[int]) -> float:
+    """Of a long transfer, in the unit of `rates`: it takes as long as its slowest part."""
+    return sum(weights) * min(rate / weight for rate, weight in zip(rates, weights, strict=True))

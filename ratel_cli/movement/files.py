@@ -107,7 +107,7 @@ class StripedFiles:
     """A logical address range over open files. Borrows the descriptors; their owner closes them."""
 
     def __init__(self, fds: Sequence[int], stripes: StripeMap, queue: IoQueue) -> None:
-        assert len(fds) == stripes.num_files
+        assert len(fds) == len(stripes.weights)
         self._fds = tuple(fds)
         self._stripes = stripes
         self._queue = queue

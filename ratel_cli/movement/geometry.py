@@ -26,7 +26,8 @@ class Geometry:
     dtype: ComputeDtype
     block_elements: tuple[int, ...]
     num_slots: int
-    num_files: int
+    weights: tuple[int, ...]
+    """One for each file; see extents.py."""
     stripe_bytes: int
     in_place: bool
 
@@ -41,7 +42,7 @@ class Geometry:
 
     def stripes(self) -> StripeMap:
         """From logical addresses to the files."""
-        return StripeMap(num_files=self.num_files, stripe_bytes=self.stripe_bytes, header_bytes=HEADER_BYTES)
+        return StripeMap(weights=self.weights, stripe_bytes=self.stripe_bytes, header_bytes=HEADER_BYTES)
 
     def file_bytes(self) -> tuple[int, ...]:
         """Size of each data file."""

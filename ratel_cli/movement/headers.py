@@ -101,7 +101,7 @@ def occupant(headers: Sequence[Header]) -> str | None:
 
 def check_membership(headers: Sequence[Header], manifest: Manifest) -> None:
     """Refuse files that are not the ones the manifest speaks of, or not in their order."""
-    num_files = manifest.geometry.num_files
+    num_files = len(manifest.geometry.weights)
     if len(headers) != num_files:
         raise BadInput(f"storage.paths names {len(headers)} directories, and the store has {num_files}")
     for index, header in enumerate(headers):

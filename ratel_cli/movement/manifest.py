@@ -26,7 +26,9 @@ from ratel_cli.movement.buffers import PAGE_BYTES
 from ratel_cli.movement.geometry import Geometry
 from ratel_cli.movement.records import ComputeDtype
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
+_WITHOUT_WEIGHTS: Final = 1
+"""The format in which every file had the same share of the stripes; still read."""
 MANIFEST_MAGIC: Final = b"RATELMAN"
 _HEAD: Final = struct.Struct("<8sII16sQ32s")
 _CRC: Final = struct.Struct("<I")
@@ -123,9 +125,9 @@ def decode_manifest(page: bytes) -> Manifest | None:
     magic, version, payload_bytes, store_id, generation, previous_sha256 = _HEAD.unpack(body[: _HEAD.size])
     if magic != MANIFEST_MAGIC:
         return None
-    if version != FORMAT_VERSION:
+    if version not in (_WITHOUT_WEIGHTS, FORMAT_VERSION):
         raise BadInput(
-            f"format_version: the store has format {version}, this program reads format {FORMAT_VERSION}",
+            f"format_version: the store has format {version}, this program reads formats up to {FORMAT_VERSION}",
             "continue with the version of Ratel that wrote it, or start over with --resume no",
         )
     try:
@@ -135,7 +137,7 @@ def decode_manifest(page: bytes) -> Manifest | None:
             generation=generation,
             previous_sha256=previous_sha256,
             identity=_identity(payload.row("identity")),
-            geometry=_geometry(payload.row("geometry")),
+            geometry=_geometry(payload.row("geometry"), version),
             progress=_progress(payload.items("progress")),
             slot=payload.integer("slot"),
             pins=tuple(_pin(row) for row in payload.items("pins")),
@@ -230,17 +232,21 @@ def _identity(row: _Row) -> StoreIdentity:
     )
 
 
-def _geometry(row: _Row) -> Geometry:
+def _geometry(row: _Row, version: int) -> Geometry:
     dtypes: dict[str, ComputeDtype] = {"bfloat16": "bfloat16", "float32": "float32", "float16": "float16"}
     elements: list[int] = []
     for run in row.items("block_elements"):
         count, size = (_checked_integer(value, "block_elements") for value in _checked_list(run, "block_elements"))
         elements.extend([size] * count)
+    if version == _WITHOUT_WEIGHTS:
+        weights = [1] * row.integer("num_files")
+    else:
+        weights = [_checked_integer(weight, "weights") for weight in row.items("weights")]
     return Geometry(
         dtype=dtypes[row.text("dtype")],
         block_elements=tuple(elements),
         num_slots=row.integer("num_slots"),
-        num_files=row.integer("num_files"),
+        weights=tuple(weights),
         stripe_bytes=row.integer("stripe_bytes"),
         in_place=row.value("in_place") is True,
     )

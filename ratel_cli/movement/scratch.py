@@ -34,7 +34,10 @@ STRIPE_BYTES = 4 << 20
 
 
 class Scratch:
-    """Addresses from 0 to `num_bytes`; what was not written reads as anything. Use as a context manager."""
+    """Addresses from 0 to `num_bytes`; what was not written reads as anything. Use as a context manager.
+
+    `weights` are the directories' shares of the stripes; None: equal ones.
+    """
 
     def __init__(
         self,
@@ -42,12 +45,13 @@ class Scratch:
         num_bytes: int,
         queue: IoQueue,
         *,
+        weights: Sequence[int] | None = None,
         stripe_bytes: int = STRIPE_BYTES,
         notice: Callable[[str], None] | None = None,
     ) -> None:
         assert num_bytes >= 0 and num_bytes % PAGE_BYTES == 0
         directories = check_directories(paths)
-        stripes = StripeMap(num_files=len(directories), stripe_bytes=stripe_bytes, header_bytes=0)
+        stripes = StripeMap(weights=tuple(weights or [1] * len(directories)), stripe_bytes=stripe_bytes, header_bytes=0)
         file_bytes = stripes.file_bytes(num_bytes)
         check_space(
             [

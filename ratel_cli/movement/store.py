@@ -101,6 +101,7 @@ class Store:
         queue: IoQueue,
         in_place: bool = False,
         overwrite: bool = False,
+        weights: Sequence[int] | None = None,
         stripe_bytes: int = STRIPE_BYTES,
         notice: Callable[[str], None] | None = None,
         progress: Callable[[int], None] | None = None,
@@ -109,6 +110,7 @@ class Store:
     ) -> Self:
         """A new store, all zeros, that becomes valid with `commit_import`. Writes every byte: minutes for a large one.
 
+        `weights` are the directories' shares of the stripes, for the store's whole life; None: equal ones.
         `progress` is told the bytes of each part written, `num_slots * slot_bytes` in all.
         """
         directories = check_directories(paths)
@@ -121,7 +123,7 @@ class Store:
                 dtype=layout.dtype,
                 block_elements=tuple(block_elements),
                 num_slots=num_slots,
-                num_files=len(directories),
+                weights=tuple(weights or [1] * len(directories)),
                 stripe_bytes=stripe_bytes,
                 in_place=in_place,
             ),
@@ -223,6 +225,11 @@ class Store:
         """Elements ``[start, stop)`` of a field, from the current generation."""
         assert self._phase is not _Phase.CLOSED
         return self._files.read(self._address(self._manifest.slot, block, field, start, stop, memory), memory)
+
+    def read_shadow(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
+        """As `read`, from the generation being written. What it names must have been written and waited for."""
+        assert self._phase is _Phase.STEPPING
+        return self._files.read(self._address(self._shadow, block, field, start, stop, memory), memory)
 
     def write(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
         """Elements ``[start, stop)`` of a field, into the shadow. Every one of these tickets must be waited for."""

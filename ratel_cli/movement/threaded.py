@@ -102,6 +102,7 @@ class ThreadedLane:
 
     async def _move(self, request: Request) -> None:
         error: RatelError | None = None
+        request.ticket.begin_part()
         try:
             while request.memory and error is None:
                 result = await self._call_kernel(request)

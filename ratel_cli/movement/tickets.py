@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import Event, Lock
+from time import perf_counter
 
 from ratel_cli.errors import RatelError
 
@@ -25,6 +26,8 @@ class Ticket:
         self._num_parts_left = num_parts
         self._error: RatelError | None = None
         self._buffers = tuple(buffers)
+        self._began: float | None = None
+        self._ended = 0.0
         if num_parts == 0:
             self._finish()
 
@@ -33,11 +36,22 @@ class Ticket:
         """Whether ``wait`` would return, or raise, at once."""
         return self._finished.is_set()
 
+    @property
+    def span(self) -> tuple[float, float]:
+        """When the first request was handed to the kernel and when the last one ended, by `perf_counter`."""
+        assert self.done, "the span of a transfer is known when it has ended"
+        return self._ended if self._began is None else self._began, self._ended
+
     def wait(self) -> None:
         """Block until every request has ended; raise the first failure, with its cause."""
         assert not self._waited, "a ticket is waited on exactly once"
         self._waited = True
         self._await()
+
+    def begin_part(self) -> None:
+        """Called by the queue as it hands a request to the kernel. The first call counts."""
+        if self._began is None:
+            self._began = perf_counter()
 
     def finish_part(self, error: RatelError | None = None) -> None:
         """Called by the queue that issued this ticket, once for each request, from any thread."""
@@ -56,6 +70,7 @@ class Ticket:
 
     def _finish(self) -> None:
         self._buffers = ()
+        self._ended = perf_counter()
         self._finished.set()
 
 
@@ -67,6 +82,11 @@ class _JoinedTicket(Ticket):
     @property
     def done(self) -> bool:
         return all(ticket.done for ticket in self._tickets)
+
+    @property
+    def span(self) -> tuple[float, float]:
+        spans = [ticket.span for ticket in self._tickets] or [super().span]
+        return min(began for began, _ in spans), max(ended for _, ended in spans)
 
     def _await(self) -> None:
         first: RatelError | None = None

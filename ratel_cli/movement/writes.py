@@ -42,6 +42,10 @@ class CountedWrite(Ticket):
     def done(self) -> bool:
         return self._ticket.done
 
+    @property
+    def span(self) -> tuple[float, float]:
+        return self._ticket.span
+
     def _await(self) -> None:
         self._ticket.wait()
         self._writes.confirm(self._num_bytes)

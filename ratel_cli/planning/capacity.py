@@ -1,38 +1,40 @@
 """Will it fit: host memory at the peak of a step, and which held gradients there is room for.
 
-Used by `planning.plan`. An estimate from shapes, made before anything is written; a step's buffers are
+Used by `planning.choose`. An estimate from shapes, made before anything is written; a step's buffers are
 leased within the same limit, so an estimate that is too low shows as a clear error and never as a
 killed process. Pure.
 
-A step is followed through its stages in the order in which gradients arrive: head, layers downwards,
-embedding, and the update of what was held. Each needs memory of its own, beside what stays all along
-and the gradients held so far. Invariant: the split between memory and NVMe is the one that keeps the
-most gradients in memory without any stage passing the limit.
+A step is followed through its stages: forward, block by block, with deferred updates beneath it; then in
+the order in which gradients arrive: head, layers downwards, embedding; then what is left to update. Each
+needs memory of its own, beside what stays all along and the gradients held so far. Invariant: the split
+between memory and NVMe is the one that keeps the most gradients in memory without any stage passing the
+limit.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ratel_cli.errors import DoesNotFit
-from ratel_cli.model.spec import BlockSpec, ModelSpec, ParameterSpec
+from ratel_cli.model.spec import BlockSpec, ModelSpec
+from ratel_cli.planning.activations import block_activation_bytes, block_input_bytes
+from ratel_cli.planning.placement import Overlap, Placement, Stage
 from ratel_cli.planning.traffic import StateBytes
+from ratel_cli.planning.uses import step_uses, window_bytes
 from ratel_cli.units import MIB, format_bytes
 
 _RUNTIME_BYTES = 64 * MIB
 """What torch takes at its first step, kernels' code above all (11 to 17 MiB for a model of next to nothing), and
 what an import leaves in the heap (up to 30 MiB). With it, models of 1M to 85M parameters in bf16 stayed 2 to 33 %
-below the estimate, process not counted (2-core Xeon, 2026-11)."""
+below the estimate, process not counted (2-core Xeon, 2026-11, before anything overlapped)."""
 _CHUNK_LOGITS_BYTES = 64 * MIB
 _LOGITS_COPIES = 4
 """Logits in fp32 and in the compute dtype, their softmax and their gradient (engine.loss)."""
 _GROUP_ELEMENTS = 1 << 21
-"""Of the optimizer (engine.adamw)."""
-_ACTIVE_EXPERTS = 8
-"""Of a stack of experts, those that a token visits: the most that models in use choose."""
-_WIDTHS_OF_VECTORS = 10
-"""Norms, residuals, rotations and attention, in hidden sizes per token."""
+_NUM_GROUPS = 3
+"""Of the optimizer (engine.pipeline): one is read, one updated, one written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +63,12 @@ class HostMemory:
     """What the process takes before training: Python, torch, the skeleton."""
     block_inputs: int
     """Hidden states and masks of all micro-batches."""
+    activations: int
+    """Kept from forward to backward instead of being recomputed."""
+    resident: int
+    """Weights and optimizer states that stay from step to step."""
     block: int
-    """Weights, gradients and optimizer states."""
+    """Weights, gradients and optimizer states that pass through: of the block that computes, and of its neighbours."""
     working_set: int
     """Activations of one layer and one micro-batch, or one chunk of logits; and torch's own."""
     held_gradients: int
@@ -70,128 +76,229 @@ class HostMemory:
     total: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Stage:
-    """What one stage takes by itself, and how many blocks' gradients came before it."""
-
-    num_arrived: int
-    block: int
-    working_set: int
-
-
 def host_memory(
     spec: ModelSpec,
     state: StateBytes,
     workload: Workload,
+    placement: Placement,
     *,
     holds_gradients: bool,
     process_bytes: int,
     limit_bytes: int,
+    overlap: Overlap = "optimized",
 ) -> tuple[HostMemory, int]:
     """What a step needs, and how many blocks' held gradients must go to NVMe. Raises DoesNotFit.
 
-    Those are the first blocks, whose gradients come last.
+    Those are the first blocks, whose gradients come last. Only where all are held can any go there: what
+    `placement.deferred` holds is to stay in memory.
     """
-    stages = _stages(spec, state, workload)
-    always = process_bytes + _input_bytes(spec, state, workload)
-    arriving = [block.num_elements * state.gradient for block in reversed(spec.blocks)] if holds_gradients else []
+    updates = [
+        placement.update_stage(block.index, holds_gradients=holds_gradients, overlap=overlap) for block in spec.blocks
+    ]
+    stages = _Step(spec, state, workload, placement, updates).stages()
+    resident_bytes = _resident_bytes(spec, state, placement)
+    input_bytes = block_input_bytes(spec, state, tokens=workload.tokens, sequence_len=workload.sequence_len)
+    always = process_bytes + input_bytes + resident_bytes + placement.activation_bytes
+    arriving = [
+        0 if stage == "backward" else block.num_elements * state.gradient
+        for block, stage in zip(reversed(spec.blocks), reversed(updates), strict=True)
+    ]
+    held_bytes = list(accumulate(arriving, initial=0))
 
     def needed(num_in_memory: int) -> HostMemory:
         def total(stage: _Stage) -> int:
-            held = sum(arriving[: min(stage.num_arrived, num_in_memory)])
-            return always + stage.block + stage.working_set + held
+            return always + stage.block + stage.working_set + held_bytes[min(stage.num_held, num_in_memory)]
 
         peak = max(stages, key=total)
         return HostMemory(
             process=process_bytes,
-            block_inputs=always - process_bytes,
+            block_inputs=input_bytes,
+            activations=placement.activation_bytes,
+            resident=resident_bytes,
             block=peak.block,
             working_set=peak.working_set,
-            held_gradients=sum(arriving[:num_in_memory]),
+            held_gradients=held_bytes[num_in_memory],
             total=total(peak),
         )
 
-    for num_in_memory in range(len(arriving), -1, -1):
+    num_blocks = len(spec.blocks)
+    can_spill = holds_gradients or overlap == "separate"
+    for num_in_memory in range(num_blocks, -1 if can_spill else num_blocks - 1, -1):
         memory = needed(num_in_memory)
         if memory.total <= limit_bytes:
-            return memory, len(arriving) - num_in_memory
+            return memory, num_blocks - num_in_memory
     raise _does_not_fit(memory, limit_bytes)
 
 
-def _stages(spec: ModelSpec, state: StateBytes, workload: Workload) -> list[_Stage]:
-    """In order of the arrival of gradients; then the update of held ones, block by block."""
-    tokens = workload.micro_batch_tokens
-    embedding, head = spec.blocks[0], spec.blocks[-1]
-    # The head's part of a tied embedding's gradient waits, in fp32, for the embedding's own.
-    # So do, in the compute dtype, its rows of the step's distinct tokens, once for each micro-batch.
-    tied_sum = 4 * embedding.num_elements if spec.tied else 0
-    if spec.tied:
-        distinct = min(workload.tokens, spec.vocab_size)
-        tied_sum += workload.num_micro_batches * distinct * spec.hidden_size * state.compute
-    chunk_tokens = min(tokens, max(16, _CHUNK_LOGITS_BYTES // (4 * spec.vocab_size)))
-    tied_part = 4 * embedding.num_elements if spec.tied and chunk_tokens < tokens else 0
-    logits = _LOGITS_COPIES * 4 * chunk_tokens * spec.vocab_size + _layer_bytes(spec, head, state, tokens)
-    head_weights = head.num_elements + (embedding.num_elements if spec.tied else 0)
-    stages = [
-        _Stage(
-            0,
-            max(
-                # The chunks' gradients of a tied weight are added up in fp32 before they become one.
-                head_weights * state.compute * 2 + 4 * head.num_elements + tied_sum + tied_part,
-                _handing_over(head, state, sum_bytes=4) + tied_sum,
-            ),
-            _RUNTIME_BYTES + logits,
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """What one stage takes by itself, and how many blocks' gradients are held beside it, in order of arrival."""
+
+    num_held: int
+    block: int
+    working_set: int
+
+
+class _Step:
+    """The stages of one step. A gradient that a stage has in its hands counts there, and not as held."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        state: StateBytes,
+        workload: Workload,
+        placement: Placement,
+        updates: Sequence[Stage],
+    ) -> None:
+        self._spec = spec
+        self._state = state
+        self._workload = workload
+        self._placement = placement
+        self._updates = updates
+        self._uses = step_uses(spec)
+        largest = max(block.num_elements for block in spec.blocks)
+        self._group_bytes = _NUM_GROUPS * state.record * min(_GROUP_ELEMENTS, largest)
+        # The head's part of a tied embedding's gradient waits, in fp32, for the embedding's own.
+        # So do, in the compute dtype, its rows of the step's distinct tokens, once for each micro-batch.
+        self._tied_bytes = 0
+        if spec.tied:
+            rows = workload.num_micro_batches * min(workload.tokens, spec.vocab_size)
+            self._tied_bytes = 4 * spec.blocks[0].num_elements + rows * spec.hidden_size * state.compute
+
+    def stages(self) -> list[_Stage]:
+        num_blocks = len(self._spec.blocks)
+        stages = [self._forward(position) for position in range(num_blocks - 1)]
+        stages.append(self._head())
+        stages.extend(self._backward(num_arrived) for num_arrived in range(1, num_blocks))
+        if self._updates[0] == "update":
+            stages.extend(self._separate_update(block) for block in self._spec.blocks)
+        else:
+            stages.append(self._turn())
+        if set(self._updates) == {"forward"}:
+            stages.extend(self._speculating(position) for position in range(num_blocks))
+        return stages
+
+    def _forward(self, position: int) -> _Stage:
+        """One block, the window before it, and deferred updates of both."""
+        is_deferred = "forward" in self._updates
+        coming = self._spec.blocks[position : position + 1 + self._placement.prefetch_blocks]
+        in_hand = sum(block.num_elements for block in coming if self._updates[block.index] == "forward")
+        activations = self._activation_bytes(self._spec.blocks[position])
+        return _Stage(
+            num_held=max(0, len(self._spec.blocks) - position - len(coming)) if is_deferred else 0,
+            block=self._window(position) + in_hand * self._state.gradient + (self._group_bytes if is_deferred else 0),
+            working_set=_RUNTIME_BYTES + activations,
         )
-    ]
-    for num_arrived, block in enumerate(reversed(spec.blocks[:-1]), start=1):
-        is_summed = workload.num_micro_batches > 1 or (spec.tied and block is embedding)
+
+    def _head(self) -> _Stage:
+        spec, state, tokens = self._spec, self._state, self._workload.micro_batch_tokens
+        embedding, head = spec.blocks[0], spec.blocks[-1]
+        chunk_tokens = min(tokens, max(16, _CHUNK_LOGITS_BYTES // (4 * spec.vocab_size)))
+        # The chunks' gradients of a tied weight are added up in fp32 before they become one.
+        tied_part = 4 * embedding.num_elements if spec.tied and chunk_tokens < tokens else 0
+        multiplied = head.num_elements + (embedding.num_elements if spec.tied else 0)
+        computing = multiplied * state.compute + 4 * head.num_elements + tied_part
+        logits = _LOGITS_COPIES * 4 * chunk_tokens * spec.vocab_size
+        return _Stage(
+            num_held=0,
+            block=self._window(len(spec.blocks) - 1, num_open=2 if spec.tied else 1)
+            + self._tied_bytes
+            + max(computing, self._handing_over(head, sum_bytes=4))
+            + self._groups_beneath_backward(),
+            working_set=_RUNTIME_BYTES + logits + 2 * self._activation_bytes(head),
+        )
+
+    def _backward(self, num_arrived: int) -> _Stage:
+        """One block, the window after it, and the updates of those before it that are not written yet."""
+        spec, state = self._spec, self._state
+        block = spec.blocks[-1 - num_arrived]
+        arrived = spec.blocks[len(spec.blocks) - num_arrived :]
+        pending = arrived[: self._placement.pending_updates]
+        is_embedding = num_arrived == len(spec.blocks) - 1
+        is_summed = self._workload.num_micro_batches > 1 or (spec.tied and is_embedding)
         sum_bytes = 4 if is_summed else state.gradient
-        computing = block.num_elements * (2 * state.compute + sum_bytes)
-        others_sum = 0 if block is embedding else tied_sum
-        stages.append(
-            _Stage(
-                num_arrived,
-                max(computing, _handing_over(block, state, sum_bytes=sum_bytes)) + others_sum,
-                _RUNTIME_BYTES + _layer_bytes(spec, block, state, tokens),
-            )
+        computing = block.num_elements * (state.compute + sum_bytes)
+        return _Stage(
+            num_held=num_arrived - len(pending),
+            block=self._window(len(self._uses) - len(spec.blocks) + num_arrived)
+            + (0 if is_embedding else self._tied_bytes)
+            + max(computing, self._handing_over(block, sum_bytes=sum_bytes))
+            + self._pending(pending)
+            + self._groups_beneath_backward(),
+            working_set=_RUNTIME_BYTES + 2 * self._activation_bytes(block),
         )
-    fetched = max(block.num_elements for block in spec.blocks) * state.gradient
-    stages.append(_Stage(len(spec.blocks), fetched + state.record * _GROUP_ELEMENTS, _RUNTIME_BYTES))
-    return stages
+
+    def _turn(self) -> _Stage:
+        """Backward is over: the last updates end while the next forward's weights are read."""
+        pending = self._spec.blocks[: self._placement.pending_updates]
+        return _Stage(
+            num_held=len(self._spec.blocks) - len(pending),
+            block=self._window(0) + self._pending(pending) + self._group_bytes,
+            working_set=_RUNTIME_BYTES,
+        )
+
+    def _speculating(self, position: int) -> _Stage:
+        """Forward, up to the opening of the head, beside all gradients of a step that rightly did not wait to clip."""
+        block = self._spec.blocks[position]
+        is_head = position == len(self._spec.blocks) - 1
+        return _Stage(
+            num_held=len(self._spec.blocks),
+            block=self._window(position) + (4 * block.num_elements + self._tied_bytes if is_head else 0),
+            working_set=_RUNTIME_BYTES + self._activation_bytes(block),
+        )
+
+    def _separate_update(self, block: BlockSpec) -> _Stage:
+        """Groups bring the weights with them; a gradient comes back whole."""
+        return _Stage(
+            num_held=len(self._spec.blocks) - 1 - block.index,
+            block=block.num_elements * self._state.gradient + self._group_bytes,
+            working_set=_RUNTIME_BYTES,
+        )
+
+    def _window(self, position: int, *, num_open: int = 1) -> int:
+        return window_bytes(self._uses, position, self._placement, compute_bytes=self._state.compute, num_open=num_open)
+
+    def _pending(self, blocks: Sequence[BlockSpec]) -> int:
+        """Gradients, and the weights that are updated and written where they lie."""
+        resident = self._placement.resident_weights
+        weights = sum(block.num_elements for block in blocks if block.index not in resident) * self._state.compute
+        return weights + sum(block.num_elements for block in blocks) * self._state.gradient
+
+    def _groups_beneath_backward(self) -> int:
+        """Where all gradients are held, the engine may still speculate that nothing will be clipped."""
+        return 0 if self._updates[0] == "update" else self._group_bytes
+
+    def _handing_over(self, block: BlockSpec, *, sum_bytes: int) -> int:
+        """The sum, its rounding and one parameter's norm."""
+        rounded = self._state.gradient if sum_bytes != self._state.gradient else 0
+        norm = 4 * max((parameter.num_elements for parameter in block.parameters), default=0)
+        return block.num_elements * (sum_bytes + rounded) + norm
+
+    def _activation_bytes(self, block: BlockSpec) -> int:
+        return block_activation_bytes(self._spec, block, self._state, tokens=self._workload.micro_batch_tokens)
 
 
-def _handing_over(block: BlockSpec, state: StateBytes, *, sum_bytes: int) -> int:
-    """Weights, the sum, its rounding and one parameter's norm; then, in place of the norm, the update's group."""
-    rounded = state.gradient if sum_bytes != state.gradient else 0
-    norm = 4 * max((parameter.num_elements for parameter in block.parameters), default=0)
-    group = state.record * min(block.num_elements, _GROUP_ELEMENTS)
-    return block.num_elements * (state.compute + sum_bytes + rounded) + max(norm, group)
-
-
-def _layer_bytes(spec: ModelSpec, block: BlockSpec, state: StateBytes, tokens: int) -> int:
-    """Every matrix leaves one output and its gradient for each token, and there are vectors of the hidden size."""
-    width = sum(_output_width(parameter) for parameter in block.parameters if block.kind == "layer")
-    return 2 * tokens * (width + _WIDTHS_OF_VECTORS * spec.hidden_size) * state.compute
-
-
-def _output_width(parameter: ParameterSpec) -> int:
-    *stacked, rows, columns = (1, 0, 0, *parameter.shape) if len(parameter.shape) < 2 else (1, *parameter.shape)
-    return min(math.prod(stacked), _ACTIVE_EXPERTS) * max(rows, columns)
-
-
-def _input_bytes(spec: ModelSpec, state: StateBytes, workload: Workload) -> int:
-    """Each layer's input, the current hidden states and their gradients; a mask for every row."""
-    hidden = (spec.num_layers + 2) * workload.tokens * spec.hidden_size * state.compute
-    return hidden + workload.tokens * workload.sequence_len
+def _resident_bytes(spec: ModelSpec, state: StateBytes, placement: Placement) -> int:
+    weights = sum(spec.blocks[index].num_elements for index in placement.resident_weights)
+    states = sum(spec.blocks[index].num_elements for index in placement.resident_states)
+    return weights * state.compute + states * (state.record - state.compute)
 
 
 def _does_not_fit(memory: HostMemory, limit_bytes: int) -> DoesNotFit:
     shortfall_bytes = memory.total - limit_bytes
+    parts = {
+        "process": memory.process,
+        "block inputs": memory.block_inputs,
+        "kept activations": memory.activations,
+        "resident": memory.resident,
+        "one block": memory.block,
+        "working set": memory.working_set,
+    }
+    named = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
+    hint = "raise limits.host_memory, or lower micro_batch_size, gradient_accumulation_steps or sequence_len"
     return DoesNotFit(
-        f"host memory: need {format_bytes(memory.total)} "
-        f"(process {format_bytes(memory.process)}, block inputs {format_bytes(memory.block_inputs)}, "
-        f"one block {format_bytes(memory.block)}, working set {format_bytes(memory.working_set)}), "
+        f"host memory: need {format_bytes(memory.total)} ({named}), "
         f"have {format_bytes(limit_bytes)}: {format_bytes(shortfall_bytes)} too few",
-        "raise limits.host_memory, or lower micro_batch_size, gradient_accumulation_steps or sequence_len",
+        f"{hint}; or let activations be `auto`" if memory.activations else hint,
         shortfall_bytes=shortfall_bytes,
     )

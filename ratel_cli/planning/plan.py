@@ -10,9 +10,11 @@ from dataclasses import asdict, dataclass
 
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.capacity import HostMemory, Workload, host_memory
-from ratel_cli.planning.costs import StageTime, StepTime, forward_flops, layer_flops, serial_step
-from ratel_cli.planning.traffic import StateBytes, Traffic, gradient_bytes, step_traffic, store_bytes
+from ratel_cli.planning.capacity import HostMemory, Workload
+from ratel_cli.planning.choose import Activations, Case, choose
+from ratel_cli.planning.costs import StageTime, StepTime, forward_flops
+from ratel_cli.planning.placement import Overlap, Placement
+from ratel_cli.planning.traffic import StateBytes, Traffic, gradient_bytes, store_bytes
 
 FORMAT_VERSION = 1
 
@@ -22,8 +24,16 @@ class Decisions:
     """What the user's configuration and the limits leave to carry out."""
 
     holds_gradients: bool
+    """No update before the last gradient: the norm may have to be clipped, or the store is written in place."""
     num_slots: int
     host_limit_bytes: int
+    activations: Activations = "auto"
+    overlap: Overlap = "optimized"
+
+    @property
+    def in_place(self) -> bool:
+        """What is written cannot be taken back, so nothing is written before the step is decided."""
+        return self.num_slots == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +47,8 @@ class Plan:
     decisions: Decisions
     flops_forward: int
     flops_recomputed: int
-    """What backward runs again, every operator of every layer."""
+    """What backward runs again, every operator of the layers whose activations are not kept."""
+    placement: Placement
     memory: HostMemory
     spilled_blocks: int
     """Held gradients of this many blocks (the first in forward order) lie on NVMe."""
@@ -54,7 +65,7 @@ class Plan:
 
     def to_json(self) -> dict[str, object]:
         """The keys of `plan --json` that are known so far, and memory in detail."""
-        time, traffic, tokens = self.time, self.traffic, self.workload.tokens
+        time, traffic, placement, tokens = self.time, self.traffic, self.placement, self.workload.tokens
         flops_model = 3 * self.flops_forward
         return {
             "format_version": FORMAT_VERSION,
@@ -69,21 +80,31 @@ class Plan:
                 "inter_block_bytes": self.memory.block_inputs,
                 "swapped_bytes": self.memory.block_inputs,
                 "swapped_to_nvme_bytes": 0,
+                "kept_bytes": placement.activation_bytes,
                 "recompute_flops": self.flops_recomputed,
             },
+            "placement": {
+                "prefetch_blocks": placement.prefetch_blocks,
+                "pending_updates": placement.pending_updates,
+                "resident_weights": sorted(placement.resident_weights),
+                "resident_states": sorted(placement.resident_states),
+                "activation_bytes": placement.activation_bytes,
+                "deferred": sorted(placement.deferred),
+            },
             "time": {
-                "forward": {"compute": time.forward.compute, "nvme": _nvme_seconds(time.forward)},
-                "backward": {
-                    "compute": time.backward.compute,
-                    "nvme": _nvme_seconds(time.backward),
-                    "optimizer": time.backward.optimizer,
-                },
+                "forward": _stage_json(time.forward),
+                "backward": _stage_json(time.backward),
+                "update": _stage_json(time.update),
                 "forward_seconds": time.forward.total,
-                "backward_seconds": time.backward.total,
+                "backward_seconds": time.backward.total + time.update.total,
                 "step_seconds": time.total,
                 "bottleneck": time.bottleneck,
             },
-            "traffic": {"nvme_read_bytes": traffic.read_bytes, "nvme_written_bytes": traffic.written_bytes},
+            "traffic": {
+                "nvme_read_bytes": traffic.read_bytes,
+                "nvme_written_bytes": traffic.written_bytes,
+                "nvme_first_read_bytes": traffic.first_read_bytes,
+            },
             "memory": {
                 "host_bytes": self.memory.total,
                 "nvme_bytes": self.nvme_bytes,
@@ -111,17 +132,22 @@ def make_plan(
     *,
     process_bytes: int,
 ) -> Plan:
-    """Decide where held gradients go and predict the rest. Raises DoesNotFit."""
-    memory, spilled_blocks = host_memory(
-        spec,
-        state,
-        workload,
-        holds_gradients=decisions.holds_gradients,
-        process_bytes=process_bytes,
-        limit_bytes=decisions.host_limit_bytes,
+    """Decide what stays where and predict the rest. Raises DoesNotFit."""
+    assert decisions.holds_gradients or not decisions.in_place, "what is written in place cannot be taken back"
+    choice = choose(
+        Case(
+            spec=spec,
+            state=state,
+            workload=workload,
+            hardware=hardware,
+            holds_gradients=decisions.holds_gradients,
+            overlap=decisions.overlap,
+            activations=decisions.activations,
+            process_bytes=process_bytes,
+            limit_bytes=decisions.host_limit_bytes,
+        )
     )
-    spilled_bytes = gradient_bytes(spec, state, num_blocks=spilled_blocks)
-    traffic = step_traffic(spec, state, holds_gradients=decisions.holds_gradients, spilled_blocks=spilled_blocks)
+    spilled_bytes = gradient_bytes(spec, state, num_blocks=choice.spilled_blocks)
     return Plan(
         model_name=spec.name,
         num_parameters=spec.num_parameters,
@@ -129,15 +155,16 @@ def make_plan(
         workload=workload,
         decisions=decisions,
         flops_forward=forward_flops(spec, workload),
-        flops_recomputed=layer_flops(spec, workload),
-        memory=memory,
-        spilled_blocks=spilled_blocks,
+        flops_recomputed=choice.prediction.flops_recomputed,
+        placement=choice.placement,
+        memory=choice.memory,
+        spilled_blocks=choice.spilled_blocks,
         spilled_bytes=spilled_bytes,
         nvme_bytes=store_bytes(spec, state, num_slots=decisions.num_slots) + spilled_bytes,
-        traffic=traffic,
-        time=serial_step(spec, workload, traffic, hardware),
+        traffic=choice.prediction.traffic,
+        time=choice.prediction.time,
     )
 
 
-def _nvme_seconds(stage: StageTime) -> float:
-    return stage.nvme_read + stage.nvme_write
+def _stage_json(stage: StageTime) -> dict[str, float]:
+    return {"compute": stage.compute, "nvme": stage.nvme, "optimizer": stage.optimizer}

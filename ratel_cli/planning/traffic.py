@@ -1,11 +1,18 @@
-"""What one step moves over NVMe, to the byte, and what the store takes. Used by `planning.plan`. Pure.
+"""What one step moves over NVMe, to the byte, and what the store takes. Used by `planning.choose`. Pure.
 
 Every block's weights are read once in forward and once in backward; its states are read and written
 once. In bf16 that is 2 + 2 + 10 read and 12 written: 26 bytes per parameter of a layer (architecture.md
 section 4; the paper's layout moves 30). The head is read once, since its backward follows its forward;
-a tied embedding once more, for the head.
+a tied embedding once more, for the head. When a block is updated changes where these bytes fall:
 
-Invariant: an applied step of `engine.step` moves exactly these bytes.
+    in backward       the update finds the weights that backward used, reads the states, writes the record
+    in next forward   the update reads the weights and hands the new ones on: forward, and the head, read nothing
+    in between        the update reads the weights once more: 2 bytes on top (28)
+
+Weights and states that stay in memory are not read, nor are weights that are still there (planning/uses.py).
+
+Invariant: an applied step of `engine.step` moves exactly these bytes. Of an update in the next forward
+they belong to the step whose gradients it applies.
 """
 
 from __future__ import annotations
@@ -13,6 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.placement import Overlap, Placement, Stage
+from ratel_cli.planning.uses import needs_read, step_uses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,35 +37,77 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """NVMe bytes of one step."""
+    """NVMe bytes of one step among others, when all that is to stay in memory is there."""
 
     forward_read_bytes: int
-    """From the embedding to the last layer."""
+    """From the embedding to the last layer, and beneath it."""
+    forward_written_bytes: int
     backward_read_bytes: int
-    """The head's weights included, whose forward and backward are one."""
-    written_bytes: int
+    """The head's weights included, whose forward and backward are one, unless their update hands them on."""
+    backward_written_bytes: int
+    update_read_bytes: int
+    """After backward, before the next forward: zero unless the optimizer is separate."""
+    update_written_bytes: int
+    first_read_bytes: int
+    """Read once in a run, on top: weights and states that stay."""
 
     @property
     def read_bytes(self) -> int:
-        return self.forward_read_bytes + self.backward_read_bytes
+        return self.forward_read_bytes + self.backward_read_bytes + self.update_read_bytes
+
+    @property
+    def written_bytes(self) -> int:
+        return self.forward_written_bytes + self.backward_written_bytes + self.update_written_bytes
 
 
-def step_traffic(spec: ModelSpec, state: StateBytes, *, holds_gradients: bool, spilled_blocks: int = 0) -> Traffic:
+def step_traffic(
+    spec: ModelSpec,
+    state: StateBytes,
+    placement: Placement,
+    *,
+    holds_gradients: bool,
+    spilled_blocks: int = 0,
+    overlap: Overlap = "optimized",
+) -> Traffic:
     """The traffic of one applied step.
 
-    With held gradients the update reads the compute weights again, since backward is long over.
-    `spilled_blocks` of them, the last in backward order, go to NVMe and come back.
+    With `holds_gradients` every update runs in the next forward (or in between); `spilled_blocks` of the
+    gradients, the last in backward order, go to NVMe in backward and come back for the update. A step that
+    speculates that nothing will be clipped moves the bytes of one without held gradients.
     """
-    embedding, *between, _head = spec.blocks
-    forward = embedding.num_elements + sum(block.num_elements for block in between)
-    every = sum(block.num_elements for block in spec.blocks)
-    backward = every + (embedding.num_elements if spec.tied else 0)
-    updated = state.record if holds_gradients else state.record - state.compute
-    spilled_bytes = gradient_bytes(spec, state, num_blocks=spilled_blocks)
+    read: dict[Stage, int] = {"forward": 0, "backward": 0, "update": 0}
+    written: dict[Stage, int] = {"forward": 0, "backward": 0, "update": 0}
+    first_bytes = 0
+    for block in spec.blocks:
+        stage = placement.update_stage(block.index, holds_gradients=holds_gradients, overlap=overlap)
+        weight_bytes = block.num_elements * state.compute
+        state_bytes = block.num_elements * (state.record - state.compute)
+        if block.index in placement.resident_weights:
+            first_bytes += weight_bytes
+        elif stage == "update":
+            read[stage] += weight_bytes
+        if block.index in placement.resident_states:
+            first_bytes += state_bytes
+        else:
+            read[stage] += state_bytes
+        written[stage] += block.num_elements * state.record
+        if block.index < spilled_blocks:
+            written["backward"] += block.num_elements * state.gradient
+            read[stage] += block.num_elements * state.gradient
+    head, uses = spec.blocks[-1], step_uses(spec)
+    head_stage = placement.update_stage(head.index, holds_gradients=holds_gradients, overlap=overlap)
+    for position, use in enumerate(uses):
+        if needs_read(uses, position, placement):
+            is_handed_on = use.block is head and head_stage == "forward"
+            read["forward" if is_handed_on else use.stage] += use.block.num_elements * state.compute
     return Traffic(
-        forward_read_bytes=forward * state.compute,
-        backward_read_bytes=backward * state.compute + every * updated + spilled_bytes,
-        written_bytes=every * state.record + spilled_bytes,
+        forward_read_bytes=read["forward"],
+        forward_written_bytes=written["forward"],
+        backward_read_bytes=read["backward"],
+        backward_written_bytes=written["backward"],
+        update_read_bytes=read["update"],
+        update_written_bytes=written["update"],
+        first_read_bytes=first_bytes,
     )
 
 

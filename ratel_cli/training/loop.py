@@ -6,9 +6,10 @@ goes on as if nothing had happened.
 
 For each step:
 
-    1. batches of the step; forward, backward, update into the shadow slot      (engine.step)
+    1. batches of the step; forward, backward, and the decision whether it applies    (engine.step)
     2. announce the step, so that a crash after its commit cannot leave it unreported
-    3. commit the generation, or note that the step was not applied             (movement.store)
+    3. its update is written and committed beneath the next step's forward; or at once when it is time to
+       save, to evaluate, or to end
     4. pin the generation, when it is time: a checkpoint, at no cost
     5. evaluate, when it is time
     6. report
@@ -25,7 +26,7 @@ from typing import Protocol
 import torch
 
 from ratel_cli.engine.step import StepOutcome
-from ratel_cli.engine.telemetry import CAUSES, StepClock
+from ratel_cli.engine.telemetry import RESOURCES, StepTimes, Timeline
 from ratel_cli.errors import Diverged, EnvironmentFailure, Interrupted
 from ratel_cli.movement.store import Progress
 from ratel_cli.training.data import MicroBatch
@@ -37,8 +38,16 @@ class Engine(Protocol):
     """What the loop needs of `engine.step.StepEngine`."""
 
     def run(
-        self, batches: Sequence[MicroBatch], *, step: int, update: int, learning_rate: float, loss_scale: float
+        self,
+        batches: Sequence[MicroBatch],
+        *,
+        step: int,
+        update: int,
+        learning_rate: float,
+        loss_scale: float,
+        commit_previous: Callable[[], None],
     ) -> StepOutcome: ...
+    def settle(self) -> None: ...
     def evaluate(self, batches: Sequence[MicroBatch]) -> float: ...
 
 
@@ -111,10 +120,11 @@ class TrainingLoop:
         schedule: LearningRateSchedule,
         settings: LoopSettings,
         *,
-        clock: StepClock,
+        timeline: Timeline,
         check_stop: Callable[[], None],
         host_peak_bytes: Callable[[], int],
         announce: Callable[[StepMetrics], None] = lambda metrics: None,
+        draw: Callable[[int, StepTimes, float], None] = lambda step, times, start: None,
     ) -> None:
         self._engine = engine
         self._store = store
@@ -122,33 +132,51 @@ class TrainingLoop:
         self._data = data
         self._schedule = schedule
         self._settings = settings
-        self._clock = clock
+        self._timeline = timeline
         self._check_stop = check_stop
         self._host_peak_bytes = host_peak_bytes
         self._announce = announce
-        """Told each step just before it is committed, with the times so far."""
+        """Told each step as it is decided, before it is committed."""
+        self._draw = draw
+        """Told the step, what happened in it, and when it began (by `perf_counter`)."""
+        self._decided: Progress | None = None
+        """Of a step that is not committed yet."""
 
     def steps(self) -> Iterator[StepMetrics]:
-        """Run them all; each is committed when it is yielded. Raises Diverged, Interrupted, EnvironmentFailure."""
+        """Run them all. A step that was yielded is committed when the next one is, and the last one already.
+
+        Raises Diverged, Interrupted, EnvironmentFailure. When it raises Diverged or Interrupted, every step
+        that was yielded is committed.
+        """
         # A run that was killed between commit and pin left its checkpoint out.
         self._save_if_due()
-        while self._store.progress.step < self._settings.num_steps:
-            self._check_stop()
-            self._check_wear()
-            metrics = self._step()
+        while self._progress.step < self._settings.num_steps:
+            try:
+                self._check_stop()
+                self._check_wear()
+                metrics = self._step()
+            except Interrupted:
+                self._commit_decided()
+                raise
             self._save_if_due()
             try:
-                eval_loss = self._evaluate() if self._eval_is_due() else None
+                eval_loss = self._evaluate() if self._eval_is_due(metrics.step) else None
             except Interrupted:
                 yield metrics  # the step counts, without its evaluation
                 raise
             yield replace(metrics, eval_loss=eval_loss)
 
+    @property
+    def _progress(self) -> Progress:
+        """After the newest step, committed or not."""
+        return self._decided or self._store.progress
+
     def _check_wear(self) -> None:
-        limit, slot_bytes, step = self._settings.max_bytes_written, self._store.slot_bytes, self._store.progress.step
+        limit, slot_bytes, step = self._settings.max_bytes_written, self._store.slot_bytes, self._progress.step
         # Making the store wrote all of it once, the import a generation, and every step another.
         written = self._store.nvme_bytes + (1 + step) * slot_bytes
         if limit is not None and written + slot_bytes > limit:
+            self._commit_decided()
             raise EnvironmentFailure(
                 f"step {step + 1} would write more than storage.max_tb_written allows "
                 f"({written / 1e12:.3g} TB are written, a step writes {slot_bytes / 1e12:.3g} TB)",
@@ -156,7 +184,7 @@ class TrainingLoop:
             )
 
     def _step(self) -> StepMetrics:
-        progress, settings = self._store.progress, self._settings
+        progress, settings = self._progress, self._settings
         start = time.perf_counter()
         read_bytes, written_bytes = self._queue.read_bytes, self._queue.written_bytes
         batches = self._data.step(progress.step)
@@ -167,42 +195,53 @@ class TrainingLoop:
             update=progress.updates + 1,
             learning_rate=learning_rate,
             loss_scale=progress.loss_scale if settings.scale_loss else 1.0,
+            commit_previous=self._commit,
         )
         following = self._following(progress, outcome, batches)
-        by_cause = self._clock.take()
+        ends_here = self._ends_here(following.step)
+        if outcome.applied and ends_here:
+            self._engine.settle()
+        seconds = time.perf_counter() - start
+        times = self._timeline.take()
+        self._draw(following.step, times, start)
+        tokens = following.tokens - progress.tokens
+        tera_per_second = sum(batch.input_ids.numel() for batch in batches) / seconds / 1e12
+        metrics = StepMetrics(
+            step=following.step,
+            loss=outcome.loss,
+            learning_rate=learning_rate,
+            grad_norm=outcome.grad_norm,
+            tokens=tokens,
+            step_seconds=seconds,
+            forward_seconds=outcome.forward_seconds,
+            backward_seconds=seconds - outcome.forward_seconds,
+            tokens_per_second=tokens / seconds,
+            tflops_model=3 * settings.flops_forward_per_token * tera_per_second,
+            tflops_hardware=(3 * settings.flops_forward_per_token + settings.flops_recomputed_per_token)
+            * tera_per_second,
+            nvme_read_bytes=self._queue.read_bytes - read_bytes,
+            nvme_written_bytes=self._queue.written_bytes - written_bytes,
+            gpu_peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+            host_peak_bytes=self._host_peak_bytes(),
+            bottleneck=max(RESOURCES, key=lambda resource: times.busy[resource]),
+            busy_seconds=times.busy,
+            waited_seconds=times.waited,
+            predicted_seconds=settings.predicted_seconds,
+            applied=outcome.applied,
+            eval_loss=None,
+        )
+        self._announce(metrics)
+        if outcome.applied:
+            self._decided = following
+            if ends_here:
+                self._commit()
+        else:
+            self._store.commit_progress(following)
+        return metrics
 
-        def measured() -> StepMetrics:
-            seconds = time.perf_counter() - start
-            tokens = following.tokens - progress.tokens
-            tera_per_second = sum(batch.input_ids.numel() for batch in batches) / seconds / 1e12
-            return StepMetrics(
-                step=progress.step + 1,
-                loss=outcome.loss,
-                learning_rate=learning_rate,
-                grad_norm=outcome.grad_norm,
-                tokens=tokens,
-                step_seconds=seconds,
-                forward_seconds=outcome.forward_seconds,
-                backward_seconds=seconds - outcome.forward_seconds,
-                tokens_per_second=tokens / seconds,
-                tflops_model=3 * settings.flops_forward_per_token * tera_per_second,
-                tflops_hardware=(3 * settings.flops_forward_per_token + settings.flops_recomputed_per_token)
-                * tera_per_second,
-                nvme_read_bytes=self._queue.read_bytes - read_bytes,
-                nvme_written_bytes=self._queue.written_bytes - written_bytes,
-                gpu_peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
-                host_peak_bytes=self._host_peak_bytes(),
-                bottleneck=max(CAUSES, key=lambda cause: by_cause[cause]),
-                seconds_by_cause=by_cause,
-                predicted_seconds=settings.predicted_seconds,
-                applied=outcome.applied,
-                eval_loss=None,
-            )
-
-        self._announce(measured())
-        self._commit(following, applied=outcome.applied)
-        by_cause = {cause: by_cause[cause] + seconds for cause, seconds in self._clock.take().items()}
-        return measured()
+    def _ends_here(self, step: int) -> bool:
+        """Whether the step must be committed before anything else is done."""
+        return self._save_is_due(step) or self._eval_is_due(step) or step == self._settings.num_steps
 
     def _following(self, progress: Progress, outcome: StepOutcome, batches: Sequence[MicroBatch]) -> Progress:
         """What the step leads to. Raises Diverged."""
@@ -221,25 +260,34 @@ class TrainingLoop:
             tokens=progress.tokens + sum(batch.num_tokens for batch in batches),
         )
 
-    def _commit(self, following: Progress, *, applied: bool) -> None:
-        with self._clock.during("nvme write"):
-            if applied:
-                self._store.commit(following)
-            else:
-                self._store.commit_progress(following)
+    def _commit(self) -> None:
+        """The newest step has been settled."""
+        decided, self._decided = self._decided, None
+        assert decided is not None
+        with self._timeline.waiting("nvme write"):
+            self._store.commit(decided)
+
+    def _commit_decided(self) -> None:
+        """Settle and commit the newest step, if it is not yet."""
+        if self._decided is not None:
+            self._engine.settle()
+            self._commit()
+
+    def _save_is_due(self, step: int) -> bool:
+        every = self._settings.save_steps
+        return every is not None and step > 0 and step % every == 0 and step not in self._store.pinned_steps
 
     def _save_if_due(self) -> None:
-        step, every = self._store.progress.step, self._settings.save_steps
-        pinned = self._store.pinned_steps
-        if every is None or step == 0 or step % every or step in pinned:
+        if not self._save_is_due(self._progress.step):
             return
+        pinned = self._store.pinned_steps
         # The store has slots for the limit and no more: the oldest must go first.
         for oldest in pinned[: max(0, len(pinned) - self._settings.save_total_limit + 1)]:
             self._store.unpin(oldest)
         self._store.pin()
 
-    def _eval_is_due(self) -> bool:
-        step, every = self._store.progress.step, self._settings.eval_steps
+    def _eval_is_due(self, step: int) -> bool:
+        every = self._settings.eval_steps
         is_time = step == self._settings.num_steps or (every is not None and step % every == 0)
         return is_time and self._data.num_eval_samples > 0
 
@@ -256,7 +304,7 @@ class TrainingLoop:
                 waiting = []
         if waiting:
             total += self._engine.evaluate(waiting)
-        self._clock.take()
+        self._timeline.take()
         return total / num_targets if num_targets else None
 
 

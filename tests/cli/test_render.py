@@ -1,4 +1,4 @@
-"""The words of a run, whole: what a person reads before the first step and after each."""
+"""The words of a run, whole: what a person reads before the first step, after each, and after the last."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.cli.render import opening, step_line
+from ratel_cli.cli.render import opening, run_summary, step_line
+from ratel_cli.engine.telemetry import RESOURCES, Resource
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.capacity import Workload
 from ratel_cli.planning.plan import Decisions, Plan, make_plan
-from ratel_cli.training.metrics import StepMetrics
+from ratel_cli.training.metrics import RunTotals, StepMetrics
 from ratel_cli.units import GIB, MIB
 from tests.planning.shapes import BFLOAT16, gpt, machine
 
 SPEC = gpt(num_layers=6, hidden_size=1024, vocab_size=1000)
+IDLE: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
 METRICS = StepMetrics(
     step=3,
     loss=2.34567,
@@ -30,12 +32,13 @@ METRICS = StepMetrics(
     tokens_per_second=250.4,
     tflops_model=0.1,
     tflops_hardware=0.2,
-    nvme_read_bytes=14,
-    nvme_written_bytes=12,
+    nvme_read_bytes=14 * 10**9,
+    nvme_written_bytes=12 * 10**9,
     gpu_peak_bytes=0,
     host_peak_bytes=1000,
-    bottleneck="nvme read",
-    seconds_by_cause={"compute": 0.5, "nvme read": 2.0, "nvme write": 0.25, "optimizer": 0.25},
+    bottleneck="compute",
+    busy_seconds=IDLE | {"compute": 3.84, "nvme read": 2.0, "nvme write": 1.5, "optimizer": 0.0625},
+    waited_seconds=IDLE | {"nvme read": 0.12, "optimizer": 0.04},
     predicted_seconds=3.0,
     applied=True,
     eval_loss=None,
@@ -91,7 +94,7 @@ def test_the_opening_statement() -> None:
     assert found["data"] == "12 samples, 12.3K tokens"
     assert found["step"] == "3 micro-batches of 2 x 64 = 384 tokens; steps 1 to 10"
     assert found["compute"] == "a device, 1 TFLOP/s; one block at a time"
-    assert found["memory"].endswith("of RAM, have 1.00 GiB")
+    assert found["memory"].endswith("of RAM, have 1.00 GiB; weights of 8 and states of 4 of 8 blocks stay in RAM")
     assert found["NVMe"] == "need 1.73 GiB in /a, /b, have 1.00 TiB (threads, 2 GB/s read, 1 GB/s written)"
     assert found["predicted"].split(";")[0].endswith(f"a step, most of it {made.time.bottleneck}")
     assert found["predicted"].endswith(f" and {made.traffic.written_bytes * 10 / 1e12:.3g} TB written for the run")
@@ -121,7 +124,7 @@ def test_held_gradients_are_told_and_where_they_lie() -> None:
     roomy = plan(holds_gradients=True)
     assert "gradients wait for the norm: 148 MiB of them in RAM" in facts(roomy)["memory"]
     assert "on NVMe" not in facts(roomy)["memory"]
-    tight = plan(holds_gradients=True, limit_bytes=(roomy.memory.total + plan().memory.total) // 2)
+    tight = plan(holds_gradients=True, limit_bytes=500 * MIB)
     assert tight.spilled_bytes
     assert facts(tight)["memory"].endswith("MiB on NVMe")
 
@@ -136,11 +139,66 @@ def test_too_little_space_is_told(free: int, taken: int, told: str) -> None:
 
 def test_the_step_line_ends_with_what_it_waited_for() -> None:
     assert step_line(METRICS, 20) == (
-        "step 3/20  loss 2.3457  lr 1.50e-05  norm 0.988  250 tokens/s  4.00 s  waited for nvme read (50%)"
+        "step 3/20  loss 2.3457  lr 1.50e-05  norm 0.988  250 tokens/s  4.00 s  waited 3 % for nvme read"
     )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (0.0, "waited for nothing, compute busy 96 %"),
+        (0.039, "waited for nothing, compute busy 96 %"),
+        (0.04, "waited 1 % for up"),
+        (4.0, "waited 100 % for up"),
+    ],
+)
+def test_a_wait_below_one_percent_is_none(seconds: float, told: str) -> None:
+    assert step_line(replace(METRICS, waited_seconds=IDLE | {"up": seconds}), 20).endswith(f"  4.00 s  {told}")
+
+
+def test_no_step_is_busier_than_the_clock() -> None:
+    """A transfer that began beneath the step before counts here, whole."""
+    metrics = replace(METRICS, bottleneck="nvme read", busy_seconds=IDLE | {"nvme read": 4.2}, waited_seconds=IDLE)
+    assert step_line(metrics, 20).endswith("waited for nothing, nvme read busy 100 %")
 
 
 def test_the_step_line_tells_an_evaluation_and_a_step_that_was_not_applied() -> None:
     line = step_line(replace(METRICS, eval_loss=1.5, applied=False, grad_norm=math.inf), 20)
     assert "  norm inf  " in line
-    assert "  eval loss 1.5000  not applied: gradients overflowed, the loss scale is halved  waited for" in line
+    assert "  eval loss 1.5000  not applied: gradients overflowed, the loss scale is halved  waited 3 %" in line
+
+
+def summary(*steps: StepMetrics) -> list[str]:
+    totals = RunTotals()
+    for metrics in steps:
+        totals.add(metrics)
+    return [f"{name}: {fact}" for name, fact in run_summary(totals)]
+
+
+def test_the_summary_of_a_run() -> None:
+    warming_up = replace(METRICS, step_seconds=100.0, tokens=1, waited_seconds=IDLE | {"compute": 96.0})
+    assert summary(warming_up, METRICS, METRICS) == [
+        "mean of: 2 steps, without the first, which warms up",
+        "step:  4.00 s  100 %  250 tokens/s",
+        "compute:  3.84 s   96 %",
+        "nvme read:  2.00 s   50 %  14 GB at 7 GB/s while busy",
+        "nvme write:  1.50 s   38 %  12 GB at 8 GB/s while busy",
+        "optimizer: 62.5 ms    2 %",
+        "waited:  0.16 s    4 %  for nvme read 3 %, optimizer 1 %",
+    ]
+
+
+def test_the_summary_of_a_single_step() -> None:
+    rows = summary(replace(METRICS, waited_seconds=IDLE))
+    assert rows[0] == "mean of: 1 step, which warms up"
+    assert rows[-1] == "waited: 0.00 ms    0 %  for nothing"
+
+
+def test_the_summary_of_a_run_with_nothing_on_nvme_tells_no_rates() -> None:
+    rows = summary(replace(METRICS, nvme_read_bytes=0, nvme_written_bytes=0, busy_seconds=IDLE | {"compute": 4.0}))
+    assert [row.split(":")[0] for row in rows] == ["mean of", "step", "compute", "waited"]
+    assert not any("GB" in row for row in rows)
+
+
+def test_a_run_without_steps_has_no_summary() -> None:
+    assert summary() == []

@@ -11,9 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ratel_cli import _native
-from ratel_cli.engine.adamw import AdamWSettings, OutOfCoreAdamW
+from ratel_cli.engine.adamw import AdamWSettings
+from ratel_cli.engine.opening import open_engine
+from ratel_cli.engine.pipeline import GROUP_ELEMENTS
 from ratel_cli.engine.step import StepEngine, StepOutcome
-from ratel_cli.engine.telemetry import StepClock
+from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.engine.update import UpdateSettings
 from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.load import import_weights
@@ -25,9 +27,11 @@ from ratel_cli.movement.queue import EngineChoice, IoQueue, open_queue
 from ratel_cli.movement.records import record_layout
 from ratel_cli.movement.scratch import Scratch
 from ratel_cli.movement.store import Progress, Store, StoreIdentity
+from ratel_cli.planning.placement import Overlap, Placement
 from tests.engine.architectures import VOCAB_SIZE
 from tests.reference import Recipe
 
+NOTHING_AHEAD = Placement()
 IDENTITY = StoreIdentity(model_hash="m", config_hash="c", data_hash="d", seed=42, software="s")
 
 
@@ -108,29 +112,43 @@ class Machine:
         pool: BufferPool,
         queue: IoQueue,
         make_engine: Callable[[Callable[[], None]], StepEngine],
+        timeline: Timeline,
     ) -> None:
         self.model = model
         self.store = store
         self.pool = pool
         self.queue = queue
         self.make_engine = make_engine
+        self.timeline = timeline
         self.engine = make_engine(lambda: None)
+        self.decided = 0
 
     def train(self, steps: Sequence[Sequence[Batch]], recipe: Recipe) -> list[StepOutcome]:
-        """Run and commit the steps that the store has not committed yet."""
+        """Run the steps that the store has not committed yet; each is committed beneath the next, and the last."""
         outcomes = []
         for step in range(self.store.progress.step, len(steps)):
-            outcome = self.engine.run(
-                steps[step],
-                step=step,
-                update=step + 1,
-                learning_rate=recipe.learning_rate,
-                loss_scale=recipe.loss_scale,
+            outcomes.append(
+                self.engine.run(
+                    steps[step],
+                    step=step,
+                    update=step + 1,
+                    learning_rate=recipe.learning_rate,
+                    loss_scale=recipe.loss_scale,
+                    commit_previous=self.commit,
+                )
             )
-            if outcome.applied:
-                self.store.commit(progress_at(step + 1))
-            outcomes.append(outcome)
+            self.decided = step + 1
+        self.settle()
         return outcomes
+
+    def settle(self) -> None:
+        """Commit the step that is not yet."""
+        if self.engine.is_unsettled:
+            self.engine.settle()
+            self.commit()
+
+    def commit(self) -> None:
+        self.store.commit(progress_at(self.decided))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The fp32 masters in the store, by name."""
@@ -171,6 +189,9 @@ def machine(
     held_in_memory_bytes: int | None = None,
     in_place: bool = False,
     num_directories: int = 1,
+    overlap: Overlap = "optimized",
+    placement: Placement = NOTHING_AHEAD,
+    group_elements: int = GROUP_ELEMENTS,
 ) -> Iterator[Machine]:
     """A machine on a new store, or, without `weights`, on the store that an earlier one left in `directory`."""
     model = find_blocks(build_skeleton(config, dtype=dtype, attn_implementation=attention_of(config)), name="tiny")
@@ -198,29 +219,33 @@ def machine(
         scratch = None
         if held_in_memory_bytes is not None:
             scratch = resources.enter_context(Scratch(paths, 4 * sum(elements), queue))
-        clock = StepClock()
+        timeline = Timeline()
         adamw = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=recipe.weight_decay)
-        optimizer = OutOfCoreAdamW(adamw, store, pool, clock=clock)
         settings = UpdateSettings(
             gradient_dtype=recipe.gradient_dtype or recipe.dtype,
             max_grad_norm=recipe.max_grad_norm,
             hold=hold or in_place,
             held_in_memory_bytes=held_in_memory_bytes,
+            overlap=overlap,
         )
 
         def make_engine(check_stop: Callable[[], None]) -> StepEngine:
-            return StepEngine(
-                model,
-                store,
-                pool,
-                optimizer,
-                settings,
-                seed=recipe.seed,
-                device=torch.device("cpu"),
-                clock=clock,
-                scratch=scratch,
-                chunk_tokens=recipe.chunk_tokens,
-                check_stop=check_stop,
+            return resources.enter_context(
+                open_engine(
+                    model,
+                    store,
+                    pool,
+                    adamw=adamw,
+                    updates=settings,
+                    placement=placement,
+                    seed=recipe.seed,
+                    device=torch.device("cpu"),
+                    timeline=timeline,
+                    scratch=scratch,
+                    chunk_tokens=recipe.chunk_tokens,
+                    group_elements=group_elements,
+                    check_stop=check_stop,
+                )
             )
 
-        yield Machine(model, store, pool, queue, make_engine)
+        yield Machine(model, store, pool, queue, make_engine, timeline)

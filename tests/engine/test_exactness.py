@@ -11,7 +11,8 @@ from transformers import PretrainedConfig
 
 from ratel_cli.engine.step import StepOutcome
 from ratel_cli.model.skeleton import DTYPES
-from ratel_cli.model.spec import DtypeName
+from ratel_cli.model.spec import BLOCK_ALIGNMENT, DtypeName
+from ratel_cli.planning.placement import Placement
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.engine.machine import Batch, attention_of, initial_weights, machine, random_steps
 from tests.reference import Recipe, Trained, train_in_memory
@@ -91,6 +92,96 @@ def test_dropout_draws_the_same_when_recomputed(tmp_path: Path, architecture: st
     with machine(tmp_path, config, recipe, weights=initial_weights(config)) as ratel:
         steps = random_steps(2, 2, packed=ratel.model.packs)
         assert_same_training(ratel.train(steps, recipe), ratel.weights(), reference(config, steps, recipe))
+
+
+EVERY_BLOCK = frozenset(range(8))
+AHEAD = Placement(prefetch_blocks=2, pending_updates=2)
+PLACEMENTS: dict[str, dict[str, object]] = {
+    "one ahead": {"placement": Placement(prefetch_blocks=1, pending_updates=1)},
+    "two ahead": {"placement": AHEAD},
+    "all ahead": {"placement": Placement(prefetch_blocks=9, pending_updates=9)},
+    "two ahead, small groups": {"placement": AHEAD, "group_elements": BLOCK_ALIGNMENT},
+    "resident weights": {"placement": replace(AHEAD, resident_weights=EVERY_BLOCK)},
+    "some resident weights": {"placement": replace(AHEAD, resident_weights=frozenset((0, 2)))},
+    "resident states": {
+        "placement": replace(AHEAD, resident_states=frozenset((0, 1, 3))),
+        "group_elements": BLOCK_ALIGNMENT,
+    },
+    "everything resident": {
+        "placement": replace(AHEAD, resident_weights=EVERY_BLOCK, resident_states=EVERY_BLOCK, activation_bytes=1 << 30)
+    },
+    "some activations": {"placement": replace(AHEAD, resident_weights=EVERY_BLOCK, activation_bytes=250_000)},
+    "some deferred": {"placement": replace(AHEAD, deferred=frozenset((1, 2)))},
+    "all deferred": {"placement": replace(AHEAD, deferred=EVERY_BLOCK)},
+    "naive": {"placement": AHEAD, "overlap": "naive", "group_elements": BLOCK_ALIGNMENT},
+    "separate": {"placement": AHEAD, "overlap": "separate"},
+    "separate, resident": {
+        "placement": replace(AHEAD, resident_weights=EVERY_BLOCK, resident_states=EVERY_BLOCK),
+        "overlap": "separate",
+    },
+    "in place, ahead": {"placement": replace(AHEAD, resident_weights=frozenset((0, 3))), "in_place": True},
+    "gradients on disk, ahead": {"placement": AHEAD, "held_in_memory_bytes": 40_000, "hold": True},
+    "io_uring, ahead": {"placement": AHEAD, "io_engine": "auto"},
+}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("architecture", ["llama", "llama_tied"])
+def test_what_stays_and_what_runs_ahead_changes_no_bit(
+    tmp_path: Path, architecture: str, max_grad_norm: float | None, placement: str
+) -> None:
+    config = tiny_config(architecture)
+    recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
+    steps = random_steps(4, 2)
+    with machine(
+        tmp_path,
+        config,
+        recipe,
+        dtype="bfloat16",
+        weights=initial_weights(config),
+        **PLACEMENTS[placement],  # type: ignore[arg-type]
+    ) as ratel:
+        assert_same_training(ratel.train(steps, recipe), ratel.weights(), reference(config, steps, recipe))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_kept_activations_change_no_bit(tmp_path: Path, architecture: str) -> None:
+    config = tiny_config(architecture)
+    recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=0.5, attn_implementation=attention_of(config))
+    placement = replace(AHEAD, resident_weights=EVERY_BLOCK, activation_bytes=1 << 30)
+    with machine(
+        tmp_path, config, recipe, dtype="bfloat16", weights=initial_weights(config), placement=placement
+    ) as ratel:
+        steps = random_steps(3, 2, packed=ratel.model.packs)
+        assert_same_training(ratel.train(steps, recipe), ratel.weights(), reference(config, steps, recipe))
+
+
+@pytest.mark.parametrize("resident", [frozenset(), EVERY_BLOCK], ids=["streamed", "resident"])
+def test_a_speculation_that_was_wrong_is_done_again(tmp_path: Path, resident: frozenset[int]) -> None:
+    """Eight steps are not clipped, so the ninth is updated on arrival; the eleventh must be clipped."""
+    config = tiny_config("llama_tied")
+    steps = random_steps(13, 2)
+    for batch in steps[10]:
+        batch.targets[:, 1:] = -100  # few targets: a large gradient
+    steps[10] = [replace(batch, num_targets=int((batch.targets != -100).sum())) for batch in steps[10]]
+    norms = reference(config, steps, Recipe(dtype=torch.bfloat16)).norms
+    recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=1.2 * max(norms[:10]))
+    assert norms[10] > 1.2 * max(norms[:10])
+    placement = replace(AHEAD, resident_weights=resident, resident_states=resident)
+    with machine(
+        tmp_path, config, recipe, dtype="bfloat16", weights=initial_weights(config), placement=placement
+    ) as ratel:
+        written_bytes, wanted = [], reference(config, steps, recipe)
+        for end in range(1, len(steps) + 1):
+            before = ratel.queue.written_bytes
+            outcomes = ratel.train(steps[:end], recipe)
+            written_bytes.append((ratel.queue.written_bytes - before) / ratel.store.slot_bytes)
+            assert outcomes[0].grad_norm == wanted.norms[end - 1]
+        assert written_bytes[9] == 1
+        assert written_bytes[10] > 1.5
+        assert written_bytes[11] == 1
+        assert_same_training([], ratel.weights(), replace(wanted, losses=(), norms=()))
 
 
 VARIANTS: dict[str, dict[str, object]] = {

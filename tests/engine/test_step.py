@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +13,10 @@ import torch
 from ratel_cli.errors import BadInput, Interrupted
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import DtypeName, ModelSpec
+from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.traffic import StateBytes, step_traffic
 from tests.engine.architectures import tiny_config
-from tests.engine.machine import Machine, initial_weights, machine, progress_at, random_steps
+from tests.engine.machine import Batch, Machine, initial_weights, machine, progress_at, random_steps
 from tests.reference import Recipe
 
 STATE_BYTES = {
@@ -33,19 +36,64 @@ def spilled_blocks(spec: ModelSpec, state: StateBytes, held_in_memory_bytes: int
     return 0
 
 
+def moved_by_each_step(ratel: Machine, recipe: Recipe, steps: Sequence[Sequence[Batch]]) -> list[tuple[int, int]]:
+    """NVMe bytes (read, written) from one decision to the next, when all that could run on has run."""
+    moved = []
+    for step, batches in enumerate(steps):
+        read, written = ratel.queue.read_bytes, ratel.queue.written_bytes
+        ratel.engine.run(
+            batches,
+            step=step,
+            update=step + 1,
+            learning_rate=recipe.learning_rate,
+            loss_scale=recipe.loss_scale,
+            commit_previous=ratel.commit,
+        )
+        ratel.decided = step + 1
+        before = -1
+        while before != (before := ratel.queue.read_bytes + ratel.queue.written_bytes):
+            time.sleep(0.02)
+        moved.append((ratel.queue.read_bytes - read, ratel.queue.written_bytes - written))
+    ratel.settle()
+    return moved
+
+
 @pytest.mark.parametrize("architecture", ["llama", "llama_tied"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize(
-    ("max_grad_norm", "held_in_memory_bytes"), [(None, None), (1.0, None), (1.0, 0), (1.0, 40_000)]
+    ("dtype", "max_grad_norm", "held_in_memory_bytes"),
+    [
+        ("float32", None, None),
+        ("bfloat16", None, None),
+        ("bfloat16", 1e-3, None),
+        ("bfloat16", 1e-3, 40_000),
+        ("float16", 1e-3, 0),
+    ],
+)
+@pytest.mark.parametrize(
+    "placement",
+    [
+        Placement(),
+        Placement(prefetch_blocks=1, pending_updates=1, resident_weights=frozenset((0,))),
+        Placement(prefetch_blocks=2, pending_updates=2, resident_weights=frozenset((0,))),
+        Placement(prefetch_blocks=5, pending_updates=2, resident_weights=frozenset((0,))),
+        Placement(
+            prefetch_blocks=2,
+            pending_updates=2,
+            resident_weights=frozenset((0, 1, 2, 3)),
+            resident_states=frozenset((0, 2)),
+            activation_bytes=1 << 30,
+        ),
+        Placement(prefetch_blocks=2, pending_updates=2, resident_weights=frozenset((0,)), deferred=frozenset((2, 3))),
+    ],
+    ids=["nothing ahead", "one ahead", "two ahead", "five ahead", "resident", "deferred"],
 )
 def test_traffic_is_the_prediction_to_the_byte(
     tmp_path: Path,
     architecture: str,
     dtype: DtypeName,
-    num_micro_batches: int,
     max_grad_norm: float | None,
     held_in_memory_bytes: int | None,
+    placement: Placement,
 ) -> None:
     config = tiny_config(architecture)
     recipe = Recipe(dtype=DTYPES[dtype], max_grad_norm=max_grad_norm)
@@ -56,31 +104,30 @@ def test_traffic_is_the_prediction_to_the_byte(
         dtype=dtype,
         weights=initial_weights(config),
         held_in_memory_bytes=held_in_memory_bytes,
+        placement=placement,
     ) as ratel:
-        read, written = ratel.queue.read_bytes, ratel.queue.written_bytes
-        ratel.train(random_steps(1, num_micro_batches), recipe)
-        state = STATE_BYTES[dtype]
+        *_, last = moved_by_each_step(ratel, recipe, random_steps(3, 2))
         limit = held_in_memory_bytes
+        state = STATE_BYTES[dtype]
         wanted = step_traffic(
             ratel.model.spec,
             state,
+            placement,
             holds_gradients=max_grad_norm is not None,
             spilled_blocks=0 if limit is None else spilled_blocks(ratel.model.spec, state, limit),
         )
-        assert ratel.queue.read_bytes - read == wanted.read_bytes
-        assert ratel.queue.written_bytes - written == wanted.written_bytes
+        assert last == (wanted.read_bytes, wanted.written_bytes)
 
 
-def test_a_layer_moves_26_bytes_per_parameter_in_bf16(tmp_path: Path) -> None:
-    """Per element, gaps included, of the layers; the head is read once only, for forward and backward."""
+@pytest.mark.parametrize("max_grad_norm", [None, 1e-3])
+def test_a_layer_moves_26_bytes_per_parameter_in_bf16(tmp_path: Path, max_grad_norm: float | None) -> None:
+    """Per element, gaps included, of the layers, clipped or not; the head is read once only."""
     config = tiny_config("llama")
-    recipe = Recipe(dtype=torch.bfloat16)
+    recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
     with machine(tmp_path, config, recipe, dtype="bfloat16", weights=initial_weights(config)) as ratel:
-        read, written = ratel.queue.read_bytes, ratel.queue.written_bytes
-        ratel.train(random_steps(1, 2), recipe)
-        moved = ratel.queue.read_bytes - read + ratel.queue.written_bytes - written
+        *_, (read, written) = moved_by_each_step(ratel, recipe, random_steps(3, 2))
         *others, head = (block.num_elements for block in ratel.model.spec.blocks)
-        assert moved == 26 * sum(others) + 24 * head
+        assert read + written == 26 * sum(others) + 24 * head
 
 
 def test_every_buffer_is_given_back(tmp_path: Path) -> None:
@@ -182,7 +229,7 @@ def test_a_parameter_that_sits_out_some_steps_is_refused(tmp_path: Path) -> None
         before = ratel.weights()
         block = ratel.model.spec.blocks[2]
         # As if the first step had left the block's first parameter without a gradient.
-        ratel.engine._presence[block.index] = (False, *[True] * (len(block.parameters) - 1))
+        ratel.engine._updates._presence[block.index] = (False, *[True] * (len(block.parameters) - 1))
         with pytest.raises(BadInput, match=f"{block.parameters[0].name} gets a gradient in some steps"):
             ratel.train(random_steps(1, 1), recipe)
         assert ratel.pool.leased_bytes == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from ratel_cli.hardware.host import processor_name
 from ratel_cli.hardware.measure import free_bytes, measure
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.movement.buffers import BufferPool
+from ratel_cli.movement.extents import MAX_WEIGHT
 from ratel_cli.movement.queue import EngineName, IoQueue, open_queue
 from ratel_cli.units import MIB
 
@@ -52,6 +54,8 @@ def test_numbers_are_usable_and_nothing_stays(queue: IoQueue, tmp_path: Path) ->
     assert profile.gpu.name == processor_name()
     assert 1e6 < profile.nvme.read_bytes_per_second < 1e12
     assert 1e6 < profile.nvme.write_bytes_per_second < 1e12
+    assert 1e6 < profile.nvme.mixed_bytes_per_second < 1e12
+    assert profile.nvme.weights == (1, 1), "directories on one drive are equally fast"
     assert 1e6 < profile.host.adam_parameters_per_second < 1e11
     assert 0 < profile.host.available_bytes <= profile.host.memory_bytes == profile.gpu.memory_bytes
     assert profile.nvme.paths == tuple(map(str, paths))
@@ -66,7 +70,14 @@ def test_the_profile_is_the_hardware_file(queue: IoQueue, tmp_path: Path) -> Non
     found = json.loads(json.dumps(profile.to_json(), allow_nan=False))
     assert found["format_version"] == 1
     assert set(found["gpu"]) == {"name", "memory_bytes", "flops_per_second"}
-    assert set(found["nvme"]) == {"paths", "read_bytes_per_second", "write_bytes_per_second", "free_bytes"}
+    assert set(found["nvme"]) == {
+        "paths",
+        "read_bytes_per_second",
+        "write_bytes_per_second",
+        "mixed_bytes_per_second",
+        "weights",
+        "free_bytes",
+    }
     assert set(found["host"]) == {"memory_bytes", "available_bytes", "adam_parameters_per_second"}
     assert found["nvme"]["paths"] == [str(tmp_path)]
     assert isinstance(profile, HardwareProfile)
@@ -86,6 +97,36 @@ def test_directories_yet_to_be_made_may_share_their_parent(tmp_path: Path) -> No
     with BufferPool(None) as pool, open_queue("threads", notice=pytest.fail) as queue:
         profile = measure([tmp_path, tmp_path], queue, pool, dtype=torch.float32, device=CPU)
     assert profile.nvme.read_bytes_per_second > 0
+    assert profile.nvme.weights == (1, 1)
+
+
+def test_each_drive_is_measured_alone(tmp_path: Path) -> None:
+    """The disk, named twice, beside main memory: the two directories weigh the same, and memory not less than both."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is no second file system here")
+    if shutil.disk_usage(memory).free < 512 * MIB:
+        pytest.skip("there is too little shared memory")
+    with (
+        tempfile.TemporaryDirectory(dir=memory) as other,
+        BufferPool(64 * MIB) as pool,
+        open_queue("threads", notice=pytest.fail) as queue,
+    ):
+        paths = [tmp_path, Path(other), tmp_path]
+        profile = measure(paths, queue, pool, dtype=torch.float32, device=CPU)
+        assert list(Path(other).iterdir()) == list(tmp_path.iterdir()) == []
+    first, second, third = profile.nvme.weights
+    assert 1 <= first == third <= second <= MAX_WEIGHT
+
+
+def test_given_rates_are_taken_and_no_file_is_made(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with BufferPool(None) as pool, open_queue("threads", notice=pytest.fail) as queue:
+        nvme = measure([file, file], queue, pool, dtype=torch.float32, device=CPU, nvme_rates=(1e9, 3e9)).nvme
+    assert (nvme.read_bytes_per_second, nvme.write_bytes_per_second) == (1e9, 3e9)
+    assert nvme.mixed_bytes_per_second == pytest.approx(1.5e9)
+    assert nvme.weights == (1, 1)
 
 
 def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

@@ -181,16 +181,30 @@ def test_a_view_keeps_its_memory_mapped_after_lease_and_pool_are_gone() -> None:
     assert not mappings_of(address, MIB)
 
 
-def test_release_is_idempotent_and_ends_the_lease() -> None:
+def test_release_ends_the_lease_and_a_second_one_is_a_bug() -> None:
     with BufferPool(None) as pool:
         lease = pool.lease(PAGE_BYTES, "test")
         lease.release()
-        lease.release()
-        assert pool.leased_bytes == 0
-        with pytest.raises(AssertionError, match="after its release"):
+        with pytest.raises(AssertionError, match="more often than it was taken"):
+            lease.release()
+        with pytest.raises(AssertionError, match="shared after its release"):
+            lease.share()
+        with pytest.raises(AssertionError, match="used after its release"):
             _ = lease.memory
+        assert pool.leased_bytes == 0
         one, two = pool.lease(PAGE_BYTES, "test"), pool.lease(PAGE_BYTES, "test")
         assert address_of(one.memory) != address_of(two.memory)  # was returned once, not twice
+
+
+def test_a_shared_lease_ends_with_its_last_user() -> None:
+    with BufferPool(None) as pool:
+        lease = pool.lease(PAGE_BYTES, "test")
+        assert lease.share() is lease
+        lease.share().release()
+        lease.release()
+        assert pool.leased_bytes == PAGE_BYTES == len(lease.memory)
+        lease.release()
+        assert pool.leased_bytes == 0
 
 
 def test_refused_mapping_is_an_environment_failure_with_its_cause() -> None:

@@ -7,6 +7,7 @@ import random
 import struct
 import zlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -44,7 +45,7 @@ FIRST = Manifest(
         dtype="bfloat16",
         block_elements=(4096, *[8192] * 200, 0),
         num_slots=3,
-        num_files=2,
+        weights=(3, 1),
         stripe_bytes=4096,
         in_place=False,
     ),
@@ -63,6 +64,18 @@ def following(manifest: Manifest) -> Manifest:
 
 def with_crc(body: bytes) -> bytes:
     return body + struct.pack("<I", zlib.crc32(body))
+
+
+def payload_of(manifest: Manifest) -> dict[str, Any]:
+    page = encode_manifest(manifest)
+    return json.loads(page[page.index(b"{") : page.rindex(b"}") + 1])
+
+
+def page_with(payload: dict[str, Any], *, version: int = FORMAT_VERSION) -> bytes:
+    """The page of the first manifest with another payload."""
+    page, text = encode_manifest(FIRST), json.dumps(payload).encode()
+    head = page[:8] + struct.pack("<II", version, len(text)) + page[16 : page.index(b"{")]
+    return with_crc((head + text).ljust(PAGE_BYTES - 4, b"\0"))
 
 
 @given(
@@ -139,8 +152,22 @@ def test_a_gap_is_a_write_that_a_drive_lost() -> None:
 def test_another_format_is_named() -> None:
     page = bytearray(encode_manifest(FIRST)[:-4])
     page[8:12] = struct.pack("<I", FORMAT_VERSION + 1)
-    with pytest.raises(BadInput, match="format_version: the store has format 2"):
+    with pytest.raises(BadInput, match="format_version: the store has format 3"):
         decode_manifest(with_crc(bytes(page)))
+
+
+def test_the_format_without_weights_is_still_read() -> None:
+    payload = payload_of(FIRST)
+    payload["geometry"]["num_files"] = len(payload["geometry"].pop("weights"))
+    equal = replace(FIRST, geometry=replace(FIRST.geometry, weights=(1, 1)))
+    assert decode_manifest(page_with(payload, version=1)) == equal
+
+
+def test_weights_may_not_be_missing_now() -> None:
+    payload = payload_of(FIRST)
+    del payload["geometry"]["weights"]
+    with pytest.raises(IntegrityFailure, match="weights is missing"):
+        decode_manifest(page_with(payload))
 
 
 def test_another_magic_is_not_ours() -> None:
@@ -159,14 +186,10 @@ def test_another_magic_is_not_ours() -> None:
     ],
 )
 def test_an_unreadable_payload_is_named(key: str, value: object, reason: str) -> None:
-    page = encode_manifest(FIRST)
-    head_bytes = page.index(b"{")
-    payload = json.loads(page[head_bytes : page.rindex(b"}") + 1])
+    payload = payload_of(FIRST)
     payload.pop(key)
-    changed = json.dumps(payload if value is None else payload | {key: value}).encode()
-    head = page[:12] + struct.pack("<I", len(changed)) + page[16:head_bytes]
     with pytest.raises(IntegrityFailure, match=reason):
-        decode_manifest(with_crc((head + changed).ljust(PAGE_BYTES - 4, b"\0")))
+        decode_manifest(page_with(payload if value is None else payload | {key: value}))
 
 
 def test_too_much_for_a_page_is_an_error() -> None:

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,23 @@ def test_many_pieces_over_several_files_are_one_ticket(queue: IoQueue, pool: Buf
     assert queue.read_bytes == queue.written_bytes == sum(sizes)
     for opened in files:
         os.close(opened)
+
+
+def test_spans_lie_between_submitting_and_waiting_in_order(queue: IoQueue, pool: BufferPool, fd: int) -> None:
+    memory = filled(pool, bytes(64 * PAGE_BYTES))
+    for submit in (queue.write, queue.read):
+        last_end = 0.0
+        for _ in range(3):
+            submitted = time.perf_counter()
+            tickets = [submit([Piece(fd=fd, offset=0, memory=memory)]) for _ in range(2)]
+            joined = join(tickets)
+            joined.wait()
+            waited = time.perf_counter()
+            began, ended = joined.span
+            assert last_end <= submitted <= began < ended <= waited
+            spans = [ticket.span for ticket in tickets]
+            assert (began, ended) == (min(began for began, _ in spans), max(ended for _, ended in spans))
+            last_end = ended
 
 
 def test_no_pieces_and_empty_pieces_are_done_at_once(queue: IoQueue, pool: BufferPool, fd: int) -> None:

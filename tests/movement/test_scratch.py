@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,22 @@ def test_gives_back_what_was_written(tmp_path: Path, queue: IoQueue, pool: Buffe
             scratch.read(start * PAGE_BYTES, memory).wait()
             assert memory == expected[start * PAGE_BYTES : stop * PAGE_BYTES]
         assert [list(path.iterdir()) for path in paths] == [[]] * num_directories
+
+
+@pytest.mark.parametrize("weights", [(1,), (1, 2), (8, 1, 3)])
+def test_directories_take_their_shares(tmp_path: Path, pool: BufferPool, weights: tuple[int, ...]) -> None:
+    paths = [tmp_path / f"drive{index}" for index in range(len(weights))]
+    expected = random.Random(1).randbytes(3 * sum(weights) * PAGE_BYTES)
+    with (
+        FaultyQueue(request_bytes=PAGE_BYTES) as queue,
+        Scratch(paths, len(expected), queue, weights=weights, stripe_bytes=PAGE_BYTES) as scratch,
+    ):
+        scratch.write(0, filled(pool, expected)).wait()
+        memory = pool.lease(len(expected), "test").memory
+        scratch.read(0, memory).wait()
+        assert memory == expected
+        written = Counter(call.fd for call in queue.calls if call.direction == "write")
+        assert [written[fd] for fd in sorted(written)] == [3 * weight for weight in weights]
 
 
 def test_of_nothing(tmp_path: Path, queue: IoQueue) -> None:

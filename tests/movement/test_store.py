@@ -35,9 +35,9 @@ def drives(tmp_path: Path, num_directories: int) -> list[Path]:
     return [tmp_path / f"drive{index}" / "store" for index in range(num_directories)]
 
 
-def logical_bytes(paths: list[Path], num_bytes: int) -> bytes:
+def logical_bytes(paths: list[Path], num_bytes: int, weights: tuple[int, ...] | None = None) -> bytes:
     """What the files hold, put together again."""
-    stripes = StripeMap(len(paths), STRIPE_BYTES, HEADER_BYTES)
+    stripes = StripeMap(weights=weights or (1,) * len(paths), stripe_bytes=STRIPE_BYTES, header_bytes=HEADER_BYTES)
     files = [(path / DATA_FILE_NAME).read_bytes() for path in paths]
     assert tuple(map(len, files)) == stripes.file_bytes(num_bytes)
     return b"".join(
@@ -47,6 +47,21 @@ def logical_bytes(paths: list[Path], num_bytes: int) -> bytes:
 
 def check_pinned(store: Store, *steps: int) -> None:
     assert store.pinned_steps == steps
+
+
+@pytest.mark.parametrize("weights", [(3,), (2, 1), (1, 3), (3, 1, 2)])
+def test_files_take_their_shares_of_the_stripes(tmp_path: Path, queue: IoQueue, weights: tuple[int, ...]) -> None:
+    paths = drives(tmp_path, len(weights))
+    with import_all(create_store(paths, queue, weights=weights)) as store:
+        run_step(store)
+        check_generation(store, 1)
+        slot_bytes = store.slot_bytes
+    with open_store(paths, queue) as store:
+        check_generation(store, 1)
+        run_step(store)
+        check_generation(store, 2)
+    first_field = contents(2, 0, "hi16", BLOCK_ELEMENTS[0] * 2)
+    assert logical_bytes(paths, 2 * slot_bytes, weights).startswith(first_field)
 
 
 @pytest.mark.parametrize("num_directories", [1, 2, 3])

@@ -166,7 +166,7 @@ def test_another_format_is_refused(paths: list[Path], queue: IoQueue) -> None:
     page = bytearray((paths[0] / DATA_FILE_NAME).read_bytes()[: PAGE_BYTES - 4])
     page[8:12] = struct.pack("<I", FORMAT_VERSION + 1)
     edit(paths[0], 0, bytes(page) + struct.pack("<I", zlib.crc32(page)))
-    with pytest.raises(BadInput, match="format_version: the store has format 2"):
+    with pytest.raises(BadInput, match="format_version: the store has format 3"):
         open_store(paths, queue)
     assert Store.exists(paths)
 
@@ -189,8 +189,8 @@ def test_a_torn_manifest_falls_back_by_one(paths: list[Path], queue: IoQueue, of
 
 
 def test_two_torn_manifests_are_an_integrity_failure(paths: list[Path], queue: IoQueue) -> None:
-    edit(paths[0], 50, b"?")
-    edit(paths[0], PAGE_BYTES + 50, b"?")
+    edit(paths[0], 100, b"?")
+    edit(paths[0], PAGE_BYTES + 100, b"?")
     with pytest.raises(IntegrityFailure, match="both manifests"):
         open_store(paths, queue)
     with pytest.raises(BadInput, match="there is a store"):

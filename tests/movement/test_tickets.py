@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from time import perf_counter
 
 import pytest
 
@@ -96,6 +97,47 @@ def test_holds_its_buffers_until_done() -> None:
     assert alive() is not None
     ticket.finish_part()
     assert alive() is None
+
+
+def test_span_is_from_the_first_part_begun_to_the_last_one_ended() -> None:
+    ticket = Ticket(num_parts=2)
+    before = perf_counter()
+    ticket.begin_part()
+    first_begun = perf_counter()
+    ticket.begin_part()
+    ticket.finish_part()
+    first_ended = perf_counter()
+    ticket.finish_part(IntegrityFailure("bad sector"))
+    began, ended = ticket.span
+    assert before <= began <= first_begun <= first_ended <= ended <= perf_counter()
+
+
+def test_span_of_what_never_began_is_empty() -> None:
+    """Of nothing, or of a request that failed while it was waiting."""
+    failed = Ticket(num_parts=1)
+    failed.finish_part(IntegrityFailure("closed"))
+    for ticket in (Ticket(num_parts=0), failed, join([])):
+        began, ended = ticket.span
+        assert began == ended <= perf_counter()
+
+
+def test_span_before_the_end_is_a_bug() -> None:
+    ticket = Ticket(num_parts=1)
+    ticket.begin_part()
+    for unfinished in (ticket, join([Ticket(num_parts=0), ticket])):
+        with pytest.raises(AssertionError, match="when it has ended"):
+            _ = unfinished.span
+
+
+def test_joined_span_covers_the_tickets() -> None:
+    first, second, third = (Ticket(num_parts=1) for _ in range(3))
+    joined = join([join([third, second]), first])
+    for ticket in (second, first, third):
+        ticket.begin_part()
+    for ticket in (first, third, second):
+        ticket.finish_part()
+    assert joined.span == (second.span[0], second.span[1])
+    assert second.span[0] < first.span[0] < third.span[0]
 
 
 def test_join_of_nothing_is_done() -> None:

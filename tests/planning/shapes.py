@@ -46,16 +46,20 @@ def machine(
     flops_per_second: float = 1e12,
     read_bytes_per_second: float = 2e9,
     write_bytes_per_second: float = 1e9,
+    mixed_bytes_per_second: float | None = None,
     adam_parameters_per_second: float = 1e9,
     free_bytes: int = 1 << 40,
 ) -> HardwareProfile:
-    """A machine of round numbers."""
+    """A machine of round numbers, whose drive does one thing at a time unless told otherwise."""
+    one_at_a_time = 2 / (1 / read_bytes_per_second + 1 / write_bytes_per_second)
     return HardwareProfile(
         gpu=ComputeDevice(name="a device", memory_bytes=1 << 34, flops_per_second=flops_per_second),
         nvme=Nvme(
             paths=("/nvme",),
             read_bytes_per_second=read_bytes_per_second,
             write_bytes_per_second=write_bytes_per_second,
+            mixed_bytes_per_second=mixed_bytes_per_second or one_at_a_time,
+            weights=(1,),
             free_bytes=free_bytes,
         ),
         host=Host(

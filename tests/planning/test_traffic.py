@@ -1,14 +1,126 @@
-"""What a step moves over NVMe, against sums written by hand."""
+"""What a step moves over NVMe, against a step that is walked event by event, and against sums written by hand."""
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
 import pytest
 
-from ratel_cli.planning.traffic import StateBytes, gradient_bytes, step_traffic, store_bytes
+from ratel_cli.model.spec import BlockSpec, ModelSpec
+from ratel_cli.planning.placement import Overlap, Placement
+from ratel_cli.planning.traffic import StateBytes, Traffic, gradient_bytes, step_traffic, store_bytes
 from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, gpt
 
 # Elements of the blocks, with the gaps: 512 * 64, then 12 * 64^2 + 2 * 64 up to a multiple of 2048, then 513 * 64.
 EMBEDDING, LAYER, HEAD = 32768, 51200, 34816
+NOTHING = Placement()
+
+
+@dataclass
+class Walk:
+    """A run, step by step, that remembers what is in memory and counts what it has to move."""
+
+    spec: ModelSpec
+    state: StateBytes
+    placement: Placement
+    holds_gradients: bool
+    spilled_blocks: int
+    overlap: Overlap
+    moved: Counter[tuple[str, str]] = field(default_factory=Counter)
+    first: int = 0
+    in_memory: set[tuple[str, int]] = field(default_factory=set)
+    put_off: list[BlockSpec] = field(default_factory=list)
+
+    def step(self) -> None:
+        self.moved.clear()
+        embedding, *layers, head = self.spec.blocks
+        forward = [embedding, *layers]
+        at_head = [head, embedding] if self.spec.tied else [head]
+        uses = [*((b, "forward") for b in forward), *((b, "backward") for b in at_head)]
+        uses += [(b, "backward") for b in reversed(forward)]
+        open_uses: list[tuple[int, BlockSpec]] = []
+        issued = 0
+        for position, (block, stage) in enumerate(uses):
+            # The head stays open beside a tied embedding.
+            keep_open = self.spec.tied and position == len(forward) + 1
+            open_uses = [use for use in open_uses if use[0] >= position - (1 if keep_open else 0)]
+            while issued < min(len(uses), position + 1 + self.placement.prefetch_blocks):
+                coming, its_stage = uses[issued]
+                if all(coming is not other for _, other in open_uses):
+                    is_handed_on = coming is head and head in self.put_off
+                    self.read_weights(coming, "forward" if is_handed_on else its_stage)
+                open_uses.append((issued, coming))
+                issued += 1
+            if (stage == "forward" or block is head) and block in self.put_off:
+                self.put_off.remove(block)
+                self.update(block, "forward")
+            is_last_use = stage == "backward" and not (block is embedding and position < len(uses) - 1)
+            if is_last_use:
+                self.gradient_arrives(block)
+        if self.overlap == "separate":
+            for block in self.put_off:
+                self.read_weights(block, "update")
+                self.update(block, "update")
+            self.put_off.clear()
+
+    def gradient_arrives(self, block: BlockSpec) -> None:
+        if not (self.holds_gradients or self.overlap == "separate" or block.index in self.placement.deferred):
+            self.update(block, "backward")
+            return
+        self.put_off.append(block)
+        if block.index < self.spilled_blocks:
+            self.moved["backward", "written"] += block.num_elements * self.state.gradient
+
+    def read_weights(self, block: BlockSpec, stage: str) -> None:
+        self.read("weights", block, stage, self.state.compute, self.placement.resident_weights)
+
+    def update(self, block: BlockSpec, stage: str) -> None:
+        states = self.state.record - self.state.compute
+        self.read("states", block, stage, states, self.placement.resident_states)
+        if block.index < self.spilled_blocks:
+            self.moved[stage, "read"] += block.num_elements * self.state.gradient
+        self.moved[stage, "written"] += block.num_elements * self.state.record
+
+    def read(self, what: str, block: BlockSpec, stage: str, each: int, resident: frozenset[int]) -> None:
+        if (what, block.index) in self.in_memory:
+            return
+        if block.index in resident:
+            self.in_memory.add((what, block.index))
+            self.first += block.num_elements * each
+        else:
+            self.moved[stage, "read"] += block.num_elements * each
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("overlap", ["optimized", "naive", "separate"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_is_what_a_walk_through_a_run_counts(seed: int, overlap: Overlap, tied: bool) -> None:
+    choice = random.Random(seed)
+    spec = gpt(num_layers=choice.randint(1, 5), tied=tied)
+    state = choice.choice([BFLOAT16, FLOAT32, FLOAT16])
+    indices = range(len(spec.blocks))
+    holds_gradients = choice.random() < 0.5
+    num_deferred = 0 if holds_gradients or overlap == "separate" else choice.randint(0, len(indices))
+    can_spill = holds_gradients or overlap == "separate"
+    spilled_blocks = choice.randint(0, len(indices)) if can_spill else 0
+    placement = Placement(
+        prefetch_blocks=choice.randint(0, 4),
+        resident_weights=frozenset(choice.sample(indices, choice.randint(0, len(indices)))),
+        resident_states=frozenset(choice.sample(indices, choice.randint(0, len(indices)))),
+        deferred=frozenset(indices[len(indices) - num_deferred :]),
+    )
+    walk = Walk(spec, state, placement, holds_gradients, spilled_blocks, overlap)
+    for _ in range(3):
+        walk.step()
+    traffic = step_traffic(
+        spec, state, placement, holds_gradients=holds_gradients, spilled_blocks=spilled_blocks, overlap=overlap
+    )
+    assert traffic == Traffic(
+        **{f"{s}_{d}_bytes": walk.moved[s, d] for s in ("forward", "backward", "update") for d in ("read", "written")},
+        first_read_bytes=walk.first,
+    )
 
 
 def test_the_blocks_are_what_the_sums_assume() -> None:
@@ -19,34 +131,51 @@ def test_the_blocks_are_what_the_sums_assume() -> None:
     ("state", "layer", "head"),
     [(BFLOAT16, 26, 24), (FLOAT32, 4 + 4 + 8 + 12, 4 + 8 + 12), (FLOAT16, 2 + 2 + 12 + 14, 2 + 12 + 14)],
 )
-def test_bytes_per_parameter(state: StateBytes, layer: int, head: int) -> None:
-    traffic = step_traffic(gpt(), state, holds_gradients=False)
+@pytest.mark.parametrize("holds_gradients", [False, True])
+def test_bytes_per_parameter(state: StateBytes, layer: int, head: int, holds_gradients: bool) -> None:
+    traffic = step_traffic(gpt(), state, NOTHING, holds_gradients=holds_gradients)
     assert traffic.read_bytes + traffic.written_bytes == layer * (EMBEDDING + 3 * LAYER) + head * HEAD
     assert traffic.written_bytes == state.record * (EMBEDDING + 3 * LAYER + HEAD)
-    assert traffic.forward_read_bytes == state.compute * (EMBEDDING + 3 * LAYER)
+    assert (traffic.update_read_bytes, traffic.update_written_bytes, traffic.first_read_bytes) == (0, 0, 0)
+
+
+def test_updates_on_arrival_fall_in_backward() -> None:
+    traffic = step_traffic(gpt(), BFLOAT16, NOTHING, holds_gradients=False)
+    assert (traffic.forward_read_bytes, traffic.forward_written_bytes) == (2 * (EMBEDDING + 3 * LAYER), 0)
+    assert traffic.backward_read_bytes == 12 * (EMBEDDING + 3 * LAYER + HEAD)
+
+
+def test_held_gradients_move_the_update_to_forward() -> None:
+    traffic = step_traffic(gpt(), BFLOAT16, NOTHING, holds_gradients=True)
+    every = EMBEDDING + 3 * LAYER + HEAD
+    assert (traffic.forward_read_bytes, traffic.forward_written_bytes) == (12 * every, 12 * every)
+    assert (traffic.backward_read_bytes, traffic.backward_written_bytes) == (2 * (EMBEDDING + 3 * LAYER), 0)
+
+
+def test_a_separate_optimizer_reads_the_weights_once_more() -> None:
+    traffic = step_traffic(gpt(), BFLOAT16, NOTHING, holds_gradients=False, overlap="separate")
+    every = EMBEDDING + 3 * LAYER + HEAD
+    assert (traffic.update_read_bytes, traffic.update_written_bytes) == (12 * every, 12 * every)
+    assert (traffic.forward_read_bytes, traffic.backward_read_bytes) == (2 * (every - HEAD), 2 * every)
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 17])
-def test_a_layer_more_is_26_bytes_for_each_of_its_parameters(num_layers: int) -> None:
+@pytest.mark.parametrize("prefetch_blocks", [0, 2])
+def test_a_layer_more_is_26_bytes_for_each_of_its_parameters(num_layers: int, prefetch_blocks: int) -> None:
     def moved(spec_layers: int) -> int:
-        traffic = step_traffic(gpt(num_layers=spec_layers), BFLOAT16, holds_gradients=False)
+        placement = Placement(prefetch_blocks=prefetch_blocks)
+        traffic = step_traffic(gpt(num_layers=spec_layers), BFLOAT16, placement, holds_gradients=False)
         return traffic.read_bytes + traffic.written_bytes
 
     assert moved(num_layers + 1) - moved(num_layers) == 26 * LAYER
 
 
-def test_a_tied_embedding_is_read_for_the_head_too() -> None:
+@pytest.mark.parametrize("holds_gradients", [False, True])
+def test_a_tied_embedding_is_read_for_the_head_too(holds_gradients: bool) -> None:
     spec = gpt(tied=True)
-    traffic = step_traffic(spec, BFLOAT16, holds_gradients=False)
+    traffic = step_traffic(spec, BFLOAT16, NOTHING, holds_gradients=holds_gradients)
     norm = spec.blocks[-1].num_elements
     assert traffic.read_bytes + traffic.written_bytes == 28 * EMBEDDING + 26 * 3 * LAYER + 24 * norm
-
-
-def test_held_gradients_cost_a_read_of_the_weights() -> None:
-    spec = gpt()
-    held, eager = (step_traffic(spec, BFLOAT16, holds_gradients=holds) for holds in (True, False))
-    assert held.read_bytes - eager.read_bytes == 2 * (EMBEDDING + 3 * LAYER + HEAD)
-    assert held.written_bytes == eager.written_bytes
 
 
 @pytest.mark.parametrize(
@@ -55,10 +184,20 @@ def test_held_gradients_cost_a_read_of_the_weights() -> None:
 )
 def test_spilled_gradients_go_and_come_back(num_blocks: int, elements: int) -> None:
     spec = gpt()
-    spilled = step_traffic(spec, BFLOAT16, holds_gradients=True, spilled_blocks=num_blocks)
-    none = step_traffic(spec, BFLOAT16, holds_gradients=True)
+    spilled = step_traffic(spec, BFLOAT16, NOTHING, holds_gradients=True, spilled_blocks=num_blocks)
+    none = step_traffic(spec, BFLOAT16, NOTHING, holds_gradients=True)
     assert gradient_bytes(spec, BFLOAT16, num_blocks=num_blocks) == 2 * elements
-    assert spilled.read_bytes - none.read_bytes == spilled.written_bytes - none.written_bytes == 2 * elements
+    assert spilled.backward_written_bytes - none.backward_written_bytes == 2 * elements
+    assert spilled.forward_read_bytes - none.forward_read_bytes == 2 * elements
+
+
+def test_with_everything_in_memory_only_writing_is_left() -> None:
+    every = frozenset(range(5))
+    placement = Placement(resident_weights=every, resident_states=every)
+    traffic = step_traffic(gpt(), BFLOAT16, placement, holds_gradients=False)
+    elements = EMBEDDING + 3 * LAYER + HEAD
+    assert (traffic.read_bytes, traffic.written_bytes) == (0, 12 * elements)
+    assert traffic.first_read_bytes == 12 * elements
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 5])

@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 
 from ratel_cli.engine.step import StepOutcome
-from ratel_cli.engine.telemetry import StepClock
+from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.errors import Interrupted
 from ratel_cli.movement.manifest import Progress
 from ratel_cli.training.loop import LoopSettings, TrainingLoop
 from ratel_cli.training.metrics import StepMetrics
@@ -83,37 +84,54 @@ class FakeQueue:
 class FakeEngine:
     """The loss of a step is a function of what the step was given; `failing` maps steps to (loss, norm) or an error."""
 
-    def __init__(self, events: list[str], queue: FakeQueue, clock: StepClock, failing: dict[int, Failure]) -> None:
+    def __init__(self, events: list[str], queue: FakeQueue, timeline: Timeline, failing: dict[int, Failure]) -> None:
         self.asked: list[tuple[int, int, float, float, tuple[int, ...]]] = []
         self.evaluated: list[tuple[int, ...]] = []
         self._events = events
         self._queue = queue
-        self._clock = clock
+        self._timeline = timeline
+        self._unsettled = False
         self._failing = failing
 
     def run(
-        self, batches: Sequence[MicroBatch], *, step: int, update: int, learning_rate: float, loss_scale: float
+        self,
+        batches: Sequence[MicroBatch],
+        *,
+        step: int,
+        update: int,
+        learning_rate: float,
+        loss_scale: float,
+        commit_previous: Callable[[], None],
     ) -> StepOutcome:
         samples = tuple(sample for batch in batches for sample in batch.sample_ids)
         self.asked.append((step, update, learning_rate, loss_scale, samples))
         self._events.append(f"run {step + 1}")
         self._queue.read_bytes += 14
         self._queue.written_bytes += 12
-        with self._clock.during("optimizer"):
+        with self._timeline.during("optimizer", "AdamW", block=0, stage="update"):
             pass
         outcome = self._failing.get(step, (1.0 / (1 + step + update + learning_rate), 0.5))
+        if isinstance(outcome, Interrupted):  # in the forward, before the step before is settled
+            raise outcome
+        if self._unsettled:
+            self._unsettled = False
+            commit_previous()
         if isinstance(outcome, Exception):
             raise outcome
         loss, norm = outcome
-        return StepOutcome(
-            loss=loss, grad_norm=norm, forward_seconds=0.0, applied=math.isfinite(loss) and math.isfinite(norm)
-        )
+        self._unsettled = math.isfinite(loss) and math.isfinite(norm)
+        return StepOutcome(loss=loss, grad_norm=norm, forward_seconds=0.0, applied=self._unsettled)
+
+    def settle(self) -> None:
+        assert self._unsettled
+        self._unsettled = False
+        self._events.append("settle")
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> float:
         samples = tuple(sample for batch in batches for sample in batch.sample_ids)
         self.evaluated.append(samples)
         self._events.append("evaluate")
-        with self._clock.during("compute"):
+        with self._timeline.during("compute", "forward", block=0, stage="forward"):
             return float(sum(sample**2 for sample in samples))
 
 
@@ -148,8 +166,8 @@ class Run:
         self.events: list[str] = []
         self.store = FakeStore(self.events, step=step, loss_scale=loss_scale)
         self.store.pinned_steps = pinned
-        clock, queue = StepClock(), FakeQueue()
-        self.engine = FakeEngine(self.events, queue, clock, failing or {})
+        timeline, queue = Timeline(), FakeQueue()
+        self.engine = FakeEngine(self.events, queue, timeline, failing or {})
         settings = replace(SETTINGS, **changes)  # type: ignore[arg-type]
         self.loop = TrainingLoop(
             self.engine,
@@ -158,7 +176,7 @@ class Run:
             FakeData(num_eval_batches),
             LearningRateSchedule(scheduler="linear", peak=1e-3, num_warmup_steps=1, num_steps=settings.num_steps),
             settings,
-            clock=clock,
+            timeline=timeline,
             check_stop=check_stop,
             host_peak_bytes=lambda: 77,
             announce=self._note,

@@ -30,10 +30,11 @@ def timeless(metrics: StepMetrics) -> tuple[object, ...]:
     return (metrics.step, metrics.loss, metrics.learning_rate, metrics.grad_norm, metrics.applied, metrics.eval_loss)
 
 
-def test_every_applied_step_is_committed_before_it_is_reported() -> None:
+def test_every_applied_step_is_committed_beneath_the_next_one_and_the_last_at_once() -> None:
     run = Run()
     run.carry_out()
-    assert run.events == [f"{what} {step}" for step in (1, 2, 3, 4) for what in ("run", "commit", "report")]
+    beneath = [event for step in (2, 3) for event in (f"run {step}", f"commit {step - 1}", f"report {step}")]
+    assert run.events == ["run 1", "report 1", *beneath, "run 4", "commit 3", "settle", "commit 4", "report 4"]
     progress = run.store.progress
     assert (progress.step, progress.updates, progress.tokens) == (4, 4, 4 * 10)
     assert (progress.loss_scale, progress.good_steps) == (65536.0, 0)
@@ -67,7 +68,7 @@ def test_what_is_reported() -> None:
     assert (metrics.loss, metrics.grad_norm, metrics.learning_rate) == (0.5, 0.5, 0.0)
     assert (metrics.tokens, metrics.host_peak_bytes, metrics.predicted_seconds) == (10, 77, 0.125)
     assert (metrics.nvme_read_bytes, metrics.nvme_written_bytes) == (14, 12)
-    assert metrics.bottleneck == max(metrics.seconds_by_cause, key=lambda cause: metrics.seconds_by_cause[cause])
+    assert metrics.bottleneck == "optimizer"
     assert metrics.forward_seconds + metrics.backward_seconds == pytest.approx(metrics.step_seconds)
     assert metrics.tokens_per_second == pytest.approx(10 / metrics.step_seconds)
     # Two micro-batches of 2 x 4: padding is computed as well. 1 GFLOP a token, three quarters of it twice.
@@ -106,9 +107,9 @@ def test_an_overflow_moves_on_without_an_update() -> None:
 
 def test_a_resumed_run_has_the_loss_scale_of_before() -> None:
     run = Run(step=2, loss_scale=8.0, scale_loss=True)
-    next(run.loop.steps())
+    run.carry_out()
     assert run.engine.asked[0][3] == 8.0
-    assert run.store.progress.good_steps == 1
+    assert run.store.progress.good_steps == 2
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_without_loss_scaling_a_step_that_is_not_finite_ends_the_run(outcome: tu
         run.carry_out()
     assert "(samples 2, 102, 202)" in raised.value.message
     assert raised.value.hint is not None and "float16" not in raised.value.hint
-    assert run.events[-1] == "run 3"
+    assert run.events[-2:] == ["run 3", "commit 2"]
     assert run.store.progress.step == 2
 
 
@@ -161,7 +162,7 @@ def test_nothing_held_out_is_never_evaluated() -> None:
 
 def test_the_time_of_an_evaluation_is_not_charged_to_the_next_step() -> None:
     found = Run(eval_steps=1, num_eval_batches=3).carry_out()
-    assert [metrics.seconds_by_cause["compute"] for metrics in found] == [0.0] * 4
+    assert [metrics.busy_seconds["compute"] for metrics in found] == [0.0] * 4
 
 
 @pytest.mark.parametrize(
@@ -187,13 +188,13 @@ def test_a_lower_limit_lets_go_of_all_that_are_too_many() -> None:
 def test_a_save_comes_right_after_the_commit() -> None:
     run = Run(num_steps=2, save_steps=2, eval_steps=2, num_eval_batches=1)
     run.carry_out()
-    assert run.events[-5:] == ["run 2", "commit 2", "pin 2", "evaluate", "report 2"]
+    assert run.events[-5:] == ["settle", "commit 2", "pin 2", "evaluate", "report 2"]
 
 
 def test_a_save_that_a_crash_left_out_is_made_up_for() -> None:
     run = Run(step=2, num_steps=3, save_steps=2)
     run.carry_out()
-    assert run.events == ["pin 2", "run 3", "commit 3", "report 3"]
+    assert run.events == ["pin 2", "run 3", "settle", "commit 3", "report 3"]
 
 
 @pytest.mark.parametrize(("step", "pinned"), [(0, ()), (2, (2,)), (3, (2,))])
@@ -216,7 +217,7 @@ def test_writing_stops_before_the_step_that_would_be_too_much() -> None:
     with pytest.raises(EnvironmentFailure, match=r"step 3 would write more than storage\.max_tb_written") as raised:
         run.carry_out()
     assert [metrics.step for metrics in run.reported] == [1, 2]
-    assert run.events[-2:] == ["commit 2", "report 2"]
+    assert run.events[-3:] == ["report 2", "settle", "commit 2"]
     assert raised.value.hint is not None and "storage.max_tb_written" in raised.value.hint
     resumed = Run(step=2, max_bytes_written=limit)
     with pytest.raises(EnvironmentFailure):
@@ -233,7 +234,14 @@ def test_a_stop_between_steps_leaves_the_last_commit() -> None:
     with pytest.raises(Interrupted):
         run.carry_out()
     assert [metrics.step for metrics in run.reported] == [1, 2]
-    assert run.events[-2:] == ["commit 2", "report 2"]
+    assert run.events[-3:] == ["report 2", "settle", "commit 2"]
+
+
+def test_a_stop_in_the_next_forward_commits_what_was_reported() -> None:
+    run = Run(failing={2: Interrupted(2, "stopped by SIGINT")})
+    with pytest.raises(Interrupted):
+        run.carry_out()
+    assert run.events[-4:] == ["report 2", "run 3", "settle", "commit 2"]
 
 
 def test_a_stop_during_evaluation_still_reports_the_step() -> None:
@@ -241,11 +249,11 @@ def test_a_stop_during_evaluation_still_reports_the_step() -> None:
     with pytest.raises(Interrupted):
         run.carry_out()
     assert [(metrics.step, metrics.eval_loss) for metrics in run.reported] == [(1, None), (2, None)]
-    assert run.events[-5:] == ["run 2", "commit 2", "pin 2", "evaluate", "report 2"]
+    assert run.events[-5:] == ["settle", "commit 2", "pin 2", "evaluate", "report 2"]
 
 
 def test_a_step_that_fails_is_not_committed() -> None:
     run = Run(failing={1: EnvironmentFailure("no memory")})
     with pytest.raises(EnvironmentFailure, match="no memory"):
         run.carry_out()
-    assert run.events == ["run 1", "commit 1", "report 1", "run 2"]
+    assert run.events == ["run 1", "report 1", "run 2", "commit 1"]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.training.metrics import MetricsLog, StepMetrics
+from ratel_cli.engine.telemetry import RESOURCES
+from ratel_cli.training.metrics import MetricsLog, RunTotals, StepMetrics
 from tests.model.tiny import file_size_limit
 
 KEYS = [
@@ -38,7 +39,8 @@ def metrics(step: int) -> StepMetrics:
         gpu_peak_bytes=0,
         host_peak_bytes=1000,
         bottleneck="nvme read",
-        seconds_by_cause={"compute": 0.5, "nvme read": 1.0, "nvme write": 0.25, "optimizer": 0.25},
+        busy_seconds=dict.fromkeys(RESOURCES, 0.5) | {"nvme read": 1.0},
+        waited_seconds=dict.fromkeys(RESOURCES, 0.0) | {"nvme read": 0.25, "optimizer": 0.125},
         predicted_seconds=1.75,
         applied=True,
         eval_loss=None,
@@ -138,24 +140,80 @@ def test_a_directory_that_cannot_be_made_is_one_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("final_seconds", [2.0, 1.23456789, 1 / 3])
-def test_the_line_of_a_committed_step_replaces_the_one_that_was_announced(tmp_path: Path, final_seconds: float) -> None:
+def test_a_line_of_the_last_step_replaces_it(tmp_path: Path, final_seconds: float) -> None:
+    """Shorter, longer or as long as before: the file never holds a piece of the line that was there."""
     path = tmp_path / "metrics.jsonl"
-    with MetricsLog(path, committed_step=0, warn=print) as log:
+    with MetricsLog(path, committed_step=0, warn=pytest.fail) as log:
         for step in (1, 2):
-            log.announce(replace(metrics(step), step_seconds=1.234567))
-            assert path.read_bytes().count(b"\n") == step
-            log.write(replace(metrics(step), step_seconds=final_seconds))
+            for seconds in (1.234567, 1.5, final_seconds):
+                log.write(replace(metrics(step), step_seconds=seconds))
+                assert path.read_bytes().count(b"\n") == step
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(line["step"], line["step_seconds"]) for line in lines] == [(1, final_seconds), (2, final_seconds)]
 
 
+def test_an_evaluation_is_written_into_the_line_of_its_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path, committed_step=0, warn=pytest.fail) as log:
+        log.write(metrics(1))
+        log.write(metrics(2))
+        log.write(replace(metrics(2), eval_loss=1.25))
+        log.write(metrics(3))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], line.get("eval_loss")) for line in lines] == [(1, None), (2, 1.25), (3, None)]
+
+
 @pytest.mark.parametrize(("committed_step", "steps"), [(1, [1]), (2, [1, 2])])
-def test_an_announced_step_counts_if_its_commit_came_through(
+def test_a_step_that_was_decided_counts_if_its_commit_came_through(
     tmp_path: Path, committed_step: int, steps: list[int]
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsLog(path, committed_step=0, warn=print) as log:
-        log.write(metrics(1))
-        log.announce(metrics(2))
+    write(path, 1, 2)
     assert write(path, committed_step=committed_step) == []
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == steps
+
+
+def test_a_line_that_cannot_be_replaced_stays(tmp_path: Path) -> None:
+    """Its step may be committed."""
+    path = tmp_path / "metrics.jsonl"
+    warnings: list[str] = []
+    with MetricsLog(path, committed_step=0, warn=warnings.append) as log:
+        log.write(metrics(1))
+        log.write(metrics(2))
+        before = path.read_bytes()
+        with file_size_limit(len(before) + 5):
+            log.write(replace(metrics(2), eval_loss=1.25))
+            log.write(metrics(3))
+    assert len(warnings) == 1
+    assert path.read_bytes() == before
+
+
+def total(*steps: StepMetrics) -> RunTotals:
+    totals = RunTotals()
+    for step in steps:
+        totals.add(step)
+    return totals
+
+
+def test_nothing_adds_up_to_nothing() -> None:
+    totals = total()
+    assert (totals.num_steps, totals.seconds, totals.tokens, totals.leaves_out_first) == (0, 0.0, 0, False)
+
+
+def test_a_single_step_counts() -> None:
+    totals = total(metrics(1))
+    assert (totals.num_steps, totals.seconds, totals.tokens, totals.leaves_out_first) == (1, 2.0, 100, False)
+    assert (totals.nvme_read_bytes, totals.nvme_written_bytes) == (14, 12)
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 10])
+def test_the_first_of_several_steps_is_left_out(num_steps: int) -> None:
+    """In a resumed run, that is the first one after."""
+    first = replace(metrics(5), step_seconds=100.0, tokens=7, nvme_read_bytes=99)
+    totals = total(first, *(metrics(6 + index) for index in range(num_steps - 1)))
+    left = num_steps - 1
+    assert totals.leaves_out_first
+    assert (totals.num_steps, totals.seconds, totals.tokens) == (left, 2.0 * left, 100 * left)
+    assert (totals.nvme_read_bytes, totals.nvme_written_bytes) == (14 * left, 12 * left)
+    assert totals.busy_seconds == {name: left * (1.0 if name == "nvme read" else 0.5) for name in RESOURCES}
+    assert sum(totals.waited_seconds.values()) == 0.375 * left

@@ -1,0 +1,69 @@
+"""Puts the parts of the engine together: the optimizer thread, what it works on, and the steps above them.
+
+Called by `cli.training_run`, and by tests and benchmarks in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ratel_cli.engine.adamw import AdamWSettings, GroupAdamW
+from ratel_cli.engine.groups import GroupWork
+from ratel_cli.engine.pipeline import GROUP_ELEMENTS, GroupOrder, UpdatePipeline
+from ratel_cli.engine.step import StepEngine
+from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.update import UpdateSettings
+from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.movement.buffers import BufferPool
+from ratel_cli.movement.scratch import Scratch
+from ratel_cli.movement.store import Store
+from ratel_cli.planning.placement import Placement
+
+
+@contextmanager
+def open_engine(
+    model: DecoderModel,
+    store: Store,
+    pool: BufferPool,
+    *,
+    adamw: AdamWSettings,
+    updates: UpdateSettings,
+    placement: Placement,
+    seed: int,
+    device: torch.device,
+    timeline: Timeline,
+    scratch: Scratch | None = None,
+    chunk_tokens: int | None = None,
+    group_elements: int = GROUP_ELEMENTS,
+    check_stop: Callable[[], None] = lambda: None,
+) -> Iterator[StepEngine]:
+    """An engine for one run on an open store. `check_stop` is called between blocks, and may raise."""
+    work = GroupWork(
+        GroupAdamW(adamw, store.layout.dtype),
+        store,
+        pool,
+        timeline=timeline,
+        resident_states=placement.resident_states,
+    )
+    order: GroupOrder = "naive" if updates.overlap == "naive" else "optimized"
+    with (
+        UpdatePipeline(work, order=order, group_elements=group_elements) as pipeline,
+        StepEngine(
+            model,
+            store,
+            pool,
+            pipeline,
+            updates,
+            placement,
+            seed=seed,
+            device=device,
+            timeline=timeline,
+            scratch=scratch,
+            chunk_tokens=chunk_tokens,
+            check_stop=check_stop,
+        ) as engine,
+    ):
+        yield engine

@@ -1,0 +1,143 @@
+"""The timeline: overlapping work counts once, waits add up by cause, and taking starts over."""
+
+from __future__ import annotations
+
+import random
+import threading
+from time import perf_counter
+
+import pytest
+
+from ratel_cli.engine.telemetry import RESOURCES, Resource, StepTimes, Timeline
+from ratel_cli.movement.tickets import Ticket
+
+
+def times(*spans: tuple[Resource, float, float]) -> StepTimes:
+    timeline = Timeline()
+    record(timeline, *spans)
+    return timeline.take()
+
+
+def record(timeline: Timeline, *spans: tuple[Resource, float, float]) -> None:
+    for resource, start, end in spans:
+        timeline.record(resource, "work", start, end, block=0, stage="forward")
+
+
+def test_nothing_happened() -> None:
+    assert times() == StepTimes(busy=dict.fromkeys(RESOURCES, 0.0), waited=dict.fromkeys(RESOURCES, 0.0), spans=())
+
+
+@pytest.mark.parametrize(
+    ("spans", "seconds"),
+    [
+        ([(1, 3)], 2),
+        ([(1, 1)], 0),
+        ([(1, 3), (5, 6)], 3),
+        ([(1, 3), (3, 6)], 5),
+        ([(1, 4), (2, 6)], 5),
+        ([(2, 6), (1, 4)], 5),
+        ([(1, 9), (2, 3), (4, 5)], 8),
+        ([(1, 3), (1, 3)], 2),
+    ],
+)
+def test_work_that_overlaps_counts_once(spans: list[tuple[float, float]], seconds: float) -> None:
+    found = times(*(("nvme read", start, end) for start, end in spans))
+    assert found.busy == {resource: seconds if resource == "nvme read" else 0.0 for resource in RESOURCES}
+
+
+def test_work_that_overlaps_counts_once_by_brute_force() -> None:
+    draw = random.Random(7)
+    for _ in range(100):
+        spans = [(start, start + draw.randrange(5)) for start in draw.choices(range(30), k=draw.randrange(12))]
+        seconds = len({second for start, end in spans for second in range(start, end)})
+        assert times(*(("up", start, end) for start, end in spans)).busy["up"] == seconds
+
+
+def test_resources_count_apart() -> None:
+    found = times(("compute", 1, 3), ("optimizer", 2, 5), ("nvme write", 2, 3))
+    assert (found.busy["compute"], found.busy["optimizer"], found.busy["nvme write"]) == (2, 3, 1)
+
+
+def test_work_that_overlaps_what_an_earlier_step_counted_counts_once() -> None:
+    """A transfer that begins beneath one step and ends beneath the next; a run is never busier than the clock."""
+    timeline = Timeline()
+    record(timeline, ("nvme write", 1, 4))
+    assert timeline.take().busy["nvme write"] == 3
+    record(timeline, ("nvme write", 2, 3), ("nvme write", 3, 6), ("nvme read", 1, 2))
+    found = timeline.take()
+    assert (found.busy["nvme write"], found.busy["nvme read"]) == (2, 1)
+
+
+def test_taking_starts_over() -> None:
+    timeline = Timeline()
+    record(timeline, ("compute", 1, 3))
+    with timeline.waiting("up"):
+        pass
+    assert len(timeline.take().spans) == 1
+    assert timeline.take().spans == ()
+    assert set(timeline.take().waited.values()) == {0.0}
+
+
+def test_waits_add_up_by_cause() -> None:
+    timeline = Timeline()
+    before = perf_counter()
+    for _ in range(3):
+        with timeline.waiting("nvme read"):
+            threading.Event().wait(0.01)
+    elapsed = perf_counter() - before
+    waited = timeline.take().waited
+    assert 0.025 < waited.pop("nvme read") <= elapsed
+    assert set(waited.values()) == {0.0}
+
+
+def test_a_span_tells_what_it_is_about() -> None:
+    timeline = Timeline()
+    before = perf_counter()
+    with timeline.during("optimizer", "update of layer 3", block=4, stage="update", part=2):
+        pass
+    after = perf_counter()
+    (span,) = timeline.take().spans
+    assert (span.resource, span.label, span.block, span.stage, span.part) == (
+        "optimizer", "update of layer 3", 4, "update", 2,
+    )  # fmt: skip
+    assert before <= span.start <= span.end <= after
+
+
+def test_work_and_waits_that_fail_are_noted() -> None:
+    timeline = Timeline()
+    with pytest.raises(ValueError, match="full"), timeline.during("compute", "head", block=1, stage="backward"):
+        raise ValueError("full")
+    with pytest.raises(ValueError, match="full"), timeline.waiting("down"):
+        raise ValueError("full")
+    found = timeline.take()
+    assert len(found.spans) == 1
+    assert found.waited["down"] > 0
+
+
+def test_a_transfer_lies_where_its_ticket_says() -> None:
+    timeline, ticket = Timeline(), Ticket(num_parts=1)
+    ticket.begin_part()
+    ticket.finish_part()
+    timeline.transfer("nvme read", "weights of layer 0", ticket, block=1, stage="forward")
+    (span,) = timeline.take().spans
+    assert (span.start, span.end) == ticket.span
+    assert span.part == 0
+
+
+def test_every_thread_may_record() -> None:
+    timeline = Timeline()
+
+    def work() -> None:
+        for _ in range(200):
+            with timeline.during("optimizer", "group", block=0, stage="update"):
+                pass
+
+    threads = [threading.Thread(target=work, name=f"recorder {index}") for index in range(4)]
+    for thread in threads:
+        thread.start()
+    num_spans = 0
+    while any(thread.is_alive() for thread in threads):
+        num_spans += len(timeline.take().spans)
+    for thread in threads:
+        thread.join()
+    assert num_spans + len(timeline.take().spans) == 800
