@@ -112,6 +112,8 @@ class Task:
     """Of a micro-batch."""
     micro_batches: int
     steps: int
+    warm_up: int = 2
+    """So many steps are not counted: the first reads what stays in memory, the second keeps activations first."""
     clip: bool = False
     overlap: Overlap = "optimized"
     in_place: bool = False
@@ -127,8 +129,7 @@ class Measured:
 
     num_parameters: int
     step_seconds: list[float]
-    """From decision to decision, without the first two steps (what stays in memory is read in them); the last
-    one's with what was left to write."""
+    """From decision to decision, of the steps counted; the last one's with what was left to write."""
     losses: list[float]
     peak_bytes: int
     weights_sha256: str = ""
@@ -161,7 +162,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, shape: str, tokens: int, m
     parser.add_argument("--shape", choices=SHAPES, default=shape)
     parser.add_argument("--tokens", type=int, default=tokens, help="tokens of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=micro_batches)
-    parser.add_argument("--steps", type=int, default=steps, help="of which the first two are not counted")
+    parser.add_argument("--steps", type=int, default=steps, help="those that are not counted included")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps that are not counted")
     parser.add_argument("--clip", action="store_true", help="clip the global gradient norm to 1")
     parser.add_argument("--in-place", action="store_true", help="one slot: half the space on the drive")
     parser.add_argument("--host-memory-gib", type=float, default=None, help="limit of `ratel`")
@@ -176,6 +178,7 @@ def task_of(arguments: argparse.Namespace, contestant: Contestant, *, overlap: O
         tokens=arguments.tokens,
         micro_batches=arguments.micro_batches,
         steps=arguments.steps,
+        warm_up=arguments.warm_up,
         clip=arguments.clip,
         overlap=overlap,
         in_place=arguments.in_place,
@@ -221,7 +224,7 @@ def run_plain(task: Task) -> Measured:
         seconds.append(time.perf_counter() - start)
     return Measured(
         num_parameters=sum(parameter.numel() for parameter in parameters),
-        step_seconds=seconds[2:],
+        step_seconds=seconds[task.warm_up :],
         losses=losses,
         peak_bytes=peak_resident_bytes(),
     )
@@ -285,7 +288,7 @@ def run_ratel(task: Task) -> Measured:
         busy, waited = dict.fromkeys(RESOURCES, 0.0), dict.fromkeys(RESOURCES, 0.0)
         moved_bytes = 0
         for step, batches in enumerate(_batches(task)):
-            if step == 2:
+            if step == task.warm_up:
                 if engine.is_unsettled:
                     engine.settle()
                     store.commit(_progress(step))
@@ -307,7 +310,7 @@ def run_ratel(task: Task) -> Measured:
             times = timeline.take()
             if trace is not None:
                 trace.write_step(step + 1, times.spans, start=start, end=time.perf_counter())
-            if step >= 2:
+            if step >= task.warm_up:
                 spans += times.spans
                 for resource in RESOURCES:
                     busy[resource] += times.busy[resource]
@@ -317,7 +320,7 @@ def run_ratel(task: Task) -> Measured:
         rates.append(mixed_rate([directory], queue, pool))
         return Measured(
             num_parameters=model.spec.num_parameters,
-            step_seconds=seconds[2:],
+            step_seconds=seconds[task.warm_up :],
             losses=losses,
             peak_bytes=peak_resident_bytes(),
             weights_sha256=weights_sha256,
@@ -325,7 +328,7 @@ def run_ratel(task: Task) -> Measured:
             waited_seconds={str(resource): spent for resource, spent in waited.items()},
             hidden_fraction=hidden_fraction(spans),
             nvme_bytes=moved_bytes,
-            predicted_nvme_bytes=(plan.traffic.read_bytes + plan.traffic.written_bytes) * (task.steps - 2),
+            predicted_nvme_bytes=(plan.traffic.read_bytes + plan.traffic.written_bytes) * (task.steps - task.warm_up),
             mixed_bytes_per_second=sum(rates) / len(rates),
             predicted_seconds=plan.time.total,
             placement=_words(plan),

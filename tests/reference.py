@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ratel_cli.engine.randomness import seed_draws
-from ratel_cli.engine.step import Batch
+from ratel_cli.engine.state import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,11 @@ needs. The thread walks through the blocks in groups of parameters, so that its 
 three groups, whatever the size of a block. For group i, the one after it being i-1 (Ratel Fig. 3b):
 
     1. read ahead   R(i-1): master, m, v of the current generation, even before the gradient is there
-    2. write back   W(i+1), the group before: one group late, so that it runs beside computing and never
-                    stands before a read
-    3. compute      C(i), when R(i) is done and the block's gradient has been handed over
-    4. settle       wait for W(i+1): its buffers are those of R(i-2)
+    2. compute      C(i), when R(i) is done and the block's gradient has been handed over
+    3. write back   W(i): behind R(i-1), which C(i-1) will wait for, and beside C(i-1)
+    4. settle       wait for W(i+1), the group before: its buffers are those of R(i-2)
 
+So the drive always has a read or a write to do while the processor computes.
 `naive` does R(i), C(i), W(i) strictly one after another (Fig. 3a). All orders give the same bits.
 
 Invariants: at most three groups have buffers; a block counts as written when every write of it was waited
@@ -171,18 +171,16 @@ class UpdatePipeline:
         current = self._read_next(alive)
         while current is not None:
             following = self._read_next(alive)
-            if previous is not None:
-                self._work.write(previous)
-                if not self._is_handed_over(current):  # there is time, and someone may wait for that block
-                    self._finish(previous, alive)
-                    previous = None
+            if previous is not None and not self._is_handed_over(current):
+                self._finish(previous, alive)  # there is time, and someone may wait for that block
+                previous = None
             if not self._compute(current):
                 return
+            self._work.write(current)
             if previous is not None:
                 self._finish(previous, alive)
             previous, current = current, following or self._read_next(alive)
         if previous is not None:
-            self._work.write(previous)
             self._finish(previous, alive)
 
     def _walk_naive(self, alive: list[Group]) -> None:

@@ -26,55 +26,29 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 
-from ratel_cli.engine.activations import BlockInputs, Keeping
+from ratel_cli.engine.activations import Keeping
+from ratel_cli.engine.adamw import AdamWUpdate
 from ratel_cli.engine.gradients import GradientSum, TiedSum
 from ratel_cli.engine.loss import loss_and_gradients, loss_only, tokens_per_chunk
 from ratel_cli.engine.pipeline import UpdatePipeline
 from ratel_cli.engine.randomness import seed_draws
-from ratel_cli.engine.tape import Recorder, Replayer, Tape
+from ratel_cli.engine.state import Batch, StepOutcome, StepState, Tied
+from ratel_cli.engine.tape import Recorder, Replayer
 from ratel_cli.engine.telemetry import Stage, Timeline
 from ratel_cli.engine.update import Updates, UpdateSettings
 from ratel_cli.engine.weights import BlockWeights, ResidentWeights, WeightReader
 from ratel_cli.model.blocks import DecoderModel
-from ratel_cli.model.drive import LayerCall, last_hidden_state
+from ratel_cli.model.drive import last_hidden_state
 from ratel_cli.model.spec import BlockSpec
 from ratel_cli.movement.buffers import BufferPool
 from ratel_cli.movement.scratch import Scratch
 from ratel_cli.movement.store import Store
 from ratel_cli.planning.placement import Placement
-
-
-class Batch(Protocol):
-    """One micro-batch: int64 tensors [batch, tokens]; targets are shifted already, -100 counts for nothing."""
-
-    @property
-    def input_ids(self) -> torch.Tensor: ...
-    @property
-    def targets(self) -> torch.Tensor: ...
-    @property
-    def position_ids(self) -> torch.Tensor: ...
-    @property
-    def num_targets(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutcome:
-    """What one step did."""
-
-    loss: float
-    """Mean cross-entropy over the step's targets."""
-    grad_norm: float
-    """Global 2-norm before clipping; not finite when `applied` is False for that reason."""
-    forward_seconds: float
-    """From the start to the last layer's output; head, backward and update are the rest."""
-    applied: bool
-    """False: the loss or a gradient was not finite, and the store is as it was."""
 
 
 class StepEngine:
@@ -142,16 +116,10 @@ class StepEngine:
         An unsettled step before is settled beneath this one's forward; then `commit_previous` is called.
         """
         assert any(batch.num_targets for batch in batches), "a step without targets has no loss"
-        state = _Step(batches, step, loss_scale, self._device, self._keeping.blocks(batches))
-
-        def begin_updates() -> None:
-            if self._updates.is_unsettled:
-                self._updates.settle()
-                commit_previous()
-            self._updates.begin(number=update, learning_rate=learning_rate, loss_scale=loss_scale)
-
+        state = StepState(batches, step, loss_scale, self._device, self._keeping.blocks(batches))
+        adamw = AdamWUpdate(number=update, learning_rate=learning_rate, gradient_scale=1.0 / loss_scale)
         try:
-            return self._run(state, begin_updates)
+            return self._run(state, adamw, commit_previous)
         except BaseException:
             self._updates.abandon()
             raise
@@ -190,11 +158,20 @@ class StepEngine:
     ) -> None:
         self.close()
 
-    def _run(self, state: _Step, begin_updates: Callable[[], None]) -> StepOutcome:
+    def _run(self, state: StepState, adamw: AdamWUpdate, commit_previous: Callable[[], None]) -> StepOutcome:
         start = time.perf_counter()
         self._expect_uses(state)
-        hidden = self._forward(state, self._embed(state))
+        hidden = self._embed(state)
+        for block in self._model.spec.blocks[1:-1]:
+            self._check_stop()
+            self._finish_previous(commit_previous, if_written=True)
+            self._forward(state, block, hidden)
         forward_seconds = time.perf_counter() - start
+
+        def begin_updates() -> None:
+            self._finish_previous(commit_previous)
+            self._updates.begin(adamw)
+
         loss_total, gradients, tied = self._head(state, hidden, begin_updates)
         for block in reversed(self._model.spec.blocks[1:-1]):
             self._check_stop()
@@ -213,14 +190,14 @@ class StepEngine:
             applied=bool(torch.isfinite(norm)),
         )
 
-    def _expect_uses(self, state: _Step) -> None:
+    def _expect_uses(self, state: StepState) -> None:
         embedding, *layers, head = self._model.spec.blocks
         self._reader.expect([embedding, *layers], "forward")
         self._reader.expect([head, embedding] if self._model.spec.tied else [head], "backward")
         again = [block for block in reversed(layers) if block.index not in state.kept_blocks]
         self._reader.expect([*again, embedding], "backward")
 
-    def _embed(self, state: _Step) -> list[torch.Tensor]:
+    def _embed(self, state: StepState) -> list[torch.Tensor]:
         hidden = []
         block = self._model.spec.blocks[0]
         with self._reader.open(block), self._computing(block, "forward"):
@@ -232,23 +209,29 @@ class StepEngine:
         self._pool.trim()
         return hidden
 
-    def _forward(self, state: _Step, hidden: list[torch.Tensor]) -> list[torch.Tensor]:
-        for block in self._model.spec.blocks[1:-1]:
-            self._check_stop()
-            weights = state.resources.enter_context(self._reader.open(block))
-            forward = self._forward_kept if block.index in state.kept_blocks else self._forward_recorded
-            with self._computing(block, "forward"):
-                for position in range(len(state.batches)):
-                    self._seed_draws(state, block.index, position)
-                    hidden[position] = forward(state, weights, position, hidden[position].requires_grad_())
-            if block.index in state.kept_blocks:
-                weights.unbind()
-                state.kept_weights[block.index] = weights
-            else:
-                weights.close()
-        return hidden
+    def _finish_previous(self, commit: Callable[[], None], *, if_written: bool = False) -> None:
+        """Settle and commit the step before, if it is not yet; `if_written`: only if that takes no waiting."""
+        if self._updates.is_unsettled and (self._updates.is_written or not if_written):
+            self._updates.settle()
+            commit()
 
-    def _forward_recorded(self, state: _Step, weights: BlockWeights, position: int, leaf: torch.Tensor) -> torch.Tensor:
+    def _forward(self, state: StepState, block: BlockSpec, hidden: list[torch.Tensor]) -> None:
+        """Take `hidden`, one tensor for each micro-batch, through one layer."""
+        weights = state.resources.enter_context(self._reader.open(block))
+        forward = self._forward_kept if block.index in state.kept_blocks else self._forward_recorded
+        with self._computing(block, "forward"):
+            for position in range(len(state.batches)):
+                self._seed_draws(state, block.index, position)
+                hidden[position] = forward(state, weights, position, hidden[position].requires_grad_())
+        if block.index in state.kept_blocks:
+            weights.unbind()
+            state.kept_weights[block.index] = weights
+        else:
+            weights.close()
+
+    def _forward_recorded(
+        self, state: StepState, weights: BlockWeights, position: int, leaf: torch.Tensor
+    ) -> torch.Tensor:
         block = weights.block
         state.inputs.put(block.index, position, leaf)
         recorder = Recorder(weights.parameters)
@@ -258,7 +241,7 @@ class StepEngine:
         state.saved_bytes[block.index] = state.saved_bytes.get(block.index, 0) + recorder.saved_bytes
         return output.detach()
 
-    def _forward_kept(self, state: _Step, weights: BlockWeights, position: int, leaf: torch.Tensor) -> torch.Tensor:
+    def _forward_kept(self, state: StepState, weights: BlockWeights, position: int, leaf: torch.Tensor) -> torch.Tensor:
         block = weights.block
         with torch.enable_grad():
             output = self._drive.run_layer(block.index - 1, leaf, state.calls[position][block.index - 1])
@@ -266,8 +249,8 @@ class StepEngine:
         return output.detach()
 
     def _head(
-        self, state: _Step, hidden: list[torch.Tensor], begin_updates: Callable[[], None]
-    ) -> tuple[float, list[torch.Tensor], _Tied | None]:
+        self, state: StepState, hidden: list[torch.Tensor], begin_updates: Callable[[], None]
+    ) -> tuple[float, list[torch.Tensor], Tied | None]:
         block = self._model.spec.blocks[-1]
         total, gradients = 0.0, []
         tied = self._open_tied(state) if self._model.spec.tied else None
@@ -312,7 +295,7 @@ class StepEngine:
         self._pool.trim()
         return total, gradients, tied
 
-    def _backward(self, state: _Step, block: BlockSpec, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _backward(self, state: StepState, block: BlockSpec, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         weights = state.kept_weights.pop(block.index, None) or self._reader.open(block)
         with weights, self._sum(block, single=len(state.batches) == 1) as total:
             with self._computing(block, "backward"):
@@ -327,7 +310,7 @@ class StepEngine:
             self._updates.hand_over(total, weights)
         return gradients
 
-    def _output_again(self, state: _Step, block: BlockSpec, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _output_again(self, state: StepState, block: BlockSpec, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's input and output, with the autograd graph between them: kept, or made again."""
         kept = state.graphs.pop((block.index, position), None)
         if kept is not None:
@@ -338,7 +321,7 @@ class StepEngine:
         replayer.check_complete()
         return leaf, output
 
-    def _embedding_backward(self, state: _Step, gradients: list[torch.Tensor], tied: _Tied | None) -> None:
+    def _embedding_backward(self, state: StepState, gradients: list[torch.Tensor], tied: Tied | None) -> None:
         self._pool.trim()
         block = self._model.spec.blocks[0]
         total = tied.total if tied else state.resources.enter_context(self._sum(block, single=len(state.batches) == 1))
@@ -384,9 +367,9 @@ class StepEngine:
         with self._reader.open(self._model.spec.blocks[0]) as embedding:
             yield (self._model.tie(embedding.parameters),)
 
-    def _open_tied(self, state: _Step) -> _Tied:
+    def _open_tied(self, state: StepState) -> Tied:
         total = state.resources.enter_context(self._sum(self._model.spec.blocks[0], single=False))
-        return _Tied(total, TiedSum(total, [batch.input_ids for batch in state.batches]))
+        return Tied(total, TiedSum(total, [batch.input_ids for batch in state.batches]))
 
     def _sum(self, block: BlockSpec, *, single: bool) -> GradientSum:
         return GradientSum(block, self._pool, dtype=self._settings.gradient_dtype, single=single)
@@ -394,41 +377,5 @@ class StepEngine:
     def _computing(self, block: BlockSpec, stage: Stage) -> contextlib.AbstractContextManager[None]:
         return self._timeline.during("compute", f"{stage} of {block.name}", block=block.index, stage=stage)
 
-    def _seed_draws(self, state: _Step, block: int, micro_batch: int) -> None:
+    def _seed_draws(self, state: StepState, block: int, micro_batch: int) -> None:
         seed_draws(self._seed, step=state.step, block=block, micro_batch=micro_batch)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tied:
-    """The embedding block's gradient, begun by the head."""
-
-    total: GradientSum
-    rows: TiedSum
-
-
-class _Step:
-    """What the phases of one step hand to each other."""
-
-    def __init__(
-        self,
-        batches: Sequence[Batch],
-        step: int,
-        loss_scale: float,
-        device: torch.device,
-        kept_blocks: frozenset[int],
-    ) -> None:
-        self.batches = batches
-        self.step = step
-        self.loss_scale = loss_scale
-        self.num_targets = sum(batch.num_targets for batch in batches)
-        self.kept_blocks = kept_blocks
-        self.calls: list[tuple[LayerCall, ...]] = []
-        self.tapes: dict[tuple[int, int], Tape] = {}
-        self.inputs = BlockInputs(device)
-        self.saved_bytes: dict[int, int] = {}
-        """What autograd would have kept of each recorded block."""
-        self.graphs: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        """Input and output of kept blocks, for each micro-batch."""
-        self.kept_weights: dict[int, BlockWeights] = {}
-        self.resources = contextlib.ExitStack()
-        """What a phase leaves open for a later one; closed with the step, however it ends."""

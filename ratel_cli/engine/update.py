@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -129,10 +129,10 @@ class Updates:
 
     # For engine.step, in this order.
 
-    def begin(self, *, number: int, learning_rate: float, loss_scale: float) -> None:
-        """Gradients of a step will come. The step before must have been settled and committed."""
+    def begin(self, adamw: AdamWUpdate) -> None:
+        """Gradients of a step will come, to be updated so. The step before must have been settled and committed."""
         assert not self._is_decided
-        self._number, self._learning_rate, self._inverse_scale = number, learning_rate, 1.0 / loss_scale
+        self._adamw = adamw
         self._norms: dict[str, float] = {}
         self._held_bytes = self._spilled_bytes = 0
         self._mode = self._choose_mode()
@@ -146,7 +146,7 @@ class Updates:
         weights.unbind()
         with self._timeline.during("compute", f"gradient of {block.name}", block=block.index, stage="backward"):
             gradient = total.finish()
-            norms = gradient.norms(self._inverse_scale)
+            norms = gradient.norms(self._adamw.gradient_scale)
         try:
             self._norms |= norms
             self._check_presence(gradient)
@@ -251,11 +251,7 @@ class Updates:
         update = BlockUpdate(
             gradient=gradient,
             weights=weights,
-            adamw=AdamWUpdate(
-                number=self._number,
-                learning_rate=self._learning_rate,
-                gradient_scale=self._inverse_scale * self._clip,
-            ),
+            adamw=replace(self._adamw, gradient_scale=self._adamw.gradient_scale * self._clip),
             keeps_gradient=self._mode == "speculative" and not self._is_decided,
         )
         self._started[gradient.block.index] = update

@@ -25,7 +25,7 @@ from typing import Protocol
 
 import torch
 
-from ratel_cli.engine.step import StepOutcome
+from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.telemetry import RESOURCES, StepTimes, Timeline
 from ratel_cli.errors import Diverged, EnvironmentFailure, Interrupted
 from ratel_cli.movement.store import Progress

@@ -14,7 +14,8 @@ from ratel_cli import _native
 from ratel_cli.engine.adamw import AdamWSettings
 from ratel_cli.engine.opening import open_engine
 from ratel_cli.engine.pipeline import GROUP_ELEMENTS
-from ratel_cli.engine.step import StepEngine, StepOutcome
+from ratel_cli.engine.state import StepOutcome
+from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.engine.update import UpdateSettings
 from ratel_cli.model.blocks import DecoderModel, find_blocks

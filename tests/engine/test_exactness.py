@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
-from ratel_cli.engine.step import StepOutcome
+from ratel_cli.engine.state import StepOutcome
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import BLOCK_ALIGNMENT, DtypeName
 from ratel_cli.planning.placement import Placement

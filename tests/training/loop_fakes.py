@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from ratel_cli.engine.step import StepOutcome
+from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import Interrupted
 from ratel_cli.movement.manifest import Progress

@@ -1,0 +1,82 @@
+"""What the phases of one step hand to each other. Made and used up by `engine.step`.
+
+Invariant: nothing in it outlives the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ratel_cli.engine.activations import BlockInputs
+from ratel_cli.engine.gradients import GradientSum, TiedSum
+from ratel_cli.engine.tape import Tape
+from ratel_cli.engine.weights import BlockWeights
+from ratel_cli.model.drive import LayerCall
+
+
+class Batch(Protocol):
+    """One micro-batch: int64 tensors [batch, tokens]; targets are shifted already, -100 counts for nothing."""
+
+    @property
+    def input_ids(self) -> torch.Tensor: ...
+    @property
+    def targets(self) -> torch.Tensor: ...
+    @property
+    def position_ids(self) -> torch.Tensor: ...
+    @property
+    def num_targets(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What one step did."""
+
+    loss: float
+    """Mean cross-entropy over the step's targets."""
+    grad_norm: float
+    """Global 2-norm before clipping; not finite when `applied` is False for that reason."""
+    forward_seconds: float
+    """From the start to the last layer's output; head, backward and update are the rest."""
+    applied: bool
+    """False: the loss or a gradient was not finite, and the store is as it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tied:
+    """The embedding block's gradient, begun by the head."""
+
+    total: GradientSum
+    rows: TiedSum
+
+
+class StepState:
+    """What the phases of one step hand to each other."""
+
+    def __init__(
+        self,
+        batches: Sequence[Batch],
+        step: int,
+        loss_scale: float,
+        device: torch.device,
+        kept_blocks: frozenset[int],
+    ) -> None:
+        self.batches = batches
+        self.step = step
+        self.loss_scale = loss_scale
+        self.num_targets = sum(batch.num_targets for batch in batches)
+        self.kept_blocks = kept_blocks
+        self.calls: list[tuple[LayerCall, ...]] = []
+        self.tapes: dict[tuple[int, int], Tape] = {}
+        self.inputs = BlockInputs(device)
+        self.saved_bytes: dict[int, int] = {}
+        """What autograd would have kept of each recorded block."""
+        self.graphs: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        """Input and output of kept blocks, for each micro-batch."""
+        self.kept_weights: dict[int, BlockWeights] = {}
+        self.resources = contextlib.ExitStack()
+        """What a phase leaves open for a later one; closed with the step, however it ends."""
