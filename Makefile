@@ -29,9 +29,8 @@ lint: $(READY)  ## Check style and formatting
 types: $(READY)  ## Check types
 	$(BIN)/mypy
 
-bench: $(READY)  ## Measure the AdamW kernel against memory, and a step against PyTorch in memory
-	$(BIN)/python scripts/bench_adamw.py
-	$(BIN)/python scripts/bench_step.py
+bench: $(READY)  ## Measure queue, kernel, optimizer and whole steps against their ceilings (hours); keep the results
+	$(BIN)/python -m scripts.bench_all
 
 clean:  ## Remove everything that these targets made
 	rm -rf .venv build demo .mypy_cache .pytest_cache .ruff_cache .hypothesis

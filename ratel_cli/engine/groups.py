@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ratel_cli.engine.adamw import AdamWUpdate, GroupAdamW
 from ratel_cli.engine.gradients import BlockGradient
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.telemetry import Resource, Timeline
 from ratel_cli.engine.weights import HostWeights
 from ratel_cli.errors import RatelError
 from ratel_cli.model.spec import BlockSpec
@@ -83,6 +83,8 @@ class GroupWork:
         self._pool = pool
         self._timeline = timeline
         self._resident = resident_states
+        self.waits_for: Resource = "optimizer"
+        """The drive while the thread stands still for it; read by other threads."""
         self._states: dict[int, dict[str, Lease]] = {}
         self._valid: set[int] = set()
         """Resident blocks whose states in memory are those of the newest generation."""
@@ -138,7 +140,7 @@ class GroupWork:
         write, group.write = group.write, None
         assert write is not None
         try:
-            write.wait()
+            self._wait(write, "nvme write")
             self._timeline.transfer(
                 "nvme write",
                 f"update of {group.block.name}",
@@ -180,7 +182,7 @@ class GroupWork:
         read, group.read = group.read, None
         if read is None:
             return
-        read.wait()
+        self._wait(read, "nvme read")
         self._timeline.transfer(
             "nvme read",
             f"states of {group.block.name}",
@@ -189,6 +191,13 @@ class GroupWork:
             stage="update",
             part=group.part,
         )
+
+    def _wait(self, ticket: Ticket, resource: Resource) -> None:
+        self.waits_for = resource
+        try:
+            ticket.wait()
+        finally:
+            self.waits_for = "optimizer"
 
     def _resident_memories(self, group: Group) -> dict[str, memoryview]:
         block = group.block

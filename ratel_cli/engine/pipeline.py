@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from ratel_cli.engine.groups import BlockUpdate, Group, GroupWork
+from ratel_cli.engine.telemetry import Resource
 from ratel_cli.model.spec import BLOCK_ALIGNMENT, BlockSpec
 
 GROUP_ELEMENTS = 1024 * BLOCK_ALIGNMENT
@@ -93,6 +94,11 @@ class UpdatePipeline:
     def wait_unfinished(self, *, at_most: int) -> None:
         """Return when no more than so many submitted updates are not written yet."""
         self._wait(lambda: len(self._updates) <= at_most)
+
+    @property
+    def waits_for(self) -> Resource:
+        """What whoever waits for the optimizer waits for in truth, at this moment."""
+        return self._work.waits_for
 
     def cancel(self) -> None:
         """Drop what was expected and submitted. What the shadow holds afterwards is of no use."""

@@ -161,7 +161,7 @@ class Updates:
             self._held.append(gradient)
         self._start(gradient, weights.host.share())
         weights.close()
-        with self._timeline.waiting("optimizer"):
+        with self._timeline.waiting(self._pipeline.waits_for):
             self._pipeline.wait_unfinished(at_most=self._placement.pending_updates)
 
     def decide(self, order: Sequence[str]) -> torch.Tensor:
@@ -185,13 +185,13 @@ class Updates:
         self._held = []
         self._is_decided = True
         if self._settings.overlap == "separate":
-            with self._timeline.waiting("optimizer"):
+            with self._timeline.waiting(self._pipeline.waits_for):
                 self._write_all()
         return norm
 
     def settle(self) -> None:
         """Return when everything that was decided is in the shadow; the caller commits it."""
-        with self._timeline.waiting("optimizer"):
+        with self._timeline.waiting(self._pipeline.waits_for):
             self._write_all()
         for gradient in self._held:  # of a speculation that was right
             gradient.release()

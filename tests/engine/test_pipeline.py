@@ -49,6 +49,7 @@ class FakeWork:
     alive: int = 0
     most_alive: int = 0
     compute_seconds: float = 0.0
+    waits_for: str = "optimizer"
 
     def _note(self, what: str, group: Group) -> None:
         self.events.append(f"{what} {group.block.index}.{group.part}")
@@ -236,3 +237,17 @@ def test_resident_states_are_read_once_until_they_are_forgotten(tmp_path: Path, 
                 if len(read) == 2:
                     pipeline.cancel()
         assert read == [12 * 4, 12 + 2 * 3, 12 * 4, 12 + 2 * 3]
+
+
+def test_who_waits_for_the_optimizer_may_wait_for_the_drive(tmp_path: Path, pool: BufferPool) -> None:
+    (block,) = blocks_of(3)
+    with FaultyQueue() as queue, stored(tmp_path, queue) as store:
+        queue._faults[len(queue.calls)] = Fault(hangs=True)
+        with UpdatePipeline(work_on(store, pool), group_elements=BLOCK_ALIGNMENT) as pipeline:
+            assert pipeline.waits_for == "optimizer"
+            pipeline.submit(update_of(block, pool))
+            while pipeline.waits_for != "nvme read":
+                time.sleep(0.001)
+            queue.release()
+            pipeline.wait_unfinished(at_most=0)
+            assert pipeline.waits_for == "optimizer"

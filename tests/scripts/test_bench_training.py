@@ -45,3 +45,26 @@ def test_the_optimizer_alone(tmp_path: Path) -> None:
     assert all(len(summary[name]["seconds"]) == 2 for name in ("NVMe", "AdamW", "optimized", "naive"))  # type: ignore[arg-type]
     assert summary["optimized"]["of_ceiling"] > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_results_are_kept_with_the_notes_on_them(tmp_path: Path) -> None:
+    def run_all() -> str:
+        command = [sys.executable, "-m", "scripts.bench_all", "optimizer", "--smoke", "--results", str(tmp_path)]
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT)
+        [path] = tmp_path.iterdir()
+        assert path.name.startswith("optimizer_")
+        return path.read_text()
+
+    first = run_all()
+    assert "python -m scripts.bench_optimizer" in first
+    assert "of ceiling" in first
+    [path] = tmp_path.iterdir()
+    path.write_text(first + "The drive was shared.\n")
+    assert run_all().endswith("## Notes\nThe drive was shared.\n")
+
+
+def test_an_unknown_benchmark_is_refused() -> None:
+    command = [sys.executable, "-m", "scripts.bench_all", "optimiser"]
+    refused = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert refused.returncode == 2
+    assert "unknown: optimiser; there are io, adamw, optimizer" in refused.stderr
