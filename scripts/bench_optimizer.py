@@ -38,7 +38,7 @@ from ratel_cli.movement.copies import view_field
 from ratel_cli.movement.queue import open_queue
 from ratel_cli.movement.records import record_layout
 from ratel_cli.movement.store import Progress, Store, StoreIdentity
-from scripts.contestants import mixed_rate
+from scripts.mixed_rate import mixed_rate
 
 LAYOUT = record_layout("bfloat16")
 BYTES_PER_PARAMETER = 2 * LAYOUT.bytes_per_parameter

@@ -140,15 +140,7 @@ class GroupWork:
         write, group.write = group.write, None
         assert write is not None
         try:
-            self._wait(write, "nvme write")
-            self._timeline.transfer(
-                "nvme write",
-                f"update of {group.block.name}",
-                write,
-                block=group.block.index,
-                stage="update",
-                part=group.part,
-            )
+            self._wait(group, write, "nvme write", f"update of {group.block.name}")
         finally:
             self.release(group)
 
@@ -180,24 +172,16 @@ class GroupWork:
 
     def _wait_read(self, group: Group) -> None:
         read, group.read = group.read, None
-        if read is None:
-            return
-        self._wait(read, "nvme read")
-        self._timeline.transfer(
-            "nvme read",
-            f"states of {group.block.name}",
-            read,
-            block=group.block.index,
-            stage="update",
-            part=group.part,
-        )
+        if read is not None:
+            self._wait(group, read, "nvme read", f"states of {group.block.name}")
 
-    def _wait(self, ticket: Ticket, resource: Resource) -> None:
+    def _wait(self, group: Group, ticket: Ticket, resource: Resource, label: str) -> None:
         self.waits_for = resource
         try:
             ticket.wait()
         finally:
             self.waits_for = "optimizer"
+        self._timeline.transfer(resource, label, ticket, block=group.block.index, stage="update", part=group.part)
 
     def _resident_memories(self, group: Group) -> dict[str, memoryview]:
         block = group.block

@@ -43,7 +43,7 @@ class HostWeights:
 
     def __init__(self, block: BlockSpec, lease: Lease, read: Ticket) -> None:
         self.block = block
-        self.is_open_or_issued = 0
+        self.num_uses = 0
         """Uses of the reader that share this; others may have it as well."""
         self._lease = lease
         self._reads = [read]  # popped by whoever waits for it; a list, since its pop is atomic
@@ -184,8 +184,8 @@ class WeightReader:
 
     def close(self, weights: HostWeights) -> None:
         """One use of the block is over."""
-        weights.is_open_or_issued -= 1
-        if not weights.is_open_or_issued:
+        weights.num_uses -= 1
+        if not weights.num_uses:
             del self._shared[weights.block.index]
         weights.release()
 
@@ -209,7 +209,7 @@ class WeightReader:
             weights = self._read(block)
             self._resident.keep(weights)
         self._shared[block.index] = weights
-        weights.is_open_or_issued += 1
+        weights.num_uses += 1
         use.weights = weights
         self._updates.start_waiting(weights)
         return True
