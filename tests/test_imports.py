@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 HEAVY = ("torch", "transformers", "datasets", "numpy", "pandas", "pyarrow", "ratel_cli._native")
+PAPER = ("configs/models/gpt-13b.yaml", "--hardware", "configs/hardware/paper-4090-12ssd.yaml")
 PROBE = f"""
 import sys
 from ratel_cli.cli.app import main
@@ -35,6 +36,16 @@ def run(*arguments: str, source: str = PROBE) -> subprocess.CompletedProcess[str
         (["finetune", "there/is/no/such.yaml"], 2),
         (["finetune", "{wrong}"], 2),
         (["finetune", "{right}", "learning_rte=1"], 2),
+        (["profile", "--help"], 0),
+        (["profile", "there/is/no/such.yaml"], 2),
+        (["profile", "{wrong}"], 2),
+        (["profile", "--storage", "there/is/no/such"], 2),
+        (["profile", "-o", "there/is/no/such.json"], 2),
+        (["plan", "--help"], 0),
+        (["plan", "there/is/no/such.yaml"], 2),
+        (["plan", "{right}", "--hardware", "configs/hardware/paper-4090-12ssd.yaml"], 2),
+        (["plan", *PAPER], 3),
+        (["plan", *PAPER, "cost_model=paper", "--largest", "--prices"], 0),
     ],
 )
 def test_nothing_heavy_is_imported(arguments: list[str], code: int, tmp_path: Path) -> None:

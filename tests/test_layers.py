@@ -24,7 +24,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "engine": (
         *FOR_ALL,
         "engine",
+        "planning.liveness",
         "planning.placement",
+        "planning.recorded",
         "model.blocks",
         "model.dispatch",
         "model.drive",
@@ -45,8 +47,23 @@ WITHOUT_HEAVY = (
     "planning",
     "movement",
     "hardware.spec",
+    "hardware.host",
+    "hardware.effort",
+    "hardware.drives",
     "model.spec",
     "cli.app",
+    "cli.profile",
+    "cli.profile_cache",
+    "cli.hardware_file",
+    "cli.hardware_table",
+    "cli.kept_profile",
+    "cli.plan",
+    "cli.plan_inputs",
+    "cli.plan_plot",
+    "cli.plan_questions",
+    "cli.plan_table",
+    "cli.run_settings",
+    "cli.subject",
 )
 WITH_TORCH_ALL_THE_SAME = ("movement.copies",)
 

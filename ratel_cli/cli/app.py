@@ -82,6 +82,67 @@ def finetune(
     command.run(config, overrides or [], resume, dry_run)
 
 
+@app.command(
+    help="Measure what this machine can do for a run: compute, memory, drives. CONFIG says where and in which dtype.",
+    epilog="Example: ratel profile --storage /mnt/a --storage /mnt/b -o hardware.json",
+)
+def profile(
+    config: Annotated[Path | None, typer.Argument(help="The YAML file of a run.", show_default=False)] = None,
+    storage: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR",
+            help="A directory to measure, once for each drive. Default: those of CONFIG, or this one.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the hardware file instead of a table.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write the hardware file.", show_default=False),
+    ] = None,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, even if it was measured before.")] = False,
+) -> None:
+    from ratel_cli.cli import profile as command
+
+    command.run(config, storage or [], output, as_json=as_json, refresh=refresh)
+
+
+@app.command(
+    help="Say whether the run that CONFIG describes fits, how long it takes and why, and what would help.",
+    epilog="Example: ratel plan configs/models/gpt-70b.yaml --hardware configs/hardware/paper-4090-12ssd.yaml",
+)
+def plan(
+    config: Annotated[Path, typer.Argument(help="The YAML file of the run.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the config to set otherwise.", show_default=False),
+    ] = None,
+    hardware: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Plan for the machine that this file describes. Default: this one, as the run or `ratel profile` "
+            "measured it.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the forecast as JSON.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the curve as a picture, .svg or .png.", show_default=False),
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Compare with what other systems would swap.")] = False,
+    largest: Annotated[bool, typer.Option("--largest", help="Tell the largest model that fits.")] = False,
+    prices: Annotated[bool, typer.Option("--prices", help="Tell what a price buys, by number of SSDs.")] = False,
+) -> None:
+    from ratel_cli.cli import plan as command
+    from ratel_cli.cli.plan_questions import Questions
+
+    questions = Questions(compare=compare, largest=largest, prices=prices)
+    command.run(config, overrides or [], hardware, plot, questions, as_json=as_json)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     try:

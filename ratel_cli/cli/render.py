@@ -144,10 +144,19 @@ def _stays(plan: Plan) -> str:
     placement = plan.placement
     counts = (("weights", len(placement.resident_weights)), ("states", len(placement.resident_states)))
     kept = [f"{what} of {count}" for what, count in counts if count]
-    told = f"; {' and '.join(kept)} of {plan.num_blocks} blocks stay in RAM" if kept else ""
-    if placement.activation_bytes:
-        told += f", and up to {format_bytes(placement.activation_bytes)} of activations"
-    return told
+    return f"; {' and '.join(kept)} of {plan.num_blocks} blocks stay in RAM" if kept else ""
+
+
+def swap_line(plan: Plan) -> str:
+    """What becomes of activations, and what a step is expected to take: said when a plan follows a recorded step."""
+    aside = plan.aside
+    put = f"{format_bytes(aside.total_bytes)} of {format_bytes(plan.swappable_bytes)} of activations are put aside"
+    if aside.written_bytes:
+        put += f", {format_bytes(aside.written_bytes)} of them on NVMe"
+    operators = len(plan.swapped)
+    what = _counted(operators, "operator", "operators") if operators else "layers' inputs alone"
+    prediction = f"{format_seconds(plan.time.total)} a step, most of it {plan.time.bottleneck}"
+    return f"planned from step 1: {put} ({what}); {prediction}"
 
 
 def _nvme(plan: Plan, hardware: HardwareProfile, *, engine: str, paths: Sequence[Path], taken_bytes: int) -> str:
@@ -165,8 +174,9 @@ def _nvme(plan: Plan, hardware: HardwareProfile, *, engine: str, paths: Sequence
 
 def _prediction(plan: Plan, num_steps_left: int) -> str:
     seconds, written_bytes = plan.time.total, plan.traffic.written_bytes
+    estimated = "by its shapes, until step 1 is recorded: " if plan.profile_source == "analytic" else ""
     return _words(
-        f"{format_seconds(seconds)} a step, most of it {plan.time.bottleneck};",
+        f"{estimated}{format_seconds(seconds)} a step, most of it {plan.time.bottleneck};",
         f"{format_seconds(seconds * num_steps_left)} and {written_bytes * num_steps_left / 1e12:.3g} TB written",
         "for the run",
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from ratel_cli.cli.inputs import Inputs, changed_settings, identity_of
+from ratel_cli.cli.run_settings import num_slots
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput, RatelError
 from ratel_cli.hardware.spec import HardwareProfile
@@ -65,11 +66,6 @@ def _check_fits(store: Store, config: RunConfig, resume: str) -> None:
     if resume != "auto" and int(resume) not in store.pinned_steps:
         kept = ", ".join(map(str, store.pinned_steps)) or "none"
         raise BadInput(f"--resume {resume}: no generation of that step is kept; kept are: {kept}")
-
-
-def num_slots(config: RunConfig) -> int:
-    """Generations that a store for this config has room for."""
-    return 1 if config.storage.durability == "none" else 2 + config.num_saved_generations
 
 
 def make_store(

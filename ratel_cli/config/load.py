@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 import yaml
@@ -28,21 +27,16 @@ from ratel_cli.config.messages import explain_error
 from ratel_cli.config.overrides import apply_override
 from ratel_cli.config.schema import RunConfig, unused_keys
 from ratel_cli.config.sections import Contradiction
+from ratel_cli.config.source import Location, is_written, locate, place_of_keys, read_file
 from ratel_cli.config.yaml_marks import (
-    MAX_TEXT_BYTES,
     ConfigLoader,
     Finding,
     Marked,
     Plain,
     Resolvers,
-    Where,
     plain,
     read_text,
 )
-from ratel_cli.errors import BadInput
-from ratel_cli.units import format_bytes
-
-Location = tuple[int | str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +51,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Read, translate, override and validate. Raises BadInput with all there is to correct."""
     findings: list[Finding] = []
     dialect = Dialect(findings)
-    root = read_text(_read_file(path), str(path), findings)
+    root = read_text(read_file(path, "config"), str(path), findings)
     if not isinstance(root.content, dict):
         hint = "write `base_model: ...` and the other keys, one a line"
         raise Finding(where=root.where, message="a config is `key: value` lines", hint=hint).as_error()
@@ -69,7 +63,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
         first, *others = sorted(findings, key=lambda finding: finding.where)
         raise first.as_error(tuple(other.as_error() for other in others))
     for unused in unused_keys(config):
-        where = _place_of_keys(root, (), unused.keys)
+        where = place_of_keys(root, (), unused.keys)
         dialect.notices.append(Finding(where=where, message=unused.message))
     notices = sorted(dialect.notices, key=lambda notice: notice.where)
     return LoadedConfig(
@@ -95,38 +89,6 @@ class _ConfigDumper(yaml.SafeDumper):
     """Quotes every text that either YAML 1.1 or our own reading would take for something else."""
 
     yaml_implicit_resolvers = _BOTH_READINGS
-
-
-def _read_file(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_TEXT_BYTES + 1)
-    except FileNotFoundError as exc:
-        raise BadInput(f"{path}: there is no such file", _similar_file(path)) from exc
-    except IsADirectoryError as exc:
-        raise BadInput(f"{path}: is a directory", "name the YAML file itself") from exc
-    except OSError as exc:
-        raise BadInput(f"{path}: cannot be read: {exc.strerror}") from exc
-    except ValueError as exc:
-        raise BadInput(f"{path}: is not a file name") from exc
-    if len(content) > MAX_TEXT_BYTES:
-        raise BadInput(f"{path}: is larger than {format_bytes(MAX_TEXT_BYTES)}; this is no config")
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as exc:
-        before = exc.object[: exc.start].decode("utf-8-sig", errors="replace")
-        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
-        message = f"{path}:{line}:{column}: not UTF-8 text (byte 0x{exc.object[exc.start]:02x})"
-        raise BadInput(message, "save the file as UTF-8") from exc
-
-
-def _similar_file(path: Path) -> str | None:
-    try:
-        names = [each.name for each in path.parent.iterdir() if each.suffix in (".yaml", ".yml")]
-    except (OSError, ValueError):
-        return None
-    close = get_close_matches(path.name, names, n=1)
-    return f"did you mean {path.with_name(close[0])}?" if close else None
 
 
 def _validate(root: Marked, dialect: Dialect) -> RunConfig | None:
@@ -183,7 +145,7 @@ def _tell_contradictions(error: ErrorDetails, root: Marked, dialect: Dialect) ->
         assert isinstance(each, Contradiction)
         yield from each.keys
         if not _in_doubt(root, location, each.keys, dialect):
-            where = _place_of_keys(root, location, each.keys)
+            where = place_of_keys(root, location, each.keys)
             dialect.findings.append(Finding(where=where, message=each.message, hint=each.hint))
 
 
@@ -194,60 +156,19 @@ def _in_doubt(root: Marked, location: Location, keys: Sequence[str], dialect: Di
         path = (*_keys_only(location), key)
         if any(doubt[: len(path)] == path for doubt in dialect.doubtful):
             return True
-        if _is_written(root, (*location, key)) and _locate(root, (*location, key)).value in told:
+        if is_written(root, (*location, key)) and locate(root, (*location, key)).value in told:
             return True
     return False
 
 
 def _tell(error: ErrorDetails, root: Marked, dialect: Dialect) -> None:
     location = error["loc"]
-    place = _locate(root, location)
+    place = locate(root, location)
     if error["input"] is None and any(finding.where == place.value for finding in dialect.findings):
         return  # the value could not be read, and that has been told
     message, hint = explain_error(error, place.name, _default(location))
     where = place.key if error["input"] is None else place.value
     dialect.findings.append(Finding(where=where, message=message, hint=hint))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    name: str
-    """The dotted key, as the user wrote it."""
-    key: Where
-    value: Where
-    node: Marked
-
-
-def _locate(root: Marked, location: Location) -> _Place:
-    """The place of a location of pydantic's, or of the innermost mapping around it that was written."""
-    names: list[str] = []
-    node, key = root, root.where
-    for step in location:
-        content = node.content
-        if isinstance(content, dict) and step in content:
-            entry = content[str(step)]
-            names.append(entry.written)
-            node, key = entry.value, entry.where
-        elif isinstance(content, list) and isinstance(step, int):
-            names.append(str(step))
-            node = content[step]
-            key = node.where
-        else:
-            names.append(str(step))
-    return _Place(name=".".join(names), key=key, value=node.where, node=node)
-
-
-def _is_written(root: Marked, location: Location) -> bool:
-    around = _locate(root, location[:-1]).node.content
-    return isinstance(around, dict) and location[-1] in around
-
-
-def _place_of_keys(root: Marked, location: Location, keys: Sequence[str]) -> Where:
-    """Where the first of the keys is that was given; else the mapping itself."""
-    for key in keys:
-        if _is_written(root, (*location, key)):
-            return _locate(root, (*location, key)).key
-    return _locate(root, location).value
 
 
 def _default(location: Location) -> object:

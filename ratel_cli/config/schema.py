@@ -169,6 +169,11 @@ class RunConfig(Section):
         return self.model_copy(update={"output_dir": output_dir, "storage": storage})
 
     @property
+    def resolved_gradient_dtype(self) -> Literal["float32", "bfloat16", "float16"]:
+        """What `auto` stands for."""
+        return self.dtype if self.gradient_dtype == "auto" else self.gradient_dtype
+
+    @property
     def num_saved_generations(self) -> int:
         """Generations the store has room for, beside the two that a step needs."""
         if self.storage.keep_generations is not None:

@@ -2,24 +2,29 @@
 
 `engine.pipeline` brings the fields of a group to host memory and calls `GroupAdamW.update` on its thread. All
 numbers that AdamW derives from the step are computed here in Python floats, exactly as `torch.optim.AdamW`
-does; the kernel (`ratel_cli._native`) does the rest. It releases the GIL and has no threads of its own.
+does; the kernel (`ratel_cli._native`) does the rest. It releases the GIL and has no threads of its own: where
+the plan wants several, each takes a part of the group.
 
-Invariant: a parameter without a gradient, and the gaps between parameters, keep their bits.
+Invariants: the bits do not depend on the number of threads; a parameter without a gradient, and the gaps
+between parameters, keep their bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal, Protocol, cast
+from types import TracebackType
+from typing import Literal, Protocol, Self, cast
 
 import torch
 
 from ratel_cli import _native
 from ratel_cli.engine.gradients import BlockGradient
-from ratel_cli.model.spec import BlockSpec
+from ratel_cli.model.spec import PARAMETER_ALIGNMENT, BlockSpec
 from ratel_cli.movement.copies import FIELD_DTYPES, view_field
 from ratel_cli.movement.records import ComputeDtype
+from ratel_cli.units import align_up
 
 _TELLING, _TELLING_ROOT = 1.000680923461914, 1.000340461730957
 """A value whose root the two ways round differently, and its root if rounded correctly."""
@@ -76,10 +81,13 @@ class AdamWUpdate:
 
 
 class GroupAdamW:
-    """Updates groups of parameters in host memory."""
+    """Updates groups of parameters in host memory, on `num_threads` threads. Use as a context manager."""
 
-    def __init__(self, settings: AdamWSettings, dtype: ComputeDtype) -> None:
+    def __init__(self, settings: AdamWSettings, dtype: ComputeDtype, *, num_threads: int = 1) -> None:
+        assert num_threads > 0
         self._settings = settings
+        self._num_threads = num_threads
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="ratel-adamw") if num_threads > 1 else None
         self._kernel = _KERNELS[dtype]
         self._square_root = square_root_of_torch()
 
@@ -95,8 +103,30 @@ class GroupAdamW:
         """Update elements [start, stop) of the gradient's block in place. `memories` has every field of the record."""
         fields = [view_field(memories[name], name, stop - start) for name in FIELD_DTYPES if name in memories]
         flat = gradient.flat
-        for first, last, decay in _segments(gradient.block, gradient.present, start, stop):
-            self._call([field[first - start : last - start] for field in fields], flat[first:last], update, decay=decay)
+
+        def update_part(part: tuple[int, int]) -> None:
+            for first, last, decay in _segments(gradient.block, gradient.present, *part):
+                own = [field[first - start : last - start] for field in fields]
+                self._call(own, flat[first:last], update, decay=decay)
+
+        if self._threads is None:
+            update_part((start, stop))
+            return
+        for _ in self._threads.map(update_part, _parts(start, stop, self._num_threads)):
+            pass  # what a thread raised is raised here
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        if self._threads is not None:
+            self._threads.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _call(self, fields: list[torch.Tensor], gradient: torch.Tensor, update: AdamWUpdate, *, decay: bool) -> None:
         settings = self._settings
@@ -115,6 +145,12 @@ class GroupAdamW:
             gradient_scale=update.gradient_scale,
             square_root=self._square_root,
         )
+
+
+def _parts(start: int, stop: int, number: int) -> list[tuple[int, int]]:
+    """[start, stop) in so many parts of nearly equal size, on boundaries of cache lines; fewer if it is short."""
+    size = align_up(max(1, -(-(stop - start) // number)), PARAMETER_ALIGNMENT)
+    return [(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
 def _segments(block: BlockSpec, present: tuple[bool, ...], start: int, stop: int) -> list[tuple[int, int, bool]]:

@@ -36,34 +36,31 @@ def open_engine(
     device: torch.device,
     timeline: Timeline,
     scratch: Scratch | None = None,
+    activation_scratch: Scratch | None = None,
     chunk_tokens: int | None = None,
     group_elements: int = GROUP_ELEMENTS,
     check_stop: Callable[[], None] = lambda: None,
 ) -> Iterator[StepEngine]:
     """An engine for one run on an open store. `check_stop` is called between blocks, and may raise."""
-    work = GroupWork(
-        GroupAdamW(adamw, store.layout.dtype),
-        store,
-        pool,
-        timeline=timeline,
-        resident_states=placement.resident_states,
-    )
     order: GroupOrder = "naive" if updates.overlap == "naive" else "optimized"
-    with (
-        UpdatePipeline(work, order=order, group_elements=group_elements) as pipeline,
-        StepEngine(
-            model,
-            store,
-            pool,
-            pipeline,
-            updates,
-            placement,
-            seed=seed,
-            device=device,
-            timeline=timeline,
-            scratch=scratch,
-            chunk_tokens=chunk_tokens,
-            check_stop=check_stop,
-        ) as engine,
-    ):
-        yield engine
+    with GroupAdamW(adamw, store.layout.dtype, num_threads=placement.adamw_threads) as group_adamw:
+        work = GroupWork(group_adamw, store, pool, timeline=timeline, resident_states=placement.resident_states)
+        with (
+            UpdatePipeline(work, order=order, group_elements=group_elements) as pipeline,
+            StepEngine(
+                model,
+                store,
+                pool,
+                pipeline,
+                updates,
+                placement,
+                seed=seed,
+                device=device,
+                timeline=timeline,
+                scratch=scratch,
+                activation_scratch=activation_scratch,
+                chunk_tokens=chunk_tokens,
+                check_stop=check_stop,
+            ) as engine,
+        ):
+            yield engine

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import torch
 
-from ratel_cli.engine.activations import BlockInputs
+from ratel_cli.engine.activations import Activations
 from ratel_cli.engine.gradients import GradientSum, TiedSum
+from ratel_cli.engine.recording import StepRecording
 from ratel_cli.engine.tape import Tape
-from ratel_cli.engine.weights import BlockWeights
 from ratel_cli.model.drive import LayerCall
 
 
@@ -42,6 +42,8 @@ class StepOutcome:
     """Global 2-norm before clipping; not finite when `applied` is False for that reason."""
     forward_seconds: float
     """From the start to the last layer's output; head, backward and update are the rest."""
+    swapped_bytes: int
+    """Put aside in forward for backward, layers' inputs included."""
     applied: bool
     """False: the loss or a gradient was not finite, and the store is as it was."""
 
@@ -62,21 +64,16 @@ class StepState:
         batches: Sequence[Batch],
         step: int,
         loss_scale: float,
-        device: torch.device,
-        kept_blocks: frozenset[int],
+        activations: Activations,
+        recording: StepRecording | None,
     ) -> None:
         self.batches = batches
         self.step = step
         self.loss_scale = loss_scale
         self.num_targets = sum(batch.num_targets for batch in batches)
-        self.kept_blocks = kept_blocks
         self.calls: list[tuple[LayerCall, ...]] = []
         self.tapes: dict[tuple[int, int], Tape] = {}
-        self.inputs = BlockInputs(device)
-        self.saved_bytes: dict[int, int] = {}
-        """What autograd would have kept of each recorded block."""
-        self.graphs: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        """Input and output of kept blocks, for each micro-batch."""
-        self.kept_weights: dict[int, BlockWeights] = {}
+        self.activations = activations
+        self.recording = recording
         self.resources = contextlib.ExitStack()
         """What a phase leaves open for a later one; closed with the step, however it ends."""

@@ -4,10 +4,10 @@
 weights of a block cross the wires once for all micro-batches, so the batch is bounded by time alone.
 
     1. embed     embedding of every micro-batch; every layer's arguments
-    2. forward   layers upwards: bind, run each micro-batch under a Recorder, keep its input, unbind;
-                 blocks whose activations are kept run as in plain PyTorch, and stay
+    2. forward   layers upwards: bind, run each micro-batch under a Recorder, put its input aside and what
+                 the plan swaps, unbind
     3. head      norm, head and loss in chunks, and their gradients right away
-    4. backward  layers downwards: bind, replay each micro-batch, sum gradients, hand them over
+    4. backward  layers downwards: bind, fetch and replay each micro-batch, sum gradients, hand them over
     5. embedding backward; a tied weight gets the head's part and its own, and is updated once
     6. decide    global norm, finite or not, clip coefficient (engine.update)
 
@@ -16,7 +16,7 @@ The update of a step is settled no later than the next step's first gradient; th
 committed there, or after `settle`.
 
 Invariants: at most one block is bound, the embedding beside the head excepted; memory does not grow
-with the number of layers but for block inputs, held gradients and what the placement keeps; a step whose
+with the number of layers but for what is put aside, held gradients and what the placement keeps; a step whose
 loss or norm is not finite leaves the current generation as it was.
 """
 
@@ -31,12 +31,13 @@ from typing import Self
 
 import torch
 
-from ratel_cli.engine.activations import Keeping
+from ratel_cli.engine.activations import Activations, Unit
 from ratel_cli.engine.adamw import AdamWUpdate
 from ratel_cli.engine.gradients import GradientSum, TiedSum
 from ratel_cli.engine.loss import loss_and_gradients, loss_only, tokens_per_chunk
 from ratel_cli.engine.pipeline import UpdatePipeline
 from ratel_cli.engine.randomness import seed_draws
+from ratel_cli.engine.recording import StepRecording
 from ratel_cli.engine.state import Batch, StepOutcome, StepState, Tied
 from ratel_cli.engine.tape import Recorder, Replayer
 from ratel_cli.engine.telemetry import Stage, Timeline
@@ -67,6 +68,7 @@ class StepEngine:
         device: torch.device,
         timeline: Timeline,
         scratch: Scratch | None = None,
+        activation_scratch: Scratch | None = None,
         chunk_tokens: int | None = None,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
@@ -81,7 +83,10 @@ class StepEngine:
         """Called between blocks; what it raises abandons the step."""
         self._chunk_tokens = chunk_tokens or tokens_per_chunk(model.spec.vocab_size)
         self._resident = ResidentWeights(placement.resident_weights)
-        self._keeping = Keeping(placement)
+        self._swapped = placement.swapped
+        self._activations = Activations(
+            pool, activation_scratch, spilled_units=placement.spilled_units, device=device, timeline=timeline
+        )
         self._updates = Updates(
             settings, placement, model.spec.blocks, store, pipeline, self._resident, scratch, timeline=timeline
         )
@@ -110,13 +115,15 @@ class StepEngine:
         learning_rate: float,
         loss_scale: float = 1.0,
         commit_previous: Callable[[], None] = lambda: None,
+        recording: StepRecording | None = None,
     ) -> StepOutcome:
         """One step; `update` counts applied updates from 1. If its outcome is applied, it is unsettled.
 
         An unsettled step before is settled beneath this one's forward; then `commit_previous` is called.
+        A `recording` takes in what every operator of the layers costs.
         """
         assert any(batch.num_targets for batch in batches), "a step without targets has no loss"
-        state = StepState(batches, step, loss_scale, self._device, self._keeping.blocks(batches))
+        state = StepState(batches, step, loss_scale, self._activations, recording)
         adamw = AdamWUpdate(number=update, learning_rate=learning_rate, gradient_scale=1.0 / loss_scale)
         try:
             return self._run(state, adamw, commit_previous)
@@ -125,6 +132,7 @@ class StepEngine:
             raise
         finally:
             state.resources.close()
+            self._activations.reset()
             self._reader.reset()
             self._pool.trim()
 
@@ -160,13 +168,13 @@ class StepEngine:
 
     def _run(self, state: StepState, adamw: AdamWUpdate, commit_previous: Callable[[], None]) -> StepOutcome:
         start = time.perf_counter()
-        self._expect_uses(state)
+        self._expect_uses()
         hidden = self._embed(state)
         for block in self._model.spec.blocks[1:-1]:
             self._check_stop()
             self._finish_previous(commit_previous, if_written=True)
             self._forward(state, block, hidden)
-        forward_seconds = time.perf_counter() - start
+        forward_seconds, swapped_bytes = time.perf_counter() - start, self._activations.put_bytes
 
         def begin_updates() -> None:
             self._finish_previous(commit_previous)
@@ -177,7 +185,6 @@ class StepEngine:
             self._check_stop()
             gradients = self._backward(state, block, gradients)
         self._embedding_backward(state, gradients, tied)
-        self._keeping.learn(state.saved_bytes, state.batches)
         if math.isfinite(loss_total):
             norm = self._updates.decide(self._model.parameter_names)
         else:
@@ -187,15 +194,15 @@ class StepEngine:
             loss=loss_total / state.num_targets,
             grad_norm=float(norm),
             forward_seconds=forward_seconds,
+            swapped_bytes=swapped_bytes,
             applied=bool(torch.isfinite(norm)),
         )
 
-    def _expect_uses(self, state: StepState) -> None:
+    def _expect_uses(self) -> None:
         embedding, *layers, head = self._model.spec.blocks
         self._reader.expect([embedding, *layers], "forward")
         self._reader.expect([head, embedding] if self._model.spec.tied else [head], "backward")
-        again = [block for block in reversed(layers) if block.index not in state.kept_blocks]
-        self._reader.expect([*again, embedding], "backward")
+        self._reader.expect([*reversed(layers), embedding], "backward")
 
     def _embed(self, state: StepState) -> list[torch.Tensor]:
         hidden = []
@@ -216,37 +223,28 @@ class StepEngine:
             commit()
 
     def _forward(self, state: StepState, block: BlockSpec, hidden: list[torch.Tensor]) -> None:
-        """Take `hidden`, one tensor for each micro-batch, through one layer."""
-        weights = state.resources.enter_context(self._reader.open(block))
-        forward = self._forward_kept if block.index in state.kept_blocks else self._forward_recorded
-        with self._computing(block, "forward"):
-            for position in range(len(state.batches)):
-                self._seed_draws(state, block.index, position)
-                hidden[position] = forward(state, weights, position, hidden[position].requires_grad_())
-        if block.index in state.kept_blocks:
-            weights.unbind()
-            state.kept_weights[block.index] = weights
-        else:
-            weights.close()
+        """Take `hidden`, one tensor for each micro-batch, through one layer: the last one first, since
+        backward ends with it, and fetches in the opposite order."""
+        with self._reader.open(block) as weights:
+            for position in reversed(range(len(state.batches))):
+                with self._computing(block, "forward"):
+                    self._seed_draws(state, block.index, position)
+                    leaf = hidden[position].requires_grad_()
+                    recorder = self._recorder(state, weights, position)
+                    with recorder.recording():
+                        output = self._drive.run_layer(block.index - 1, leaf, state.calls[position][block.index - 1])
+                    hidden[position] = output.detach()
+                    state.tapes[block.index, position], aside = recorder.finish()
+                state.activations.put(block.index, position, Unit(leaf=leaf, aside=aside))
+                del leaf, output, aside
 
-    def _forward_recorded(
-        self, state: StepState, weights: BlockWeights, position: int, leaf: torch.Tensor
-    ) -> torch.Tensor:
-        block = weights.block
-        state.inputs.put(block.index, position, leaf)
-        recorder = Recorder(weights.parameters)
-        with recorder.recording():
-            output = self._drive.run_layer(block.index - 1, leaf, state.calls[position][block.index - 1])
-        state.tapes[block.index, position] = recorder.tape()
-        state.saved_bytes[block.index] = state.saved_bytes.get(block.index, 0) + recorder.saved_bytes
-        return output.detach()
-
-    def _forward_kept(self, state: StepState, weights: BlockWeights, position: int, leaf: torch.Tensor) -> torch.Tensor:
-        block = weights.block
-        with torch.enable_grad():
-            output = self._drive.run_layer(block.index - 1, leaf, state.calls[position][block.index - 1])
-        state.graphs[block.index, position] = leaf, output
-        return output.detach()
+    def _recorder(self, state: StepState, weights: BlockWeights, position: int) -> Recorder:
+        block, swapped = weights.block.index, self._swapped.get(weights.block.index, frozenset())
+        if state.recording is None:
+            return Recorder(weights.parameters, swapped)
+        return state.recording.recorder(
+            weights.parameters, swapped, block=block, micro_batch=position, module=self._drive.layers[block - 1]
+        )
 
     def _head(
         self, state: StepState, hidden: list[torch.Tensor], begin_updates: Callable[[], None]
@@ -296,30 +294,25 @@ class StepEngine:
         return total, gradients, tied
 
     def _backward(self, state: StepState, block: BlockSpec, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        weights = state.kept_weights.pop(block.index, None) or self._reader.open(block)
-        with weights, self._sum(block, single=len(state.batches) == 1) as total:
-            with self._computing(block, "backward"):
-                for position in range(len(state.batches)):
-                    leaf, output = self._output_again(state, block, position)
+        with self._reader.open(block) as weights, self._sum(block, single=len(state.batches) == 1) as total:
+            for position in range(len(state.batches)):
+                with state.activations.fetch(block.index, position) as unit, self._computing(block, "backward"):
+                    output = self._replay(state, block, position, unit)
                     first, *others = torch.autograd.grad(
-                        output, (leaf, *weights.parameters), gradients[position], allow_unused=True
+                        output, (unit.leaf, *weights.parameters), gradients[position], allow_unused=True
                     )
                     total.add(others)
                     gradients[position] = first
-                    del leaf, output, others
+                    del unit, output, others
             self._updates.hand_over(total, weights)
         return gradients
 
-    def _output_again(self, state: StepState, block: BlockSpec, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's input and output, with the autograd graph between them: kept, or made again."""
-        kept = state.graphs.pop((block.index, position), None)
-        if kept is not None:
-            return kept
-        leaf = state.inputs.take(block.index, position)
-        with Replayer(state.tapes.pop((block.index, position))) as replayer:
-            output = self._drive.run_layer(block.index - 1, leaf, state.calls[position][block.index - 1])
+    def _replay(self, state: StepState, block: BlockSpec, position: int, unit: Unit) -> torch.Tensor:
+        """A layer's output, with the autograd graph that forward did not keep."""
+        with Replayer(state.tapes.pop((block.index, position)), unit.aside) as replayer:
+            output = self._drive.run_layer(block.index - 1, unit.leaf, state.calls[position][block.index - 1])
         replayer.check_complete()
-        return leaf, output
+        return output
 
     def _embedding_backward(self, state: StepState, gradients: list[torch.Tensor], tied: Tied | None) -> None:
         self._pool.trim()

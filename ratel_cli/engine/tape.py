@@ -1,14 +1,14 @@
 """Record a block's forward pass, then replay it in backward with as little work as possible.
 
 `engine.step` runs each block's forward under a `Recorder`, which drops everything that autograd
-wants to keep and notes, operator by operator, what would be needed. The resulting `Tape` is tiny.
-In backward the block runs again under a `Replayer`: this rebuilds the autograd graph, and every
-operator gets one of the decisions below. (Ratel §IV-D swaps or recomputes per operator; SWAP takes
-its place in `Decision` when the plan that chooses it exists.)
+wants to keep, notes, operator by operator, what would be needed, and puts aside the outputs that the plan
+swaps. The resulting `Tape` is tiny. In backward the block runs again under a `Replayer`: this rebuilds
+the autograd graph, and every operator is run, answered with what was put aside, or skipped, as
+`planning.liveness` decided.
 
-    EXEC  run it again
-    DEAD  nothing that autograd saved depends on its output: return an uninitialised tensor of the
-          same shape (the last matrix product and residual add of every layer, for a start)
+An operator's key is its name and how many calls of it came before in the block: `aten.mm.default#2`.
+What cannot be swapped is not, whatever the plan says: views and mutations, what a mutation changes later,
+and integers, which steer.
 
 Invariants: (1) the replay meets the recorded operators in the recorded order, or it stops with an
 error, never with wrong gradients; (2) random operators draw what they drew when recorded; (3) no
@@ -18,8 +18,8 @@ autograd graph outlives `Recorder`: its saved tensors are never stored.
 from __future__ import annotations
 
 import contextlib
-import enum
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,16 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ratel_cli.errors import RatelError
 from ratel_cli.model.dispatch import Operator, tensors_in
+from ratel_cli.planning.liveness import Decision, decide
+from ratel_cli.units import align_up
 
+PACKED_ALIGNMENT = 64
+"""Bytes. Tensors that are put aside lie one after another on such boundaries, which are torch's own."""
 _DETACH = torch.ops.aten.detach.default
 """Not an operator of the model: autograd calls it to save an output, unless hooks are there to take it."""
-
-
-class Decision(enum.Enum):
-    """What the replay does with one operator."""
-
-    EXEC = enum.auto()
-    DEAD = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +51,23 @@ class OutputShape:
 
 
 @dataclass(slots=True)
-class _Operator:
-    """One recorded call: which storages it read and wrote, as serial numbers."""
+class RecordedOperator:
+    """One call: which storages it read and wrote, as serial numbers."""
 
     func: Operator
+    key: str
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     outputs: tuple[OutputShape, ...] | None
     """None where the operator must run: views, mutations, results that steer Python."""
+    output_bytes: int
+    """Of storages that are its own, as they are packed; 0 where it cannot be swapped."""
     random_state: torch.Tensor | None
-    needed: bool
+    is_needed: bool
+
+    @property
+    def can_be_skipped(self) -> bool:
+        return self.outputs is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,18 +82,25 @@ class Tape:
 
 
 class Recorder(TorchDispatchMode):
-    """Runs a forward pass without keeping activations. Use as a context; then call `tape()`."""
+    """Runs a forward pass without keeping activations. Use as a context; then call `finish()`."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor] = ()) -> None:
-        """`parameters`, and what shares their storage, do not count as activations."""
+    def __init__(self, parameters: Sequence[torch.Tensor] = (), swapped: Collection[str] = ()) -> None:
+        """`parameters`, and what shares their storage, do not count as activations; `swapped` are keys."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._not_counted = {parameter.untyped_storage()._cdata for parameter in parameters}
-        self._operators: list[_Operator] = []
+        self._swapped = swapped
+        self.operators: list[RecordedOperator] = []
+        self.saved: set[int] = set()
+        """Storages that autograd would have kept."""
+        self.saved_bytes = 0
+        """Theirs, parameters not counted."""
+        self._put_aside: dict[int, tuple[torch.Tensor, ...]] = {}
+        self._num_calls: Counter[str] = Counter()
         self._serials: dict[int, int] = {}
         self._num_serials = 0
-        self._saved: set[int] = set()
-        self.saved_bytes = 0
-        """What autograd would have kept of the forward, storages once, parameters not counted."""
+        self._mutated: set[int] = set()
+        self._of_parameters = set(self._serials_of(parameters))
+        """Storages of parameters, and of what is made of nothing else: weights are never swapped."""
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -97,26 +108,30 @@ class Recorder(TorchDispatchMode):
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self._note_saved, _never_unpack), self:
             yield
 
-    def tape(self) -> Tape:
-        """Decide for every operator, from the last to the first, whether anything saved depends on it."""
-        needed = set(self._saved)
-        decisions: list[Decision] = []
-        for operator in reversed(self._operators):
-            alive = operator.needed or not needed.isdisjoint(operator.writes)
-            if alive:
-                needed.update(operator.reads)
-            decisions.append(Decision.EXEC if alive or operator.outputs is None else Decision.DEAD)
-        decisions.reverse()
-        return Tape(
-            funcs=tuple(operator.func for operator in self._operators),
+    def finish(self) -> tuple[Tape, dict[int, tuple[torch.Tensor, ...]]]:
+        """The tape, and the outputs that its replay needs to be given, by position."""
+        aside = {
+            position: tensors
+            for position, tensors in self._put_aside.items()
+            if self._mutated.isdisjoint(self.operators[position].writes)
+        }
+        self._put_aside = {}
+        decisions = decide(self.operators, self.saved, aside.keys())
+        tape = Tape(
+            funcs=tuple(operator.func for operator in self.operators),
             decisions=tuple(decisions),
-            outputs=tuple(operator.outputs for operator in self._operators),
+            outputs=tuple(operator.outputs for operator in self.operators),
             random_states={
                 position: operator.random_state
-                for position, operator in enumerate(self._operators)
+                for position, operator in enumerate(self.operators)
                 if operator.random_state is not None
             },
         )
+        return tape, {position: tensors for position, tensors in aside.items() if decisions[position] is Decision.SWAP}
+
+    def can_be_swapped(self, operator: RecordedOperator) -> bool:
+        """Whether its outputs are its own and stay as they are. Known when all is recorded."""
+        return operator.output_bytes > 0 and self._mutated.isdisjoint(operator.writes)
 
     def __torch_dispatch__(
         self,
@@ -130,34 +145,49 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         reads = self._serials_of(tensors_in((args, kwargs)))
         random_state = _random_state(func, args)
-        result = func(*args, **kwargs)
-        self._operators.append(self._describe(func, reads, result, random_state))
+        result = self._call(func, args, kwargs)
+        operator = self._describe(func, reads, result, random_state)
+        if operator.output_bytes and operator.key in self._swapped:
+            # Aliases without the graph that autograd will hang on the outputs themselves.
+            self._put_aside[len(self.operators)] = tuple(tensor.detach() for tensor in tensors_in(result))
+        self.operators.append(operator)
         return result
+
+    def _call(self, func: Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        return func(*args, **kwargs)
 
     def _describe(
         self, func: Operator, reads: tuple[int, ...], result: object, random_state: torch.Tensor | None
-    ) -> _Operator:
+    ) -> RecordedOperator:
+        name = str(func)
+        key = f"{name}#{self._num_calls[name]}"
+        self._num_calls[name] += 1
         tensors = tensors_in(result)
         mutable = func._schema.is_mutable
         if func.is_view and not mutable:
-            return _Operator(func, reads, (), None, None, False)
+            return RecordedOperator(func, key, reads, (), None, 0, None, False)
         if not mutable:
             # A fresh output: its storage may have the address of one that was freed, so it gets a new number.
             for tensor in tensors:
-                key = tensor.untyped_storage()._cdata
-                if self._serials.get(key) not in reads:
-                    self._serials[key] = self._next_serial()
+                storage = tensor.untyped_storage()._cdata
+                if self._serials.get(storage) not in reads:
+                    self._serials[storage] = self._next_serial()
         writes = self._serials_of(tensors)
         if mutable:
             writes = writes + reads
+            self._mutated.update(writes)
         # Integers and booleans index, route and branch, and Python reads them past the dispatcher (tolist);
         # inside a custom autograd function grad mode is off and what it keeps for itself is not seen.
         steers = not tensors or any(not tensor.is_floating_point() for tensor in tensors)
-        needed = steers or not torch.is_grad_enabled()
-        shapes = None
-        if not (needed or mutable):
+        is_needed = steers or not torch.is_grad_enabled()
+        shapes, own_bytes = None, 0
+        if not (is_needed or mutable):
             shapes = tuple(OutputShape(t.size(), t.stride(), t.dtype, t.device) for t in tensors)
-        return _Operator(func, reads, writes, shapes, random_state, needed)
+            if reads and self._of_parameters.issuperset(reads):
+                self._of_parameters.update(writes)
+            elif set(writes).isdisjoint(reads):
+                own_bytes = sum(align_up(num_bytes, PACKED_ALIGNMENT) for num_bytes in storage_bytes(tensors))
+        return RecordedOperator(func, key, reads, writes, shapes, own_bytes, random_state, is_needed)
 
     def _serials_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
         serials = []
@@ -174,8 +204,8 @@ class Recorder(TorchDispatchMode):
 
     def _note_saved(self, tensor: torch.Tensor) -> None:
         (serial,) = self._serials_of((tensor,))
-        if serial not in self._saved:
-            self._saved.add(serial)
+        if serial not in self.saved:
+            self.saved.add(serial)
             storage = tensor.untyped_storage()
             if storage._cdata not in self._not_counted:
                 self.saved_bytes += storage.nbytes()
@@ -184,9 +214,11 @@ class Recorder(TorchDispatchMode):
 class Replayer(TorchDispatchMode):
     """Runs the recorded forward again, doing only what its tape decided. Use as a context."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, aside: Mapping[int, tuple[torch.Tensor, ...]] | None = None) -> None:
+        """`aside` is what `Recorder.finish` gave with the tape; each output is used once."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
+        self._aside = dict(aside or {})
         self._position = 0
 
     def check_complete(self) -> None:
@@ -208,15 +240,25 @@ class Replayer(TorchDispatchMode):
             recorded = tape.funcs[position] if position < len(tape.funcs) else "the end"
             raise _not_repeated(position, func, recorded)
         self._position = position + 1
-        if tape.decisions[position] is Decision.DEAD:
+        decision = tape.decisions[position]
+        if decision is Decision.EXEC:
+            state = tape.random_states.get(position)
+            if state is not None:
+                _generator(args).set_state(state)
+            return func(*args, **(kwargs or {}))
+        if decision is Decision.SWAP:
+            tensors = self._aside.pop(position)
+        else:
             shapes = tape.outputs[position]
             assert shapes is not None
             tensors = tuple(shape.empty() for shape in shapes)
-            return tensors[0] if len(tensors) == 1 else tensors
-        state = tape.random_states.get(position)
-        if state is not None:
-            _generator(args).set_state(state)
-        return func(*args, **(kwargs or {}))
+        return tensors[0] if len(tensors) == 1 else tensors
+
+
+def storage_bytes(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Of each storage behind them, once."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return [storage.nbytes() for storage in storages.values()]
 
 
 def _not_repeated(position: int, now: object, recorded: object) -> RatelError:

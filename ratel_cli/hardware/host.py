@@ -1,7 +1,7 @@
-"""What the operating system says: the processor's name, memory in all, what is free, what this process takes.
+"""What the operating system says: processor and GPUs by name, memory and space, what this process takes.
 
-Used by `hardware.measure` and `cli.training_run`. Linux only. Invariant: nothing is cached; each call
-says how it is now.
+Used by `hardware.measure`, `cli.profile_cache` and `cli.training_run`. Linux only. Imports nothing heavy.
+Invariant: nothing is cached; each call says how it is now.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
-from ratel_cli.units import GIB
+from ratel_cli.hardware.spec import margin_bytes
 
 _PROC = Path("/proc")
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
@@ -27,6 +28,22 @@ def processor_name(proc: Path = _PROC) -> str:
         if key.strip() == "model name" and value.strip():
             return value.strip()
     return f"{platform.machine()} CPU"
+
+
+def gpu_names(proc: Path = _PROC) -> tuple[str, ...]:
+    """The models of NVIDIA GPUs that their driver names."""
+    names = []
+    for file in sorted((proc / "driver" / "nvidia" / "gpus").glob("*/information")):
+        for line in file.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "Model":
+                names.append(value.strip())
+    return tuple(names)
+
+
+def num_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
 
 
 def memory_bytes() -> int:
@@ -48,10 +65,15 @@ def available_bytes(proc: Path = _PROC, control_groups: Path = _CONTROL_GROUPS) 
     return max(0, min([available, *rooms]))
 
 
+def free_bytes(paths: Sequence[Path]) -> int:
+    """Space for files in these directories together; a drive that several of them share counts once."""
+    drives = {path.stat().st_dev: os.statvfs(path) for path in paths}
+    return sum(drive.f_bavail * drive.f_frsize for drive in drives.values())
+
+
 def default_limit_bytes() -> int:
     """What a run may take when the user sets no limit: what is free and taken already, less a margin."""
-    margin = max(GIB, memory_bytes() // 20)
-    return max(0, available_bytes() + resident_bytes() - margin)
+    return max(0, available_bytes() + resident_bytes() - margin_bytes(memory_bytes()))
 
 
 def resident_bytes() -> int:

@@ -60,7 +60,7 @@ class Drive:
     def __init__(self, model: nn.Module, owner: nn.Module, layers: Sequence[nn.Module]) -> None:
         self._model = model
         self._owner = owner
-        self._layers = tuple(layers)
+        self.layers = tuple(layers)
         self._forwards = tuple(layer.forward for layer in layers)
         self._takes_positions = "position_ids" in inspect.signature(owner.forward).parameters
         self._wrap: Callable[[torch.Tensor], object] = _bare
@@ -133,9 +133,9 @@ class Drive:
             hidden, calls = self._expected, tuple(self._calls)
         finally:
             self._start(None)
-        if hidden is None or len(calls) != len(self._layers):
+        if hidden is None or len(calls) != len(self.layers):
             raise BadInput(
-                f"{type(self._model).__name__}: {len(calls)} of {len(self._layers)} layers were called in order"
+                f"{type(self._model).__name__}: {len(calls)} of {len(self.layers)} layers were called in order"
             )
         return Embedded(hidden=hidden, calls=calls), finished
 
@@ -155,7 +155,7 @@ class Drive:
             self._calls.append(LayerCall(arguments=tuple(others), keywords=keywords))
             if self.at_layer is not None:
                 self.at_layer()
-            last = index == len(self._layers) - 1
+            last = index == len(self.layers) - 1
             return self._wrap(self._injected if last and self._injected is not None else hidden)
 
         return forward

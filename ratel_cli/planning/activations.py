@@ -1,21 +1,83 @@
-"""Bytes that forward leaves behind: block inputs, which always stay, and activations, which may.
+"""Bytes that forward leaves behind for backward: layers' inputs, and the operator outputs that are swapped.
 
-Estimates from shapes, for `planning.capacity` and `planning.choose`; the engine measures in the first step
-what each block's activations take, and keeps as many blocks' as the plan has room for. Pure.
+For `planning.traffic`, `planning.capacity`, `planning.choose`. A unit is what one layer puts aside for one micro-batch.
+The first units of a step are spilled to NVMe, page by page; those that are still in a buffer when forward
+ends are not read (engine/activations.py). Pure.
+
+Invariant: for full micro-batches, `put_aside` counts what the engine moves, to the byte.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from ratel_cli.model.spec import BlockSpec, ModelSpec, ParameterSpec
-from ratel_cli.planning.placement import Placement
-from ratel_cli.planning.traffic import StateBytes
+from ratel_cli.planning.placement import SPILL_WINDOW_UNITS
+from ratel_cli.planning.workload import StateBytes
+from ratel_cli.units import align_up
 
+PAGE_BYTES = 4096
 _ACTIVE_EXPERTS = 8
 """Of a stack of experts, those that a token visits: the most that models in use choose."""
 _WIDTHS_OF_VECTORS = 12
 """Norms, residuals, rotations and attention, in hidden sizes per token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aside:
+    """All units of one step."""
+
+    total_bytes: int
+    """Inputs included."""
+    host_bytes: int
+    """Those that stay in memory."""
+    window_bytes: int
+    """Buffers for those that do not."""
+    written_bytes: int
+    """To NVMe in forward."""
+    read_bytes: int
+    """From NVMe in backward."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of host memory."""
+        return self.host_bytes + self.window_bytes
+
+
+def put_aside(unit_bytes: list[int], *, num_micro_batches: int, spilled_units: int) -> Aside:
+    """`unit_bytes` is for each layer; units go layer by layer, and within one micro-batch by micro-batch."""
+    full_layers, rest = divmod(spilled_units, num_micro_batches)
+    spilled = [num_micro_batches] * full_layers + ([rest] if rest else [])
+    raw_bytes = sum(number * size for number, size in zip(spilled, unit_bytes, strict=False))
+    page_bytes = [align_up(size, PAGE_BYTES) for size in unit_bytes[: len(spilled)]]
+    written_bytes = sum(number * size for number, size in zip(spilled, page_bytes, strict=True))
+    newest = [
+        size for number, size in zip(spilled, page_bytes, strict=True) for _ in range(min(number, SPILL_WINDOW_UNITS))
+    ][-SPILL_WINDOW_UNITS:]
+    total_bytes = num_micro_batches * sum(unit_bytes)
+    return Aside(
+        total_bytes=total_bytes,
+        host_bytes=total_bytes - raw_bytes,
+        window_bytes=min(SPILL_WINDOW_UNITS, spilled_units) * max(page_bytes, default=0),
+        written_bytes=written_bytes,
+        read_bytes=written_bytes - sum(newest),
+    )
+
+
+def fewest_spilled_units(unit_bytes: list[int], *, num_micro_batches: int, room_bytes: int) -> int:
+    """So that what stays in memory, and the buffers, fit; if they cannot, so that they take the least.
+
+    The last layer's units stay. Within a layer each unit spilled leaves its bytes in memory the less; from layer to
+    layer a larger one makes the buffers larger. Where nothing spilled does not fit, no window's worth of units does.
+    """
+    taken_bytes = _memory_by_spilled_layers(unit_bytes, num_micro_batches)
+    fitting = next((layers for layers, num_bytes in enumerate(taken_bytes) if num_bytes <= room_bytes), None)
+    if fitting is None:
+        return num_micro_batches * taken_bytes.index(min(taken_bytes))
+    if not fitting:
+        return 0
+    return num_micro_batches * fitting - (room_bytes - taken_bytes[fitting]) // unit_bytes[fitting - 1]
 
 
 def block_activation_bytes(spec: ModelSpec, block: BlockSpec, state: StateBytes, *, tokens: int) -> int:
@@ -28,22 +90,20 @@ def block_activation_bytes(spec: ModelSpec, block: BlockSpec, state: StateBytes,
     return tokens * (width + _WIDTHS_OF_VECTORS * spec.hidden_size) * state.compute
 
 
-def all_activation_bytes(spec: ModelSpec, state: StateBytes, *, tokens: int) -> int:
-    """Of all layers: what there is to keep."""
-    return sum(block_activation_bytes(spec, block, state, tokens=tokens) for block in spec.blocks[1:-1])
+def passing_bytes(spec: ModelSpec, state: StateBytes, *, tokens: int, sequence_len: int) -> int:
+    """Of all micro-batches: the current hidden states and their gradients; a mask for every row."""
+    return 2 * tokens * spec.hidden_size * state.compute + tokens * sequence_len
 
 
-def kept_activation_bytes(spec: ModelSpec, state: StateBytes, placement: Placement, *, tokens: int) -> int:
-    """What can be kept in the room that the placement has for it."""
-    resident = [block for block in spec.blocks[1:-1] if block.index in placement.resident_weights]
-    all_bytes = sum(block_activation_bytes(spec, block, state, tokens=tokens) for block in resident)
-    return min(placement.activation_bytes, all_bytes)
-
-
-def block_input_bytes(spec: ModelSpec, state: StateBytes, *, tokens: int, sequence_len: int) -> int:
-    """Each layer's input, the current hidden states and their gradients; a mask for every row."""
-    hidden = (spec.num_layers + 2) * tokens * spec.hidden_size * state.compute
-    return hidden + tokens * sequence_len
+def _memory_by_spilled_layers(unit_bytes: list[int], num_micro_batches: int) -> list[int]:
+    """Host memory when no layer is spilled, the first one, the first two, ... all but the last."""
+    host_bytes, largest_bytes = num_micro_batches * sum(unit_bytes), 0
+    taken_bytes = [host_bytes]
+    for number, size in enumerate(unit_bytes[:-1], start=1):
+        host_bytes -= num_micro_batches * size
+        largest_bytes = max(largest_bytes, align_up(size, PAGE_BYTES))
+        taken_bytes.append(host_bytes + min(SPILL_WINDOW_UNITS, number * num_micro_batches) * largest_bytes)
+    return taken_bytes
 
 
 def _output_width(parameter: ParameterSpec) -> int:

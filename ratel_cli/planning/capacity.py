@@ -4,6 +4,7 @@ Used by `planning.choose`. An estimate from shapes, made before anything is writ
 leased within the same limit, so an estimate that is too low shows as a clear error and never as a
 killed process. Pure.
 
+What is put aside for backward (planning/activations.py) is counted as if it were there all along.
 A step is followed through its stages: forward, block by block, with deferred updates beneath it; then in
 the order in which gradients arrive: head, layers downwards, embedding; then what is left to update. Each
 needs memory of its own, beside what stays all along and the gradients held so far. Invariant: the split
@@ -13,16 +14,17 @@ limit.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.model.spec import BlockSpec, ModelSpec
-from ratel_cli.planning.activations import block_activation_bytes, block_input_bytes
+from ratel_cli.planning.activations import Aside, block_activation_bytes, passing_bytes
 from ratel_cli.planning.placement import Overlap, Placement, Stage
-from ratel_cli.planning.traffic import StateBytes
 from ratel_cli.planning.uses import step_uses, window_bytes
+from ratel_cli.planning.workload import StateBytes, Workload
 from ratel_cli.units import MIB, format_bytes
 
 _RUNTIME_BYTES = 64 * MIB
@@ -38,33 +40,15 @@ _NUM_GROUPS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """The shape of one step."""
-
-    micro_batch_size: int
-    num_micro_batches: int
-    sequence_len: int
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        return self.micro_batch_size * self.sequence_len
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a full step."""
-        return self.micro_batch_tokens * self.num_micro_batches
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
     """Bytes of host memory, by what they are for at the stage of a step that takes most."""
 
     process: int
     """What the process takes before training: Python, torch, the skeleton."""
-    block_inputs: int
-    """Hidden states and masks of all micro-batches."""
+    hidden_states: int
+    """Those between two layers, their gradients, and masks, of all micro-batches."""
     activations: int
-    """Kept from forward to backward instead of being recomputed."""
+    """Put aside in forward for backward: layers' inputs and swapped outputs, and buffers for those that go to NVMe."""
     resident: int
     """Weights and optimizer states that stay from step to step."""
     block: int
@@ -73,6 +57,8 @@ class HostMemory:
     """Activations of one layer and one micro-batch, or one chunk of logits; and torch's own."""
     held_gradients: int
     """All that are kept in memory. Where the peak comes before the last of them, it does not hold them all."""
+    device: int
+    """What the compute device takes of it: weights that pass through, gradients and the working set, at their peak."""
     total: int
 
 
@@ -81,6 +67,7 @@ def host_memory(
     state: StateBytes,
     workload: Workload,
     placement: Placement,
+    aside: Aside,
     *,
     holds_gradients: bool,
     process_bytes: int,
@@ -97,8 +84,8 @@ def host_memory(
     ]
     stages = _Step(spec, state, workload, placement, updates).stages()
     resident_bytes = _resident_bytes(spec, state, placement)
-    input_bytes = block_input_bytes(spec, state, tokens=workload.tokens, sequence_len=workload.sequence_len)
-    always = process_bytes + input_bytes + resident_bytes + placement.activation_bytes
+    hidden_bytes = passing_bytes(spec, state, tokens=workload.tokens, sequence_len=workload.sequence_len)
+    always = process_bytes + hidden_bytes + resident_bytes + aside.memory_bytes
     arriving = [
         0 if stage == "backward" else block.num_elements * state.gradient
         for block, stage in zip(reversed(spec.blocks), reversed(updates), strict=True)
@@ -112,22 +99,37 @@ def host_memory(
         peak = max(stages, key=total)
         return HostMemory(
             process=process_bytes,
-            block_inputs=input_bytes,
-            activations=placement.activation_bytes,
+            hidden_states=hidden_bytes,
+            activations=aside.memory_bytes,
             resident=resident_bytes,
             block=peak.block,
             working_set=peak.working_set,
             held_gradients=held_bytes[num_in_memory],
+            device=max(stage.block + stage.working_set for stage in stages),
             total=total(peak),
         )
 
     num_blocks = len(spec.blocks)
-    can_spill = holds_gradients or overlap == "separate"
-    for num_in_memory in range(num_blocks, -1 if can_spill else num_blocks - 1, -1):
-        memory = needed(num_in_memory)
-        if memory.total <= limit_bytes:
-            return memory, num_blocks - num_in_memory
-    raise _does_not_fit(memory, limit_bytes)
+    fewest = 0 if holds_gradients or overlap == "separate" else num_blocks
+    choices = range(fewest, num_blocks + 1)
+    num_fitting = bisect_right(choices, limit_bytes, key=lambda num_in_memory: needed(num_in_memory).total)
+    if not num_fitting:
+        raise _does_not_fit(needed(fewest), limit_bytes)
+    num_in_memory = choices[num_fitting - 1]
+    return needed(num_in_memory), num_blocks - num_in_memory
+
+
+def check_device_memory(memory: HostMemory, limit_bytes: int | None) -> None:
+    """Raise DoesNotFit if the compute device needs more than the limit."""
+    if limit_bytes is None or memory.device <= limit_bytes:
+        return
+    shortfall_bytes = memory.device - limit_bytes
+    raise DoesNotFit(
+        f"gpu memory: need {format_bytes(memory.device)} for one block and its working set, "
+        f"have {format_bytes(limit_bytes)}: {format_bytes(shortfall_bytes)} too few",
+        "raise limits.gpu_memory, or lower micro_batch_size or sequence_len",
+        shortfall_bytes=shortfall_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,8 @@ class _Step:
         self._placement = placement
         self._updates = updates
         self._uses = step_uses(spec)
+        tokens = workload.micro_batch_tokens
+        self._activation_bytes = [block_activation_bytes(spec, block, state, tokens=tokens) for block in spec.blocks]
         largest = max(block.num_elements for block in spec.blocks)
         self._group_bytes = _NUM_GROUPS * state.record * min(_GROUP_ELEMENTS, largest)
         # The head's part of a tied embedding's gradient waits, in fp32, for the embedding's own.
@@ -183,7 +187,7 @@ class _Step:
         is_deferred = "forward" in self._updates
         coming = self._spec.blocks[position : position + 1 + self._placement.prefetch_blocks]
         in_hand = sum(block.num_elements for block in coming if self._updates[block.index] == "forward")
-        activations = self._activation_bytes(self._spec.blocks[position])
+        activations = self._activation_bytes[position]
         return _Stage(
             num_held=max(0, len(self._spec.blocks) - position - len(coming)) if is_deferred else 0,
             block=self._window(position) + in_hand * self._state.gradient + (self._group_bytes if is_deferred else 0),
@@ -205,7 +209,7 @@ class _Step:
             + self._tied_bytes
             + max(computing, self._handing_over(head, sum_bytes=4))
             + self._groups_beneath_backward(),
-            working_set=_RUNTIME_BYTES + logits + 2 * self._activation_bytes(head),
+            working_set=_RUNTIME_BYTES + logits + 2 * self._activation_bytes[head.index],
         )
 
     def _backward(self, num_arrived: int) -> _Stage:
@@ -225,7 +229,7 @@ class _Step:
             + max(computing, self._handing_over(block, sum_bytes=sum_bytes))
             + self._pending(pending)
             + self._groups_beneath_backward(),
-            working_set=_RUNTIME_BYTES + 2 * self._activation_bytes(block),
+            working_set=_RUNTIME_BYTES + 2 * self._activation_bytes[block.index],
         )
 
     def _turn(self) -> _Stage:
@@ -244,7 +248,7 @@ class _Step:
         return _Stage(
             num_held=len(self._spec.blocks),
             block=self._window(position) + (4 * block.num_elements + self._tied_bytes if is_head else 0),
-            working_set=_RUNTIME_BYTES + self._activation_bytes(block),
+            working_set=_RUNTIME_BYTES + self._activation_bytes[block.index],
         )
 
     def _separate_update(self, block: BlockSpec) -> _Stage:
@@ -274,9 +278,6 @@ class _Step:
         norm = 4 * max((parameter.num_elements for parameter in block.parameters), default=0)
         return block.num_elements * (sum_bytes + rounded) + norm
 
-    def _activation_bytes(self, block: BlockSpec) -> int:
-        return block_activation_bytes(self._spec, block, self._state, tokens=self._workload.micro_batch_tokens)
-
 
 def _resident_bytes(spec: ModelSpec, state: StateBytes, placement: Placement) -> int:
     weights = sum(spec.blocks[index].num_elements for index in placement.resident_weights)
@@ -288,8 +289,8 @@ def _does_not_fit(memory: HostMemory, limit_bytes: int) -> DoesNotFit:
     shortfall_bytes = memory.total - limit_bytes
     parts = {
         "process": memory.process,
-        "block inputs": memory.block_inputs,
-        "kept activations": memory.activations,
+        "hidden states": memory.hidden_states,
+        "activations": memory.activations,
         "resident": memory.resident,
         "one block": memory.block,
         "working set": memory.working_set,
@@ -299,6 +300,6 @@ def _does_not_fit(memory: HostMemory, limit_bytes: int) -> DoesNotFit:
     return DoesNotFit(
         f"host memory: need {format_bytes(memory.total)} ({named}), "
         f"have {format_bytes(limit_bytes)}: {format_bytes(shortfall_bytes)} too few",
-        f"{hint}; or let activations be `auto`" if memory.activations else hint,
+        hint,
         shortfall_bytes=shortfall_bytes,
     )

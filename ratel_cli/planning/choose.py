@@ -1,57 +1,64 @@
-"""The rule that turns spare host memory into a placement. Used by `planning.plan`. Pure.
+"""Searches for the placement with the least predicted time. Used by `planning.plan`. Pure.
 
-Memory is given out in one order, whose next taker depends on what was given before and never on how much is
-left; the first one for whom there is no room ends it. Best first:
+    1. depth       of transfers ahead of computing, and held gradients in memory rather than on NVMe: the
+                   depth with the least predicted time, the gradients that do not fit beside it being
+                   spilled; inputs of layers too, if even that is not enough
+    2. residency   of weights from the first block upwards (a byte of memory saves two of traffic), then of states
+                   (a byte saves one): a level for each block more
+    3. swapping    for each level, the prefix of all candidates with the least time (planning/swap.py), in the memory
+                   that the level leaves, the rest on NVMe
+    4. deferral    of updates to the next forward where gradients are not held anyway, from the last block
+                   downwards (those can wait longest), while the prediction falls: 2 bytes of memory (G16)
+                   take 22 bytes of traffic from the stage that is short of it; then 2 and 3 once more
 
-    1. depth        of transfers ahead of computing, and held gradients in memory rather than on NVMe: the
-                    depth with the least predicted time, the gradients that do not fit beside it being
-                    spilled. Spilling costs 4 bytes a parameter, no overlap a sum in place of a maximum, so
-                    gradients are given up before all depth is, and depth 2 for depth 1 before gradients
-    2. deferral     of updates to the next forward where gradients are not held anyway, from the last block
-                    downwards (those can wait longest), while the prediction falls: 2 bytes of memory (G16)
-                    take 22 bytes of traffic from the stage that is short of it
-    3. weights      from the first block upwards, since that is what the next step needs first: a byte of
-                    memory saves two of traffic
-    4. activations  a layer at a time while computing is the bottleneck (they need the weights of 3), else
-       states       from the first block upwards: a byte saves one; then whichever of the two is left
+With levels as with prefixes the time is convex, but for single steps. Of levels as good as the best one, within
+half a percent, the highest is taken: it moves the fewest bytes. Deferral has to gain 2 % in the end. Where gradients
+are spilled nothing else stays.
 
-Deferral has to gain 2 % in the end; otherwise everything is given out without it.
-
-Invariants: what is chosen fits; with the same depth, and deferral in both cases or in neither, more memory
-never means more traffic or a longer prediction.
+Invariants: what is chosen fits; at its depth and deferral no prefix and no level that fits is predicted to be faster,
+by more than these allowances; what is refused fits in no way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cache, cached_property
+from math import ceil, inf
 
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import all_activation_bytes
-from ratel_cli.planning.capacity import HostMemory, Workload, host_memory
-from ratel_cli.planning.costs import StepTime, overlapped_step, recomputed_flops
-from ratel_cli.planning.placement import Overlap, Placement
-from ratel_cli.planning.traffic import StateBytes, Traffic, step_traffic
+from ratel_cli.planning.activations import Aside, fewest_spilled_units, put_aside
+from ratel_cli.planning.capacity import HostMemory, host_memory
+from ratel_cli.planning.costs import ComputeSeconds, StepTime, compute_seconds, overlapped_step
+from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.planning.placement import Activations, Overlap, Placement
+from ratel_cli.planning.swap import Order, Swap
+from ratel_cli.planning.traffic import Traffic, step_traffic
+from ratel_cli.planning.workload import StateBytes, Workload
 
-Activations = Literal["auto", "keep", "recompute"]
-"""What becomes of activations between forward and backward: kept where there is room; all kept; none kept."""
-
+_NOTHING_ASIDE = put_aside([0], num_micro_batches=1, spilled_units=0)
 _DEPTHS = ((2, 2), (1, 1), (0, 0))
 """Blocks whose weights are read ahead, and blocks whose updates may be pending. One block each is enough where all
 are alike; a second one evens out embedding and head."""
 _LEAST_GAIN = 0.02
 """Of a step's time: what deferral must save to be worth it."""
+_AS_GOOD = 1.005
+_TRIED = 16
+"""Levels around the best one that are all tried: whole blocks and whole units make the time rise and fall a little."""
+_STATE_BYTES_MOVED = 22
+"""Per parameter: optimizer states read, the record written."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """All that the choice depends on."""
 
     spec: ModelSpec
     state: StateBytes
     workload: Workload
+    profile: ModelProfile
     hardware: HardwareProfile
     holds_gradients: bool
     overlap: Overlap
@@ -59,19 +66,15 @@ class Case:
     process_bytes: int
     limit_bytes: int
 
-    @property
-    def activation_bytes(self) -> int:
-        """Of all layers and micro-batches."""
-        return all_activation_bytes(self.spec, self.state, tokens=self.workload.tokens)
+    @cached_property
+    def order(self) -> Order:
+        """What there is to swap."""
+        return Order(self.profile)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """What a step with some placement moves and takes."""
-
-    traffic: Traffic
-    flops_recomputed: int
-    time: StepTime
+    @cached_property
+    def compute(self) -> ComputeSeconds:
+        """With nothing swapped but inputs."""
+        return compute_seconds(self.profile, self.workload, self.hardware)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,150 +82,288 @@ class Choice:
     """A placement that fits, and all that follows from it."""
 
     placement: Placement
+    swap: Swap
+    aside: Aside
     memory: HostMemory
     spilled_blocks: int
     """Held gradients of this many blocks (the first in forward order) lie on NVMe."""
-    prediction: Prediction
+    traffic: Traffic
+    time: StepTime
 
 
 def choose(case: Case) -> Choice:
-    """Follow the rule. Raises DoesNotFit."""
+    """The best placement. Raises DoesNotFit."""
     start = _choose_depth(case)
-    plain = _give_out(case, start, defers=False)
+    plain = _best_level(case, start)
     if case.holds_gradients or case.overlap == "separate" or not start.placement.prefetch_blocks:
         return plain
-    deferring = _give_out(case, start, defers=True)
-    is_worth_it = _seconds(deferring) < (1 - _LEAST_GAIN) * _seconds(plain)
-    return deferring if is_worth_it else plain
+    # What deferral gains depends on what is resident: with nothing, or with all that would be without it.
+    deferrals = {_deferring(case, choice).placement.deferred for choice in (start, plain)} - {frozenset()}
+    best = plain
+    for deferred in sorted(deferrals, key=len):
+        begun = _attempt(case, replace(start.placement, deferred=deferred), start.swap.num_outputs)
+        if begun is not None:
+            best = min(best, _best_level(case, begun), key=_seconds)
+    return best if best.time.total < (1 - _LEAST_GAIN) * plain.time.total else plain
 
 
-def evaluate(case: Case, placement: Placement) -> Choice:
-    """What follows from `placement`, with as many held gradients in memory as fit. Raises DoesNotFit."""
-    memory, spilled_blocks = host_memory(
-        case.spec,
-        case.state,
-        case.workload,
-        placement,
-        holds_gradients=case.holds_gradients,
-        process_bytes=case.process_bytes,
-        limit_bytes=case.limit_bytes,
-        overlap=case.overlap,
+def evaluate(case: Case, placement: Placement, *, num_outputs: int = 0) -> Choice:
+    """What follows from a placement when that prefix is swapped. Raises DoesNotFit."""
+    aside = put_aside(
+        case.order.unit_bytes(num_outputs),
+        num_micro_batches=case.workload.num_micro_batches,
+        spilled_units=placement.spilled_units,
     )
+    memory, spilled_blocks = _memory(case, placement, aside)
+    swap = case.order.at(num_outputs)
+    traffic = _traffic(case, placement, aside, spilled_blocks=spilled_blocks)
     return Choice(
-        placement=placement,
+        placement=replace(placement, swapped=case.order.keys(num_outputs)),
+        swap=swap,
+        aside=aside,
         memory=memory,
         spilled_blocks=spilled_blocks,
-        prediction=predict(case, placement, spilled_blocks=spilled_blocks),
+        traffic=traffic,
+        time=_time(case, placement, traffic, swap, aside),
     )
 
 
-def predict(case: Case, placement: Placement, *, spilled_blocks: int = 0) -> Prediction:
-    """Traffic and time, whether it fits or not."""
-    traffic = step_traffic(
-        case.spec,
-        case.state,
-        placement,
-        holds_gradients=case.holds_gradients,
-        spilled_blocks=spilled_blocks,
-        overlap=case.overlap,
-    )
-    flops_recomputed = recomputed_flops(case.spec, case.state, case.workload, placement)
-    time = overlapped_step(
-        case.spec,
-        case.workload,
-        placement,
-        traffic,
-        case.hardware,
-        flops_recomputed=flops_recomputed,
-        holds_gradients=case.holds_gradients,
-        overlap=case.overlap,
-    )
-    return Prediction(traffic=traffic, flops_recomputed=flops_recomputed, time=time)
+def curve(case: Case, choice: Choice) -> list[tuple[int, float]]:
+    """Bytes swapped in a step, and its seconds, over the prefixes of whole runs, all else as chosen."""
+    room_bytes = case.limit_bytes - choice.memory.total + choice.memory.activations
+    prefixes = sorted({*case.order.boundaries, choice.swap.num_outputs})
+    points = []
+    for num_outputs in prefixes:
+        fitting = _fitting(case, num_outputs, room_bytes)
+        if fitting is not None:
+            _, aside = fitting
+            traffic = _traffic(case, choice.placement, aside, spilled_blocks=choice.spilled_blocks)
+            time = _time(case, choice.placement, traffic, case.order.at(num_outputs), aside)
+            points.append((aside.total_bytes, time.total))
+    return points
+
+
+def adamw_threads(hardware: HardwareProfile) -> int:
+    """As many as it takes to update parameters as fast as the drives bring their states, and no more than cores."""
+    nvme, host = hardware.nvme, hardware.host
+    needed = nvme.mixed_bytes_per_second / _STATE_BYTES_MOVED / host.adam_parameters_per_second
+    return max(1, min(host.num_cores, ceil(needed)))
 
 
 def _choose_depth(case: Case) -> Choice:
-    """Nothing but depth, held gradients and what the user insists on.
-
-    Among equals the least traffic, then the deepest. To keep all activations takes the layers' weights too.
-    """
-    keeps_all = case.activations == "keep"
+    """Depth with nothing but inputs swapped, or what the user insists on. Among equals the least traffic."""
     choices: list[Choice] = []
     refusal: DoesNotFit | None = None
     for prefetch_blocks, pending_updates in _DEPTHS:
         placement = Placement(
             prefetch_blocks=prefetch_blocks,
             pending_updates=0 if case.overlap == "separate" else pending_updates,
-            resident_weights=frozenset(range(len(case.spec.blocks) - 1)) if keeps_all else frozenset(),
-            activation_bytes=case.activation_bytes if keeps_all else 0,
+            adamw_threads=adamw_threads(case.hardware),
         )
         try:
-            choices.append(evaluate(case, placement))
+            choices.append(_with_fewest_spilled(case, placement, _wanted(case) or 0))
         except DoesNotFit as does_not_fit:
             refusal = does_not_fit
     if not choices:
         assert refusal is not None
         raise refusal
-    return min(choices, key=lambda choice: (_seconds(choice), _moved_bytes(choice)))
+    return min(choices, key=lambda choice: (choice.time.total, _moved_bytes(choice)))
 
 
-def _give_out(case: Case, choice: Choice, *, defers: bool) -> Choice:
-    """Give memory to one taker after the other until one does not fit or none is left."""
-    while not choice.spilled_blocks:
-        placement = _deferring_one_more(case, choice) if defers else None
-        placement = placement or _keeping_one_more(case, choice)
-        if placement is None:
-            return choice
-        try:
-            larger = evaluate(case, placement)
-        except DoesNotFit:
-            return choice
-        if larger.spilled_blocks:
+def _with_fewest_spilled(case: Case, placement: Placement, num_outputs: int) -> Choice:
+    """A prefix with as many units in memory as fit, gradients going to NVMe before them. Raises DoesNotFit."""
+    placement = replace(placement, spilled_units=0)
+    try:
+        return evaluate(case, placement, num_outputs=num_outputs)
+    except DoesNotFit as refusal:
+        if case.activations == "keep":
+            raise
+        shortfall_bytes = refusal.shortfall_bytes
+    unit_bytes, number = case.order.unit_bytes(num_outputs), case.workload.num_micro_batches
+    room_bytes = number * sum(unit_bytes) - shortfall_bytes
+    spilled_units = fewest_spilled_units(unit_bytes, num_micro_batches=number, room_bytes=room_bytes)
+    return evaluate(case, replace(placement, spilled_units=spilled_units), num_outputs=num_outputs)
+
+
+def _deferring(case: Case, choice: Choice) -> Choice:
+    """Defer one block's update more while that gains; 2 % is held against each by its share of the parameters."""
+    blocks = case.spec.blocks
+    while len(choice.placement.deferred) < len(blocks):
+        block = blocks[-1 - len(choice.placement.deferred)]
+        placement = replace(choice.placement, deferred=choice.placement.deferred | {block.index})
+        larger = _attempt(case, placement, choice.swap.num_outputs)
+        share = block.num_parameters / case.spec.num_parameters
+        if larger is None or choice.time.total - larger.time.total < _LEAST_GAIN * share * choice.time.total:
             return choice
         choice = larger
     return choice
 
 
-def _deferring_one_more(case: Case, choice: Choice) -> Placement | None:
-    """Or None when that gains nothing; 2 % is held against each block by its share of the parameters."""
-    blocks, deferred = case.spec.blocks, choice.placement.deferred
-    if len(deferred) == len(blocks):
+def _best_level(case: Case, start: Choice) -> Choice:
+    """Residency and swapping together."""
+    if start.spilled_blocks:
+        return _best_without_room(case, start)
+    num_blocks = len(case.spec.blocks)
+
+    @cache
+    def at(level: int) -> Choice | None:
+        placement = replace(
+            start.placement,
+            resident_weights=frozenset(range(min(level, num_blocks))),
+            resident_states=frozenset(range(max(0, level - num_blocks))),
+        )
+        return _best_swap(case, placement)
+
+    def seconds(level: int) -> float:
+        return _seconds(at(level))
+
+    highest = _last(lambda level: at(level) is not None, 0, 2 * num_blocks)
+    best = _least(seconds, 0, highest)
+    choice = at(_last(lambda level: seconds(level) <= _AS_GOOD * seconds(best), best, highest))
+    assert choice is not None
+    return choice
+
+
+def _best_without_room(case: Case, start: Choice) -> Choice:
+    """Where memory is so short that gradients are spilled, nothing stays. What is swapped goes to NVMe too."""
+    if _wanted(case) is not None:
+        return start
+
+    @cache
+    def at(num_outputs: int) -> Choice | None:
+        return _attempt(case, start.placement, num_outputs)
+
+    best = at(case.order.least(lambda num_outputs: _seconds(at(num_outputs))))
+    assert best is not None
+    return best
+
+
+def _best_swap(case: Case, placement: Placement) -> Choice | None:
+    """The prefix with the least time in the memory that `placement` leaves; None if not even inputs fit."""
+    try:
+        without, spilled_blocks = _memory(case, placement, _NOTHING_ASIDE)
+    except DoesNotFit:
         return None
-    block = blocks[-1 - len(deferred)]
-    placement = replace(choice.placement, deferred=deferred | {block.index})
-    gained_seconds = _seconds(choice) - predict(case, placement).time.total
-    share = block.num_parameters / case.spec.num_parameters
-    return placement if gained_seconds >= _LEAST_GAIN * share * _seconds(choice) else None
+    if spilled_blocks:
+        return None
+    room_bytes = case.limit_bytes - without.total
+    traffic = _traffic(case, placement, _NOTHING_ASIDE)
+
+    @cache
+    def fitting(num_outputs: int) -> tuple[int, Aside] | None:
+        return _fitting(case, num_outputs, room_bytes)
+
+    def seconds(num_outputs: int) -> float:
+        found = fitting(num_outputs)
+        if found is None:
+            return inf
+        _, aside = found
+        return _time(case, placement, traffic.beside(aside), case.order.at(num_outputs), aside).total
+
+    wanted = _wanted(case)
+    num_outputs = case.order.least(seconds) if wanted is None else wanted
+    found = fitting(num_outputs)
+    if found is None:
+        return None
+    return evaluate(case, replace(placement, spilled_units=found[0]), num_outputs=num_outputs)
 
 
-def _keeping_one_more(case: Case, choice: Choice) -> Placement | None:
-    """Keep one more block's weights, states or activations in memory; None when all that may be kept is."""
-    placement, num_blocks = choice.placement, len(case.spec.blocks)
-    if len(placement.resident_weights) < num_blocks:
-        return replace(placement, resident_weights=frozenset(range(len(placement.resident_weights) + 1)))
-    num_states = len(placement.resident_states)
-    if choice.prediction.time.bottleneck == "compute" or num_states == num_blocks:
-        more_bytes = _more_activation_bytes(case, choice)
-        if more_bytes:
-            return replace(placement, activation_bytes=placement.activation_bytes + more_bytes)
-    if num_states < num_blocks:
-        return replace(placement, resident_states=frozenset(range(num_states + 1)))
-    return None
+def _wanted(case: Case) -> int | None:
+    """The prefix that the user insists on."""
+    order = case.order
+    match case.activations:
+        case "auto":
+            return None
+        case "recompute" | "static":
+            return 0
+        case "keep" | "swap_all":
+            return order.num_outputs
+        case fraction:
+            return order.reaching(int(fraction * order.at(order.num_outputs).num_bytes))
 
 
-def _more_activation_bytes(case: Case, choice: Choice) -> int:
-    """One layer's, or what room is left; nothing when there is room for all that there are."""
-    all_bytes = case.activation_bytes
-    one_layer_bytes = -(-all_bytes // max(1, case.spec.num_layers))
-    missing_bytes = all_bytes - choice.placement.activation_bytes
-    if case.activations != "auto" or not missing_bytes:
-        return 0
-    room_bytes = case.limit_bytes - choice.memory.total
-    return min(one_layer_bytes, missing_bytes, room_bytes)
+def _fitting(case: Case, num_outputs: int, room_bytes: int) -> tuple[int, Aside] | None:
+    """How many units of a prefix must be spilled, and what that means; None if there is no room for the rest."""
+    unit_bytes, number = case.order.unit_bytes(num_outputs), case.workload.num_micro_batches
+    spilled_units = 0
+    if case.activations != "keep":
+        spilled_units = fewest_spilled_units(unit_bytes, num_micro_batches=number, room_bytes=room_bytes)
+    aside = put_aside(unit_bytes, num_micro_batches=number, spilled_units=spilled_units)
+    return (spilled_units, aside) if aside.memory_bytes <= room_bytes else None
 
 
-def _seconds(choice: Choice) -> float:
-    return choice.prediction.time.total
+def _attempt(case: Case, placement: Placement, num_outputs: int) -> Choice | None:
+    try:
+        return _with_fewest_spilled(case, placement, num_outputs)
+    except DoesNotFit:
+        return None
+
+
+def _seconds(choice: Choice | None) -> float:
+    return inf if choice is None else choice.time.total
+
+
+def _memory(case: Case, placement: Placement, aside: Aside) -> tuple[HostMemory, int]:
+    return host_memory(
+        case.spec,
+        case.state,
+        case.workload,
+        placement,
+        aside,
+        holds_gradients=case.holds_gradients,
+        process_bytes=case.process_bytes,
+        limit_bytes=case.limit_bytes,
+        overlap=case.overlap,
+    )
+
+
+def _traffic(case: Case, placement: Placement, aside: Aside, *, spilled_blocks: int = 0) -> Traffic:
+    return step_traffic(
+        case.spec,
+        case.state,
+        placement,
+        aside,
+        holds_gradients=case.holds_gradients,
+        spilled_blocks=spilled_blocks,
+        overlap=case.overlap,
+    )
+
+
+def _time(case: Case, placement: Placement, traffic: Traffic, swap: Swap, aside: Aside) -> StepTime:
+    saved = swap.seconds if case.compute.is_measured else swap.flops / case.hardware.gpu.flops_per_second
+    return overlapped_step(
+        case.spec,
+        case.state,
+        placement,
+        traffic,
+        case.hardware,
+        compute=case.compute,
+        aside=aside,
+        not_recomputed_seconds=case.workload.num_micro_batches * saved,
+        holds_gradients=case.holds_gradients,
+        overlap=case.overlap,
+    )
 
 
 def _moved_bytes(choice: Choice) -> int:
-    return choice.prediction.traffic.read_bytes + choice.prediction.traffic.written_bytes
+    return choice.traffic.read_bytes + choice.traffic.written_bytes
+
+
+def _last(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """The greatest number from `low` to `high` for which it holds, if it holds up to some number and not beyond.
+
+    `low` is taken on trust.
+    """
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle - 1)
+    return low
+
+
+def _least(value: Callable[[int], float], low: int, high: int) -> int:
+    """Where a function is least that is convex but for single steps: the last few are all tried."""
+    while high - low > _TRIED:
+        left = low + (high - low) // 3
+        right = high - (high - low) // 3
+        low, high = (low, right) if value(left) <= value(right) else (left, high)
+    return min(range(low, high + 1), key=value)

@@ -1,29 +1,49 @@
 """Predicted time of a step whose parts overlap, by stage and resource. Used by `planning.choose`. Pure.
 
-The paper's model (Eq. 1-5), mended as in papers.md section 2 and for a CPU: no link terms; the optimizer's
-own time. Forward, backward and, with a separate optimizer, the update after it follow each other; within
-each, the slowest resource decides. What does not run ahead does not overlap either: without prefetch the
-weights, without pending updates the optimizer, stand in computing's way.
+The paper's model (Eq. 1-5), mended as in papers.md section 2, for Ratel's layout and schedule. Forward, backward
+and, with a separate optimizer, the update after it follow each other; within each, the slowest resource
+decides:
 
-Left out: that computing, AdamW and copies share the cores and main memory (66 bytes per parameter and
-step), and how a stage fills and drains. So the prediction is a lower bound, closest where one resource is
-far slower than the others.
+    compute     forward FLOPs, or measured seconds (Eq. 2, 5); backward twice that and what is recomputed
+    up, down    weights once for all micro-batches, what was put aside, gradients, at the link's rates, both ways
+                at once (Eq. 2, 5); nothing where the CPU computes
+    nvme        bytes of `planning.traffic`, spilled activations among them (Eq. 2-5)
+    optimizer   AdamW on the CPU (Fuyou's T_o; the paper leaves it out)
+    memory      what all of these move through main memory (about 66 bytes per parameter and step)
 
-FLOPs follow papers.md section 2: `24 b s h^2` per layer generalises to two per matrix element and token,
-and attention adds `4 b s^2 h`.
+Where the CPU computes, the optimizer's thread and copies take a core's share of its time. What does not run ahead
+does not overlap either: without prefetch the weights, without pending updates the optimizer, stand in computing's
+way. Left out: how a stage fills and drains.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from ratel_cli.hardware.spec import HardwareProfile, Nvme
 from ratel_cli.model.spec import BlockSpec, ModelSpec
-from ratel_cli.planning.activations import all_activation_bytes, kept_activation_bytes
-from ratel_cli.planning.capacity import Workload
+from ratel_cli.planning.activations import Aside
+from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Overlap, Placement, Stage
-from ratel_cli.planning.traffic import StateBytes, Traffic
+from ratel_cli.planning.traffic import Traffic
+from ratel_cli.planning.workload import StateBytes, Workload
+
+Bottleneck = Literal["compute", "up", "down", "nvme read", "nvme write", "optimizer", "memory"]
+_ADAMW_MEMORY_BYTES = 26
+"""Per parameter: gradient and states read, states written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeSeconds:
+    """What a step computes, as time on the compute device."""
+
+    forward: float
+    """Embedding and layers."""
+    backward: float
+    """Head, layers and embedding, with everything but layers' inputs recomputed."""
+    is_measured: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +51,13 @@ class StageTime:
     """Seconds of one stage by resource, and of the stage as a whole."""
 
     compute: float
+    up: float
+    down: float
     nvme_read: float
     nvme_write: float
     """While both directions run, each is charged half of the time: together they are what NVMe takes."""
     optimizer: float
+    memory: float
     total: float
 
     @property
@@ -58,97 +81,153 @@ class StepTime:
         return self.forward.total + self.backward.total + self.update.total
 
     @property
-    def bottleneck(self) -> str:
+    def bottleneck(self) -> Bottleneck:
         """The resource that is busy longest, in the words of the step line; of NVMe, the direction that takes more."""
         stages = (self.forward, self.backward, self.update)
         read, write = sum(stage.nvme_read for stage in stages), sum(stage.nvme_write for stage in stages)
-        by_name = {
+        by_name: dict[Bottleneck, float] = {
             "compute": sum(stage.compute for stage in stages),
+            "up": sum(stage.up for stage in stages),
+            "down": sum(stage.down for stage in stages),
             "nvme read" if read >= write else "nvme write": read + write,
             "optimizer": sum(stage.optimizer for stage in stages),
+            "memory": sum(stage.memory for stage in stages),
         }
         return max(by_name, key=lambda name: by_name[name])
 
 
-def forward_flops(spec: ModelSpec, workload: Workload) -> int:
-    """Floating point operations of the forward pass of a full step."""
-    return layer_flops(spec, workload) + _head_flops(spec, workload)
+def head_flops(spec: ModelSpec, *, tokens: int) -> int:
+    """Of the head in forward. It is never recomputed (papers.md section 2, fault 4)."""
+    matrices = _matrix_elements(spec.blocks[-1])
+    if spec.tied:
+        matrices += spec.vocab_size * spec.hidden_size
+    return 2 * tokens * matrices
 
 
-def layer_flops(spec: ModelSpec, workload: Workload) -> int:
-    """The layers' part: what backward recomputes at most. The head's is done once (papers.md section 2, fault 4).
-
-    Every matrix counts for every token: too much for a mixture of experts, whose share of active ones no
-    shape tells. Attention is counted over the whole row, masked or not, as the papers do.
-    """
-    matrices = sum(_matrix_elements(block) for block in spec.blocks[1:-1])
-    attention = 4 * spec.num_layers * workload.sequence_len * spec.hidden_size
-    return workload.tokens * (2 * matrices + attention)
-
-
-def recomputed_flops(spec: ModelSpec, state: StateBytes, workload: Workload, placement: Placement) -> int:
-    """What backward runs again: the share of layers whose activations are not kept."""
-    all_bytes = all_activation_bytes(spec, state, tokens=workload.tokens)
-    kept_bytes = kept_activation_bytes(spec, state, placement, tokens=workload.tokens)
-    return layer_flops(spec, workload) * (all_bytes - kept_bytes) // max(1, all_bytes)
+def compute_seconds(profile: ModelProfile, workload: Workload, hardware: HardwareProfile) -> ComputeSeconds:
+    """From measured times where the profile has them, else from FLOPs and the device's rate."""
+    layers = [profile.profiles[number] for number in profile.layers]
+    if profile.source == "recorded":
+        outside, head = profile.embedding_seconds or 0.0, profile.head_seconds or 0.0
+        forward = sum(layer.forward_seconds or 0.0 for layer in layers) + outside / 2
+        backward = sum((layer.backward_seconds or 0.0) + (layer.recomputed_seconds or 0.0) for layer in layers)
+        backward += outside / 2 + head
+    else:
+        rate = hardware.gpu.flops_per_second
+        forward = sum(layer.flops_forward for layer in layers) / rate
+        backward = 2 * forward + (sum(layer.flops_recomputed for layer in layers) + 3 * profile.flops_head) / rate
+    number = workload.num_micro_batches
+    return ComputeSeconds(
+        forward=number * forward, backward=number * backward, is_measured=profile.source == "recorded"
+    )
 
 
 def overlapped_step(
     spec: ModelSpec,
-    workload: Workload,
+    state: StateBytes,
     placement: Placement,
     traffic: Traffic,
     hardware: HardwareProfile,
     *,
-    flops_recomputed: int,
+    compute: ComputeSeconds,
+    aside: Aside,
+    not_recomputed_seconds: float,
     holds_gradients: bool,
     overlap: Overlap = "optimized",
 ) -> StepTime:
-    """The time of a step among others. `traffic` and `flops_recomputed` are those of the same placement."""
-    layers, head = layer_flops(spec, workload), _head_flops(spec, workload)
+    """The time of a step among others. `traffic` and `aside` are those of the same placement."""
     updated: dict[Stage, int] = {"forward": 0, "backward": 0, "update": 0}
     for block in spec.blocks:
         stage = placement.update_stage(block.index, holds_gradients=holds_gradients, overlap=overlap)
-        updated[stage] += block.num_parameters
+        updated[stage] += block.num_elements
+    elements = sum(block.num_elements for block in spec.blocks)
+    weight_bytes, gradient_bytes = elements * state.compute, elements * state.gradient
+    reads_ahead = placement.prefetch_blocks > 0
+    stages = _Stages(hardware, overlap, adamw_threads=placement.adamw_threads)
+    return StepTime(
+        forward=stages.time(
+            compute=compute.forward,
+            up_bytes=weight_bytes,
+            down_bytes=aside.total_bytes,
+            copied_bytes=aside.written_bytes,
+            read_bytes=traffic.forward_read_bytes,
+            written_bytes=traffic.forward_written_bytes,
+            num_updated=updated["forward"],
+            runs_ahead=reads_ahead,
+        ),
+        backward=stages.time(
+            compute=max(0.0, compute.backward - not_recomputed_seconds),
+            up_bytes=weight_bytes + aside.total_bytes,
+            down_bytes=gradient_bytes,
+            copied_bytes=0,
+            read_bytes=traffic.backward_read_bytes,
+            written_bytes=traffic.backward_written_bytes,
+            num_updated=updated["backward"],
+            runs_ahead=reads_ahead and (placement.pending_updates > 0 or updated["backward"] == 0),
+        ),
+        update=stages.time(
+            compute=0.0,
+            up_bytes=0,
+            down_bytes=0,
+            copied_bytes=0,
+            read_bytes=traffic.update_read_bytes,
+            written_bytes=traffic.update_written_bytes,
+            num_updated=updated["update"],
+            runs_ahead=reads_ahead,
+        ),
+    )
 
-    def time(flops: int, read_bytes: int, written_bytes: int, num_updated: int, *, runs_ahead: bool) -> StageTime:
-        compute = flops / hardware.gpu.flops_per_second
-        optimizer = num_updated / hardware.host.adam_parameters_per_second
-        if overlap == "naive":
-            read = read_bytes / hardware.nvme.read_bytes_per_second
-            write = written_bytes / hardware.nvme.write_bytes_per_second
-            beside = read + optimizer + write
+
+class _Stages:
+    """One machine's times."""
+
+    def __init__(self, hardware: HardwareProfile, overlap: Overlap, *, adamw_threads: int) -> None:
+        self._hardware = hardware
+        self._adamw_threads = adamw_threads
+        self._is_serial = overlap == "naive"
+
+    def time(
+        self,
+        *,
+        compute: float,
+        up_bytes: int,
+        down_bytes: int,
+        copied_bytes: int,
+        read_bytes: int,
+        written_bytes: int,
+        num_updated: int,
+        runs_ahead: bool,
+    ) -> StageTime:
+        """`copied_bytes` are packed into buffers by the compute thread, where the CPU computes."""
+        host, nvme, link = self._hardware.host, self._hardware.nvme, self._hardware.link
+        optimizer = num_updated / (host.adam_parameters_per_second * self._adamw_threads)
+        memory_rate = host.memory_bytes_per_second or math.inf
+        if link is None:
+            up = down = 0.0
+            linked_bytes = 2 * copied_bytes
+            shared = optimizer * self._adamw_threads / host.num_cores if compute else 0.0
+            compute += shared + copied_bytes / memory_rate
         else:
-            read, write = nvme_seconds(hardware.nvme, read_bytes, written_bytes)
-            beside = max(read + write, optimizer)
+            up, down = up_bytes / link.to_gpu_bytes_per_second, down_bytes / link.from_gpu_bytes_per_second
+            linked_bytes = up_bytes + down_bytes
+        moved_bytes = read_bytes + written_bytes + linked_bytes + _ADAMW_MEMORY_BYTES * num_updated
+        memory = moved_bytes / memory_rate
+        if self._is_serial:
+            read, write = read_bytes / nvme.read_bytes_per_second, written_bytes / nvme.write_bytes_per_second
+            beside = max(read + optimizer + write, up, down, memory)
+        else:
+            read, write = nvme_seconds(nvme, read_bytes, written_bytes)
+            beside = max(read + write, optimizer, up, down, memory)
         return StageTime(
             compute=compute,
+            up=up,
+            down=down,
             nvme_read=read,
             nvme_write=write,
             optimizer=optimizer,
+            memory=memory,
             total=max(compute, beside) if runs_ahead else compute + beside,
         )
-
-    reads_ahead = placement.prefetch_blocks > 0
-    return StepTime(
-        forward=time(
-            layers,
-            traffic.forward_read_bytes,
-            traffic.forward_written_bytes,
-            updated["forward"],
-            runs_ahead=reads_ahead,
-        ),
-        backward=time(
-            2 * layers + 3 * head + flops_recomputed,
-            traffic.backward_read_bytes,
-            traffic.backward_written_bytes,
-            updated["backward"],
-            runs_ahead=reads_ahead and (placement.pending_updates > 0 or updated["backward"] == 0),
-        ),
-        update=time(
-            0, traffic.update_read_bytes, traffic.update_written_bytes, updated["update"], runs_ahead=reads_ahead
-        ),
-    )
 
 
 def nvme_seconds(nvme: Nvme, read_bytes: int, written_bytes: int) -> tuple[float, float]:
@@ -167,13 +246,6 @@ def nvme_seconds(nvme: Nvme, read_bytes: int, written_bytes: int) -> tuple[float
         both_bytes / mixed_rate + (read_bytes - both_bytes) / read_rate,
         both_bytes / mixed_rate + (written_bytes - both_bytes) / write_rate,
     )
-
-
-def _head_flops(spec: ModelSpec, workload: Workload) -> int:
-    matrices = _matrix_elements(spec.blocks[-1])
-    if spec.tied:
-        matrices += spec.vocab_size * spec.hidden_size
-    return 2 * workload.tokens * matrices
 
 
 def _matrix_elements(block: BlockSpec) -> int:

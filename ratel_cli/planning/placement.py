@@ -5,15 +5,21 @@ Part of the plan: chosen by `planning.choose` from limits and measured rates, ca
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Overlap = Literal["optimized", "naive", "separate"]
 """How the optimizer runs: beside computing, with reads and writes around each group; beside computing, one
 transfer after another; or between backward and the next forward."""
+Activations = Literal["auto", "keep", "recompute", "swap_all", "static"] | float
+"""What becomes of operator outputs between forward and backward: as the plan finds best; all kept in memory; none,
+twice (layers' inputs are always put aside); all swapped; or so great a share of their bytes."""
 Stage = Literal["forward", "backward", "update"]
 """From the embedding to the last layer; the head and everything down to the embedding; what comes between
 them and the next forward: nothing, unless the optimizer is separate."""
+SPILL_WINDOW_UNITS = 3
+"""Buffers for spilled units: one is used, one is on its way, one waits so that the drive never does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +34,14 @@ class Placement:
     """Blocks whose compute weights stay: never read but in the first step."""
     resident_states: frozenset[int] = frozenset()
     """Blocks whose optimizer states stay: never read but in the first step."""
-    activation_bytes: int = 0
-    """Room for activations that are kept from forward to backward instead of being recomputed: of blocks whose
-    weights stay, since the graph that backward walks refers to them."""
+    swapped: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    """By block: the operators whose outputs are put aside in forward and fetched in backward, by their keys
+    (engine/tape.py). Everything else but block inputs is recomputed."""
+    spilled_units: int = 0
+    """What so many units, one for each layer and micro-batch, put aside goes to NVMe: the first in forward
+    order, whose turn in backward comes last. The others' stays in host memory."""
+    adamw_threads: int = 1
+    """Each updates a part of a group: as many as the drives can keep busy."""
     deferred: frozenset[int] = frozenset()
     """Blocks whose update waits for the next step's forward even when nothing has to be clipped."""
 

@@ -6,15 +6,21 @@ Invariant: a plan fits; what does not is refused by `make_plan`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.capacity import HostMemory, Workload
-from ratel_cli.planning.choose import Activations, Case, choose
-from ratel_cli.planning.costs import StageTime, StepTime, forward_flops
-from ratel_cli.planning.placement import Overlap, Placement
-from ratel_cli.planning.traffic import StateBytes, Traffic, gradient_bytes, store_bytes
+from ratel_cli.planning.activations import Aside
+from ratel_cli.planning.capacity import HostMemory, check_device_memory
+from ratel_cli.planning.choose import Case, choose, curve
+from ratel_cli.planning.costs import StageTime, StepTime
+from ratel_cli.planning.model_profile import ModelProfile, Source
+from ratel_cli.planning.placement import Activations, Overlap, Placement
+from ratel_cli.planning.swap import Order, Swap
+from ratel_cli.planning.traffic import Traffic, gradient_bytes, store_bytes
+from ratel_cli.planning.workload import StateBytes, Workload
 
 FORMAT_VERSION = 1
 
@@ -29,11 +35,29 @@ class Decisions:
     host_limit_bytes: int
     activations: Activations = "auto"
     overlap: Overlap = "optimized"
+    device_limit_bytes: int | None = None
+    """Memory of the compute device that the run may take: of a CPU, a budget for what computes."""
 
     @property
     def in_place(self) -> bool:
         """What is written cannot be taken back, so nothing is written before the step is decided."""
         return self.num_slots == 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwappedOperator:
+    """One operator's output, swapped in one or more layers."""
+
+    operator: str
+    blocks: int
+    """In so many layers."""
+    bytes: int
+    """Of all of them and all micro-batches."""
+    flops: int
+    """What they save."""
+    seconds: float | None
+    benefit: float
+    """FLOPs per byte (Eq. 6)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,16 +69,26 @@ class Plan:
     num_blocks: int
     workload: Workload
     decisions: Decisions
+    profile_source: Source
+    """Whether operators' costs were recorded, or estimated from shapes."""
     flops_forward: int
     flops_recomputed: int
-    """What backward runs again, every operator of the layers whose activations are not kept."""
+    """What backward runs again."""
+    swappable_bytes: int
+    """Layers' inputs and all outputs that could be swapped, of all micro-batches."""
+    swapped: tuple[SwappedOperator, ...]
+    swap: Swap
+    aside: Aside
+    inter_block_bytes: int
+    curve: tuple[tuple[int, float], ...]
+    """Bytes put aside, and the step's seconds then."""
     placement: Placement
     memory: HostMemory
     spilled_blocks: int
     """Held gradients of this many blocks (the first in forward order) lie on NVMe."""
     spilled_bytes: int
     nvme_bytes: int
-    """The store, and the spilled gradients."""
+    """The store, the spilled gradients and the spilled activations."""
     traffic: Traffic
     time: StepTime
 
@@ -62,6 +96,13 @@ class Plan:
     def held_in_memory_bytes(self) -> int | None:
         """The limit on held gradients in memory; None when all of them fit."""
         return self.memory.held_gradients if self.spilled_blocks else None
+
+    @property
+    def case(self) -> Literal[1, 2, 3]:
+        """Of the paper (section IV-D): 1 swap nothing but inputs, 2 all there is, 3 something in between."""
+        if not self.swap.num_outputs:
+            return 1
+        return 2 if self.aside.total_bytes == self.swappable_bytes else 3
 
     def to_json(self) -> dict[str, object]:
         """The keys of `plan --json` that are known so far, and memory in detail."""
@@ -77,18 +118,20 @@ class Plan:
             },
             "workload": asdict(self.workload),
             "activations": {
-                "inter_block_bytes": self.memory.block_inputs,
-                "swapped_bytes": self.memory.block_inputs,
-                "swapped_to_nvme_bytes": 0,
-                "kept_bytes": placement.activation_bytes,
+                "total_bytes": self.swappable_bytes,
+                "inter_block_bytes": self.inter_block_bytes,
+                "swapped_bytes": self.aside.total_bytes,
+                "swapped_to_nvme_bytes": self.aside.written_bytes,
+                "swap_set": [asdict(operator) for operator in self.swapped],
                 "recompute_flops": self.flops_recomputed,
+                "source": self.profile_source,
             },
             "placement": {
                 "prefetch_blocks": placement.prefetch_blocks,
                 "pending_updates": placement.pending_updates,
                 "resident_weights": sorted(placement.resident_weights),
                 "resident_states": sorted(placement.resident_states),
-                "activation_bytes": placement.activation_bytes,
+                "spilled_units": placement.spilled_units,
                 "deferred": sorted(placement.deferred),
             },
             "time": {
@@ -97,6 +140,7 @@ class Plan:
                 "update": _stage_json(time.update),
                 "forward_seconds": time.forward.total,
                 "backward_seconds": time.backward.total + time.update.total,
+                "case": self.case,
                 "step_seconds": time.total,
                 "bottleneck": time.bottleneck,
             },
@@ -106,6 +150,7 @@ class Plan:
                 "nvme_first_read_bytes": traffic.first_read_bytes,
             },
             "memory": {
+                "gpu_bytes": self.memory.device,
                 "host_bytes": self.memory.total,
                 "nvme_bytes": self.nvme_bytes,
                 "fits": True,
@@ -120,11 +165,14 @@ class Plan:
                 "tflops_hardware": (flops_model + self.flops_recomputed) / time.total / 1e12,
             },
             "wear": {"tb_written_per_step": traffic.written_bytes / 1e12},
+            "curve": [{"swapped_bytes": num_bytes, "step_seconds": seconds} for num_bytes, seconds in self.curve],
+            "cost_model": "ratel",
         }
 
 
 def make_plan(
     spec: ModelSpec,
+    profile: ModelProfile,
     state: StateBytes,
     workload: Workload,
     decisions: Decisions,
@@ -134,37 +182,73 @@ def make_plan(
 ) -> Plan:
     """Decide what stays where and predict the rest. Raises DoesNotFit."""
     assert decisions.holds_gradients or not decisions.in_place, "what is written in place cannot be taken back"
-    choice = choose(
-        Case(
-            spec=spec,
-            state=state,
-            workload=workload,
-            hardware=hardware,
-            holds_gradients=decisions.holds_gradients,
-            overlap=decisions.overlap,
-            activations=decisions.activations,
-            process_bytes=process_bytes,
-            limit_bytes=decisions.host_limit_bytes,
-        )
+    case = Case(
+        spec=spec,
+        state=state,
+        workload=workload,
+        profile=profile,
+        hardware=hardware,
+        holds_gradients=decisions.holds_gradients,
+        overlap=decisions.overlap,
+        activations=decisions.activations,
+        process_bytes=process_bytes,
+        limit_bytes=decisions.host_limit_bytes,
     )
+    choice = choose(case)
+    check_device_memory(choice.memory, decisions.device_limit_bytes)
     spilled_bytes = gradient_bytes(spec, state, num_blocks=choice.spilled_blocks)
+    number, layers = workload.num_micro_batches, [profile.profiles[index] for index in profile.layers]
+    inter_block_bytes = number * sum(layer.input_bytes for layer in layers)
     return Plan(
         model_name=spec.name,
         num_parameters=spec.num_parameters,
         num_blocks=len(spec.blocks),
         workload=workload,
         decisions=decisions,
-        flops_forward=forward_flops(spec, workload),
-        flops_recomputed=choice.prediction.flops_recomputed,
+        profile_source=profile.source,
+        flops_forward=number * (sum(layer.flops_forward for layer in layers) + profile.flops_head),
+        flops_recomputed=number * (sum(layer.flops_recomputed for layer in layers) - choice.swap.flops),
+        swappable_bytes=inter_block_bytes + number * case.order.at(case.order.num_outputs).num_bytes,
+        swapped=tuple(_swapped_operators(case.order, choice.swap, number)),
+        swap=choice.swap,
+        aside=choice.aside,
+        inter_block_bytes=inter_block_bytes,
+        curve=tuple(curve(case, choice)),
         placement=choice.placement,
         memory=choice.memory,
         spilled_blocks=choice.spilled_blocks,
         spilled_bytes=spilled_bytes,
-        nvme_bytes=store_bytes(spec, state, num_slots=decisions.num_slots) + spilled_bytes,
-        traffic=choice.prediction.traffic,
-        time=choice.prediction.time,
+        nvme_bytes=store_bytes(spec, state, num_slots=decisions.num_slots) + spilled_bytes + choice.aside.written_bytes,
+        traffic=choice.traffic,
+        time=choice.time,
     )
 
 
+def _swapped_operators(order: Order, swap: Swap, num_micro_batches: int) -> Iterator[SwappedOperator]:
+    """By benefit, as they were chosen."""
+    left = swap.num_outputs
+    for run in order.runs:
+        blocks = min(left, len(run.blocks))
+        left -= blocks
+        if not blocks:
+            return
+        number, candidate = blocks * num_micro_batches, run.candidate
+        yield SwappedOperator(
+            operator=candidate.operator,
+            blocks=blocks,
+            bytes=number * candidate.num_bytes,
+            flops=number * candidate.flops,
+            seconds=None if candidate.seconds is None else number * candidate.seconds,
+            benefit=candidate.flops / max(1, candidate.num_bytes),
+        )
+
+
 def _stage_json(stage: StageTime) -> dict[str, float]:
-    return {"compute": stage.compute, "nvme": stage.nvme, "optimizer": stage.optimizer}
+    return {
+        "compute": stage.compute,
+        "up": stage.up,
+        "down": stage.down,
+        "nvme": stage.nvme,
+        "optimizer": stage.optimizer,
+        "memory": stage.memory,
+    }

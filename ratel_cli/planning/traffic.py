@@ -10,6 +10,7 @@ a tied embedding once more, for the head. When a block is updated changes where 
     in between        the update reads the weights once more: 2 bytes on top (28)
 
 Weights and states that stay in memory are not read, nor are weights that are still there (planning/uses.py).
+Spilled activations are written in forward and read in backward, all but the last (planning/activations.py).
 
 Invariant: an applied step of `engine.step` moves exactly these bytes. Of an update in the next forward
 they belong to the step whose gradients it applies.
@@ -17,22 +18,13 @@ they belong to the step whose gradients it applies.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.activations import Aside
 from ratel_cli.planning.placement import Overlap, Placement, Stage
 from ratel_cli.planning.uses import needs_read, step_uses
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateBytes:
-    """Bytes per parameter in the store and on the wires."""
-
-    compute: int
-    """The field that the device computes with (P16)."""
-    record: int
-    """All fields together: 12 in bf16 and fp32, 14 in fp16."""
-    gradient: int
+from ratel_cli.planning.workload import StateBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +51,20 @@ class Traffic:
     def written_bytes(self) -> int:
         return self.forward_written_bytes + self.backward_written_bytes + self.update_written_bytes
 
+    def beside(self, aside: Aside) -> Traffic:
+        """With spilled activations on top."""
+        return replace(
+            self,
+            forward_written_bytes=self.forward_written_bytes + aside.written_bytes,
+            backward_read_bytes=self.backward_read_bytes + aside.read_bytes,
+        )
+
 
 def step_traffic(
     spec: ModelSpec,
     state: StateBytes,
     placement: Placement,
+    aside: Aside,
     *,
     holds_gradients: bool,
     spilled_blocks: int = 0,
@@ -108,7 +109,7 @@ def step_traffic(
         update_read_bytes=read["update"],
         update_written_bytes=written["update"],
         first_read_bytes=first_bytes,
-    )
+    ).beside(aside)
 
 
 def gradient_bytes(spec: ModelSpec, state: StateBytes, *, num_blocks: int) -> int:

@@ -25,6 +25,7 @@ from typing import Protocol
 
 import torch
 
+from ratel_cli.engine.recording import StepRecording
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.telemetry import RESOURCES, StepTimes, Timeline
 from ratel_cli.errors import Diverged, EnvironmentFailure, Interrupted
@@ -46,6 +47,7 @@ class Engine(Protocol):
         learning_rate: float,
         loss_scale: float,
         commit_previous: Callable[[], None],
+        recording: StepRecording | None,
     ) -> StepOutcome: ...
     def settle(self) -> None: ...
     def evaluate(self, batches: Sequence[MicroBatch]) -> float: ...
@@ -91,6 +93,7 @@ class LoopSettings:
     """What stays the same for all steps."""
 
     num_steps: int
+    """Of the run."""
     micro_batches_per_step: int
     scale_loss: bool
     """Dynamic loss scaling: a step that overflows is skipped. Without it such a step ends the run."""
@@ -125,7 +128,9 @@ class TrainingLoop:
         host_peak_bytes: Callable[[], int],
         announce: Callable[[StepMetrics], None] = lambda metrics: None,
         draw: Callable[[int, StepTimes, float], None] = lambda step, times, start: None,
+        recording: StepRecording | None = None,
     ) -> None:
+        """With a `recording` the loop runs one step, which the recording takes in, and commits it."""
         self._engine = engine
         self._store = store
         self._queue = queue
@@ -139,6 +144,7 @@ class TrainingLoop:
         """Told each step as it is decided, before it is committed."""
         self._draw = draw
         """Told the step, what happened in it, and when it began (by `perf_counter`)."""
+        self._recording = recording
         self._decided: Progress | None = None
         """Of a step that is not committed yet."""
 
@@ -165,6 +171,8 @@ class TrainingLoop:
                 yield metrics  # the step counts, without its evaluation
                 raise
             yield replace(metrics, eval_loss=eval_loss)
+            if self._recording is not None:
+                return
 
     @property
     def _progress(self) -> Progress:
@@ -196,6 +204,7 @@ class TrainingLoop:
             learning_rate=learning_rate,
             loss_scale=progress.loss_scale if settings.scale_loss else 1.0,
             commit_previous=self._commit,
+            recording=self._recording,
         )
         following = self._following(progress, outcome, batches)
         ends_here = self._ends_here(following.step)
@@ -219,6 +228,7 @@ class TrainingLoop:
             tflops_model=3 * settings.flops_forward_per_token * tera_per_second,
             tflops_hardware=(3 * settings.flops_forward_per_token + settings.flops_recomputed_per_token)
             * tera_per_second,
+            swapped_bytes=outcome.swapped_bytes,
             nvme_read_bytes=self._queue.read_bytes - read_bytes,
             nvme_written_bytes=self._queue.written_bytes - written_bytes,
             gpu_peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
@@ -241,7 +251,8 @@ class TrainingLoop:
 
     def _ends_here(self, step: int) -> bool:
         """Whether the step must be committed before anything else is done."""
-        return self._save_is_due(step) or self._eval_is_due(step) or step == self._settings.num_steps
+        is_last = step == self._settings.num_steps or self._recording is not None
+        return is_last or self._save_is_due(step) or self._eval_is_due(step)
 
     def _following(self, progress: Progress, outcome: StepOutcome, batches: Sequence[MicroBatch]) -> Progress:
         """What the step leads to. Raises Diverged."""

@@ -44,6 +44,8 @@ class StepMetrics:
     """Of the model's own operations, 3 forwards; recomputation is not counted."""
     tflops_hardware: float
     """With recomputation."""
+    swapped_bytes: int
+    """Put aside in forward for backward, layers' inputs included."""
     nvme_read_bytes: int
     nvme_written_bytes: int
     gpu_peak_bytes: int

@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.cli.render import opening, run_summary, step_line
+from ratel_cli.cli.render import opening, run_summary, step_line, swap_line
 from ratel_cli.engine.telemetry import RESOURCES, Resource
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.capacity import Workload
+from ratel_cli.planning.placement import Activations
 from ratel_cli.planning.plan import Decisions, Plan, make_plan
+from ratel_cli.planning.workload import Workload
 from ratel_cli.training.metrics import RunTotals, StepMetrics
-from ratel_cli.units import GIB, MIB
+from ratel_cli.units import GIB, MIB, format_bytes, format_seconds
+from tests.planning.profiles import estimated
 from tests.planning.shapes import BFLOAT16, gpt, machine
 
 SPEC = gpt(num_layers=6, hidden_size=1024, vocab_size=1000)
@@ -34,6 +36,7 @@ METRICS = StepMetrics(
     tflops_hardware=0.2,
     nvme_read_bytes=14 * 10**9,
     nvme_written_bytes=12 * 10**9,
+    swapped_bytes=3 * 10**9,
     gpu_peak_bytes=0,
     host_peak_bytes=1000,
     bottleneck="compute",
@@ -45,12 +48,20 @@ METRICS = StepMetrics(
 )
 
 
-def plan(*, holds_gradients: bool = False, num_micro_batches: int = 3, limit_bytes: int = GIB) -> Plan:
+def plan(
+    *,
+    holds_gradients: bool = False,
+    num_micro_batches: int = 3,
+    limit_bytes: int = GIB,
+    activations: Activations = "auto",
+) -> Plan:
+    workload = Workload(micro_batch_size=2, num_micro_batches=num_micro_batches, sequence_len=64)
     return make_plan(
         SPEC,
+        estimated(SPEC, workload),
         BFLOAT16,
-        Workload(micro_batch_size=2, num_micro_batches=num_micro_batches, sequence_len=64),
-        Decisions(holds_gradients=holds_gradients, num_slots=2, host_limit_bytes=limit_bytes),
+        workload,
+        Decisions(holds_gradients=holds_gradients, num_slots=2, host_limit_bytes=limit_bytes, activations=activations),
         machine(),
         process_bytes=200 * MIB,
     )
@@ -135,6 +146,20 @@ def test_held_gradients_are_told_and_where_they_lie() -> None:
 )
 def test_too_little_space_is_told(free: int, taken: int, told: str) -> None:
     assert told in facts(plan(), hardware=machine(free_bytes=free), taken_bytes=taken)["NVMe"]
+
+
+def test_what_is_put_aside_is_told_and_where_it_goes() -> None:
+    inputs = swap_line(plan(activations="recompute"))
+    assert inputs.startswith("planned from step 1: 4.50 MiB of ")
+    assert " of activations are put aside (layers' inputs alone); " in inputs
+    everything = plan(activations="swap_all", limit_bytes=8 * GIB)
+    assert swap_line(everything) == (
+        "planned from step 1: 45.0 MiB of 45.0 MiB of activations are put aside (4 operators); "
+        f"{format_seconds(everything.time.total)} a step, most of it {everything.time.bottleneck}"
+    )
+    tight = plan(activations="swap_all", limit_bytes=480 * MIB)
+    told = f"are put aside, {format_bytes(tight.aside.written_bytes)} of them on NVMe (4 operators); "
+    assert tight.aside.written_bytes and told in swap_line(tight)
 
 
 def test_the_step_line_ends_with_what_it_waited_for() -> None:

@@ -79,14 +79,14 @@ class Ended:
         return [line for line in self.told.splitlines() if line.startswith("error: ")]
 
 
-def save_base(directory: Path, *, tied: bool = False) -> Path:
-    """A Llama of two layers and 32 hidden units with its tokenizer, chat template and generation config."""
+def save_base(directory: Path, *, tied: bool = False, num_layers: int = 2, hidden_size: int = 32) -> Path:
+    """A Llama, of two layers and 32 hidden units, with its tokenizer, chat template and generation config."""
     tokenizer = _tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 3 // 2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,

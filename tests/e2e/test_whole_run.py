@@ -19,7 +19,7 @@ from tests.e2e.runs import ROWS, exported, load_data, metrics, output_of, ratel_
 
 METRICS = {
     "step", "loss", "learning_rate", "grad_norm", "tokens", "step_seconds", "forward_seconds", "backward_seconds",
-    "tokens_per_second", "tflops_model", "tflops_hardware", "nvme_read_bytes", "nvme_written_bytes",
+    "tokens_per_second", "tflops_model", "tflops_hardware", "swapped_bytes", "nvme_read_bytes", "nvme_written_bytes",
     "gpu_peak_bytes", "host_peak_bytes", "bottleneck", "predicted_seconds",
 }  # fmt: skip
 OPENING = ["model", "data", "step", "compute", "memory", "NVMe", "predicted", "output"]
@@ -48,7 +48,9 @@ def test_it_says_what_it_will_do_and_what_it_did(program_run: tuple[Path, str]) 
     config, told = program_run
     lines = [line for line in told.splitlines() if not line.startswith("note: ")]
     assert [line.split()[0] for line in lines[: len(OPENING)]] == OPENING
-    steps, summary = lines[len(OPENING) : len(OPENING) + 4], lines[len(OPENING) + 4 : -2]
+    first, planned, *others = lines[len(OPENING) : len(OPENING) + 5]
+    steps, summary = [first, *others], lines[len(OPENING) + 5 : -2]
+    assert planned.startswith("planned from step 1: ")
     assert [line.split()[:2] for line in steps] == [["step", f"{number}/4"] for number in range(1, 5)]
     assert all("waited" in line and "tokens/s" in line and "loss" in line for line in steps)
     assert summary[0].startswith("mean of") and "3 steps" in summary[0]
@@ -88,8 +90,10 @@ def test_the_metrics_are_those_of_the_interface(plain_run: Path) -> None:
     assert all(line["learning_rate"] == 0.01 and line["gpu_peak_bytes"] == 0 for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"]
     plan = json.loads((output_of(plain_run) / "run" / "plan.json").read_text())["traffic"]
-    # A step's update runs beneath the next one, so only sums are exact.
-    assert sum(line["nvme_read_bytes"] for line in lines) == 4 * plan["nvme_read_bytes"] + plan["nvme_first_read_bytes"]
+    # A step's update runs beneath the next one, so only sums are exact. What stays in memory is read twice: for
+    # the step that is recorded, and for those that follow its plan.
+    first_bytes = 2 * plan["nvme_first_read_bytes"]
+    assert sum(line["nvme_read_bytes"] for line in lines) == 4 * plan["nvme_read_bytes"] + first_bytes
     assert sum(line["nvme_written_bytes"] for line in lines) == 4 * plan["nvme_written_bytes"]
 
 

@@ -220,6 +220,9 @@ def machine(
         scratch = None
         if held_in_memory_bytes is not None:
             scratch = resources.enter_context(Scratch(paths, 4 * sum(elements), queue))
+        activation_scratch = (
+            resources.enter_context(Scratch(paths, 1 << 26, queue)) if placement.spilled_units else None
+        )
         timeline = Timeline()
         adamw = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=recipe.weight_decay)
         settings = UpdateSettings(
@@ -243,6 +246,7 @@ def machine(
                     device=torch.device("cpu"),
                     timeline=timeline,
                     scratch=scratch,
+                    activation_scratch=activation_scratch,
                     chunk_tokens=recipe.chunk_tokens,
                     group_elements=group_elements,
                     check_stop=check_stop,

@@ -15,6 +15,7 @@ from ratel_cli.model.spec import BLOCK_ALIGNMENT, DtypeName
 from ratel_cli.planning.placement import Placement
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.engine.machine import Batch, attention_of, initial_weights, machine, random_steps
+from tests.engine.swaps import EVERYTHING, ChosenEverywhere
 from tests.reference import Recipe, Trained, train_in_memory
 
 
@@ -86,10 +87,14 @@ def test_fp16_with_a_scaled_loss(tmp_path: Path) -> None:
         ("falcon", {"hidden_dropout": 0.3, "attention_dropout": 0.3, "parallel_attn": False}),
     ],
 )
-def test_dropout_draws_the_same_when_recomputed(tmp_path: Path, architecture: str, changes: dict[str, object]) -> None:
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
+def test_dropout_draws_the_same_when_recomputed(
+    tmp_path: Path, architecture: str, changes: dict[str, object], share: float
+) -> None:
     config = tiny_config(architecture, **changes)
     recipe = Recipe(attn_implementation=attention_of(config))
-    with machine(tmp_path, config, recipe, weights=initial_weights(config)) as ratel:
+    placement = Placement(swapped=ChosenEverywhere(share))
+    with machine(tmp_path, config, recipe, weights=initial_weights(config), placement=placement) as ratel:
         steps = random_steps(2, 2, packed=ratel.model.packs)
         assert_same_training(ratel.train(steps, recipe), ratel.weights(), reference(config, steps, recipe))
 
@@ -114,9 +119,13 @@ PLACEMENTS: dict[str, dict[str, object]] = {
         "group_elements": BLOCK_ALIGNMENT,
     },
     "everything resident": {
-        "placement": replace(AHEAD, resident_weights=EVERY_BLOCK, resident_states=EVERY_BLOCK, activation_bytes=1 << 30)
+        "placement": replace(AHEAD, resident_weights=EVERY_BLOCK, resident_states=EVERY_BLOCK, swapped=EVERYTHING)
     },
-    "some activations": {"placement": replace(AHEAD, resident_weights=EVERY_BLOCK, activation_bytes=250_000)},
+    "three threads of AdamW": {"placement": replace(AHEAD, adamw_threads=3), "group_elements": BLOCK_ALIGNMENT},
+    "everything swapped": {"placement": replace(AHEAD, swapped=EVERYTHING)},
+    "everything swapped to NVMe": {"placement": replace(AHEAD, swapped=EVERYTHING, spilled_units=99)},
+    "some operators, some on NVMe": {"placement": replace(AHEAD, swapped=ChosenEverywhere(0.5), spilled_units=3)},
+    "inputs on NVMe": {"placement": Placement(spilled_units=99)},
     "some deferred": {"placement": replace(AHEAD, deferred=frozenset((1, 2)))},
     "all deferred": {"placement": replace(AHEAD, deferred=EVERY_BLOCK)},
     "naive": {"placement": AHEAD, "overlap": "naive", "group_elements": BLOCK_ALIGNMENT},
@@ -152,14 +161,19 @@ def test_what_stays_and_what_runs_ahead_changes_no_bit(
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_kept_activations_change_no_bit(tmp_path: Path, architecture: str) -> None:
+@pytest.mark.parametrize(
+    ("share", "spilled_units"), [(1.0, 0), (0.5, 4), (0.2, 99)], ids=["all", "half, some spilled", "few, all spilled"]
+)
+def test_swapping_changes_no_bit(tmp_path: Path, architecture: str, share: float, spilled_units: int) -> None:
+    """Any operators of any layers, chosen by chance; several of these models have dropout."""
     config = tiny_config(architecture)
     recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=0.5, attn_implementation=attention_of(config))
-    placement = replace(AHEAD, resident_weights=EVERY_BLOCK, activation_bytes=1 << 30)
+    seed = ARCHITECTURES.index(architecture)
+    placement = replace(AHEAD, swapped=ChosenEverywhere(share, seed), spilled_units=spilled_units)
     with machine(
         tmp_path, config, recipe, dtype="bfloat16", weights=initial_weights(config), placement=placement
     ) as ratel:
-        steps = random_steps(3, 2, packed=ratel.model.packs)
+        steps = random_steps(2, 2, packed=ratel.model.packs)
         assert_same_training(ratel.train(steps, recipe), ratel.weights(), reference(config, steps, recipe))
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ratel_cli.engine.tape import Decision, Recorder, Replayer, Tape
+from ratel_cli.engine.tape import Recorder, Replayer, Tape
 from ratel_cli.errors import RatelError
+from ratel_cli.planning.liveness import Decision
 
 Block = Callable[[torch.Tensor], torch.Tensor]
 
@@ -19,7 +20,9 @@ def record(block: Block, hidden: torch.Tensor) -> tuple[torch.Tensor, Tape]:
     recorder = Recorder()
     with recorder.recording():
         output = block(hidden.detach().requires_grad_())
-    return output.detach(), recorder.tape()
+    tape, aside = recorder.finish()
+    assert not aside
+    return output.detach(), tape
 
 
 def gradients(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,33 @@ def make_group(directory: Path, *, limit: int | str, usage: int, cache: int = 0,
 )
 def test_processor_name(tmp_path: Path, cpuinfo: str, name: str) -> None:
     assert host.processor_name(make_proc(tmp_path, cpuinfo=cpuinfo)) == name
+
+
+def test_gpu_names(tmp_path: Path) -> None:
+    proc = make_proc(tmp_path)
+    assert host.gpu_names(proc) == ()
+    for number, model in enumerate(("NVIDIA H200", "NVIDIA GeForce RTX 4090")):
+        gpu = proc / "driver" / "nvidia" / "gpus" / f"0000:0{number}:00.0"
+        gpu.mkdir(parents=True)
+        (gpu / "information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 24\nGPU UUID: \t GPU-1\n")
+    assert host.gpu_names(proc) == ("NVIDIA H200", "NVIDIA GeForce RTX 4090")
+
+
+def test_cores_are_those_that_this_process_may_use() -> None:
+    source = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
+    source += "from ratel_cli.hardware.host import num_cores; print(num_cores())"
+    told = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout
+    assert told == "1\n"
+    assert host.num_cores() >= 1
+
+
+def test_a_drive_that_directories_share_counts_once(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    here, free = host.free_bytes([tmp_path, tmp_path / "a", tmp_path]), shutil.disk_usage(tmp_path).free
+    assert abs(here - free) < 0.2 * free
+    memory = Path("/dev/shm")
+    if memory.is_dir() and memory.stat().st_dev != tmp_path.stat().st_dev:
+        assert host.free_bytes([tmp_path, memory]) > host.free_bytes([memory])
 
 
 def test_available_without_control_groups(tmp_path: Path) -> None:

@@ -8,21 +8,25 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from ratel_cli.errors import DoesNotFit, EnvironmentFailure
-from ratel_cli.hardware.host import processor_name
-from ratel_cli.hardware.measure import free_bytes, measure
+from ratel_cli.hardware.effort import Effort
+from ratel_cli.hardware.host import num_cores, processor_name
+from ratel_cli.hardware.measure import measure
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.movement.buffers import BufferPool
 from ratel_cli.movement.extents import MAX_WEIGHT
 from ratel_cli.movement.queue import EngineName, IoQueue, open_queue
 from ratel_cli.units import MIB
+from scripts.throttled_queue import ThrottledQueue
 
 CPU = torch.device("cpu")
+SMALL = Effort(seconds=0.05, span_bytes=8 * MIB, buffer_bytes=4 * MIB, memory_bytes=4 * MIB)
 
 
 @pytest.fixture(params=["io_uring", "threads"])
@@ -58,7 +62,11 @@ def test_numbers_are_usable_and_nothing_stays(queue: IoQueue, tmp_path: Path) ->
     assert profile.nvme.weights == (1, 1), "directories on one drive are equally fast"
     assert 1e6 < profile.host.adam_parameters_per_second < 1e11
     assert 0 < profile.host.available_bytes <= profile.host.memory_bytes == profile.gpu.memory_bytes
+    assert profile.host.num_cores == num_cores()
+    assert profile.host.memory_bytes_per_second is None, "a run may have no memory to spare for it"
+    assert profile.link is None
     assert profile.nvme.paths == tuple(map(str, paths))
+    assert profile.nvme.num_devices == 1
     assert [list(path.iterdir()) for path in paths] == [[], []]
     assert len(os.listdir("/proc/self/fd")) == open_files
     assert torch.equal(torch.random.get_rng_state(), drawn)
@@ -66,38 +74,39 @@ def test_numbers_are_usable_and_nothing_stays(queue: IoQueue, tmp_path: Path) ->
 
 def test_the_profile_is_the_hardware_file(queue: IoQueue, tmp_path: Path) -> None:
     with BufferPool(None) as pool:
-        profile = measure([tmp_path], queue, pool, dtype=torch.float32, device=CPU)
+        profile = measure([tmp_path], queue, pool, dtype=torch.float32, device=CPU, effort=SMALL)
     found = json.loads(json.dumps(profile.to_json(), allow_nan=False))
     assert found["format_version"] == 1
+    rates = {"read_bytes_per_second", "write_bytes_per_second", "mixed_bytes_per_second"}
+    assert set(found) == {"format_version", "gpu", "link", "nvme", "host"}
     assert set(found["gpu"]) == {"name", "memory_bytes", "flops_per_second"}
-    assert set(found["nvme"]) == {
-        "paths",
-        "read_bytes_per_second",
-        "write_bytes_per_second",
-        "mixed_bytes_per_second",
-        "weights",
-        "free_bytes",
+    assert found["link"] is None
+    assert (
+        set(found["nvme"]) == {"paths", "num_devices", "weights", "free_bytes", "endurance_tb_written", "alone"} | rates
+    )
+    assert [set(each) for each in found["nvme"]["alone"]] == [rates]
+    assert set(found["host"]) == {
+        "memory_bytes",
+        "available_bytes",
+        "adam_parameters_per_second",
+        "memory_bytes_per_second",
+        "num_cores",
     }
-    assert set(found["host"]) == {"memory_bytes", "available_bytes", "adam_parameters_per_second"}
     assert found["nvme"]["paths"] == [str(tmp_path)]
     assert isinstance(profile, HardwareProfile)
-
-
-def test_a_drive_that_directories_share_counts_once(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    here, free = free_bytes([tmp_path, tmp_path / "a", tmp_path]), shutil.disk_usage(tmp_path).free
-    assert abs(here - free) < 0.2 * free
-    memory = Path("/dev/shm")
-    if memory.is_dir() and memory.stat().st_dev != tmp_path.stat().st_dev:
-        assert free_bytes([tmp_path, memory]) > free_bytes([memory])
 
 
 def test_directories_yet_to_be_made_may_share_their_parent(tmp_path: Path) -> None:
     """Where two store directories do not exist yet, both are measured where they will be."""
     with BufferPool(None) as pool, open_queue("threads", notice=pytest.fail) as queue:
-        profile = measure([tmp_path, tmp_path], queue, pool, dtype=torch.float32, device=CPU)
+        profile = measure([tmp_path, tmp_path], queue, pool, dtype=torch.float32, device=CPU, effort=SMALL)
     assert profile.nvme.read_bytes_per_second > 0
     assert profile.nvme.weights == (1, 1)
+    alone = profile.nvme.alone[0]
+    assert profile.nvme.alone == (alone, alone)
+    assert alone.mixed_bytes_per_second == profile.nvme.mixed_bytes_per_second, (
+        "there is nothing else to be together with"
+    )
 
 
 def test_each_drive_is_measured_alone(tmp_path: Path) -> None:
@@ -113,10 +122,67 @@ def test_each_drive_is_measured_alone(tmp_path: Path) -> None:
         open_queue("threads", notice=pytest.fail) as queue,
     ):
         paths = [tmp_path, Path(other), tmp_path]
-        profile = measure(paths, queue, pool, dtype=torch.float32, device=CPU)
+        told: list[str] = []
+        profile = measure(paths, queue, pool, dtype=torch.float32, device=CPU, effort=SMALL, progress=told.append)
         assert list(Path(other).iterdir()) == list(tmp_path.iterdir()) == []
     first, second, third = profile.nvme.weights
     assert 1 <= first == third <= second <= MAX_WEIGHT
+    assert profile.nvme.num_devices == 2
+    assert profile.nvme.alone[0] == profile.nvme.alone[2] != profile.nvme.alone[1]
+    assert told == [
+        f"{tmp_path}, alone",
+        f"{other}, alone",
+        "all directories together",
+        "matrix products",
+        "main memory and AdamW",
+    ]
+
+
+def test_a_throttled_store_is_measured_to_a_tenth(queue: IoQueue, tmp_path: Path) -> None:
+    """Slow enough that the drive behind it does not show."""
+    throttled = ThrottledQueue(queue, read_bytes_per_second=100e6, write_bytes_per_second=50e6)
+    with BufferPool(None) as pool:
+        nvme = measure([tmp_path], throttled, pool, dtype=torch.float32, device=CPU, effort=SMALL).nvme
+    assert nvme.read_bytes_per_second == pytest.approx(100e6, rel=0.1)
+    assert nvme.write_bytes_per_second == pytest.approx(50e6, rel=0.1)
+    assert nvme.mixed_bytes_per_second == pytest.approx(2 * 50e6, rel=0.1), "as much read as written: the slower bounds"
+
+
+def test_a_fuller_effort_measures_main_memory_too(tmp_path: Path) -> None:
+    with BufferPool(4 * MIB) as pool, open_queue("threads", notice=pytest.fail) as queue:
+        host = measure([tmp_path], queue, pool, dtype=torch.float32, device=CPU, effort=SMALL).host
+        assert pool.leased_bytes == 0
+    assert host.memory_bytes_per_second is not None
+    assert 1e8 < host.memory_bytes_per_second < 1e13
+
+
+def test_a_limit_too_small_for_measuring_memory(tmp_path: Path) -> None:
+    effort = replace(SMALL, memory_bytes=8 * MIB)
+    with (
+        BufferPool(7 * MIB) as pool,
+        open_queue("threads", notice=pytest.fail) as queue,
+        pytest.raises(DoesNotFit, match="measuring main memory"),
+    ):
+        measure([tmp_path], queue, pool, dtype=torch.float32, device=CPU, effort=effort)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_and_the_link_to_it(tmp_path: Path) -> None:
+    with BufferPool(None) as pool, open_queue("threads", notice=pytest.fail) as queue:
+        device = torch.device("cuda")
+        profile = measure([tmp_path], queue, pool, dtype=torch.bfloat16, device=device, effort=SMALL)
+    assert profile.gpu.name == torch.cuda.get_device_name()
+    assert profile.gpu.flops_per_second > 1e12
+    link = profile.link
+    assert link is not None
+    slower = min(link.to_gpu_bytes_per_second, link.from_gpu_bytes_per_second)
+    assert slower > 1e9
+    assert (
+        0.9 * slower
+        < link.both_bytes_per_second
+        < 2.2 * max(link.to_gpu_bytes_per_second, link.from_gpu_bytes_per_second)
+    )
 
 
 def test_given_rates_are_taken_and_no_file_is_made(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from ratel_cli.hardware.spec import ComputeDevice, HardwareProfile, Host, Nvme
+import random
+
+from ratel_cli.hardware.spec import ComputeDevice, HardwareProfile, Host, Link, Nvme, alternating_bytes_per_second
 from ratel_cli.model.spec import ModelSpec, lay_out_block
-from ratel_cli.planning.capacity import Workload
-from ratel_cli.planning.traffic import StateBytes
+from ratel_cli.planning.workload import StateBytes, Workload
 
 BFLOAT16 = StateBytes(compute=2, record=12, gradient=2)
 FLOAT32 = StateBytes(compute=4, record=12, gradient=4)
@@ -48,12 +49,26 @@ def machine(
     write_bytes_per_second: float = 1e9,
     mixed_bytes_per_second: float | None = None,
     adam_parameters_per_second: float = 1e9,
+    up_bytes_per_second: float = 1e10,
+    down_bytes_per_second: float = 1e10,
+    memory_bytes_per_second: float | None = None,
+    num_cores: int | None = None,
     free_bytes: int = 1 << 40,
 ) -> HardwareProfile:
-    """A machine of round numbers, whose drive does one thing at a time unless told otherwise."""
-    one_at_a_time = 2 / (1 / read_bytes_per_second + 1 / write_bytes_per_second)
+    """A machine of round numbers, whose drive does one thing at a time unless told otherwise.
+
+    With `num_cores` the CPU computes, and there is no link.
+    """
+    one_at_a_time = alternating_bytes_per_second(read_bytes_per_second, write_bytes_per_second)
     return HardwareProfile(
         gpu=ComputeDevice(name="a device", memory_bytes=1 << 34, flops_per_second=flops_per_second),
+        link=None
+        if num_cores
+        else Link(
+            to_gpu_bytes_per_second=up_bytes_per_second,
+            from_gpu_bytes_per_second=down_bytes_per_second,
+            both_bytes_per_second=up_bytes_per_second + down_bytes_per_second,
+        ),
         nvme=Nvme(
             paths=("/nvme",),
             read_bytes_per_second=read_bytes_per_second,
@@ -66,5 +81,21 @@ def machine(
             memory_bytes=1 << 34,
             available_bytes=1 << 33,
             adam_parameters_per_second=adam_parameters_per_second,
+            memory_bytes_per_second=memory_bytes_per_second,
+            num_cores=num_cores or 1,
         ),
+    )
+
+
+def machine_by_chance(choice: random.Random) -> HardwareProfile:
+    return machine(
+        flops_per_second=10 ** choice.uniform(10.5, 13.5),
+        read_bytes_per_second=10 ** choice.uniform(8.5, 10),
+        write_bytes_per_second=10 ** choice.uniform(8.5, 10),
+        mixed_bytes_per_second=10 ** choice.uniform(8.5, 10),
+        adam_parameters_per_second=10 ** choice.uniform(8, 10),
+        up_bytes_per_second=10 ** choice.uniform(9, 10.5),
+        down_bytes_per_second=10 ** choice.uniform(9, 10.5),
+        memory_bytes_per_second=choice.choice([None, 2e10]),
+        num_cores=choice.choice([None, None, 2, 8]),
     )

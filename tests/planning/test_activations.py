@@ -1,14 +1,24 @@
-"""What forward leaves behind, against the papers' shapes."""
+"""What forward leaves behind, against the papers' shapes, and what goes to NVMe, against the engine's window."""
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from dataclasses import replace
 
 import pytest
 
 from ratel_cli.model.spec import lay_out_block
-from ratel_cli.planning.activations import all_activation_bytes, block_activation_bytes, block_input_bytes
-from ratel_cli.planning.traffic import StateBytes
+from ratel_cli.planning.activations import (
+    Aside,
+    block_activation_bytes,
+    fewest_spilled_units,
+    passing_bytes,
+    put_aside,
+)
+from ratel_cli.planning.placement import SPILL_WINDOW_UNITS
+from ratel_cli.planning.workload import StateBytes
+from ratel_cli.units import align_up
 from tests.planning.shapes import BFLOAT16, FLOAT32, gpt
 
 
@@ -21,7 +31,6 @@ def test_a_gpt_leaves_24_elements_per_token_and_hidden_size(
     spec = gpt(num_layers=5, hidden_size=96)
     one = 24 * 96 * tokens * bytes_per_element
     assert block_activation_bytes(spec, spec.blocks[1], state, tokens=tokens) == one
-    assert all_activation_bytes(spec, state, tokens=tokens) == 5 * one
 
 
 def test_embedding_and_head_leave_vectors_alone() -> None:
@@ -37,11 +46,92 @@ def test_of_many_experts_only_those_count_that_a_token_visits() -> None:
         )
         plain = gpt(num_layers=1, hidden_size=512, vocab_size=16)
         spec = replace(plain, blocks=(plain.blocks[0], layer, plain.blocks[2]))
-        return all_activation_bytes(spec, BFLOAT16, tokens=512)
+        return block_activation_bytes(spec, layer, BFLOAT16, tokens=512)
 
     assert left(8) == left(128) > left(4)
 
 
-def test_block_inputs_are_one_for_each_layer_and_two_on_the_way() -> None:
-    found = block_input_bytes(gpt(num_layers=4), BFLOAT16, tokens=300, sequence_len=100)
-    assert found == 6 * 300 * 64 * 2 + 300 * 100
+def test_two_hidden_states_and_a_mask_are_on_the_way() -> None:
+    assert passing_bytes(gpt(), BFLOAT16, tokens=300, sequence_len=100) == 2 * 300 * 64 * 2 + 300 * 100
+
+
+def walk(unit_bytes: list[int], num_micro_batches: int, spilled_units: int) -> Aside:
+    """Unit by unit, as the engine does it: the window's oldest buffer goes for the next unit, or the next read."""
+    units = [size for size in unit_bytes for _ in range(num_micro_batches)]
+    spilled = [align_up(size, 4096) for size in units[:spilled_units]]
+    window: deque[int] = deque()
+    to_read: list[int] = []
+    most_leased = 0
+
+    def lease(number: int) -> None:
+        nonlocal most_leased
+        window.append(number)
+        assert len(window) <= SPILL_WINDOW_UNITS
+        most_leased = max(most_leased, sum(spilled[held] for held in window))
+
+    for number in range(spilled_units):
+        if len(window) == SPILL_WINDOW_UNITS:
+            to_read.append(window.popleft())
+        lease(number)
+    read_bytes = 0
+    for number in reversed(range(spilled_units)):
+        while to_read and len(window) < SPILL_WINDOW_UNITS:
+            read_bytes += spilled[to_read[-1]]
+            lease(to_read.pop())
+        window.remove(number)
+    assert not window
+    found = put_aside(unit_bytes, num_micro_batches=num_micro_batches, spilled_units=spilled_units)
+    assert most_leased <= found.window_bytes <= SPILL_WINDOW_UNITS * max(spilled, default=0)
+    return Aside(
+        total_bytes=sum(units),
+        host_bytes=sum(units[spilled_units:]),
+        window_bytes=found.window_bytes if len(set(spilled)) > 1 else most_leased,
+        written_bytes=sum(spilled),
+        read_bytes=read_bytes,
+    )
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_what_is_put_aside_is_what_the_engine_moves(seed: int) -> None:
+    choice = random.Random(seed)
+    num_micro_batches = choice.randint(1, 5)
+    sizes = choice.choice([[4096], [1, 4095, 4096, 4097], range(1, 50_000)])
+    unit_bytes = [choice.choice(sizes) for _ in range(choice.randint(1, 8))]
+    for spilled_units in range(num_micro_batches * (len(unit_bytes) - 1) + 1):
+        found = put_aside(unit_bytes, num_micro_batches=num_micro_batches, spilled_units=spilled_units)
+        assert found == walk(unit_bytes, num_micro_batches, spilled_units)
+        assert found.memory_bytes == found.host_bytes + found.window_bytes
+
+
+def test_the_last_units_are_not_read() -> None:
+    found = put_aside([4000, 5000, 9000], num_micro_batches=2, spilled_units=4)
+    assert (found.written_bytes, found.read_bytes) == (2 * 4096 + 2 * 8192, 4096)
+    assert (found.total_bytes, found.host_bytes, found.window_bytes) == (36_000, 18_000, 3 * 8192)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_as_few_units_are_spilled_as_fit(seed: int) -> None:
+    """Against trying every number; where none fits, it is one that takes the least."""
+    choice = random.Random(seed)
+    num_micro_batches = choice.randint(1, 6)
+    sizes = choice.choice([[8192], [4096, 40_960], range(1, 50_000)])
+    unit_bytes = [choice.choice(sizes) for _ in range(choice.randint(1, 12))]
+    if choice.random() < 0.5:
+        unit_bytes.sort(reverse=choice.random() < 0.5)
+    taken_bytes = [
+        put_aside(unit_bytes, num_micro_batches=num_micro_batches, spilled_units=number).memory_bytes
+        for number in range(num_micro_batches * (len(unit_bytes) - 1) + 1)
+    ]
+    rooms = {size + more for size in taken_bytes for more in (-1, 0, 1)}
+    for room_bytes in rooms | {choice.randint(0, max(taken_bytes)) for _ in range(20)}:
+        found = fewest_spilled_units(unit_bytes, num_micro_batches=num_micro_batches, room_bytes=room_bytes)
+        if min(taken_bytes) > room_bytes:
+            assert taken_bytes[found] == min(taken_bytes)
+        else:
+            assert found == next(number for number, size in enumerate(taken_bytes) if size <= room_bytes)
+
+
+def test_a_large_layer_that_makes_the_buffers_larger_may_stay() -> None:
+    """To spill the seventh layer as well takes three buffers of its size, more than it gives back."""
+    unit_bytes = [4096] * 6 + [40_960, 40_960]
+    assert fewest_spilled_units(unit_bytes, num_micro_batches=1, room_bytes=2 * 40_960 + 3 * 4096) == 6

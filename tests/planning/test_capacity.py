@@ -12,22 +12,24 @@ from ratel_cli.engine.pipeline import GROUP_ELEMENTS
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning import capacity
-from ratel_cli.planning.activations import block_activation_bytes
-from ratel_cli.planning.capacity import HostMemory, Workload, host_memory
+from ratel_cli.planning.activations import Aside, block_activation_bytes, put_aside
+from ratel_cli.planning.capacity import HostMemory, check_device_memory, host_memory
 from ratel_cli.planning.placement import Overlap, Placement
-from ratel_cli.planning.traffic import StateBytes
+from ratel_cli.planning.workload import StateBytes, Workload
 from ratel_cli.units import GIB, MIB
 from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, WORKLOAD, gpt
 
 PROCESS_BYTES = 400 * MIB
 RUNTIME_BYTES = 64 * MIB
 DEEP = Placement(prefetch_blocks=2, pending_updates=2)
+NOTHING_ASIDE = put_aside([0], num_micro_batches=1, spilled_units=0)
 
 
 def need(
     spec: ModelSpec,
     *,
     placement: Placement = DEEP,
+    aside: Aside = NOTHING_ASIDE,
     state: StateBytes = BFLOAT16,
     workload: Workload = WORKLOAD,
     holds_gradients: bool = False,
@@ -39,6 +41,7 @@ def need(
         state,
         workload,
         placement,
+        aside,
         holds_gradients=holds_gradients,
         process_bytes=PROCESS_BYTES,
         limit_bytes=limit_bytes,
@@ -137,11 +140,15 @@ def test_as_many_gradients_stay_in_memory_as_fit(seed: int, tied: bool, overlap:
         pending_updates=0 if overlap == "separate" else choice.randint(0, 3),
         resident_weights=frozenset(choice.sample(indices, choice.randint(0, len(indices)))),
         resident_states=frozenset(choice.sample(indices, choice.randint(0, len(indices)))),
-        activation_bytes=choice.choice([0, 12345]),
         deferred=frozenset(indices[len(indices) - num_deferred :]),
     )
-    always = PROCESS_BYTES + 12345 * (placement.activation_bytes > 0)
-    always += (spec.num_layers + 2) * WORKLOAD.tokens * spec.hidden_size * 2 + WORKLOAD.tokens * WORKLOAD.sequence_len
+    aside = put_aside(
+        [choice.randint(1, 100_000) for _ in range(spec.num_layers)],
+        num_micro_batches=3,
+        spilled_units=choice.randint(0, 3 * (spec.num_layers - 1)),
+    )
+    always = PROCESS_BYTES + aside.host_bytes + aside.window_bytes
+    always += 2 * WORKLOAD.tokens * spec.hidden_size * 2 + WORKLOAD.tokens * WORKLOAD.sequence_len
     always += sum(2 * spec.blocks[index].num_elements for index in placement.resident_weights)
     always += sum(10 * spec.blocks[index].num_elements for index in placement.resident_states)
     can_spill = holds_gradients or overlap == "separate"
@@ -157,6 +164,7 @@ def test_as_many_gradients_stay_in_memory_as_fit(seed: int, tied: bool, overlap:
             memory, found = need(
                 spec,
                 placement=placement,
+                aside=aside,
                 holds_gradients=holds_gradients,
                 overlap=overlap,
                 limit_bytes=limit_bytes,
@@ -167,7 +175,7 @@ def test_as_many_gradients_stay_in_memory_as_fit(seed: int, tied: bool, overlap:
         if found is not None:
             assert memory.total == totals[found]
             assert memory.total == sum(
-                (memory.process, memory.block_inputs, memory.activations, memory.resident)
+                (memory.process, memory.hidden_states, memory.activations, memory.resident)
             ) + max(walk(spec, placement, found, holds_gradients=holds_gradients, overlap=overlap))
 
 
@@ -179,17 +187,27 @@ def test_what_does_not_fit_is_refused_by_the_byte() -> None:
         need(spec, limit_bytes=total - 1)
     assert raised.value.shortfall_bytes == 1
     assert "1 B too few" in raised.value.message
-    assert "kept" not in raised.value.message
+    assert "activations" not in raised.value.message
     assert "resident" not in raised.value.message
     assert raised.value.hint is not None and "limits.host_memory" in raised.value.hint
-    assert "activations" not in raised.value.hint
 
 
 def test_a_refusal_names_what_was_to_stay() -> None:
-    placement = replace(DEEP, activation_bytes=3 * MIB, resident_weights=frozenset({0}))
-    with pytest.raises(DoesNotFit, match=r"kept activations 3\.00 MiB, resident 64\.0 KiB") as raised:
-        need(gpt(), placement=placement, limit_bytes=0)
-    assert raised.value.hint is not None and "`auto`" in raised.value.hint
+    placement = replace(DEEP, resident_weights=frozenset({0}))
+    aside = put_aside([MIB] * 3, num_micro_batches=1, spilled_units=0)
+    with pytest.raises(DoesNotFit, match=r"activations 3\.00 MiB, resident 64\.0 KiB"):
+        need(gpt(), placement=placement, aside=aside, limit_bytes=0)
+
+
+def test_the_device_takes_what_passes_through() -> None:
+    memory = need(gpt())[0]
+    assert memory.device == memory.block + memory.working_set
+    check_device_memory(memory, None)
+    check_device_memory(memory, memory.device)
+    with pytest.raises(DoesNotFit, match=r"gpu memory: need .* 1 B too few") as raised:
+        check_device_memory(memory, memory.device - 1)
+    assert raised.value.shortfall_bytes == 1
+    assert raised.value.hint is not None and "limits.gpu_memory" in raised.value.hint
 
 
 def test_deferred_gradients_are_never_spilled() -> None:
@@ -208,20 +226,19 @@ def test_without_room_for_any_gradient_all_are_spilled() -> None:
 
 
 @pytest.mark.parametrize("holds_gradients", [False, True])
-def test_a_layer_more_costs_its_inputs_and_its_held_gradient(holds_gradients: bool) -> None:
+def test_a_layer_more_costs_its_held_gradient_alone(holds_gradients: bool) -> None:
     def total(num_layers: int) -> int:
         return need(gpt(num_layers=num_layers, hidden_size=1024), holds_gradients=holds_gradients)[0].total
 
     layer = gpt(num_layers=1, hidden_size=1024).blocks[1].num_elements
-    inputs = WORKLOAD.tokens * 1024 * 2
-    assert total(32) - total(31) == inputs + (2 * layer if holds_gradients else 0)
+    assert total(32) - total(31) == (2 * layer if holds_gradients else 0)
 
 
-def test_micro_batches_cost_their_inputs_alone() -> None:
+def test_micro_batches_cost_their_hidden_states_alone() -> None:
     spec = gpt(num_layers=4)
     two, many = (need(spec, workload=replace(WORKLOAD, num_micro_batches=number))[0] for number in (2, 50))
     assert (two.block, two.working_set) == (many.block, many.working_set)
-    assert many.block_inputs == 25 * two.block_inputs
+    assert many.hidden_states == 25 * two.hidden_states
 
 
 def test_depth_costs_weights_and_gradients_of_layers() -> None:

@@ -3,44 +3,61 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.model.spec import ModelSpec, lay_out_block
-from ratel_cli.planning.activations import all_activation_bytes
-from ratel_cli.planning.capacity import Workload
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.activations import Aside, put_aside
 from ratel_cli.planning.costs import (
+    ComputeSeconds,
     StageTime,
     StepTime,
-    forward_flops,
-    layer_flops,
+    compute_seconds,
+    head_flops,
     nvme_seconds,
     overlapped_step,
-    recomputed_flops,
 )
 from ratel_cli.planning.placement import Overlap, Placement
-from ratel_cli.planning.traffic import step_traffic
+from ratel_cli.planning.traffic import Traffic, step_traffic
+from ratel_cli.planning.workload import Workload
+from tests.planning.profiles import candidate, estimated, layer, model
 from tests.planning.shapes import BFLOAT16, WORKLOAD, gpt, machine
 
 SPEC = gpt()
+ELEMENTS = sum(block.num_elements for block in SPEC.blocks)
 DEEP = Placement(prefetch_blocks=2, pending_updates=2)
-SLOW = ("flops_per_second", "read_bytes_per_second", "write_bytes_per_second", "adam_parameters_per_second")
+COMPUTE = ComputeSeconds(forward=0.5, backward=1.25, is_measured=False)
+NOTHING_ASIDE = put_aside([0], num_micro_batches=1, spilled_units=0)
+SPILLED = put_aside([40_960, 40_960, 8192], num_micro_batches=3, spilled_units=6)
+SLOW = (
+    "read_bytes_per_second",
+    "write_bytes_per_second",
+    "adam_parameters_per_second",
+    "up_bytes_per_second",
+    "down_bytes_per_second",
+    "memory_bytes_per_second",
+)
 
 
 def machine_with(slow: str, rate: float) -> HardwareProfile:
     """Where everything but `slow` takes next to no time."""
-    flops, read, write, adam = (rate if name == slow else 1e12 for name in SLOW)
+    rates = {name: rate if name == slow else 1e12 for name in SLOW}
     return machine(
-        flops_per_second=flops,
-        read_bytes_per_second=read,
-        write_bytes_per_second=write,
-        adam_parameters_per_second=adam,
+        read_bytes_per_second=rates["read_bytes_per_second"],
+        write_bytes_per_second=rates["write_bytes_per_second"],
+        adam_parameters_per_second=rates["adam_parameters_per_second"],
+        up_bytes_per_second=rates["up_bytes_per_second"],
+        down_bytes_per_second=rates["down_bytes_per_second"],
+        memory_bytes_per_second=rates["memory_bytes_per_second"],
     )
 
 
-def adam_rate(slow: str) -> float:
-    return 1e6 if slow == "adam_parameters_per_second" else 1e12
+def total_flops(spec: ModelSpec, workload: Workload) -> int:
+    profile = estimated(spec, workload)
+    layers = sum(profile.profiles[number].flops_forward for number in profile.layers)
+    return workload.num_micro_batches * (layers + profile.flops_head)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -54,65 +71,34 @@ def test_forward_of_a_gpt(num_layers: int, h: int, vocab_size: int, b: int, n: i
     workload = Workload(micro_batch_size=b, num_micro_batches=n, sequence_len=s)
     sequences = b * n
     layers = num_layers * (24 * sequences * s * h**2 + 4 * sequences * s**2 * h)
-    assert layer_flops(spec, workload) == layers
-    assert forward_flops(spec, workload) == layers + 2 * sequences * s * h * vocab_size
+    assert head_flops(spec, tokens=b * s) == 2 * b * s * h * vocab_size
+    assert total_flops(spec, workload) == layers + 2 * sequences * s * h * vocab_size
 
 
 def test_the_papers_13b_at_batch_32() -> None:
     """papers.md section 3: exact."""
     spec = gpt(num_layers=40, hidden_size=5120, vocab_size=50257)
     workload = Workload(micro_batch_size=32, num_micro_batches=1, sequence_len=1024)
-    assert forward_flops(spec, workload) == 868_984_962_416_640
+    assert total_flops(spec, workload) == 868_984_962_416_640
 
 
-def test_stacks_of_matrices_count_whole() -> None:
-    stack = lay_out_block(index=1, kind="layer", name="layer", parameters=[("experts", (4, 8, 16), True)])
-    plain = gpt(num_layers=1)
-    spec = ModelSpec(
-        name="moe",
-        architecture="MoE",
-        blocks=(plain.blocks[0], stack, plain.blocks[2]),
-        tied=False,
-        hidden_size=16,
-        vocab_size=512,
+def test_computing_is_estimated_from_flops() -> None:
+    """Three layers; the head is not computed again, since its forward and backward are one."""
+    kinds = layer(candidate(flops=100), flops=150), layer(candidate(flops=7), flops=10)
+    profile = model(*kinds, layers=(0, 1, 0), flops_head=1000)
+    found = compute_seconds(profile, WORKLOAD, machine(flops_per_second=10))
+    assert found == ComputeSeconds(
+        forward=pytest.approx(3 * 310 / 10),
+        backward=pytest.approx(3 * (2 * 310 + 207 + 3 * 1000) / 10),
+        is_measured=False,
     )
-    workload = Workload(micro_batch_size=1, num_micro_batches=1, sequence_len=10)
-    assert layer_flops(spec, workload) == 10 * (2 * 4 * 8 * 16 + 4 * 10 * 16)
 
 
-@pytest.mark.parametrize(("share", "left"), [(0, 1), (0.25, 0.75), (1, 0), (7, 0)])
-def test_kept_activations_are_not_recomputed(share: float, left: float) -> None:
-    spec = gpt(num_layers=4)
-    kept_bytes = int(share * all_activation_bytes(spec, BFLOAT16, tokens=WORKLOAD.tokens))
-    placement = Placement(activation_bytes=kept_bytes, resident_weights=frozenset({1, 2, 3, 4}))
-    assert recomputed_flops(spec, BFLOAT16, WORKLOAD, placement) == left * layer_flops(spec, WORKLOAD)
-
-
-def test_activations_of_a_block_are_kept_only_with_its_weights() -> None:
-    spec = gpt(num_layers=4)
-    for resident, left in ((set(), 4), ({0, 5}, 4), ({0, 3}, 3), ({1, 2, 3, 4}, 0)):
-        placement = Placement(activation_bytes=1 << 40, resident_weights=frozenset(resident))
-        assert recomputed_flops(spec, BFLOAT16, WORKLOAD, placement) == left * layer_flops(spec, WORKLOAD) // 4
-
-
-def step_time(
-    hardware: HardwareProfile,
-    *,
-    placement: Placement = DEEP,
-    holds_gradients: bool = False,
-    overlap: Overlap = "optimized",
-) -> StepTime:
-    traffic = step_traffic(SPEC, BFLOAT16, placement, holds_gradients=holds_gradients, overlap=overlap)
-    return overlapped_step(
-        SPEC,
-        WORKLOAD,
-        placement,
-        traffic,
-        hardware,
-        flops_recomputed=layer_flops(SPEC, WORKLOAD),
-        holds_gradients=holds_gradients,
-        overlap=overlap,
-    )
+def test_computing_is_as_long_as_it_was_measured() -> None:
+    kind = replace(layer(), forward_seconds=3.0, recomputed_seconds=2.0, backward_seconds=5.0)
+    profile = replace(model(kind, layers=(0, 0)), source="recorded", embedding_seconds=0.5, head_seconds=11.0)
+    found = compute_seconds(profile, WORKLOAD, machine())
+    assert found == ComputeSeconds(forward=3 * 6.25, backward=3 * (14 + 0.25 + 11), is_measured=True)
 
 
 @pytest.mark.parametrize(
@@ -150,36 +136,88 @@ def test_moving_more_never_takes_less(seed: int) -> None:
     assert sum(nvme_seconds(nvme, read, written + choice.randint(1, 50))) >= seconds
 
 
+def traffic_of(placement: Placement = DEEP, aside: Aside = NOTHING_ASIDE, *, holds_gradients: bool = False) -> Traffic:
+    return step_traffic(SPEC, BFLOAT16, placement, aside, holds_gradients=holds_gradients)
+
+
+def step_time(
+    hardware: HardwareProfile,
+    *,
+    placement: Placement = DEEP,
+    aside: Aside = NOTHING_ASIDE,
+    compute: ComputeSeconds = COMPUTE,
+    not_recomputed_seconds: float = 0.0,
+    holds_gradients: bool = False,
+    overlap: Overlap = "optimized",
+) -> StepTime:
+    return overlapped_step(
+        SPEC,
+        BFLOAT16,
+        placement,
+        step_traffic(SPEC, BFLOAT16, placement, aside, holds_gradients=holds_gradients, overlap=overlap),
+        hardware,
+        compute=compute,
+        aside=aside,
+        not_recomputed_seconds=not_recomputed_seconds,
+        holds_gradients=holds_gradients,
+        overlap=overlap,
+    )
+
+
+def longest(stage: StageTime) -> float:
+    return max(stage.compute, stage.up, stage.down, stage.nvme, stage.optimizer, stage.memory)
+
+
 def test_every_resource_has_its_work() -> None:
-    traffic = step_traffic(SPEC, BFLOAT16, DEEP, holds_gradients=False)
-    time = step_time(machine())
-    layers, whole = layer_flops(SPEC, WORKLOAD), forward_flops(SPEC, WORKLOAD)
-    # The head is not computed again: its forward and backward are one.
-    assert time.forward.compute + time.backward.compute == pytest.approx((3 * whole + layers) / 1e12, rel=1e-12)
+    traffic, time = traffic_of(aside=SPILLED), step_time(machine(memory_bytes_per_second=1e10), aside=SPILLED)
+    forward, backward = time.forward, time.backward
+    assert (forward.compute, backward.compute) == (0.5, 1.25)
+    assert (forward.up, backward.up) == (2 * ELEMENTS / 1e10, (2 * ELEMENTS + SPILLED.total_bytes) / 1e10)
+    assert (forward.down, backward.down) == (SPILLED.total_bytes / 1e10, 2 * ELEMENTS / 1e10)
     nvme = traffic.read_bytes / 2e9 + traffic.written_bytes / 1e9
-    assert time.forward.nvme + time.backward.nvme == pytest.approx(nvme, rel=1e-12)
-    assert time.backward.optimizer == SPEC.num_parameters / 1e9
-    assert (time.forward.nvme_write, time.forward.optimizer) == (0, 0)
-    assert time.update == StageTime(compute=0, nvme_read=0, nvme_write=0, optimizer=0, total=0)
-    assert time.total == time.forward.total + time.backward.total
+    assert forward.nvme + backward.nvme == pytest.approx(nvme, rel=1e-12)
+    spilled = SPILLED.written_bytes / 1e9
+    assert forward.nvme == pytest.approx(traffic.forward_read_bytes / 2e9 + spilled, rel=1e-12)
+    assert (forward.optimizer, backward.optimizer) == (0, ELEMENTS / 1e9)
+    linked = 6 * ELEMENTS + 2 * SPILLED.total_bytes
+    moved = traffic.read_bytes + traffic.written_bytes + linked + 26 * ELEMENTS
+    assert forward.memory + backward.memory == pytest.approx(moved / 1e10, rel=1e-12)
+    nothing = StageTime(compute=0, up=0, down=0, nvme_read=0, nvme_write=0, optimizer=0, memory=0, total=0)
+    assert time.update == nothing
+    assert time.total == forward.total + backward.total
+
+
+def test_where_the_cpu_computes_the_optimizer_and_copies_take_their_share_of_it() -> None:
+    hardware = machine(num_cores=4, memory_bytes_per_second=1e10)
+    time = step_time(hardware, aside=SPILLED)
+    assert time.forward.compute == pytest.approx(0.5 + SPILLED.written_bytes / 1e10)
+    assert time.backward.compute == pytest.approx(1.25 + ELEMENTS / 1e9 / 4)
+    assert (time.forward.up, time.forward.down, time.backward.up, time.backward.down) == (0, 0, 0, 0)
+    separate = step_time(hardware, overlap="separate")
+    assert (separate.backward.compute, separate.update.compute) == (1.25, 0)
+
+
+def test_what_is_swapped_is_not_recomputed() -> None:
+    for saved, left in ((0.25, 1.0), (9.0, 0.0)):
+        assert step_time(machine(), not_recomputed_seconds=saved).backward.compute == left
 
 
 @pytest.mark.parametrize("slow", SLOW)
 @pytest.mark.parametrize("holds_gradients", [False, True])
 def test_in_each_stage_the_slowest_resource_decides(slow: str, holds_gradients: bool) -> None:
-    time = step_time(machine_with(slow, 1e6), holds_gradients=holds_gradients)
+    time = step_time(machine_with(slow, 1e5), holds_gradients=holds_gradients, aside=SPILLED)
     for stage in (time.forward, time.backward):
-        assert stage.total == max(stage.compute, stage.nvme, stage.optimizer)
-    assert time.forward.optimizer == (SPEC.num_parameters / adam_rate(slow) if holds_gradients else 0)
+        assert stage.total == longest(stage)
+    assert time.total > COMPUTE.forward + COMPUTE.backward
 
 
 @pytest.mark.parametrize("slow", SLOW)
 def test_naive_updates_are_a_sum_beneath_computing(slow: str) -> None:
     hardware = machine_with(slow, 1e6)
     optimized, naive = step_time(hardware), step_time(hardware, overlap="naive")
-    backward = naive.backward
-    assert backward.total == max(backward.compute, backward.nvme_read + backward.optimizer + backward.nvme_write)
-    traffic = step_traffic(SPEC, BFLOAT16, DEEP, holds_gradients=False)
+    backward, traffic = naive.backward, traffic_of()
+    chain = backward.nvme_read + backward.optimizer + backward.nvme_write
+    assert backward.total == max(backward.compute, chain, backward.up, backward.down, backward.memory)
     assert backward.nvme_read == traffic.backward_read_bytes / hardware.nvme.read_bytes_per_second
     assert backward.nvme_write == traffic.backward_written_bytes / hardware.nvme.write_bytes_per_second
     assert naive.total >= optimized.total
@@ -189,9 +227,9 @@ def test_naive_updates_are_a_sum_beneath_computing(slow: str) -> None:
 def test_a_separate_update_comes_on_top(slow: str) -> None:
     hardware = machine_with(slow, 1e6)
     time = step_time(hardware, overlap="separate", placement=Placement(prefetch_blocks=2))
-    assert time.update.total == max(time.update.nvme, time.update.optimizer) > 0
+    assert time.update.total == max(time.update.nvme, time.update.optimizer, time.update.memory) > 0
     assert (time.update.compute, time.forward.optimizer, time.backward.optimizer) == (0, 0, 0)
-    assert time.backward.total == max(time.backward.compute, time.backward.nvme)
+    assert time.backward.total == longest(time.backward)
     assert time.total == time.forward.total + time.backward.total + time.update.total
     assert time.total >= step_time(hardware).total
 
@@ -212,10 +250,13 @@ def test_what_does_not_run_ahead_stands_in_the_way(overlap: Overlap) -> None:
 @pytest.mark.parametrize(
     ("slow", "bottleneck"),
     [
-        ("flops_per_second", "compute"),
+        ("", "compute"),
         ("read_bytes_per_second", "nvme read"),
         ("write_bytes_per_second", "nvme write"),
         ("adam_parameters_per_second", "optimizer"),
+        ("up_bytes_per_second", "up"),
+        ("down_bytes_per_second", "down"),
+        ("memory_bytes_per_second", "memory"),
     ],
 )
 def test_each_resource_can_be_the_bottleneck(slow: str, bottleneck: str) -> None:
@@ -223,23 +264,27 @@ def test_each_resource_can_be_the_bottleneck(slow: str, bottleneck: str) -> None
 
 
 def test_both_directions_count_together_against_the_others() -> None:
-    def stage(**seconds: float) -> StageTime:
-        return StageTime(**{"compute": 0, "nvme_read": 0, "nvme_write": 0, "optimizer": 0, "total": 0} | seconds)
-
-    time = StepTime(forward=stage(compute=3, nvme_read=2), backward=stage(nvme_write=2.5), update=stage(optimizer=4))
+    nothing = StageTime(compute=0, up=0, down=0, nvme_read=0, nvme_write=0, optimizer=0, memory=0, total=0)
+    time = StepTime(
+        forward=replace(nothing, compute=3, nvme_read=2),
+        backward=replace(nothing, nvme_write=2.5),
+        update=replace(nothing, optimizer=4),
+    )
     assert time.bottleneck == "nvme write"
 
 
 @pytest.mark.parametrize("overlap", ["optimized", "naive", "separate"])
 def test_rates_twice_as_high_halve_the_time(overlap: Overlap) -> None:
-    once = step_time(machine(), overlap=overlap)
-    twice = step_time(
-        machine(
-            flops_per_second=2e12,
-            read_bytes_per_second=4e9,
-            write_bytes_per_second=2e9,
-            adam_parameters_per_second=2e9,
-        ),
-        overlap=overlap,
-    )
-    assert once.total == pytest.approx(2 * twice.total, rel=1e-12)
+    def seconds(factor: float) -> float:
+        hardware = machine(
+            read_bytes_per_second=factor * 2e6,
+            write_bytes_per_second=factor * 1e6,
+            adam_parameters_per_second=factor * 1e6,
+            up_bytes_per_second=factor * 1e6,
+            down_bytes_per_second=factor * 1e6,
+            memory_bytes_per_second=factor * 1e7,
+        )
+        compute = replace(COMPUTE, forward=COMPUTE.forward / factor, backward=COMPUTE.backward / factor)
+        return step_time(hardware, overlap=overlap, aside=SPILLED, compute=compute).total
+
+    assert seconds(1) == pytest.approx(2 * seconds(2), rel=1e-12)

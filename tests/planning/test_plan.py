@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.planning.capacity import host_memory
-from ratel_cli.planning.choose import Activations
-from ratel_cli.planning.costs import forward_flops, overlapped_step, recomputed_flops
-from ratel_cli.planning.placement import Overlap, Placement
+from ratel_cli.planning.costs import compute_seconds, overlapped_step
+from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.planning.placement import Activations, Overlap
 from ratel_cli.planning.plan import Decisions, Plan, make_plan
 from ratel_cli.planning.traffic import step_traffic
 from ratel_cli.units import GIB, MIB
+from tests.planning.profiles import candidate, estimated, layer, model
 from tests.planning.shapes import BFLOAT16, WORKLOAD, gpt, machine
 
 SPEC = gpt(num_layers=6, hidden_size=1024, vocab_size=1000)
+PROFILE = estimated(SPEC)
 ELEMENTS = [block.num_elements for block in SPEC.blocks]
+INPUT_BYTES = WORKLOAD.tokens * 1024 * 2 * 6
 ROOMY, TIGHT = 8 * GIB, 500 * MIB
 """Under the second, some gradients are held in memory and some are not."""
 
@@ -29,6 +33,8 @@ def plan(
     num_slots: int = 2,
     activations: Activations = "auto",
     overlap: Overlap = "optimized",
+    device_limit_bytes: int | None = None,
+    profile: ModelProfile = PROFILE,
 ) -> Plan:
     decisions = Decisions(
         holds_gradients=holds_gradients,
@@ -36,8 +42,9 @@ def plan(
         host_limit_bytes=limit_bytes,
         activations=activations,
         overlap=overlap,
+        device_limit_bytes=device_limit_bytes,
     )
-    return make_plan(SPEC, BFLOAT16, WORKLOAD, decisions, machine(), process_bytes=200 * MIB)
+    return make_plan(SPEC, profile, BFLOAT16, WORKLOAD, decisions, machine(), process_bytes=200 * MIB)
 
 
 @pytest.mark.parametrize("overlap", ["optimized", "naive", "separate"])
@@ -50,6 +57,7 @@ def test_all_parts_are_those_of_its_placement(overlap: Overlap, holds_gradients:
         BFLOAT16,
         WORKLOAD,
         made.placement,
+        made.aside,
         holds_gradients=holds_gradients,
         process_bytes=200 * MIB,
         limit_bytes=limit_bytes,
@@ -61,19 +69,23 @@ def test_all_parts_are_those_of_its_placement(overlap: Overlap, holds_gradients:
         SPEC,
         BFLOAT16,
         made.placement,
+        made.aside,
         holds_gradients=holds_gradients,
         spilled_blocks=spilled_blocks,
         overlap=overlap,
     )
-    assert made.flops_forward == forward_flops(SPEC, WORKLOAD)
-    assert made.flops_recomputed == recomputed_flops(SPEC, BFLOAT16, WORKLOAD, made.placement)
+    profile = PROFILE.profiles[0]
+    assert made.flops_forward == 3 * (6 * profile.flops_forward + PROFILE.flops_head)
+    assert made.flops_recomputed == 3 * (6 * profile.flops_recomputed - made.swap.flops)
     assert made.time == overlapped_step(
         SPEC,
-        WORKLOAD,
+        BFLOAT16,
         made.placement,
         made.traffic,
         machine(),
-        flops_recomputed=made.flops_recomputed,
+        compute=compute_seconds(PROFILE, WORKLOAD, machine()),
+        aside=made.aside,
+        not_recomputed_seconds=3 * made.swap.flops / 1e12,
         holds_gradients=holds_gradients,
         overlap=overlap,
     )
@@ -98,10 +110,8 @@ def test_the_limit_on_held_gradients_is_what_stays_in_memory(holds_gradients: bo
     assert 0 < made.spilled_blocks < len(ELEMENTS)
     assert made.spilled_bytes == 2 * sum(ELEMENTS[: made.spilled_blocks])
     assert made.held_in_memory_bytes == 2 * sum(ELEMENTS[made.spilled_blocks :])
-    assert made.nvme_bytes == 3 * 12 * sum(ELEMENTS) + made.spilled_bytes
-    assert made.placement == Placement(
-        prefetch_blocks=made.placement.prefetch_blocks, pending_updates=made.placement.pending_updates
-    )
+    assert made.nvme_bytes == 3 * 12 * sum(ELEMENTS) + made.spilled_bytes + made.aside.written_bytes
+    assert (made.placement.resident_weights, made.placement.resident_states) == (frozenset(), frozenset())
 
 
 def test_one_slot_is_written_in_place_and_never_before_all_gradients_are_there() -> None:
@@ -114,15 +124,59 @@ def test_one_slot_is_written_in_place_and_never_before_all_gradients_are_there()
         plan(num_slots=1)
 
 
-def test_with_room_nothing_is_recomputed_unless_told_so() -> None:
-    assert plan(limit_bytes=ROOMY).flops_recomputed == 0
-    assert plan(limit_bytes=ROOMY, activations="recompute").flops_recomputed > 0
+def test_what_is_swapped_is_listed_by_benefit_and_adds_up() -> None:
+    made = plan(limit_bytes=ROOMY, activations="swap_all")
+    assert [(each.operator, each.blocks) for each in made.swapped] == [
+        (item.operator, 6) for item in PROFILE.profiles[0].candidates
+    ]
+    assert [each.benefit for each in made.swapped] == sorted((each.benefit for each in made.swapped), reverse=True)
+    assert sum(each.bytes for each in made.swapped) + INPUT_BYTES == made.swappable_bytes == made.aside.total_bytes
+    assert sum(each.flops for each in made.swapped) == 3 * made.swap.flops
+    assert {each.seconds for each in made.swapped} == {None}
+    assert (made.flops_recomputed, made.case) == (0, 2)
+
+
+def test_part_of_an_operators_layers_may_be_swapped() -> None:
+    made = plan(limit_bytes=ROOMY, activations=0.4)
+    assert 0 < made.swapped[-1].blocks < 6
+    assert sum(each.bytes for each in made.swapped) == 3 * made.swap.num_bytes
+    assert (made.case, plan(activations="recompute").case) == (3, 1)
+
+
+def test_measured_seconds_are_told() -> None:
+    timed = replace(
+        layer(candidate(operator="mlp mm", num_bytes=100, flops=1000, seconds=0.5)),
+        forward_seconds=1.0,
+        recomputed_seconds=0.5,
+        backward_seconds=2.0,
+    )
+    profile = replace(model(timed, layers=(0,) * 6), source="recorded")
+    made = plan(limit_bytes=ROOMY, profile=profile)
+    (swapped,) = made.swapped
+    assert (swapped.operator, swapped.seconds, swapped.benefit) == ("mlp mm", 3 * 6 * 0.5, 10.0)
+    assert made.time.forward.compute + made.time.backward.compute == pytest.approx(3 * 6 * 3.0)
+
+
+def test_the_curve_is_told_in_order() -> None:
+    made = plan(limit_bytes=ROOMY)
+    sizes = [num_bytes for num_bytes, _ in made.curve]
+    assert sizes[0] == INPUT_BYTES == made.inter_block_bytes
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == made.swappable_bytes
+    assert (made.aside.total_bytes, made.time.total) in made.curve
 
 
 @pytest.mark.parametrize("activations", ["auto", "keep", "recompute"])
 def test_what_does_not_fit_has_no_plan(activations: Activations) -> None:
     with pytest.raises(DoesNotFit, match="host memory: need"):
         plan(limit_bytes=200 * MIB, activations=activations)
+
+
+def test_what_the_device_has_no_room_for_has_no_plan() -> None:
+    needed = plan().memory.device
+    assert plan(device_limit_bytes=needed).memory.device == needed
+    with pytest.raises(DoesNotFit, match="gpu memory: need"):
+        plan(device_limit_bytes=needed - 1)
 
 
 def test_json_has_the_promised_keys() -> None:
@@ -136,8 +190,11 @@ def test_json_has_the_promised_keys() -> None:
         "flops_forward": made.flops_forward,
     }
     stages = ("forward", "backward", "update")
-    assert set(found["time"]) == {*stages, "forward_seconds", "backward_seconds", "step_seconds", "bottleneck"}
-    assert all(set(found["time"][stage]) == {"compute", "nvme", "optimizer"} for stage in stages)
+    summary = {"forward_seconds", "backward_seconds", "step_seconds", "bottleneck", "case"}
+    assert set(found["time"]) == {*stages, *summary}
+    resources = {"compute", "up", "down", "nvme", "optimizer", "memory"}
+    assert all(set(found["time"][stage]) == resources for stage in stages)
+    assert found["time"]["case"] == made.case
     assert found["time"]["step_seconds"] == made.time.total
     assert found["time"]["forward_seconds"] + found["time"]["backward_seconds"] == pytest.approx(made.time.total)
     assert found["traffic"] == {
@@ -154,7 +211,20 @@ def test_json_has_the_promised_keys() -> None:
     assert throughput["tokens_per_second"] == WORKLOAD.tokens / made.time.total
     assert throughput["tflops_model"] == pytest.approx(3 * made.flops_forward / made.time.total / 1e12)
     assert throughput["tflops_hardware"] > throughput["tflops_model"]
-    assert found["activations"]["recompute_flops"] == made.flops_recomputed
+    operators = plan(limit_bytes=ROOMY, activations="swap_all").to_json()["activations"]
+    assert isinstance(operators, dict)
+    assert {"operator", "blocks", "bytes", "flops", "benefit"} <= set(operators["swap_set"][0])
+    assert found["activations"] | {"swap_set": []} == {
+        "total_bytes": made.swappable_bytes,
+        "inter_block_bytes": INPUT_BYTES,
+        "swapped_bytes": made.aside.total_bytes,
+        "swapped_to_nvme_bytes": made.aside.written_bytes,
+        "swap_set": [],
+        "recompute_flops": made.flops_recomputed,
+        "source": "analytic",
+    }
+    assert found["curve"] == [{"swapped_bytes": size, "step_seconds": seconds} for size, seconds in made.curve]
+    assert found["cost_model"] == "ratel"
 
 
 def test_json_lists_what_stays_in_order() -> None:
@@ -165,8 +235,8 @@ def test_json_lists_what_stays_in_order() -> None:
         "pending_updates": 2,
         "resident_weights": list(range(8)),
         "resident_states": list(range(8)),
-        "activation_bytes": made.placement.activation_bytes,
+        "spilled_units": 0,
         "deferred": sorted(made.placement.deferred),
     }
-    assert found["activations"]["kept_bytes"] == made.placement.activation_bytes == made.memory.activations > 0
+    assert found["activations"]["swapped_bytes"] == made.memory.activations > 0
     assert found["traffic"]["nvme_first_read_bytes"] == made.memory.resident == 12 * sum(ELEMENTS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from ratel_cli import _native
@@ -18,9 +19,10 @@ def test_smoke() -> None:
     report = json.loads(lines[-1])
     names = {result["name"] for result in report["results"]}
     isas = _native.supported_isas()
+    peers = ["torch"] if find_spec("deepspeed") is None else ["torch", "deepspeed"]
     assert names == {f"{kind} {isa}" for kind in ("stream", "adamw") for isa in isas} | {
-        "torch fused",
-        "torch three passes",
+        f"{peer} {what}" for peer in peers for what in ("fused", "three passes")
     }
+    assert {name.partition("_")[0] for name in report["speedup_over_three_passes"]} == set(peers)
     assert all(result["seconds"] > 0 for result in report["results"])
-    assert len(lines) == len(report["results"]) + 3
+    assert ("deepspeed takes no part: it is not installed" in lines) == ("deepspeed" not in peers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,28 @@ def test_a_step_beside_plain_pytorch(tmp_path: Path, clip: tuple[str, ...]) -> N
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.timeout(1200)  # the first time, DeepSpeed compiles its extensions
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_a_step_beside_deepspeed(tmp_path: Path) -> None:
+    """In `small`, unlike in `tiny`, there are parameters so large that DeepSpeed keeps them on NVMe."""
+    names = ("plain", "ratel", "zero", "zero-optimizer")
+    shape = ("--shape", "small", "--micro-batches", "1", "--steps", "3", "--directory", str(tmp_path))
+    output, summary = run("bench_step", *TINY, *shape, "--contestants", *names)
+    assert "ratel against zero:" in output and "ratel against zero-optimizer:" in output
+    [plain], [zero], [by_optimizer] = (summary[name]["runs"] for name in ("plain", "zero", "zero-optimizer"))  # type: ignore[misc]
+    assert plain["losses"] == pytest.approx(zero["losses"], rel=1e-3)
+    assert plain["losses"] == pytest.approx(by_optimizer["losses"], rel=1e-3)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
+def test_without_deepspeed_it_is_said_what_to_install() -> None:
+    command = [sys.executable, "-m", "scripts.bench_step", *TINY, "--contestants", "zero"]
+    refused = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert refused.returncode == 1
+    assert "pip install deepspeed" in refused.stderr and "Traceback" not in refused.stderr
+
+
 def test_the_overlap_modes_give_the_same_weights(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     output, summary = run("bench_overlap", *TINY, "--directory", str(tmp_path), "--trace", str(trace))
@@ -38,6 +61,22 @@ def test_the_overlap_modes_give_the_same_weights(tmp_path: Path) -> None:
     assert summary["optimized"]["times_optimized"] == 1
     assert json.loads(trace.read_text())["traceEvents"]
     assert list(tmp_path.iterdir()) == [trace]
+
+
+def test_the_plan_beside_what_was_measured(tmp_path: Path) -> None:
+    picture, store = tmp_path / "plan.svg", tmp_path / "store"
+    store.mkdir()
+    shape = ("--shape", "narrow", "--tokens", "8", "16", "--micro-batches", "4")
+    effort = ("--points", "2", "--rounds", "1", "--steps", "1", "--room-mib", "1")
+    output, summary = run("bench_plan", *shape, *effort, "--picture", str(picture), "--directory", str(store))
+    assert output.count("prediction, at the planned point") == 2
+    for tokens in ("8", "16"):
+        assert summary[tokens]["worst_error"] >= summary[tokens]["planned_error"]
+        points: list[dict[str, list[float]]] = summary[tokens]["points"]  # type: ignore[assignment]
+        assert [len(point["seconds"]) for point in points] == [1] * 3
+        assert any(point["spilled_bytes"] for point in points)
+    assert picture.read_text().startswith("<?xml")
+    assert list(store.iterdir()) == []
 
 
 def test_the_optimizer_alone(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from ratel_cli.engine.recording import StepRecording
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import Interrupted
@@ -87,6 +88,7 @@ class FakeEngine:
     def __init__(self, events: list[str], queue: FakeQueue, timeline: Timeline, failing: dict[int, Failure]) -> None:
         self.asked: list[tuple[int, int, float, float, tuple[int, ...]]] = []
         self.evaluated: list[tuple[int, ...]] = []
+        self.recorded: list[StepRecording | None] = []
         self._events = events
         self._queue = queue
         self._timeline = timeline
@@ -102,7 +104,9 @@ class FakeEngine:
         learning_rate: float,
         loss_scale: float,
         commit_previous: Callable[[], None],
+        recording: StepRecording | None,
     ) -> StepOutcome:
+        self.recorded.append(recording)
         samples = tuple(sample for batch in batches for sample in batch.sample_ids)
         self.asked.append((step, update, learning_rate, loss_scale, samples))
         self._events.append(f"run {step + 1}")
@@ -120,7 +124,7 @@ class FakeEngine:
             raise outcome
         loss, norm = outcome
         self._unsettled = math.isfinite(loss) and math.isfinite(norm)
-        return StepOutcome(loss=loss, grad_norm=norm, forward_seconds=0.0, applied=self._unsettled)
+        return StepOutcome(loss=loss, grad_norm=norm, forward_seconds=0.0, swapped_bytes=5, applied=self._unsettled)
 
     def settle(self) -> None:
         assert self._unsettled
@@ -161,6 +165,7 @@ class Run:
         failing: dict[int, Failure] | None = None,
         num_eval_batches: int = 0,
         check_stop: Callable[[], None] = lambda: None,
+        recording: StepRecording | None = None,
         **changes: object,
     ) -> None:
         self.events: list[str] = []
@@ -180,6 +185,7 @@ class Run:
             check_stop=check_stop,
             host_peak_bytes=lambda: 77,
             announce=self._note,
+            recording=recording,
         )
         self.announced: list[tuple[int, StepMetrics]] = []
         """With the step that was committed at that moment."""

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from ratel_cli.engine.recording import StepRecording
 from ratel_cli.errors import Diverged, EnvironmentFailure, Interrupted
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.training.schedule import LearningRateSchedule
@@ -38,6 +39,15 @@ def test_every_applied_step_is_committed_beneath_the_next_one_and_the_last_at_on
     progress = run.store.progress
     assert (progress.step, progress.updates, progress.tokens) == (4, 4, 4 * 10)
     assert (progress.loss_scale, progress.good_steps) == (65536.0, 0)
+
+
+def test_a_recorded_step_is_run_alone_and_committed() -> None:
+    recording = StepRecording()
+    run = Run(recording=recording, num_eval_batches=1)
+    run.carry_out()
+    assert run.events == ["run 1", "settle", "commit 1", "report 1"]
+    assert run.engine.recorded == [recording]
+    assert run.store.progress.step == 1
 
 
 def test_every_step_is_announced_before_it_is_committed() -> None:

@@ -15,7 +15,7 @@ from tests.model.tiny import file_size_limit
 
 KEYS = [
     "step", "loss", "learning_rate", "grad_norm", "tokens", "step_seconds", "forward_seconds", "backward_seconds",
-    "tokens_per_second", "tflops_model", "tflops_hardware", "nvme_read_bytes", "nvme_written_bytes",
+    "tokens_per_second", "tflops_model", "tflops_hardware", "swapped_bytes", "nvme_read_bytes", "nvme_written_bytes",
     "gpu_peak_bytes", "host_peak_bytes", "bottleneck", "predicted_seconds",
 ]  # fmt: skip
 """The list that users were promised."""
@@ -34,6 +34,7 @@ def metrics(step: int) -> StepMetrics:
         tokens_per_second=50.0,
         tflops_model=0.3,
         tflops_hardware=0.4,
+        swapped_bytes=1,
         nvme_read_bytes=14,
         nvme_written_bytes=12,
         gpu_peak_bytes=0,

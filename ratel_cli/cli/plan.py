@@ -1,0 +1,101 @@
+"""`ratel plan CONFIG`: will it fit, how long does it take and why, and what would help.
+
+Called by `cli.app`. No torch, no weights, nothing is measured or written but the picture that was asked for. The
+forecast goes to stdout, everything else to stderr.
+
+Invariant: what does not fit is told as far as it is known, and ends with exit code 3.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from ratel_cli.cli.plan_inputs import find_hardware, forecaster_of, setting_of
+from ratel_cli.cli.plan_plot import check_picture, draw_picture, terminal_curve
+from ratel_cli.cli.plan_questions import Questions, answers
+from ratel_cli.cli.plan_table import advice_lines, forecast_rows, swap_lines
+from ratel_cli.config.load import load_config
+from ratel_cli.errors import DoesNotFit
+from ratel_cli.planning.advice import Advice, advise
+from ratel_cli.planning.forecast import Forecast, Forecaster, Setting
+from ratel_cli.runlog import RunLog
+from ratel_cli.units import format_bytes
+
+
+def run(
+    config_path: Path,
+    overrides: list[str],
+    hardware_path: Path | None,
+    picture: Path | None,
+    questions: Questions,
+    *,
+    as_json: bool,
+) -> None:
+    """Show the forecast. Raises RatelError; DoesNotFit after all was shown."""
+    log = RunLog()
+    loaded = load_config(config_path, overrides)
+    for notice in loaded.notices:
+        log.notice(notice)
+    if picture is not None:
+        check_picture(picture)
+    config = loaded.config
+    hardware = find_hardware(config, hardware_path, log)
+    forecaster = forecaster_of(config, hardware, name=config_path.stem, log=log)
+    setting = setting_of(config, hardware)
+    forecast = forecaster.forecast(setting)
+    advices = _advices(forecaster, forecast)
+    answered = answers(questions, forecaster, forecast)
+    if as_json:
+        helps = [
+            {"change": each.change, "tokens_per_second": each.tokens_per_second, "gain": each.gain} for each in advices
+        ]
+        content = {**forecast.to_json(), "advice": helps, **{answer.key: answer.content for answer in answered}}
+        sys.stdout.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    else:
+        _show(forecast, advices, dtype=config.dtype)
+        for answer in answered:
+            _block(RunLog(sys.stdout), answer.title, answer.lines)
+    if picture is not None:
+        draw_picture(forecast, picture)
+        log.say(f"wrote {picture}")
+    _check(forecast)
+
+
+def _advices(forecaster: Forecaster, forecast: Forecast) -> tuple[Advice, ...]:
+    """None for what does not fit: tiers say what to change."""
+
+    def tokens_per_second(setting: Setting) -> float | None:
+        each = forecast if setting is forecast.setting else forecaster.forecast(setting)
+        return each.tokens_per_second if each.fits else None
+
+    return advise(forecast.setting, tokens_per_second)
+
+
+def _show(forecast: Forecast, advices: tuple[Advice, ...], *, dtype: str) -> None:
+    page = RunLog(sys.stdout)
+    page.facts(forecast_rows(forecast, dtype=dtype))
+    for line in swap_lines(forecast):
+        page.say(f"  {line}")
+    _block(page, "curve", terminal_curve(forecast))
+    if forecast.fits:
+        _block(page, "what would help", advice_lines(advices))
+
+
+def _block(page: RunLog, title: str, lines: list[str]) -> None:
+    if lines:
+        page.say(f"\n{title}")
+        for line in lines:
+            page.say(f"  {line}")
+
+
+def _check(forecast: Forecast) -> None:
+    if forecast.fits:
+        return
+    named = [f"{tier.name} {format_bytes(tier.shortfall_bytes)}" for tier in forecast.shortfalls]
+    raise DoesNotFit(
+        f"this does not fit; too few: {', '.join(named)}",
+        "; ".join(tier.remedy for tier in forecast.shortfalls),
+        shortfall_bytes=sum(tier.shortfall_bytes for tier in forecast.shortfalls),
+    )

@@ -1,0 +1,100 @@
+"""`ratel profile [CONFIG]`: what this machine can do, measured with the code that training uses.
+
+Called by `cli.app`. Nothing heavy is imported before arguments and config are known to be good, nor at all where
+the profile was kept from an earlier call. The profile goes to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ratel_cli.cli.hardware_file import to_text
+from ratel_cli.cli.hardware_table import hardware_rows
+from ratel_cli.cli.model_table import model_rows, operator_lines
+from ratel_cli.cli.profile_cache import Subject, profile_of
+from ratel_cli.cli.subject import subject_of
+from ratel_cli.config.load import load_config
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.runlog import RunLog
+
+
+def run(
+    config_path: Path | None, storage: Sequence[Path], output: Path | None, *, as_json: bool, refresh: bool
+) -> None:
+    """Show the machine's profile, and write it where that is asked for. Raises RatelError."""
+    log = RunLog()
+    _check_directories(storage)
+    config = None if config_path is None else _read_config(config_path, log)
+    subject = _subject(config, storage)
+    if output is not None:
+        _check_writable(output)
+
+    def measure(subject: Subject) -> HardwareProfile:
+        from ratel_cli.cli.machine import measure_machine
+
+        return measure_machine(subject, log)
+
+    profile = profile_of(subject, measure, log, refresh=refresh)
+    if as_json:
+        sys.stdout.write(to_text(profile))
+    else:
+        RunLog(sys.stdout).facts(hardware_rows(profile, dtype=subject.dtype))
+    if output is not None:
+        _write(output, profile)
+        log.say(f"wrote {output}")
+    if config is not None and config.base_model is not None:
+        _profile_model(config, profile, log, refresh=refresh, quiet=as_json)
+
+
+def _read_config(path: Path, log: RunLog) -> RunConfig:
+    loaded = load_config(path)
+    for notice in loaded.notices:
+        log.notice(notice)
+    return loaded.config
+
+
+def _subject(config: RunConfig | None, storage: Sequence[Path]) -> Subject:
+    """What to measure: as the config's run would use it; `--storage` goes before its paths."""
+    if config is None:
+        return Subject(paths=tuple(storage) or (Path.cwd(),), dtype="bfloat16", device="auto", engine="auto")
+    return subject_of(config, storage)
+
+
+def _profile_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *, refresh: bool, quiet: bool) -> None:
+    """What the config's model costs here: kept for `ratel plan` and `ratel finetune`, and shown."""
+    from ratel_cli.cli.model_costs import record_model
+
+    costs = record_model(config, hardware, log, refresh=refresh)
+    if quiet:
+        return
+    table = RunLog(sys.stdout)
+    table.facts(model_rows(costs.profile, available_bytes=costs.activation_room_bytes))
+    for line in operator_lines(costs.profile):
+        table.say(line)
+
+
+def _check_directories(storage: Sequence[Path]) -> None:
+    wrong = [
+        BadInput(f"argument '--storage {path}': there is no such directory") for path in storage if not path.is_dir()
+    ]
+    if wrong:
+        raise BadInput(wrong[0].message, others=tuple(wrong[1:]))
+
+
+def _check_writable(output: Path) -> None:
+    """Before half a minute is spent on what could not be kept."""
+    if output.is_dir():
+        raise BadInput(f"argument '-o {output}': is a directory", "name the file to write")
+    if not output.parent.is_dir():
+        raise BadInput(f"argument '-o {output}': there is no directory {output.parent}")
+
+
+def _write(output: Path, profile: HardwareProfile) -> None:
+    try:
+        output.write_text(to_text(profile), encoding="utf-8")
+    except OSError as exc:
+        raise EnvironmentFailure(f"{output}: cannot be written: {exc.strerror}") from exc

@@ -1,0 +1,97 @@
+"""A person's file: its text, and the places in it that pydantic's findings are about.
+
+Called by `config.load` (a run's config) and `config.hardware_file`.
+
+Invariant: a file that cannot be read ends in one BadInput with the file's name, whatever the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from ratel_cli.config.yaml_marks import MAX_TEXT_BYTES, Marked, Where
+from ratel_cli.errors import BadInput
+from ratel_cli.units import format_bytes
+
+Location = tuple[int | str, ...]
+"""As pydantic gives it: keys and list positions, from the top."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a location is in the file."""
+
+    name: str
+    """The dotted key, as the user wrote it."""
+    key: Where
+    value: Where
+    node: Marked
+
+
+def read_file(path: Path, what: str) -> str:
+    """The file's text. Raises BadInput, also where it is too large for `what` it should be."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_TEXT_BYTES + 1)
+    except FileNotFoundError as exc:
+        raise BadInput(f"{path}: there is no such file", _similar_file(path)) from exc
+    except IsADirectoryError as exc:
+        raise BadInput(f"{path}: is a directory", "name the YAML file itself") from exc
+    except OSError as exc:
+        raise BadInput(f"{path}: cannot be read: {exc.strerror}") from exc
+    except ValueError as exc:
+        raise BadInput(f"{path}: is not a file name") from exc
+    if len(content) > MAX_TEXT_BYTES:
+        raise BadInput(f"{path}: is larger than {format_bytes(MAX_TEXT_BYTES)}; this is no {what}")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as exc:
+        before = exc.object[: exc.start].decode("utf-8-sig", errors="replace")
+        line, column = before.count("\n") + 1, len(before) - before.rfind("\n")
+        message = f"{path}:{line}:{column}: not UTF-8 text (byte 0x{exc.object[exc.start]:02x})"
+        raise BadInput(message, "save the file as UTF-8") from exc
+
+
+def locate(root: Marked, location: Location) -> Place:
+    """The place of a location of pydantic's, or of the innermost mapping around it that was written."""
+    names: list[str] = []
+    node, key = root, root.where
+    for step in location:
+        content = node.content
+        if isinstance(content, dict) and step in content:
+            entry = content[str(step)]
+            names.append(entry.written)
+            node, key = entry.value, entry.where
+        elif isinstance(content, list) and isinstance(step, int):
+            names.append(str(step))
+            node = content[step]
+            key = node.where
+        else:
+            names.append(str(step))
+    return Place(name=".".join(names), key=key, value=node.where, node=node)
+
+
+def is_written(root: Marked, location: Location) -> bool:
+    """Whether the file has this key."""
+    around = locate(root, location[:-1]).node.content
+    return isinstance(around, dict) and location[-1] in around
+
+
+def place_of_keys(root: Marked, location: Location, keys: Sequence[str]) -> Where:
+    """Where the first of the keys is that was given; else the mapping itself."""
+    for key in keys:
+        if is_written(root, (*location, key)):
+            return locate(root, (*location, key)).key
+    return locate(root, location).value
+
+
+def _similar_file(path: Path) -> str | None:
+    try:
+        names = [each.name for each in path.parent.iterdir() if each.suffix in (".yaml", ".yml", ".json")]
+    except (OSError, ValueError):
+        return None
+    close = get_close_matches(path.name, names, n=1)
+    return f"did you mean {path.with_name(close[0])}?" if close else None

@@ -1,0 +1,125 @@
+"""How fast the store's directories are read and written, each drive alone and all together.
+
+Called by `hardware.measure`. The run's own queue moves an unlinked file in every directory, in transfers as large
+as training's. Where the directories are on several drives, each is measured alone first, and the files then share
+the stripes as the run's will.
+
+Invariant: no file and no buffer stays behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ratel_cli.hardware.effort import Effort, best_seconds
+from ratel_cli.hardware.host import free_bytes
+from ratel_cli.hardware.spec import DriveRates, Nvme
+from ratel_cli.movement.buffers import BufferPool
+from ratel_cli.movement.extents import weights_for
+from ratel_cli.movement.queue import IoQueue
+from ratel_cli.movement.scratch import Scratch
+from ratel_cli.movement.tickets import join
+
+
+def measure_drives(
+    paths: Sequence[Path], queue: IoQueue, pool: BufferPool, *, effort: Effort, progress: Callable[[str], None]
+) -> Nvme:
+    """All directories together. Raises EnvironmentFailure where they cannot be written.
+
+    Directories on one drive share what it does alone; one path may be given several times.
+    """
+    drives = _drives(paths)
+    alone: dict[int, DriveRates] = {}
+    if len(drives) > 1:
+        share = replace(effort, seconds=effort.seconds / len(drives))
+        for drive, here in drives.items():
+            progress(f"{here[0]}, alone")
+            alone[drive] = _measure(here[:1], [1], queue, pool, share)
+    weights = _weights(paths, drives, alone)
+    shares = dict.fromkeys((path.resolve() for path in paths), 0)
+    for path, weight in zip(paths, weights, strict=True):
+        shares[path.resolve()] += weight
+    progress("all directories together" if len(shares) > 1 else str(paths[0]))
+    all_drives = replace(effort, span_bytes=effort.span_bytes * len(drives))
+    together = _measure(list(shares), list(shares.values()), queue, pool, all_drives)
+    return Nvme(
+        paths=tuple(map(str, paths)),
+        num_devices=len(drives),
+        read_bytes_per_second=together.read_bytes_per_second,
+        write_bytes_per_second=together.write_bytes_per_second,
+        mixed_bytes_per_second=together.mixed_bytes_per_second,
+        weights=weights,
+        free_bytes=free_bytes(paths),
+        alone=tuple(alone.get(path.stat().st_dev, together) for path in paths),
+    )
+
+
+def _drives(paths: Sequence[Path]) -> dict[int, list[Path]]:
+    """The paths on each device. One path may be there several times."""
+    drives: dict[int, list[Path]] = {}
+    for path in paths:
+        drives.setdefault(path.stat().st_dev, []).append(path)
+    return drives
+
+
+def _weights(
+    paths: Sequence[Path], drives: Mapping[int, Sequence[Path]], alone: Mapping[int, DriveRates]
+) -> tuple[int, ...]:
+    """By each drive's rate alone, reading and writing at once as a step does; directories on a drive share it."""
+    if not alone:
+        return (1,) * len(paths)
+    rates = {drive: alone[drive].mixed_bytes_per_second / len(here) for drive, here in drives.items()}
+    return weights_for([rates[path.stat().st_dev] for path in paths])
+
+
+def _measure(
+    paths: Sequence[Path], weights: Sequence[int], queue: IoQueue, pool: BufferPool, effort: Effort
+) -> DriveRates:
+    with _open_probe(paths, weights, queue, pool, effort) as probe:
+        # The first write to reserved space changes the file's map too, so it only warms up: a run's steps
+        # write where creating the store has written.
+        write, read, mixed = (
+            effort.span_bytes / best_seconds(work, effort.seconds)
+            for work in (probe.write, probe.read, probe.read_and_write)
+        )
+    return DriveRates(read_bytes_per_second=read, write_bytes_per_second=write, mixed_bytes_per_second=mixed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Probe:
+    """Space on drives, and a buffer from which and to which all of it is moved."""
+
+    scratch: Scratch
+    memory: memoryview
+
+    def write(self) -> None:
+        join([self.scratch.write(offset, self.memory) for offset in self._offsets()]).wait()
+
+    def read(self) -> None:
+        join([self.scratch.read(offset, self.memory) for offset in self._offsets()]).wait()
+
+    def read_and_write(self) -> None:
+        """Half of the space each."""
+        half_bytes = len(self.memory) // 2
+        into, out_of = self.memory[:half_bytes], self.memory[half_bytes:]
+        reads = [self.scratch.read(offset, into) for offset in self._offsets()]
+        writes = [self.scratch.write(offset + half_bytes, out_of) for offset in self._offsets()]
+        join([*reads, *writes]).wait()
+
+    def _offsets(self) -> range:
+        return range(0, self.scratch.num_bytes, len(self.memory))
+
+
+@contextmanager
+def _open_probe(
+    paths: Sequence[Path], weights: Sequence[int], queue: IoQueue, pool: BufferPool, effort: Effort
+) -> Iterator[_Probe]:
+    with (
+        Scratch(paths, effort.span_bytes, queue, weights=weights) as scratch,
+        pool.lease(effort.buffer_bytes, "measuring the drives") as lease,
+    ):
+        yield _Probe(scratch=scratch, memory=lease.memory)
+    pool.trim()

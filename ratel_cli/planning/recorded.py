@@ -1,0 +1,198 @@
+"""Makes a model's profile of what the engine noted while it ran one step (`engine.recording`). Pure.
+
+Layers whose units ran the same operators with outputs of the same sizes share a profile; its times are medians
+over them. What swapping an output saves follows from liveness: its own operator need not run again, nor
+anything that only it needed. Candidates are taken one by one, each time the one that saves most per byte.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from ratel_cli.planning.liveness import Decision, decide
+from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
+
+_LEAST_SHARE = 0.002
+"""Of what a layer's recomputation takes: what is worth less is no candidate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorRecord:
+    """One operator of one unit, as it ran. Fields as in `planning.liveness.Recorded`."""
+
+    name: str
+    key: str
+    flops: int
+    seconds: float
+    num_bytes: int
+    """Of its outputs; 0 where they cannot be swapped."""
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    is_needed: bool
+    can_be_skipped: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitRecord:
+    """One layer and micro-batch."""
+
+    operators: tuple[OperatorRecord, ...]
+    saved: frozenset[int]
+    """Storages that autograd would have kept."""
+    saved_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSeconds:
+    """Computing of one block in a step, all micro-batches together."""
+
+    forward: float
+    backward: float
+    """With what was recomputed."""
+
+
+def recorded_profile(
+    units: Mapping[tuple[int, int], UnitRecord],
+    seconds: Mapping[int, BlockSeconds],
+    *,
+    num_blocks: int,
+    input_bytes: int,
+    flops_head: int,
+    micro_batch_tokens: int,
+    sequence_len: int,
+) -> ModelProfile:
+    """The profile of a model with `num_blocks` blocks, of whose layers `units` holds every micro-batch.
+
+    `input_bytes` is one micro-batch's input of a layer, as it is packed; `seconds` are by block.
+    """
+    by_block: dict[int, list[UnitRecord]] = {}
+    for (block, _), unit in units.items():
+        by_block.setdefault(block, []).append(unit)
+    alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for block, records in sorted(by_block.items()):
+        signature = tuple((operator.key, operator.num_bytes) for operator in records[0].operators)
+        alike.setdefault(signature, []).append(block)
+    num_micro_batches = len(by_block[1])
+    profiles = [
+        _layer_profile(
+            _typical([unit for block in blocks for unit in by_block[block]]),
+            forward_seconds=median(seconds[block].forward for block in blocks) / num_micro_batches,
+            backward_seconds=median(seconds[block].backward for block in blocks) / num_micro_batches,
+            input_bytes=input_bytes,
+        )
+        for blocks in alike.values()
+    ]
+    number_of = {block: number for number, blocks in enumerate(alike.values()) for block in blocks}
+    outside = {
+        block: (seconds[block].forward + seconds[block].backward) / num_micro_batches for block in (0, num_blocks - 1)
+    }
+    return ModelProfile(
+        source="recorded",
+        profiles=tuple(profiles),
+        layers=tuple(number_of[block] for block in range(1, num_blocks - 1)),
+        micro_batch_tokens=micro_batch_tokens,
+        sequence_len=sequence_len,
+        flops_head=flops_head,
+        embedding_seconds=outside[0],
+        head_seconds=outside[num_blocks - 1],
+    )
+
+
+def _typical(alike: Sequence[UnitRecord]) -> UnitRecord:
+    """The first of them, with the median times of all that ran as many operators."""
+    first = alike[0]
+    same = [unit for unit in alike if len(unit.operators) == len(first.operators)]
+    operators = tuple(
+        replace(operator, seconds=median(unit.operators[position].seconds for unit in same))
+        for position, operator in enumerate(first.operators)
+    )
+    return replace(first, operators=operators)
+
+
+def _layer_profile(
+    unit: UnitRecord, *, forward_seconds: float, backward_seconds: float, input_bytes: int
+) -> LayerProfile:
+    again = _run_again(unit)
+    return LayerProfile(
+        input_bytes=input_bytes,
+        saved_bytes=unit.saved_bytes,
+        flops_forward=sum(operator.flops for operator in unit.operators),
+        flops_recomputed=again.flops,
+        candidates=tuple(_candidates(unit)),
+        forward_seconds=forward_seconds,
+        recomputed_seconds=again.seconds,
+        # An operator may take longer in forward, where its pages are new, than when it is run again.
+        backward_seconds=max(0.0, backward_seconds - again.seconds),
+    )
+
+
+def _candidates(unit: UnitRecord) -> list[SwapCandidate]:
+    """Those that save enough, greedily.
+
+    The heap holds what each saved when it was last looked at. That seldom grows as others are swapped: only where
+    two need something that nobody keeps. So the first that still saves more than the next is said to is taken.
+    """
+    chosen: set[int] = set()
+    candidates = []
+    left = _run_again(unit)
+    least_seconds = _LEAST_SHARE * left.seconds
+
+    def saved_by(position: int) -> _Cost:
+        then = _run_again(unit, chosen | {position})
+        return _Cost(
+            flops=left.flops - then.flops,
+            seconds=left.seconds - then.seconds,
+            aside_bytes=left.aside_bytes - then.aside_bytes,
+        )
+
+    heap = [
+        (-saved_by(position).seconds / operator.num_bytes, position)
+        for position, operator in enumerate(unit.operators)
+        if operator.num_bytes and operator.can_be_skipped
+    ]
+    heapq.heapify(heap)
+    while heap:
+        _, position = heapq.heappop(heap)
+        operator, saved = unit.operators[position], saved_by(position)
+        if saved.seconds <= least_seconds:
+            continue
+        benefit = saved.seconds / max(1, -saved.aside_bytes)
+        if heap and benefit < -heap[0][0]:
+            heapq.heappush(heap, (-benefit, position))
+            continue
+        chosen.add(position)
+        left = _run_again(unit, chosen)
+        candidates.append(
+            SwapCandidate(
+                operator=operator.name,
+                key=operator.key,
+                num_bytes=-saved.aside_bytes,
+                flops=saved.flops,
+                seconds=saved.seconds,
+            )
+        )
+    return candidates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cost:
+    flops: int
+    seconds: float
+    aside_bytes: int
+
+
+def _run_again(unit: UnitRecord, swapped: Collection[int] = ()) -> _Cost:
+    """What backward recomputes when the outputs at these positions are swapped, and what that puts aside.
+
+    Of outputs that only another swapped one was made of, nothing: nobody needs them any more.
+    """
+    decided = list(zip(unit.operators, decide(unit.operators, unit.saved, swapped), strict=True))
+    again = [operator for operator, decision in decided if decision is Decision.EXEC]
+    return _Cost(
+        flops=sum(operator.flops for operator in again),
+        seconds=sum(operator.seconds for operator in again),
+        aside_bytes=sum(operator.num_bytes for operator, decision in decided if decision is Decision.SWAP),
+    )

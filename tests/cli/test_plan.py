@@ -1,0 +1,385 @@
+"""`ratel plan`: what it says, with which exit code, how fast; and all that may be wrong with what it is given."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.cli.app import main
+from ratel_cli.cli.hardware_file import to_text
+from ratel_cli.cli.kept_profile import KeptProfile
+from ratel_cli.cli.plan_inputs import describe
+from ratel_cli.cli.profile_cache import cache_file
+from ratel_cli.cli.subject import subject_of
+from ratel_cli.config.load import load_config
+from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.planning.analytic import analytic_profile
+from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.runlog import RunLog
+from ratel_cli.units import GIB
+from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
+from tests.planning.shapes import BFLOAT16
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+PAPER_MACHINE = str(CONFIGS / "hardware" / "paper-4090-12ssd.yaml")
+PAPER_13B = [str(CONFIGS / "models" / "gpt-13b.yaml"), "--hardware", PAPER_MACHINE, "cost_model=paper"]
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "vocab_size": 1000,
+}
+LLAMA_70B = LLAMA | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 80,
+    "vocab_size": 128256,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    code: int
+    out: str
+    err: str
+
+    def row(self, name: str) -> str:
+        """What stands after this name in the table."""
+        [found] = [line for line in self.out.splitlines() if line.split("  ")[0] == name]
+        return found[len(name) :].strip()
+
+
+Ask = Callable[..., Told]
+LAPTOP = replace(WITHOUT_GPU, host=replace(WITHOUT_GPU.host, memory_bytes=16 * GIB))
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
+    def plan(*arguments: object) -> Told:
+        code = main(["plan", *map(str, arguments)])
+        captured = capsys.readouterr()
+        return Told(code=code, out=captured.out, err=captured.err)
+
+    return plan
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory and a cache of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def config(here: Path) -> Path:
+    """Of a small Llama of which there is nothing but its config.json."""
+    (here / "base").mkdir()
+    (here / "base" / "config.json").write_text(json.dumps(LLAMA))
+    path = here / "run.yaml"
+    path.write_text("base_model: base\ndatasets: none.jsonl\nsequence_len: 128\n")
+    return path
+
+
+@pytest.fixture
+def machine(here: Path) -> Path:
+    """The hardware file of a machine without a GPU."""
+    return hardware_file(here / "machine.json", LAPTOP)
+
+
+def hardware_file(path: Path, hardware: HardwareProfile) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_text(hardware))
+    return path
+
+
+def test_the_paper_s_13b(ask: Ask) -> None:
+    told = ask(*PAPER_13B, "micro_batch_size=32", "max_steps=100")
+    assert (told.code, told.err) == (0, "")
+    assert told.row("model") == "gpt-13b: 13.0B parameters in 40 blocks, computing in bfloat16"
+    assert told.row("step") == "1 micro-batch of 32 x 1024 = 32768 tokens"
+    assert told.row("machine").startswith("NVIDIA GeForce RTX 4090, 164 TFLOP/s; 12 drives, 32.7 GB/s read, 24.5 GB/s")
+    assert told.row("estimate").startswith("analytic, by the paper's equations")
+    assert told.row("GPU") == "need 7.66 GiB, have 24.0 GiB"
+    assert told.row("fits") == "yes"
+    assert told.row("forward") == "5.30 s: compute 5.30 s, NVMe 2.10 s, down 1.41 s, up 1.15 s"
+    assert told.row("backward") == "14.0 s: NVMe 14.0 s, compute 14.0 s, up 2.56 s, down 1.15 s"
+    assert told.row("predicted").startswith(
+        "19.3 s a step, most of it compute; 1701 tokens/s; 135 TFLOP/s of the model"
+    )
+    assert told.row("run") == "100 steps: 32 min 07 s, 21.4 TB written"
+    assert told.row("swapped").startswith("29.7 GiB of 212 GiB of activations, 29.7 GiB of it to NVMe; 12.5 GiB are")
+    assert told.row("swapped").endswith("(case 3)")
+    assert "  fc2       40 layers  12.5 GiB   275TFLOP  20480 FLOP/B\n" in told.out
+    assert "GiB swapped; X: 29.7 GiB, as planned" in told.out
+    assert "+17%  1983 tokens/s  micro_batch_size: 64\n" in told.out
+
+
+def test_a_llama_of_which_there_is_only_its_config(ask: Ask, config: Path, machine: Path) -> None:
+    told = ask(config, "--hardware", machine, "max_steps=10", "gradient_accumulation_steps=2")
+    assert (told.code, told.err) == (0, "")
+    assert told.row("model").startswith("base: 3.41M parameters in 6 blocks")
+    assert told.row("step") == "2 micro-batches of 1 x 128 = 256 tokens"
+    assert told.row("estimate").startswith("analytic, from shapes alone")
+    assert "GPU" not in told.out, "a CPU computes, and no limit was set"
+    assert told.row("fits") == "yes"
+    assert told.row("run").startswith("10 steps: ")
+    assert ask(config, "--hardware", machine, "limits.gpu_memory=1GiB").row("GPU").endswith("have 1.00 GiB")
+
+
+def test_without_max_steps_the_run_is_not_known(ask: Ask, config: Path, machine: Path) -> None:
+    told = ask(config, "--hardware", machine)
+    assert told.row("run").endswith("TB written a step; set max_steps to know what the whole run takes")
+
+
+def test_the_drives_rating_is_taken_into_account(ask: Ask, config: Path, here: Path) -> None:
+    told = ask(config, "--hardware", hardware_file(here / "rated.json", WITH_GPU), "max_steps=100000")
+    assert told.row("run").endswith("% of what the drives are rated for")
+
+
+def test_what_does_not_fit_is_told_whole_and_ends_with_3(ask: Ask, config: Path, here: Path) -> None:
+    short = replace(WITH_GPU, nvme=replace(WITH_GPU.nvme, free_bytes=1 << 20))
+    told = ask(
+        config,
+        "--hardware",
+        hardware_file(here / "a.json", short),
+        "limits.host_memory=10MiB",
+        "limits.gpu_memory=1MiB",
+    )
+    assert told.code == 3
+    for tier, key in (("GPU", "limits.gpu_memory"), ("RAM", "limits.host_memory"), ("NVMe", "storage.paths")):
+        assert " too few; " in told.row(tier)
+        assert key in told.row(tier)
+    assert told.row("fits") == "no, for want of GPU and RAM and NVMe; with enough of it:"
+    assert "tokens/s" in told.row("predicted")
+    assert "what would help" not in told.out
+    assert told.err.startswith("error: this does not fit; too few: GPU ")
+    assert "hint: raise limits.gpu_memory" in told.err
+
+
+def test_json_has_the_contract_s_keys_and_plain_numbers(ask: Ask) -> None:
+    told = ask(*PAPER_13B, "--json", "micro_batch_size=32", "max_steps=2")
+    content = json.loads(told.out, parse_constant=pytest.fail)
+    assert told.code == 0
+    wanted = {
+        "model": "name num_parameters num_blocks flops_forward",
+        "hardware": "gpu link nvme host",
+        "activations": "total_bytes inter_block_bytes swapped_bytes swapped_to_nvme_bytes swap_set recompute_flops",
+        "time": "forward backward forward_seconds backward_seconds step_seconds bottleneck case",
+        "traffic": "nvme_read_bytes nvme_written_bytes",
+        "memory": "gpu_bytes host_bytes nvme_bytes fits shortfall_bytes",
+        "throughput": "tokens_per_second tflops_model tflops_hardware",
+        "wear": "tb_written_per_step tb_written_per_run",
+    }
+    for section, keys in wanted.items():
+        assert set(keys.split()) <= content[section].keys(), section
+    assert set(content["time"]["forward"]) >= {"compute", "up", "down", "nvme"}
+    assert set(content["time"]["backward"]) >= {"compute", "up", "down", "nvme", "optimizer"}
+    assert set(content["activations"]["swap_set"][0]) >= {"operator", "blocks", "bytes", "flops", "benefit"}
+    assert set(content["curve"][0]) == {"swapped_bytes", "step_seconds"}
+    assert content["cost_model"] == "paper"
+    assert content["wear"]["tb_written_per_run"] == 2 * content["wear"]["tb_written_per_step"]
+    assert content["advice"][0]["change"] == "micro_batch_size: 64"
+
+
+def test_json_of_what_does_not_fit(ask: Ask, config: Path, machine: Path) -> None:
+    told = ask(config, "--hardware", machine, "--json", "limits.host_memory=100MiB")
+    memory = json.loads(told.out)["memory"]
+    assert told.code == 3
+    assert memory["fits"] is False
+    assert memory["shortfall_bytes"] == memory["host_bytes"] - (100 << 20) > 0
+
+
+def test_a_recorded_profile_of_the_run_is_used(ask: Ask, config: Path, machine: Path) -> None:
+    keep_profile(config, WITHOUT_GPU)
+    told = ask(config, "--hardware", machine)
+    assert told.row("estimate") == "from a recorded step of this model on this machine"
+    assert " s/GiB\n" in told.out, "measured times, and what a byte saves of them"
+    assert " against MiB swapped; X: " in told.out
+    assert ask(config, "--hardware", machine, "sequence_len=64").row("estimate").startswith("analytic")
+
+
+def keep_profile(config: Path, hardware: HardwareProfile) -> None:
+    """As a run would that recorded its first step on this machine."""
+    loaded = load_config(config).config
+    model = describe(loaded, name="", log=RunLog())
+    estimate = analytic_profile(model.spec, BFLOAT16, traits=model.traits, micro_batch_tokens=128, sequence_len=128)
+    profile: ModelProfile = replace(
+        estimate,
+        source="recorded",
+        profiles=tuple(
+            replace(
+                layer,
+                forward_seconds=0.1,
+                recomputed_seconds=0.1,
+                backward_seconds=0.2,
+                candidates=tuple(replace(each, seconds=0.1 / len(layer.candidates)) for each in layer.candidates),
+            )
+            for layer in estimate.profiles
+        ),
+        embedding_seconds=0.0,
+        head_seconds=0.1,
+    )
+    kept = KeptProfile(loaded, model.spec, hardware)
+    kept.path.parent.mkdir(parents=True)
+    kept.path.write_text(json.dumps(kept.content(model.spec, profile)))
+
+
+def test_this_machine_as_its_run_or_its_profile_measured_it(ask: Ask, config: Path, here: Path) -> None:
+    told = ask(config)
+    assert (told.code, told.out) == (3, "")
+    assert "this machine was not measured yet" in told.err
+    assert "ratel profile" in told.err
+    hardware_file(cache_file(subject_of(load_config(config).config)), WITHOUT_GPU)
+    told = ask(config)
+    assert told.row("machine").startswith("a CPU, 0.5 TFLOP/s; 1 drive")
+    assert "as measured" in told.err
+    hardware_file(here / "outputs" / "run" / "run" / "hardware.json", WITH_GPU)
+    told = ask(config)
+    assert told.row("machine").startswith("a GPU, 164 TFLOP/s; 2 drives")
+    assert "for this machine, as the run in outputs/run measured it" in told.err
+
+
+def test_space_that_the_run_s_store_takes_counts_as_there(ask: Ask, config: Path, here: Path) -> None:
+    hardware_file(cache_file(subject_of(load_config(config).config)), WITHOUT_GPU)
+    store = here / "outputs" / "run.store" / "ratel.store"
+    before = json.loads(ask(config, "--json").out)["hardware"]["nvme"]["free_bytes"]
+    store.parent.mkdir(parents=True)
+    with store.open("wb") as file:
+        file.truncate(1 << 40)
+    after = json.loads(ask(config, "--json").out)["hardware"]["nvme"]["free_bytes"]
+    assert after - before == pytest.approx(1 << 40, rel=1e-3)
+
+
+def test_pictures(ask: Ask, config: Path, machine: Path, here: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name, start in (("curve.svg", b"<?xml"), ("curve.png", b"\x89PNG")):
+        told = ask(config, "--hardware", machine, "--plot", here / name)
+        assert (told.code, told.err) == (0, f"wrote {here / name}\n")
+        assert (here / name).read_bytes().startswith(start)
+
+
+def test_a_picture_that_cannot_be_drawn(
+    ask: Ask, config: Path, machine: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = ask(config, "--hardware", machine, "--plot", here / "curve.pdf")
+    assert (told.code, "must end in .svg or .png" in told.err) == (2, True)
+    told = ask(config, "--hardware", machine, "--plot", here / "none" / "curve.svg")
+    assert (told.code, "cannot be written there" in told.err) == (2, True)
+    (here / "full.svg").symlink_to("/dev/full")
+    told = ask(config, "--hardware", machine, "--plot", here / "full.svg")
+    assert (told.code, "full.svg: cannot be written: No space left" in told.err) == (3, True)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    told = ask(config, "--hardware", machine, "--plot", here / "curve.svg")
+    assert (told.code, told.out) == (3, "")
+    assert "hint: pip install matplotlib" in told.err
+
+
+@pytest.mark.parametrize("cost_model", ["ratel", "paper"])
+def test_other_strategies(ask: Ask, cost_model: str) -> None:
+    pytest.importorskip("scipy")
+    arguments = [*PAPER_13B, f"cost_model={cost_model}", "limits.host_memory=128GiB", "micro_batch_size=8"]
+    told = ask(*arguments, "--compare")
+    names = ["ratel", "static", "host-only", "capuchin", "checkmate", "fuyou", "g10"]
+    start = told.out.index("other strategies")
+    assert [line.split()[0] for line in told.out[start:].splitlines()[2:9]] == names
+    assert "FlashNeuron, whose states stay in the GPU: 1.61B parameters at most" in told.out
+    compared = json.loads(ask(*arguments, "--compare", "--json").out)["compare"]["strategies"]
+    assert min(each["seconds"] for each in compared) == compared[0]["seconds"]
+
+
+def test_without_scipy_a_strategy_says_what_to_install(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    told = ask(*PAPER_13B, "--compare", "limits.host_memory=128GiB")
+    assert "its solver needs scipy: pip install scipy" in told.out
+    compared = json.loads(ask(*PAPER_13B, "--compare", "--json", "limits.host_memory=128GiB").out)["compare"]
+    assert compared["strategies"][4] == {
+        "strategy": "checkmate",
+        "why_not": "its solver needs scipy: pip install scipy",
+    }
+
+
+def test_the_largest_model(ask: Ask, config: Path, machine: Path) -> None:
+    told = ask(*PAPER_13B, "--largest")
+    assert "of the papers' family, in their layout  276B\n" in told.out
+    assert "of this model's width                   3.28T parameters in 10437 layers\n" in told.out
+    told = ask(config, "--hardware", machine, "--largest", "--json", "limits.host_memory=100MiB")
+    assert json.loads(told.out)["largest"]["depth"] is None
+    assert "not even one layer" in ask(config, "--hardware", machine, "--largest", "limits.host_memory=100MiB").out
+
+
+def test_prices(ask: Ask) -> None:
+    told = ask(*PAPER_13B, "--prices", "--json", "micro_batch_size=32")
+    prices = json.loads(told.out)["prices"]
+    assert [each["num_ssds"] for each in prices] == [1, 2, 3, 6, 12]
+    assert prices[-1]["dollars"] == 14_098 + 1_600 + 12 * 308
+    assert prices[-1]["tokens_per_second_per_thousand_dollars"] == pytest.approx(1701 / 19.394, rel=1e-3)
+    big = [str(CONFIGS / "models" / "gpt-276b.yaml"), *PAPER_13B[1:], "--prices"]
+    told = ask(*big, "micro_batch_size=1")
+    assert "  1     $16006            does not fit\n" in told.out
+    assert {"num_ssds": 1, "dollars": 16006, "fits": False} in json.loads(ask(*big, "--json").out)["prices"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["run.yaml", "--hardware", "none.json"], "none.json: there is no such file"),
+        (["run.yaml", "base_model=org/name"], "there is no directory org/name; `ratel plan` downloads nothing"),
+        (["run.yaml", "base_model=empty"], "config.json: there is no such file"),
+        (["run.yaml", "base_model=torn"], "config.json: cannot be parsed"),
+        (["run.yaml", "base_model=list"], "config.json: must hold an object"),
+        (["run.yaml", "base_model=typeless"], "`model_type` is missing"),
+        (["run.yaml", "cost_model=paper"], "`cost_model: paper` needs `model_shape`"),
+        (["shape.yaml", "cost_model=paper"], "`cost_model: paper` needs a machine with a GPU"),
+        (["run.yaml", "learning_rte=1"], "learning_rte"),
+        (["none.yaml"], "none.yaml: there is no such file"),
+    ],
+)
+def test_wrong_input(ask: Ask, config: Path, machine: Path, here: Path, arguments: list[str], told: str) -> None:
+    for name, content in (("torn", "{"), ("list", "[]"), ("typeless", "{}"), ("empty", None)):
+        (here / name).mkdir()
+        if content is not None:
+            (here / name / "config.json").write_text(content)
+    (here / "shape.yaml").write_text("model_shape: {num_layers: 2, num_heads: 2, hidden_size: 64}\n")
+    given = arguments if "--hardware" in arguments else [*arguments, "--hardware", str(machine)]
+    result = ask(*given)
+    assert (result.code, result.out) == (2, "")
+    assert told in result.err
+
+
+def test_a_family_that_is_not_known_is_told(ask: Ask, config: Path, machine: Path, here: Path) -> None:
+    (here / "base" / "config.json").write_text(json.dumps(LLAMA | {"model_type": "brand_new"}))
+    told = ask(config, "--hardware", machine)
+    assert told.code == 0
+    assert "note: brand_new is not a family that is known here; its layers are taken for a Llama's" in told.err
+
+
+def test_a_model_of_70b_is_planned_in_two_seconds_and_without_torch(config: Path, here: Path) -> None:
+    """Of the processor's time, since others may be using it."""
+    (here / "base" / "config.json").write_text(json.dumps(LLAMA_70B))
+    source = (
+        "import sys; from ratel_cli.cli.app import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or 9 * bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    arguments = [str(config), "--hardware", PAPER_MACHINE, "sequence_len=1024", "limits.host_memory=128GiB"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = subprocess.run(
+        [sys.executable, "-c", source, "plan", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.returncode == 0, result.stderr
+    assert "base: 70.6B parameters in 82 blocks" in result.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2

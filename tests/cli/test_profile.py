@@ -1,0 +1,230 @@
+"""`ratel profile`: what it measures, what it keeps, and what it says where that goes wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ratel_cli.cli.app import main
+from ratel_cli.cli.hardware_file import load_hardware, to_text
+from ratel_cli.cli.machine import measure_machine
+from ratel_cli.cli.profile_cache import Subject, cache_file, profile_of
+from ratel_cli.errors import EnvironmentFailure
+from ratel_cli.hardware.effort import Effort
+from ratel_cli.hardware.host import available_bytes, free_bytes
+from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.runlog import RunLog
+from ratel_cli.units import MIB
+from tests.hardware.profiles import WITHOUT_GPU
+
+SMALL = Effort(seconds=0.02, span_bytes=4 * MIB, buffer_bytes=2 * MIB, memory_bytes=2 * MIB)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache directory of the test's own, which does not exist yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "ratel"
+
+
+@pytest.fixture
+def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Subject:
+    """The default one, of a working directory of its own."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    return Subject(paths=(here,), dtype="bfloat16", device="auto", engine="auto")
+
+
+@pytest.fixture
+def kept(subject: Subject) -> Path:
+    """Where a profile of the default subject is kept already, so that nothing is measured."""
+    file = cache_file(subject)
+    file.parent.mkdir(parents=True)
+    file.write_text(to_text(WITHOUT_GPU))
+    return file
+
+
+class Measuring:
+    """Gives the same profile each time, and counts."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, subject: Subject) -> HardwareProfile:
+        self.count += 1
+        return replace(WITHOUT_GPU, nvme=replace(WITHOUT_GPU.nvme, paths=tuple(map(str, subject.paths))))
+
+
+def asked(subject: Subject, measure: Callable[[Subject], HardwareProfile], *, refresh: bool = False) -> str:
+    """What is told while a profile is got."""
+    told = io.StringIO()
+    profile_of(subject, measure, RunLog(told), refresh=refresh)
+    return told.getvalue()
+
+
+def test_measured_once_then_kept(subject: Subject) -> None:
+    measure = Measuring()
+    assert asked(subject, measure) == ""
+    assert list(cache_file(subject).parent.iterdir()) == [cache_file(subject)], "no unfinished file stays"
+    two_hours_ago = time.time() - 2 * 3600 - 5 * 60
+    os.utime(cache_file(subject), (two_hours_ago, two_hours_ago))
+    assert asked(subject, measure) == "as measured 2 h 05 min ago; `ratel profile --refresh` measures again\n"
+    assert measure.count == 1
+    assert asked(subject, measure, refresh=True) == ""
+    assert measure.count == 2
+    assert time.time() - cache_file(subject).stat().st_mtime < 60
+
+
+def test_rates_are_kept_and_what_is_free_is_not(subject: Subject, kept: Path) -> None:
+    profile = profile_of(subject, Measuring(), RunLog(io.StringIO()), refresh=False)
+    assert profile.gpu == WITHOUT_GPU.gpu
+    assert profile.nvme.read_bytes_per_second == WITHOUT_GPU.nvme.read_bytes_per_second
+    assert profile.nvme.paths == tuple(map(str, subject.paths))
+    assert profile.nvme.free_bytes == pytest.approx(free_bytes(subject.paths), rel=0.2)
+    assert profile.host.available_bytes == pytest.approx(available_bytes(), rel=0.5)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"dtype": "float32"},
+        {"device": "cpu"},
+        {"engine": "threads"},
+        {"paths": (Path("/proc"),)},
+        {"paths": (Path("/"), Path("/proc"))},
+    ],
+    ids=str,
+)
+def test_another_subject_has_a_profile_of_its_own(subject: Subject, other: dict[str, object]) -> None:
+    assert cache_file(replace(subject, **other)) != cache_file(subject)  # type: ignore[arg-type]
+
+
+def test_directories_on_one_drive_share_a_profile(subject: Subject, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    assert cache_file(replace(subject, paths=(tmp_path / "there",))) == cache_file(subject)
+
+
+def test_the_cache_is_in_the_home_directory_by_default(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert cache_file(subject).parent == Path("/home/me/.cache/ratel")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format_version": 2}', "\x00"])
+def test_a_corrupt_cache_is_measured_anew(subject: Subject, kept: Path, content: str) -> None:
+    kept.write_text(content)
+    measure = Measuring()
+    assert asked(subject, measure).startswith(f"note: the profile that was kept cannot be used: {kept}")
+    assert measure.count == 1
+    assert load_hardware(kept).gpu == WITHOUT_GPU.gpu
+
+
+def test_a_cache_that_cannot_be_written(subject: Subject, cache: Path) -> None:
+    cache.parent.mkdir()
+    cache.write_text("a file where the directory should be")
+    measure = Measuring()
+    assert "the profile cannot be kept (" in asked(subject, measure)
+    assert measure.count == 1
+
+
+def test_the_table_goes_to_stdout(kept: Path, subject: Subject, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("compute  a CPU: 0.5 TFLOP/s in bfloat16\nmemory   4.00 TiB, ")
+    assert str(subject.paths[0]) in captured.out.splitlines()[-1]
+    assert captured.err.startswith("as measured ")
+
+
+def test_json_is_the_hardware_file(kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "hardware.json"
+    assert main(["profile", "--json", "-o", str(file)]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["gpu"]["name"] == "a CPU"
+    assert captured.out == file.read_text()
+    assert captured.err.splitlines()[-1] == f"wrote {file}"
+    assert load_hardware(file).gpu == WITHOUT_GPU.gpu
+
+
+def test_a_config_says_what_to_measure(subject: Subject, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its store does not exist yet: it is measured where it will be."""
+    mine = replace(subject, dtype="float32", device="cpu", engine="threads", paths=(tmp_path,))
+    cache_file(mine).parent.mkdir(parents=True)
+    cache_file(mine).write_text(to_text(WITHOUT_GPU))
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "model_shape: {num_layers: 2, num_heads: 2, hidden_size: 8, vocab_size: 10}\nlr: 1e-4\n"
+        "dtype: float32\ndevice: cpu\n"
+        f"storage: {{paths: ['{tmp_path}/not/yet'], engine: threads}}\n"
+    )
+    assert main(["profile", str(config)]) == 0
+    captured = capsys.readouterr()
+    assert "TFLOP/s in float32" in captured.out
+    assert f" {tmp_path}, 1 drive" in captured.out
+    assert "`lr` is read as `learning_rate`" in captured.err
+    assert main(["profile", str(config), "--storage", str(subject.paths[0])]) == 0
+    assert f" {subject.paths[0]}, 1 drive" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["none.yaml"], 2, "error: none.yaml: there is no such file"),
+        (["--storage", "none", "--storage", "nil"], 2, "error: argument '--storage none': there is no such directory"),
+        (["--storage", "none", "--storage", "nil"], 2, "error: argument '--storage nil': there is no such directory"),
+        (["-o", "none/hardware.json"], 2, "error: argument '-o none/hardware.json': there is no directory none"),
+        (["-o", "."], 2, "error: argument '-o .': is a directory"),
+        (["-o", "/proc/hardware.json"], 3, "error: /proc/hardware.json: cannot be written: "),
+    ],
+)
+def test_wrong_arguments(
+    kept: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, told: str
+) -> None:
+    assert main(["profile", *arguments]) == code
+    assert told in capsys.readouterr().err
+
+
+def test_measuring_tells_what_it_does(subject: Subject) -> None:
+    told = io.StringIO()
+    profile = measure_machine(replace(subject, device="cpu"), RunLog(told), effort=SMALL)
+    *measuring, done = told.getvalue().splitlines()
+    assert measuring[-3:] == [
+        f"measuring {subject.paths[0]}",
+        "measuring matrix products",
+        "measuring main memory and AdamW",
+    ]
+    assert done.startswith("measured in ")
+    assert profile.host.memory_bytes_per_second is not None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_no_gpu_where_one_is_asked_for(subject: Subject) -> None:
+    with pytest.raises(EnvironmentFailure, match="there is no CUDA device here"):
+        measure_machine(replace(subject, device="cuda"), RunLog(io.StringIO()), effort=SMALL)
+    measured = measure_machine(subject, RunLog(io.StringIO()), effort=SMALL)
+    assert measured.link is None, "auto takes the CPU"
+
+
+@pytest.mark.slow
+def test_the_whole_command(subject: Subject, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under a minute, and a second time at once; nothing stays behind but the profile."""
+    start = time.perf_counter()
+    assert main(["profile"]) == 0
+    assert time.perf_counter() - start < 60
+    first = capsys.readouterr()
+    assert "measuring matrix products" in first.err
+    start = time.perf_counter()
+    assert main(["profile"]) == 0
+    assert time.perf_counter() - start < 1
+    second = capsys.readouterr()
+    assert second.err.startswith("as measured ")
+    assert second.out.splitlines()[0] == first.out.splitlines()[0]
+    assert list(subject.paths[0].iterdir()) == []

@@ -1,0 +1,70 @@
+"""Host memory from comfortable to just enough: peaks stay inside the limit, bits stay the same; less is refused."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.units import MIB
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.runs import export_hash, metrics, output_of, ratel_command, save_base, store_of
+
+MORE_MIB = (8, 48, 128, 256, 2048)
+"""What the limits leave beyond what is just enough. The process itself takes a few MiB more or less each time."""
+
+
+def run(config: Path, *arguments: str) -> tuple[int, str]:
+    """In a process of its own, whose peak is the run's."""
+    command = [str(ratel_command()), "finetune", str(config), *arguments]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    return done.returncode, done.stderr
+
+
+@pytest.fixture(scope="module")
+def larger_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("models") / "larger", num_layers=6, hidden_size=256)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_grad_norm", [0, 1.0], ids=["unclipped", "clipped"])
+def test_peaks_stay_inside_limits(make_config: MakeConfig, larger_base: Path, max_grad_norm: float) -> None:
+    def config_with(limit_bytes: int) -> Path:
+        return make_config(
+            f"{limit_bytes}",
+            base=larger_base,
+            dtype="bfloat16",
+            micro_batch_size=16,
+            max_steps=3,
+            max_grad_norm=max_grad_norm,
+            limits={"host_memory": limit_bytes},
+        )
+
+    refused = config_with(300 * MIB)
+    code, told = run(refused)
+    shortfall = re.search(r"error: host memory: .*: ([\d.]+) MiB too few", told)
+    assert code == 3 and shortfall, told
+    assert not store_of(refused).exists() and not (output_of(refused) / "run" / "plan.json").exists()
+    just_enough = 300 * MIB + int(float(shortfall[1]) * MIB)
+    hashes, swapped = set(), []
+    for more_mib in MORE_MIB:
+        config = config_with(just_enough + more_mib * MIB)
+        code, told = run(config)
+        assert code == 0, told
+        lines = metrics(config)
+        assert max(line["host_peak_bytes"] for line in lines) <= just_enough + more_mib * MIB
+        hashes.add(export_hash(config))
+        swapped.append(lines[-1]["swapped_bytes"])
+    assert len(hashes) == 1
+    assert swapped == sorted(swapped) and swapped[0] < swapped[-1]
+
+
+def test_a_budget_for_the_compute_device_is_kept(make_config: MakeConfig, larger_base: Path) -> None:
+    config = make_config(base=larger_base, limits={"host_memory": "8GiB", "gpu_memory": "16MiB"})
+    code, told = run(config)
+    assert code == 3
+    assert re.search(r"error: gpu memory: need .* for one block and its working set, have 16.0 MiB: .* too few", told)
+    assert "limits.gpu_memory" in told
+    assert not store_of(config).exists()

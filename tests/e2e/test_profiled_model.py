@@ -1,0 +1,69 @@
+"""A model that `ratel profile` has measured, or an earlier run has recorded, is planned for before its first step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.cli.model_costs import record_model
+from ratel_cli.cli.model_table import model_rows, operator_lines
+from ratel_cli.config.load import load_config
+from ratel_cli.errors import EnvironmentFailure
+from ratel_cli.runlog import RunLog
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.runs import export_hash, output_of, succeed
+from tests.planning.shapes import machine
+
+
+def test_costs_are_measured_once_and_kept(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_config(make_config()).config
+    costs = record_model(config, machine(), RunLog(), refresh=False)
+    assert "measuring the model" in capsys.readouterr().err
+    assert costs.profile.source == "recorded"
+    assert 0 < costs.activation_room_bytes < config.limits.host_memory
+    again = record_model(config, machine(), RunLog(), refresh=False)
+    assert again.profile == costs.profile
+    assert "are those kept in" in capsys.readouterr().err
+    record_model(config, machine(), RunLog(), refresh=True)
+    assert "measuring the model" in capsys.readouterr().err
+
+
+def test_the_table_names_each_operator(make_config: MakeConfig) -> None:
+    costs = record_model(load_config(make_config()).config, machine(), RunLog(), refresh=False)
+    lines = operator_lines(costs.profile)
+    assert lines[0] == "worth swapping in 2 of 2 layers, of one layer and micro-batch:"
+    assert len(lines) == 2 + len(costs.profile.profiles[0].candidates)
+    assert any(line.startswith("mlp.up_proj mm ") for line in lines)
+    rows = dict(model_rows(costs.profile, available_bytes=costs.activation_room_bytes))
+    assert rows.keys() == {"micro-batch", "layers", "others", "activations", "room"}
+
+
+def test_a_directory_that_cannot_be_written_is_told(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    config = load_config(make_config(output_dir=str(tmp_path / "out" / "below"))).config
+    with pytest.raises(EnvironmentFailure, match=r"model.json: cannot be written"):
+        record_model(config, machine(), RunLog(), refresh=False)
+
+
+def test_a_kept_profile_is_planned_from_and_changes_no_bit(make_config: MakeConfig, plain_run: Path) -> None:
+    """A second run in the same place does not record again; a longer row is another model to plan for."""
+    config = make_config()
+    told = succeed(config)
+    assert "planned from step 1" in told and "until step 1 is recorded" in told
+    again = succeed(config, "--resume", "no")
+    assert "planned from step 1" not in again and "until step 1 is recorded" not in again
+    assert export_hash(config) == export_hash(plain_run)
+    plan = json.loads((output_of(config) / "run" / "plan.json").read_text())
+    assert plan["activations"]["source"] == "recorded"
+    assert "planned from step 1" in succeed(config, "--resume", "no", "sequence_len=48")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"profile": 3}', '{"profile": {"made_for": 1}}'])
+def test_a_file_that_cannot_be_read_is_no_profile(make_config: MakeConfig, content: str) -> None:
+    config = make_config()
+    path = output_of(config) / "run" / "model.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    assert "planned from step 1" in succeed(config, "max_steps=2")

@@ -1,0 +1,42 @@
+"""Swapping by chance, for tests: sets of operators that need not be listed."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Self
+
+
+class Chosen(frozenset[str]):
+    """Holds about `share` of all keys there could be."""
+
+    def __new__(cls, share: float, seed: int) -> Self:
+        chosen = super().__new__(cls)
+        chosen.share, chosen.seed = share, seed
+        return chosen
+
+    share: float
+    seed: int
+
+    def __contains__(self, key: object) -> bool:
+        return zlib.crc32(f"{self.seed} {key}".encode()) < self.share * 2**32
+
+
+class ChosenEverywhere(Mapping[int, frozenset[str]]):
+    """Other operators for each block."""
+
+    def __init__(self, share: float, seed: int = 0) -> None:
+        self._share = share
+        self._seed = seed
+
+    def __getitem__(self, block: int) -> frozenset[str]:
+        return Chosen(self._share, 1000 * self._seed + block)
+
+    def __iter__(self) -> Iterator[int]:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+EVERYTHING = ChosenEverywhere(1.0)

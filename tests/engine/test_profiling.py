@@ -1,0 +1,54 @@
+"""A profile made without training is that of a recorded step, but for times."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ratel_cli.engine.profiling import BlockProfiler
+from ratel_cli.model.blocks import find_blocks
+from ratel_cli.model.skeleton import build_skeleton
+from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
+from ratel_cli.planning.recorded import recorded_profile
+from tests.engine.architectures import ARCHITECTURES, tiny_config
+from tests.engine.machine import attention_of, initial_weights, machine, random_steps
+from tests.engine.test_swap import recorded
+from tests.reference import Recipe
+
+
+def timeless(profile: ModelProfile) -> list[LayerProfile]:
+    """By layer; candidates by key, since their order follows from times."""
+    layers = [profile.profiles[number] for number in profile.layers]
+    return [
+        replace(layer, candidates=(), forward_seconds=None, recomputed_seconds=None, backward_seconds=None)
+        for layer in layers
+    ]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_it_is_the_profile_of_a_step(tmp_path: Path, architecture: str) -> None:
+    config = tiny_config(architecture)
+    attention = attention_of(config)
+    recipe = Recipe(dtype=torch.bfloat16, attn_implementation=attention)
+    with machine(tmp_path, config, recipe, dtype="bfloat16", weights=initial_weights(config)) as ratel:
+        batches = random_steps(1, 2, packed=ratel.model.packs)[0]
+        wanted = recorded(ratel, recipe, batches)
+    model = find_blocks(
+        build_skeleton(tiny_config(architecture), dtype="bfloat16", attn_implementation=attention), name="tiny"
+    )
+    units, seconds = BlockProfiler(model, dtype=torch.bfloat16, device=torch.device("cpu")).record(batches[0])
+    found = recorded_profile(
+        units,
+        seconds,
+        num_blocks=len(model.spec.blocks),
+        input_bytes=wanted.profiles[0].input_bytes,
+        flops_head=0,
+        micro_batch_tokens=wanted.micro_batch_tokens,
+        sequence_len=wanted.sequence_len,
+    )
+    assert timeless(found) == timeless(wanted)
+    assert found.head_seconds and found.embedding_seconds
+    assert all(layer.forward_seconds and layer.backward_seconds is not None for layer in found.profiles)

@@ -1,0 +1,121 @@
+"""A recorded step tells what swapping moves: planned bytes are moved bytes, for any prefix and any share on NVMe."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ratel_cli.engine.recording import StepRecording
+from ratel_cli.engine.telemetry import Span
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.activations import put_aside
+from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
+from ratel_cli.planning.swap import Order
+from ratel_cli.planning.traffic import step_traffic
+from ratel_cli.units import align_up
+from tests.engine.architectures import ARCHITECTURES, tiny_config
+from tests.engine.machine import Batch, Machine, attention_of, initial_weights, machine, random_steps
+from tests.engine.test_exactness import assert_same_training, reference
+from tests.engine.test_step import STATE_BYTES, moved_by_each_step
+from tests.reference import Recipe
+
+NUM_MICRO_BATCHES = 2
+AHEAD = Placement(prefetch_blocks=2, pending_updates=2)
+
+
+def recorded(ratel: Machine, recipe: Recipe, batches: list[Batch]) -> ModelProfile:
+    """Run the first step, recorded."""
+    recording = StepRecording()
+    outcome = ratel.engine.run(
+        batches, step=0, update=1, learning_rate=recipe.learning_rate, loss_scale=1.0, recording=recording
+    )
+    assert outcome.applied
+    ratel.decided = 1
+    ratel.settle()
+    spec, tokens = ratel.model.spec, batches[0].input_ids.numel()
+    return recorded_profile(
+        recording.units(),
+        seconds_of(spec, ratel.timeline.take().spans),
+        num_blocks=len(spec.blocks),
+        input_bytes=align_up(tokens * spec.hidden_size * 2, 64),
+        flops_head=0,
+        micro_batch_tokens=tokens,
+        sequence_len=tokens,
+    )
+
+
+def seconds_of(spec: ModelSpec, spans: tuple[Span, ...]) -> dict[int, BlockSeconds]:
+    def total(block: int, stage: str) -> float:
+        return sum(
+            span.end - span.start
+            for span in spans
+            if (span.resource, span.block, span.stage) == ("compute", block, stage)
+        )
+
+    return {
+        block.index: BlockSeconds(forward=total(block.index, "forward"), backward=total(block.index, "backward"))
+        for block in spec.blocks
+    }
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_planned_bytes_are_moved_bytes(tmp_path: Path, architecture: str) -> None:
+    config = tiny_config(architecture)
+    recipe = Recipe(dtype=torch.bfloat16, attn_implementation=attention_of(config))
+    weights, choice = initial_weights(config), random.Random(architecture)
+    with machine(tmp_path / "first", config, recipe, dtype="bfloat16", weights=weights) as ratel:
+        steps = random_steps(3, NUM_MICRO_BATCHES, packed=ratel.model.packs)
+        profile = recorded(ratel, recipe, steps[0])
+    order = Order(profile)
+    assert order.num_outputs > 0
+    for _ in range(2):
+        num_outputs = choice.randint(1, order.num_outputs)
+        spilled_units = choice.randint(0, NUM_MICRO_BATCHES * (len(profile.layers) - 1))
+        placement = replace(AHEAD, swapped=order.keys(num_outputs), spilled_units=spilled_units)
+        aside = put_aside(
+            order.unit_bytes(num_outputs), num_micro_batches=NUM_MICRO_BATCHES, spilled_units=spilled_units
+        )
+        directory = tmp_path / f"{num_outputs} {spilled_units}"
+        with machine(directory, config, recipe, dtype="bfloat16", weights=weights, placement=placement) as ratel:
+            swapped = [outcome.swapped_bytes for outcome in ratel.train(steps[:1], recipe)]
+        assert swapped == [aside.total_bytes]
+        with machine(
+            directory / "again", config, recipe, dtype="bfloat16", weights=weights, placement=placement
+        ) as ratel:
+            *_, last = moved_by_each_step(ratel, recipe, steps)
+            wanted = step_traffic(ratel.model.spec, STATE_BYTES["bfloat16"], placement, aside, holds_gradients=False)
+            assert last == (wanted.read_bytes, wanted.written_bytes)
+            assert_same_training([], ratel.weights(), replace(reference(config, steps, recipe), losses=(), norms=()))
+
+
+def test_a_recorded_step_has_the_same_bits(tmp_path: Path) -> None:
+    config = tiny_config("gpt2")
+    recipe = Recipe(dtype=torch.bfloat16)
+    steps = random_steps(2, NUM_MICRO_BATCHES)
+    with machine(tmp_path, config, recipe, dtype="bfloat16", weights=initial_weights(config)) as ratel:
+        recorded(ratel, recipe, steps[0])
+        rest = ratel.train(steps, recipe)
+        wanted = reference(config, steps, recipe)
+        assert_same_training(rest, ratel.weights(), replace(wanted, losses=wanted.losses[1:], norms=wanted.norms[1:]))
+
+
+def test_layers_that_are_alike_share_a_profile(tmp_path: Path) -> None:
+    """Gemma's layers attend by turns to all tokens and to a window; Llama's are all alike."""
+    numbers = {}
+    for architecture in ("llama", "gemma2"):
+        config = tiny_config(architecture)
+        recipe = Recipe(dtype=torch.bfloat16, attn_implementation=attention_of(config))
+        with machine(
+            tmp_path / architecture, config, recipe, dtype="bfloat16", weights=initial_weights(config)
+        ) as ratel:
+            profile = recorded(ratel, recipe, random_steps(1, NUM_MICRO_BATCHES)[0])
+        numbers[architecture] = len(profile.profiles)
+        assert profile.source == "recorded"
+        assert all(layer.forward_seconds and layer.backward_seconds is not None for layer in profile.profiles)
+    assert numbers["llama"] == 1

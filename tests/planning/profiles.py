@@ -1,0 +1,68 @@
+"""Models' profiles as values, by shape or by chance; for tests of what is pure."""
+
+from __future__ import annotations
+
+import random
+
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.analytic import analytic_profile
+from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
+from ratel_cli.planning.shapes import LayerTraits
+from ratel_cli.planning.workload import StateBytes, Workload
+from tests.planning.shapes import BFLOAT16, WORKLOAD
+
+
+def estimated(spec: ModelSpec, workload: Workload = WORKLOAD, state: StateBytes = BFLOAT16) -> ModelProfile:
+    """As from its config.json."""
+    return analytic_profile(
+        spec,
+        state,
+        traits=LayerTraits(num_heads=4, head_dim=spec.hidden_size // 4),
+        micro_batch_tokens=workload.micro_batch_tokens,
+        sequence_len=workload.sequence_len,
+    )
+
+
+def candidate(
+    *, num_bytes: int = 1, flops: int = 1, seconds: float | None = None, operator: str = "", key: str = ""
+) -> SwapCandidate:
+    return SwapCandidate(operator=operator, key=key, num_bytes=num_bytes, flops=flops, seconds=seconds)
+
+
+def layer(*candidates: SwapCandidate, input_bytes: int = 4096, flops: int | None = None) -> LayerProfile:
+    """A layer whose candidates are all that is recomputed."""
+    recomputed = sum(item.flops for item in candidates)
+    return LayerProfile(
+        input_bytes=input_bytes,
+        saved_bytes=input_bytes + sum(item.num_bytes for item in candidates),
+        flops_forward=recomputed if flops is None else flops,
+        flops_recomputed=recomputed,
+        candidates=candidates,
+    )
+
+
+def model(*profiles: LayerProfile, layers: tuple[int, ...] = (0,), flops_head: int = 0) -> ModelProfile:
+    return ModelProfile(
+        source="analytic",
+        profiles=profiles,
+        layers=layers,
+        micro_batch_tokens=WORKLOAD.micro_batch_tokens,
+        sequence_len=WORKLOAD.sequence_len,
+        flops_head=flops_head,
+    )
+
+
+def by_chance(choice: random.Random, *, num_layers: int, most_kib: int = 64, most_flops: int = 10**9) -> ModelProfile:
+    """One or two kinds of layers, each with up to five candidates."""
+
+    def kind() -> LayerProfile:
+        items = [
+            candidate(num_bytes=choice.randint(1, most_kib) * 1024, flops=choice.randint(0, most_flops), key=f"op#{n}")
+            for n in range(choice.randint(0, 5))
+        ]
+        items.sort(key=lambda item: -item.flops / item.num_bytes)
+        return layer(*items, input_bytes=choice.randint(1, most_kib) * 1024)
+
+    number = choice.randint(1, 2)
+    layers = tuple(choice.randrange(number) for _ in range(num_layers))
+    return model(*(kind() for _ in range(number)), layers=layers, flops_head=choice.randint(0, most_flops))

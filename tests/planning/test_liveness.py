@@ -1,0 +1,106 @@
+"""What must run again, against the definition: an operator runs if a value that is needed depends on it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+
+from ratel_cli.planning.liveness import Decision, decide
+
+EXEC, SWAP, DEAD = Decision.EXEC, Decision.SWAP, Decision.DEAD
+
+
+@dataclass(frozen=True)
+class Operator:
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    is_needed: bool = False
+    can_be_skipped: bool = True
+
+
+def by_chance(choice: random.Random) -> list[Operator]:
+    """Fresh outputs, views, which write nothing, and mutations, which write what they read."""
+    storages, operators = [0, 1], []
+    for _ in range(choice.randint(1, 12)):
+        reads = tuple(choice.sample(storages, choice.randint(0, min(3, len(storages)))))
+        kind = choice.choice(["fresh", "fresh", "fresh", "view", "mutation"])
+        writes: tuple[int, ...] = ()
+        if kind == "fresh":
+            writes = tuple(len(storages) + number for number in range(choice.randint(1, 2)))
+            storages += writes
+        elif kind == "mutation":
+            writes = reads
+        is_needed = kind == "fresh" and choice.random() < 0.1
+        operators.append(Operator(reads, writes, is_needed, can_be_skipped=kind == "fresh" and not is_needed))
+    return operators
+
+
+def wanted_of(operators: list[Operator], position: int, saved: set[int], swapped: set[int]) -> bool:
+    """By the definition, forwards: it is needed itself, it wrote what is saved, or what someone later needs to run."""
+    operator = operators[position]
+    if operator.is_needed or saved & set(operator.writes):
+        return True
+    return any(
+        set(operators[later].reads) & set(operator.writes)
+        and not (later in swapped and operators[later].can_be_skipped)
+        and wanted_of(operators, later, saved, swapped)
+        for later in range(position + 1, len(operators))
+    )
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_an_operator_runs_if_and_only_if_its_value_is_needed(seed: int) -> None:
+    choice = random.Random(seed)
+    operators = by_chance(choice)
+    storages = sorted({0, 1, *(number for operator in operators for number in operator.writes)})
+    saved = set(choice.sample(storages, choice.randint(0, len(storages))))
+    swapped = {position for position in range(len(operators)) if choice.random() < choice.choice([0, 0.2, 0.8])}
+    expected = []
+    for position, operator in enumerate(operators):
+        is_wanted = wanted_of(operators, position, saved, swapped)
+        if not operator.can_be_skipped:
+            expected.append(EXEC)
+        elif not is_wanted:
+            expected.append(DEAD)
+        else:
+            expected.append(SWAP if position in swapped else EXEC)
+    assert decide(operators, saved, swapped) == expected
+
+
+def chain(length: int) -> list[Operator]:
+    return [Operator(reads=(number,), writes=(number + 1,)) for number in range(length)]
+
+
+def test_what_nobody_wants_is_dead() -> None:
+    assert decide(chain(3), saved=[]) == [DEAD] * 3
+    assert decide(chain(3), saved=[2]) == [EXEC, EXEC, DEAD]
+
+
+def test_a_swapped_output_hides_those_that_made_it() -> None:
+    assert decide(chain(4), saved=[4], swapped=[1]) == [DEAD, SWAP, EXEC, EXEC]
+    assert decide(chain(4), saved=[1, 4], swapped=[1]) == [EXEC, SWAP, EXEC, EXEC]
+
+
+def test_what_is_dead_is_not_swapped() -> None:
+    assert decide(chain(2), saved=[1], swapped=[1]) == [EXEC, DEAD]
+
+
+@pytest.mark.parametrize("writes", [(), (1,)])
+def test_views_and_mutations_run_whether_or_not_they_are_needed(writes: tuple[int, ...]) -> None:
+    first, second = chain(2)
+    view = Operator(reads=(1,), writes=writes, can_be_skipped=False)
+    assert decide([first, view, second], saved=[]) == [DEAD, EXEC, DEAD]
+    assert decide([first, view, second], saved=[], swapped=[1]) == [DEAD, EXEC, DEAD]
+    # Alive, a mutation needs what it changes; a view's storage is that of its base, which is needed anyway.
+    assert decide([first, view, second], saved=[2]) == [EXEC, EXEC, EXEC]
+
+
+def test_what_steers_runs_and_needs_what_it_reads() -> None:
+    first, second = chain(2)
+    assert decide([first, replace(second, is_needed=True, can_be_skipped=False)], saved=[]) == [EXEC, EXEC]
+
+
+def test_nothing_to_decide() -> None:
+    assert decide([], saved=[1]) == []
