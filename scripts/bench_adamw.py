@@ -1,4 +1,4 @@
-"""How close the AdamW kernels come to what memory allows, beside torch's fused AdamW.
+"""How close the AdamW kernels come to what memory allows, beside torch's fused AdamW and DeepSpeed's for CPUs.
 
 Regime: arrays far larger than the caches, on huge pages, as in training; one update of all of them.
 Ceiling: `stream_*`, which loads and stores the same bytes and computes next to nothing, on as many threads.
@@ -10,6 +10,8 @@ Ceiling: `stream_*`, which loads and stores the same bytes and computes next to 
     torch fused               fp32 weights, moments and gradient            28 B, against the float32 limit
     torch three passes        bf16 gradient to fp32, fused step, weights to bf16: what bf16 training with
                               torch does, against the bfloat16 limit, since the result is the same
+    deepspeed fused           DeepSpeedCPUAdam on the same arrays, where DeepSpeed is installed
+    deepspeed three passes    what ZeRO-Offload does with bf16 gradients and weights
 
 The contestants of a layout take turns in every round, in an order that rotates; medians over rounds, `of limit`
 of the fractions within a round. On two threads, each has one half. The last line is JSON.
@@ -18,6 +20,7 @@ of the fractions within a round. On two threads, each has one half. The last lin
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -26,6 +29,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -151,16 +155,34 @@ def on_threads(calls: list[Callable[[], None]], executor: ThreadPoolExecutor) ->
     return run
 
 
-def torch_contestants(
+def peer_contestants(
     fp32: tuple[torch.Tensor, ...], bf16: tuple[torch.Tensor, ...], num_threads: int
 ) -> Iterator[Contestant]:
-    """torch.optim.AdamW(fused=True), alone and with the two conversions that bf16 training needs."""
+    """The fused fp32 steps of others, alone and with the two conversions that bf16 training needs."""
     weight, m32, v32, gradient = fp32
-    weight16, gradient16 = bf16
     parameter = torch.nn.Parameter(weight)
     parameter.grad = gradient
-    optimizer = torch.optim.AdamW([parameter], lr=LEARNING_RATE, weight_decay=0.01, fused=True)
-    optimizer.state[parameter] = {"step": torch.tensor(10.0), "exp_avg": m32, "exp_avg_sq": v32}
+    by_torch = torch.optim.AdamW([parameter], lr=LEARNING_RATE, weight_decay=0.01, fused=True)
+    by_torch.state[parameter] = {"step": torch.tensor(10.0), "exp_avg": m32, "exp_avg_sq": v32}
+    yield from fused_and_three_passes("torch", by_torch, gradient, bf16, num_threads)
+    if find_spec("deepspeed") is not None:
+        by_deepspeed: torch.optim.Optimizer = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam(
+            [parameter], lr=LEARNING_RATE, weight_decay=0.01, adamw_mode=True
+        )
+        by_deepspeed.state[parameter] = {"step": 10, "exp_avg": m32, "exp_avg_sq": v32}
+        yield from fused_and_three_passes("deepspeed", by_deepspeed, gradient, bf16, num_threads)
+
+
+def fused_and_three_passes(
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    gradient: torch.Tensor,
+    bf16: tuple[torch.Tensor, ...],
+    num_threads: int,
+) -> Iterator[Contestant]:
+    """One optimizer of one fp32 parameter, on torch's threads."""
+    weight16, gradient16 = bf16
+    [weight] = optimizer.param_groups[0]["params"]
 
     def fused() -> None:
         torch.set_num_threads(num_threads)
@@ -170,10 +192,10 @@ def torch_contestants(
         torch.set_num_threads(num_threads)
         gradient.copy_(gradient16)
         optimizer.step()
-        weight16.copy_(weight)
+        weight16.copy_(weight.data)
 
-    yield Contestant(name="torch fused", layout="float32", num_threads=num_threads, run=fused)
-    yield Contestant(name="torch three passes", layout="bfloat16", num_threads=num_threads, run=three_passes)
+    yield Contestant(name=f"{name} fused", layout="float32", num_threads=num_threads, run=fused)
+    yield Contestant(name=f"{name} three passes", layout="bfloat16", num_threads=num_threads, run=three_passes)
 
 
 def measure(contestants: list[Contestant], num_rounds: int) -> dict[int, list[float]]:
@@ -215,34 +237,36 @@ def summarize(contestants: list[Contestant], seconds: dict[int, list[float]], nu
 
 
 def print_table(results: list[Result], num_parameters: int) -> None:
-    print(f"{'layout':<10}{'threads':>7}  {'contestant':<20}{'ns/param':>10}{'fastest':>10}{'GB/s':>8}{'of limit':>10}")
+    print(f"{'layout':<10}{'threads':>7}  {'contestant':<24}{'ns/param':>10}{'fastest':>10}{'GB/s':>8}{'of limit':>10}")
     for result in sorted(results, key=lambda result: (result.layout, result.num_threads, result.seconds)):
         nanoseconds, fastest = (1e9 * t / num_parameters for t in (result.seconds, result.fastest_seconds))
         print(
-            f"{result.layout:<10}{result.num_threads:>7}  {result.name:<20}{nanoseconds:>10.3f}{fastest:>10.3f}"
+            f"{result.layout:<10}{result.num_threads:>7}  {result.name:<24}{nanoseconds:>10.3f}{fastest:>10.3f}"
             f"{result.bytes_per_second / 1e9:>8.1f}{result.fraction_of_limit:>10.3f}"
         )
 
 
 def speedups(results: list[Result]) -> dict[str, float]:
-    """Ratel's default kernel against torch's three passes, by number of threads."""
+    """Ratel's default kernel against the three passes of others, by their name and number of threads."""
     seconds = {(result.name, result.layout, result.num_threads): result.seconds for result in results}
     ours = f"adamw {_native.active_isa()}"
     return {
-        f"{num_threads}_threads": seconds[name, layout, num_threads] / seconds[ours, "bfloat16", num_threads]
-        for name, layout, num_threads in seconds
-        if name == "torch three passes"
+        f"{name.partition(' ')[0]}_{num_threads}_threads": spent / seconds[ours, "bfloat16", num_threads]
+        for (name, _, num_threads), spent in seconds.items()
+        if name.endswith("three passes")
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="AdamW kernels against the memory limit and torch")
+    parser = argparse.ArgumentParser(description="AdamW kernels against the memory limit and others")
     parser.add_argument("--parameters", type=int, default=48 << 20, help="parameters per array")
     parser.add_argument("--rounds", type=int, default=9, help="timed runs of each contestant")
     parser.add_argument("--smoke", action="store_true", help="tiny arrays, two rounds: does it run?")
     arguments = parser.parse_args()
     num_parameters, num_rounds = (5001, 2) if arguments.smoke else (arguments.parameters, arguments.rounds)
     thread_counts = [count for count in (1, 2) if count <= (os.cpu_count() or 1)]
+    if find_spec("deepspeed") is None:
+        print("deepspeed takes no part: it is not installed")
 
     results: list[Result] = []
     with ThreadPoolExecutor(max(thread_counts)) as executor:
@@ -256,12 +280,12 @@ def main() -> None:
                 for num_threads in thread_counts:
                     contestants += native_contestants(layout, tensors, zeros, num_threads, executor)
                     if layout != "float16":
-                        contestants += [c for c in torch_contestants(fp32, bf16, num_threads) if c.layout == layout]
+                        contestants += [c for c in peer_contestants(fp32, bf16, num_threads) if c.layout == layout]
                 seconds = measure(contestants, num_rounds)
                 results += summarize(contestants, seconds, num_parameters)
     print_table(results, num_parameters)
     faster = speedups(results)
-    print("adamw_bfloat16 against torch's three passes: " + ", ".join(f"{k} {v:.2f}x" for k, v in faster.items()))
+    print("adamw_bfloat16 against three passes: " + ", ".join(f"{k} {v:.2f}x" for k, v in faster.items()))
     print(
         json.dumps(
             {

@@ -1,7 +1,8 @@
 """Runs the benchmarks one after another and keeps what they print under `scripts/results`. `make bench` calls it.
 
 One file for each, named after benchmark, machine and month, with the command, the load before and after, and the
-table. What a person has written there from "## Notes" on is kept when the file is written again.
+table; a picture beside it where the benchmark draws one. What a person has written there from "## Notes" on is kept
+when the file is written again.
 
     python -m scripts.bench_all [NAME ...] [--smoke] [--results DIR]
 
@@ -23,6 +24,8 @@ from ratel_cli.units import GIB
 
 ROOT = Path(__file__).parents[1]
 NOTES = "## Notes"
+PICTURE = "PICTURE"
+"""As an argument: the SVG beside the file."""
 
 _TINY = ("--shape", "tiny", "--tokens", "16", "--micro-batches", "1", "--steps", "3", "--rounds", "1")
 BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -36,6 +39,10 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         _TINY,
     ),
     "python": (("bench_step", "--shape", "narrow", "--tokens", "16", "--micro-batches", "16"), _TINY),
+    "plan": (
+        ("bench_plan", "--picture", PICTURE),
+        ("--shape", "tiny", "--tokens", "16", "--points", "2", "--rounds", "1", "--steps", "1"),
+    ),
 }
 """By name: the script with its arguments, and those that are added for a smoke test."""
 
@@ -64,7 +71,9 @@ def machine_name() -> str:
 
 def write(path: Path, name: str, command: list[str]) -> None:
     """Run one benchmark, and put what it prints, but for the JSON, into `path`."""
-    script, *given = command
+    picture = path.with_suffix(".svg")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    script, *given = [str(picture) if argument == PICTURE else argument for argument in command]
     before = os.getloadavg()[0]
     output = subprocess.run(
         [sys.executable, "-m", f"scripts.{script}", *given], check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT
@@ -74,9 +83,10 @@ def write(path: Path, name: str, command: list[str]) -> None:
     notes = path.read_text(encoding="utf-8").partition(NOTES)[2] if path.exists() else "\n"
     cores, gib = os.cpu_count(), memory_bytes() / GIB
     title = f"# {name}: {processor_name()}, {cores} cores, {gib:.0f} GiB, {datetime.now(tz=UTC):%Y-%m}"
-    how = f"`python -m scripts.{' '.join(command)}`, load average {before:.1f} before and {after:.1f} after."
-    lines = [title, "", how, "", "```", *table, "```", "", NOTES + notes]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    words = [picture.name if argument == PICTURE else argument for argument in command]
+    how = f"`python -m scripts.{' '.join(words)}`, load average {before:.1f} before and {after:.1f} after."
+    drawn = [f"![{name}]({picture.name})", ""] if PICTURE in command else []
+    lines = [title, "", how, "", "```", *table, "```", "", *drawn, NOTES + notes]
     path.write_text("\n".join(lines), encoding="utf-8")
 
 

@@ -1,6 +1,6 @@
-"""What the benchmarks of whole steps share: shapes, random batches, Ratel and plain PyTorch, each in a process.
+"""What the benchmarks of whole steps share: shapes, random batches, and the contestants, each in a process.
 
-`bench_step` and `bench_overlap` call `run_process`, which starts `contestant_plain` or `contestant_ratel`, so
+`bench_step` and `bench_overlap` call `run_process`, which starts `contestant_plain`, `_ratel` or `_zero`, so
 that every measurement has its own peak memory; those print one line of JSON. Contestants:
 
     plain           PyTorch with activation checkpointing; bf16 weights, fp32 master and moments in memory; torch's
@@ -9,6 +9,8 @@ that every measurement has its own peak memory; those print one line of JSON. Co
     ratel           `engine.step` on a store in a temporary directory, within a limit on host memory,
                     activations recomputed
     ratel-kept      the same with what memory is free, as a run without limits has it
+    zero            DeepSpeed's ZeRO-Infinity: parameters and optimizer on NVMe, activations recomputed
+    zero-optimizer  the same with the parameters in memory
 
 Invariant: all contestants of a benchmark compute on the same tokens, in the same micro-batches.
 """
@@ -30,8 +32,10 @@ from transformers import LlamaConfig
 
 from ratel_cli.planning.placement import Overlap
 
-Contestant = Literal["plain", "plain-kept", "ratel", "ratel-kept"]
+Contestant = Literal["plain", "plain-kept", "ratel", "ratel-kept", "zero", "zero-optimizer"]
 CONTESTANTS: tuple[Contestant, ...] = get_args(Contestant)
+REQUIRED = tuple(name for name in CONTESTANTS if not name.startswith("zero"))
+"""What they need is there wherever Ratel is."""
 
 _MODEL = {"num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 32000}
 SHAPES: dict[str, dict[str, int]] = {
@@ -50,6 +54,14 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "vocab_size": 512,
+    },
+    "small": {
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "vocab_size": 8192,
     },
     "0.35b": {**_MODEL, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24},
     "1b": {
@@ -159,11 +171,13 @@ def task_of(arguments: argparse.Namespace, contestant: Contestant, *, overlap: O
 
 def run_process(task: Task) -> Measured:
     """One contestant in a process of its own."""
-    module = "contestant_plain" if task.contestant.startswith("plain") else "contestant_ratel"
-    command = [sys.executable, "-m", f"scripts.{module}", json.dumps(asdict(task))]
+    system = task.contestant.partition("-")[0]
+    command = [sys.executable, "-m", f"scripts.contestant_{system}", json.dumps(asdict(task))]
     root = Path(__file__).parents[1]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=root).stdout
-    return Measured(**json.loads(output.splitlines()[-1]))
+    finished = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, cwd=root)
+    if finished.returncode != 0:
+        sys.exit(f"{task.contestant} ended with {finished.returncode}")
+    return Measured(**json.loads(finished.stdout.splitlines()[-1]))
 
 
 def run_as(contestant: Callable[[Task], Measured]) -> None:

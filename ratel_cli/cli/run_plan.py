@@ -9,8 +9,10 @@ Invariant: every plan fits into what the first one was allowed.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from ratel_cli.cli.inputs import Inputs
 from ratel_cli.cli.run_settings import decisions_of, state_bytes, workload_of
@@ -132,21 +134,26 @@ def estimated_profile(planner: Planner, inputs: Inputs) -> ModelProfile:
 
 
 def _block_seconds(spans: Sequence[Span], *, num_cores: int | None) -> Mapping[int, BlockSeconds]:
-    """What each block computed. Where the CPU does, the optimizer's thread had a core of it meanwhile."""
-    computing: dict[tuple[int, str], float] = {}
+    """What each block computed. Where the CPU does, the optimizer's thread had a core of it meanwhile.
+
+    Micro-batches count by their median: the first one of a run meets code and memory that no step after it finds cold.
+    """
+    alike: dict[tuple[int, str, str], list[float]] = {}
     for span in spans:
         if span.resource == "compute":
-            key = span.block, span.stage
-            computing[key] = computing.get(key, 0.0) + span.end - span.start
-    backward_seconds = sum(seconds for (_, stage), seconds in computing.items() if stage == "backward")
+            alike.setdefault((span.block, span.stage, span.label), []).append(span.end - span.start)
+    computing: dict[tuple[int, str], float] = defaultdict(float)
+    for (block, stage, _), seconds in alike.items():
+        computing[block, stage] += len(seconds) * median(seconds)
     shared = 0.0
     if num_cores is not None:
+        backward_seconds = sum(seconds for (_, stage), seconds in computing.items() if stage == "backward")
         optimizing = sum(span.end - span.start for span in spans if span.resource == "optimizer")
         shared = min(0.5, optimizing / num_cores / max(backward_seconds, 1e-9))
     return {
         block: BlockSeconds(
-            forward=computing.get((block, "forward"), 0.0),
-            backward=(1 - shared) * computing.get((block, "backward"), 0.0),
+            forward=computing[block, "forward"],
+            backward=(1 - shared) * computing[block, "backward"],
         )
         for block in {block for block, _ in computing}
     }

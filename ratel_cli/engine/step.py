@@ -262,30 +262,31 @@ class StepEngine:
                 if tied is not None and contribution[-1] is not None:
                     tied.rows.add_head(contribution[-1])
 
-            with self._tied_embedding() as tied_weight, self._computing(block, "backward"):
+            with self._tied_embedding() as tied_weight:
                 parameters = (*weights.parameters, *tied_weight)
                 for position, batch in enumerate(state.batches):
-                    self._seed_draws(state, block.index, position)
-                    leaf = hidden[position].requires_grad_()
-                    finished = self._drive.finish(leaf, batch.input_ids, batch.position_ids)
-                    loss, gradient = loss_and_gradients(
-                        self._drive,
-                        finished,
-                        batch.targets,
-                        parameters,
-                        take,
-                        chunk_tokens=self._chunk_tokens,
-                        num_targets=state.num_targets,
-                        loss_scale=state.loss_scale,
-                    )
-                    first, *others = torch.autograd.grad(
-                        last_hidden_state(finished), (leaf, *parameters), gradient, allow_unused=True
-                    )
-                    take(others)
-                    if tied is not None:
-                        tied.rows.end_micro_batch()
-                    total += loss
-                    gradients.append(first)
+                    with self._computing(block, "backward"):
+                        self._seed_draws(state, block.index, position)
+                        leaf = hidden[position].requires_grad_()
+                        finished = self._drive.finish(leaf, batch.input_ids, batch.position_ids)
+                        loss, gradient = loss_and_gradients(
+                            self._drive,
+                            finished,
+                            batch.targets,
+                            parameters,
+                            take,
+                            chunk_tokens=self._chunk_tokens,
+                            num_targets=state.num_targets,
+                            loss_scale=state.loss_scale,
+                        )
+                        first, *others = torch.autograd.grad(
+                            last_hidden_state(finished), (leaf, *parameters), gradient, allow_unused=True
+                        )
+                        take(others)
+                        if tied is not None:
+                            tied.rows.end_micro_batch()
+                        total += loss
+                        gradients.append(first)
                 del parameters, finished, others
             if not begun_early:
                 begin_updates()

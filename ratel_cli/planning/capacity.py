@@ -34,7 +34,7 @@ below the estimate, process not counted (2-core Xeon, 2026-11, before anything o
 _CHUNK_LOGITS_BYTES = 64 * MIB
 _LOGITS_COPIES = 4
 """Logits in fp32 and in the compute dtype, their softmax and their gradient (engine.loss)."""
-_GROUP_ELEMENTS = 1 << 21
+GROUP_ELEMENTS = 1 << 21
 _NUM_GROUPS = 3
 """Of the optimizer (engine.pipeline): one is read, one updated, one written."""
 
@@ -161,7 +161,7 @@ class _Step:
         tokens = workload.micro_batch_tokens
         self._activation_bytes = [block_activation_bytes(spec, block, state, tokens=tokens) for block in spec.blocks]
         largest = max(block.num_elements for block in spec.blocks)
-        self._group_bytes = _NUM_GROUPS * state.record * min(_GROUP_ELEMENTS, largest)
+        self._group_bytes = _NUM_GROUPS * state.record * min(GROUP_ELEMENTS, largest)
         # The head's part of a tied embedding's gradient waits, in fp32, for the embedding's own.
         # So do, in the compute dtype, its rows of the step's distinct tokens, once for each micro-batch.
         self._tied_bytes = 0

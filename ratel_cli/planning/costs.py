@@ -13,7 +13,8 @@ decides:
 
 Where the CPU computes, the optimizer's thread and copies take a core's share of its time. What does not run ahead
 does not overlap either: without prefetch the weights, without pending updates the optimizer, stand in computing's
-way. Left out: how a stage fills and drains.
+way; what was put aside never does. Backward's updates begin with the first gradient and end after the last
+(`_Edges`); how a stage fills and drains is left out otherwise.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Literal
 from ratel_cli.hardware.spec import HardwareProfile, Nvme
 from ratel_cli.model.spec import BlockSpec, ModelSpec
 from ratel_cli.planning.activations import Aside
+from ratel_cli.planning.capacity import GROUP_ELEMENTS
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Overlap, Placement, Stage
 from ratel_cli.planning.traffic import Traffic
@@ -43,6 +45,8 @@ class ComputeSeconds:
     """Embedding and layers."""
     backward: float
     """Head, layers and embedding, with everything but layers' inputs recomputed."""
+    head: float
+    """Of that, what comes before the first gradient."""
     is_measured: bool
 
 
@@ -114,11 +118,14 @@ def compute_seconds(profile: ModelProfile, workload: Workload, hardware: Hardwar
         backward += outside / 2 + head
     else:
         rate = hardware.gpu.flops_per_second
-        forward = sum(layer.flops_forward for layer in layers) / rate
-        backward = 2 * forward + (sum(layer.flops_recomputed for layer in layers) + 3 * profile.flops_head) / rate
+        forward, head = sum(layer.flops_forward for layer in layers) / rate, 3 * profile.flops_head / rate
+        backward = 2 * forward + sum(layer.flops_recomputed for layer in layers) / rate + head
     number = workload.num_micro_batches
     return ComputeSeconds(
-        forward=number * forward, backward=number * backward, is_measured=profile.source == "recorded"
+        forward=number * forward,
+        backward=number * backward,
+        head=number * head,
+        is_measured=profile.source == "recorded",
     )
 
 
@@ -144,37 +151,101 @@ def overlapped_step(
     weight_bytes, gradient_bytes = elements * state.compute, elements * state.gradient
     reads_ahead = placement.prefetch_blocks > 0
     stages = _Stages(hardware, overlap, adamw_threads=placement.adamw_threads)
+    forward = stages.time(
+        compute=compute.forward,
+        up_bytes=weight_bytes,
+        down_bytes=aside.total_bytes,
+        read_bytes=traffic.forward_read_bytes,
+        written_bytes=traffic.forward_written_bytes,
+        aside_written_bytes=aside.written_bytes,
+        num_updated=updated["forward"],
+        runs_ahead=reads_ahead,
+    )
+    backward_seconds = max(0.0, compute.backward - not_recomputed_seconds)
     return StepTime(
-        forward=stages.time(
-            compute=compute.forward,
-            up_bytes=weight_bytes,
-            down_bytes=aside.total_bytes,
-            copied_bytes=aside.written_bytes,
-            read_bytes=traffic.forward_read_bytes,
-            written_bytes=traffic.forward_written_bytes,
-            num_updated=updated["forward"],
-            runs_ahead=reads_ahead,
-        ),
+        forward=forward,
         backward=stages.time(
-            compute=max(0.0, compute.backward - not_recomputed_seconds),
+            compute=backward_seconds,
             up_bytes=weight_bytes + aside.total_bytes,
             down_bytes=gradient_bytes,
-            copied_bytes=0,
             read_bytes=traffic.backward_read_bytes,
             written_bytes=traffic.backward_written_bytes,
+            aside_read_bytes=aside.read_bytes,
             num_updated=updated["backward"],
             runs_ahead=reads_ahead and (placement.pending_updates > 0 or updated["backward"] == 0),
+            edges=_edges(
+                spec,
+                state,
+                placement,
+                hardware.nvme,
+                head_seconds=compute.head,
+                backward_seconds=backward_seconds,
+                spare_seconds=forward.total - forward.nvme,
+            )
+            if updated["backward"]
+            else _NO_EDGES,
         ),
         update=stages.time(
             compute=0.0,
             up_bytes=0,
             down_bytes=0,
-            copied_bytes=0,
             read_bytes=traffic.update_read_bytes,
             written_bytes=traffic.update_written_bytes,
             num_updated=updated["update"],
             runs_ahead=reads_ahead,
         ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Edges:
+    """How updates lie to the stage that they are beneath: they begin later, and end later."""
+
+    begin: float = 0.0
+    """Seconds of computing before the first gradient."""
+    rest: float = 0.0
+    """Seconds after the last gradient, the embedding's, before the next step can begin with it."""
+    drained_bytes: int = 0
+    """What may be written beneath the next forward instead, if the embedding stays in memory."""
+    drained_seconds: float = 0.0
+    """And how long, at most: forward has so much to spare."""
+
+
+_NO_EDGES = _Edges()
+
+
+def _edges(
+    spec: ModelSpec,
+    state: StateBytes,
+    placement: Placement,
+    nvme: Nvme,
+    *,
+    head_seconds: float,
+    backward_seconds: float,
+    spare_seconds: float,
+) -> _Edges:
+    """Of backward, when blocks are updated beneath it.
+
+    The optimizer has buffers for three groups (engine/pipeline.py): two of the embedding's may be read before
+    its gradient is there, and two be written when all is updated.
+    """
+    first, ahead = spec.blocks[0], 2 * GROUP_ELEMENTS
+    stays = first.index in placement.resident_weights
+    beyond = max(0, first.num_elements - ahead)
+    read = 0 if first.index in placement.resident_states else beyond
+    pending = sum(block.num_elements for block in spec.blocks[: placement.pending_updates])
+    deferred_share = len(placement.deferred) / max(1, len(spec.blocks) - 2)
+    return _Edges(
+        begin=head_seconds + deferred_share * max(0.0, backward_seconds - head_seconds),
+        rest=sum(
+            nvme_seconds(
+                nvme,
+                read * (state.record - state.compute),
+                (beyond if stays else first.num_elements) * state.record,
+            )
+        ),
+        drained_bytes=min(pending, ahead) * state.record if stays else 0,
+        drained_seconds=spare_seconds,
     )
 
 
@@ -192,32 +263,41 @@ class _Stages:
         compute: float,
         up_bytes: int,
         down_bytes: int,
-        copied_bytes: int,
         read_bytes: int,
         written_bytes: int,
         num_updated: int,
         runs_ahead: bool,
+        aside_read_bytes: int = 0,
+        aside_written_bytes: int = 0,
+        edges: _Edges = _NO_EDGES,
     ) -> StageTime:
-        """`copied_bytes` are packed into buffers by the compute thread, where the CPU computes."""
-        host, nvme, link = self._hardware.host, self._hardware.nvme, self._hardware.link
+        """Of the bytes read and written, `aside_*` are spilled activations: they run ahead in any case.
+
+        Those written are packed into buffers by the compute thread, where the CPU computes.
+        """
+        host, link = self._hardware.host, self._hardware.link
         optimizer = num_updated / (host.adam_parameters_per_second * self._adamw_threads)
         memory_rate = host.memory_bytes_per_second or math.inf
         if link is None:
             up = down = 0.0
-            linked_bytes = 2 * copied_bytes
+            linked_bytes = 2 * aside_written_bytes
             shared = optimizer * self._adamw_threads / host.num_cores if compute else 0.0
-            compute += shared + copied_bytes / memory_rate
+            compute += shared + aside_written_bytes / memory_rate
         else:
             up, down = up_bytes / link.to_gpu_bytes_per_second, down_bytes / link.from_gpu_bytes_per_second
             linked_bytes = up_bytes + down_bytes
         moved_bytes = read_bytes + written_bytes + linked_bytes + _ADAMW_MEMORY_BYTES * num_updated
         memory = moved_bytes / memory_rate
-        if self._is_serial:
-            read, write = read_bytes / nvme.read_bytes_per_second, written_bytes / nvme.write_bytes_per_second
-            beside = max(read + optimizer + write, up, down, memory)
+        read, write = self._nvme(read_bytes, written_bytes)
+        others = max(up, down, memory)
+        if runs_ahead:
+            drained = (read + write) * edges.drained_bytes / max(1, read_bytes + written_bytes)
+            updating = self._updating(read + write - min(drained, edges.drained_seconds), optimizer)
+            total = max(compute + edges.rest, edges.begin + updating, others)
         else:
-            read, write = nvme_seconds(nvme, read_bytes, written_bytes)
-            beside = max(read + write, optimizer, up, down, memory)
+            stored = sum(self._nvme(read_bytes - aside_read_bytes, written_bytes - aside_written_bytes))
+            beside = max(self._updating(read + write, optimizer), others)
+            total = max(compute + max(self._updating(stored, optimizer), others), beside)
         return StageTime(
             compute=compute,
             up=up,
@@ -226,8 +306,17 @@ class _Stages:
             nvme_write=write,
             optimizer=optimizer,
             memory=memory,
-            total=max(compute, beside) if runs_ahead else compute + beside,
+            total=total,
         )
+
+    def _nvme(self, read_bytes: int, written_bytes: int) -> tuple[float, float]:
+        nvme = self._hardware.nvme
+        if self._is_serial:
+            return read_bytes / nvme.read_bytes_per_second, written_bytes / nvme.write_bytes_per_second
+        return nvme_seconds(nvme, read_bytes, written_bytes)
+
+    def _updating(self, nvme: float, optimizer: float) -> float:
+        return nvme + optimizer if self._is_serial else max(nvme, optimizer)
 
 
 def nvme_seconds(nvme: Nvme, read_bytes: int, written_bytes: int) -> tuple[float, float]:

@@ -268,6 +268,6 @@ def test_a_model_of_one_billion_parameters_fits_where_it_must() -> None:
 
 
 def test_its_constants_are_those_of_the_engine() -> None:
-    assert capacity._GROUP_ELEMENTS == GROUP_ELEMENTS
+    assert capacity.GROUP_ELEMENTS == GROUP_ELEMENTS
     for vocab_size in (1, 4096, 262144, 10_000_000):
         assert tokens_per_chunk(vocab_size) == max(16, capacity._CHUNK_LOGITS_BYTES // (4 * vocab_size))

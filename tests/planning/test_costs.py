@@ -28,7 +28,7 @@ from tests.planning.shapes import BFLOAT16, WORKLOAD, gpt, machine
 SPEC = gpt()
 ELEMENTS = sum(block.num_elements for block in SPEC.blocks)
 DEEP = Placement(prefetch_blocks=2, pending_updates=2)
-COMPUTE = ComputeSeconds(forward=0.5, backward=1.25, is_measured=False)
+COMPUTE = ComputeSeconds(forward=0.5, backward=1.25, head=0.0, is_measured=False)
 NOTHING_ASIDE = put_aside([0], num_micro_batches=1, spilled_units=0)
 SPILLED = put_aside([40_960, 40_960, 8192], num_micro_batches=3, spilled_units=6)
 SLOW = (
@@ -90,6 +90,7 @@ def test_computing_is_estimated_from_flops() -> None:
     assert found == ComputeSeconds(
         forward=pytest.approx(3 * 310 / 10),
         backward=pytest.approx(3 * (2 * 310 + 207 + 3 * 1000) / 10),
+        head=pytest.approx(3 * 3 * 1000 / 10),
         is_measured=False,
     )
 
@@ -98,7 +99,7 @@ def test_computing_is_as_long_as_it_was_measured() -> None:
     kind = replace(layer(), forward_seconds=3.0, recomputed_seconds=2.0, backward_seconds=5.0)
     profile = replace(model(kind, layers=(0, 0)), source="recorded", embedding_seconds=0.5, head_seconds=11.0)
     found = compute_seconds(profile, WORKLOAD, machine())
-    assert found == ComputeSeconds(forward=3 * 6.25, backward=3 * (14 + 0.25 + 11), is_measured=True)
+    assert found == ComputeSeconds(forward=3 * 6.25, backward=3 * (14 + 0.25 + 11), head=3 * 11, is_measured=True)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,8 @@ def test_naive_updates_are_a_sum_beneath_computing(slow: str) -> None:
     optimized, naive = step_time(hardware), step_time(hardware, overlap="naive")
     backward, traffic = naive.backward, traffic_of()
     chain = backward.nvme_read + backward.optimizer + backward.nvme_write
-    assert backward.total == max(backward.compute, chain, backward.up, backward.down, backward.memory)
+    longest_seconds = max(backward.compute, chain, backward.up, backward.down, backward.memory)
+    assert backward.total == pytest.approx(longest_seconds, rel=1e-6)  # and the embedding, which is written last
     assert backward.nvme_read == traffic.backward_read_bytes / hardware.nvme.read_bytes_per_second
     assert backward.nvme_write == traffic.backward_written_bytes / hardware.nvme.write_bytes_per_second
     assert naive.total >= optimized.total
@@ -232,6 +234,38 @@ def test_a_separate_update_comes_on_top(slow: str) -> None:
     assert time.backward.total == longest(time.backward)
     assert time.total == time.forward.total + time.backward.total + time.update.total
     assert time.total >= step_time(hardware).total
+
+
+def test_updates_begin_with_the_first_gradient() -> None:
+    """Where the drive decides, what it waits for comes on top: the head, and layers whose update is deferred."""
+    slow = machine_with("write_bytes_per_second", 1e5)
+    headed = replace(COMPUTE, head=0.25)
+    plain = step_time(slow)
+    assert step_time(slow, compute=headed).total == pytest.approx(plain.total + 0.25)
+    deferred = replace(DEEP, deferred=frozenset(range(len(SPEC.blocks) - 1, len(SPEC.blocks))))
+    later = step_time(slow, compute=headed, placement=deferred).backward
+    assert later.total == pytest.approx(later.nvme + 0.25 + 1 / (len(SPEC.blocks) - 2))
+
+
+def test_the_next_step_waits_for_an_embedding_that_does_not_stay() -> None:
+    slow = machine_with("write_bytes_per_second", 1e7)
+    embedding = 12 * SPEC.blocks[0].num_elements / 1e7
+    backward = step_time(slow, compute=replace(COMPUTE, backward=1000.0)).backward
+    assert backward.total == pytest.approx(1000 + embedding)
+    stays = replace(DEEP, resident_weights=frozenset({0}))
+    assert step_time(slow, compute=replace(COMPUTE, backward=1000.0), placement=stays).backward.total == 1000
+
+
+@pytest.mark.parametrize("spare", [0.0, 0.001, 1e9])
+def test_pending_updates_end_beneath_the_next_forward(spare: float) -> None:
+    """If it has time to spare, and its first block need not be read."""
+    slow = machine_with("write_bytes_per_second", 1e7)
+    placement = replace(DEEP, resident_weights=frozenset({0}))
+    time = step_time(slow, compute=replace(COMPUTE, forward=spare, backward=0.0), placement=placement)
+    traffic = traffic_of(placement)
+    moved_bytes = traffic.backward_read_bytes + traffic.backward_written_bytes
+    pending = 12 * sum(block.num_elements for block in SPEC.blocks[:2]) / moved_bytes * time.backward.nvme
+    assert time.backward.total == pytest.approx(time.backward.nvme - min(spare, pending), rel=1e-5)
 
 
 @pytest.mark.parametrize("overlap", ["optimized", "naive"])
