@@ -37,11 +37,11 @@ from ratel_cli.movement.queue import IoQueue, open_queue
 from ratel_cli.movement.records import record_layout
 from ratel_cli.movement.scratch import Scratch
 from ratel_cli.movement.store import Progress, Store, StoreIdentity
-from ratel_cli.planning.analytic import analytic_profile
+from ratel_cli.planning.estimate.analytic import analytic_profile
+from ratel_cli.planning.estimate.shapes import traits_from_config
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Activations
 from ratel_cli.planning.plan import Decisions, Plan
-from ratel_cli.planning.shapes import traits_from_config
 from ratel_cli.planning.workload import StateBytes, Workload
 from scripts.contestants import LEARNING_RATE, Batch, Task, config_of
 

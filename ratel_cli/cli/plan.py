@@ -18,8 +18,8 @@ from ratel_cli.cli.plan_questions import Questions, answers
 from ratel_cli.cli.plan_table import advice_lines, forecast_rows, swap_lines
 from ratel_cli.config.load import load_config
 from ratel_cli.errors import DoesNotFit
-from ratel_cli.planning.advice import Advice, advise
-from ratel_cli.planning.forecast import Forecast, Forecaster, Setting
+from ratel_cli.planning.forecasts.advice import Advice, advise
+from ratel_cli.planning.forecasts.forecast import Forecast, Forecaster, Setting
 from ratel_cli.runlog import RunLog
 from ratel_cli.units import format_bytes
 

@@ -22,19 +22,19 @@ from ratel_cli.config.source import read_file
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.analytic import analytic_profile
-from ratel_cli.planning.forecast import Forecaster, Setting
-from ratel_cli.planning.largest import with_layers
-from ratel_cli.planning.paper import PaperShape
-from ratel_cli.planning.paper_forecast import PaperForecaster
-from ratel_cli.planning.ratel_forecast import RatelForecaster
-from ratel_cli.planning.shapes import (
+from ratel_cli.planning.estimate.analytic import analytic_profile
+from ratel_cli.planning.estimate.shapes import (
     LayerTraits,
     is_estimated,
     spec_from_config,
     spec_from_shape,
     traits_from_config,
 )
+from ratel_cli.planning.forecasts.forecast import Forecaster, Setting
+from ratel_cli.planning.forecasts.paper_forecast import PaperForecaster
+from ratel_cli.planning.forecasts.ratel_forecast import RatelForecaster
+from ratel_cli.planning.papers.largest import with_layers
+from ratel_cli.planning.papers.paper import PaperShape
 from ratel_cli.runlog import RunLog
 from ratel_cli.units import MIB
 

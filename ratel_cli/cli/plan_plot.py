@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.planning.forecast import Forecast
+from ratel_cli.planning.forecasts.forecast import Forecast
 from ratel_cli.units import GIB, MIB, format_bytes
 
 _SUFFIXES = (".svg", ".png")

@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, replace
 
 from ratel_cli.cli.plan_table import aligned
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.planning.advice import with_drives
-from ratel_cli.planning.forecast import Forecast, Forecaster
-from ratel_cli.planning.largest import Tiers, largest, paper_models
-from ratel_cli.planning.peers import flash_neuron_parameters
-from ratel_cli.planning.prefix import Point
-from ratel_cli.planning.prices import server_dollars, tokens_per_second_per_thousand_dollars
-from ratel_cli.planning.strategies import Outcome, compare
+from ratel_cli.planning.forecasts.advice import with_drives
+from ratel_cli.planning.forecasts.forecast import Forecast, Forecaster
+from ratel_cli.planning.papers.largest import Tiers, largest, paper_models
+from ratel_cli.planning.papers.peers import flash_neuron_parameters
+from ratel_cli.planning.papers.prefix import Point
+from ratel_cli.planning.papers.prices import server_dollars, tokens_per_second_per_thousand_dollars
+from ratel_cli.planning.papers.strategies import Outcome, compare
 from ratel_cli.units import format_bytes, format_count, format_seconds
 
 _DRIVE_COUNTS = (1, 2, 3, 6, 12)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ratel_cli.planning.advice import Advice
-from ratel_cli.planning.forecast import Forecast, Stage, Tier
+from ratel_cli.planning.forecasts.advice import Advice
+from ratel_cli.planning.forecasts.forecast import Forecast, Stage, Tier
 from ratel_cli.planning.plan import SwappedOperator
 from ratel_cli.units import GIB, format_bytes, format_count, format_seconds
 

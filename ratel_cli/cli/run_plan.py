@@ -30,12 +30,12 @@ from ratel_cli.movement.buffers import BufferPool
 from ratel_cli.movement.files import nearest_existing
 from ratel_cli.movement.queue import IoQueue
 from ratel_cli.movement.store import Store
-from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.costs import head_flops
+from ratel_cli.planning.estimate.analytic import analytic_profile
+from ratel_cli.planning.estimate.shapes import traits_from_config
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Decisions, Plan, make_plan
 from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
-from ratel_cli.planning.shapes import traits_from_config
 from ratel_cli.planning.workload import StateBytes, Workload
 from ratel_cli.runlog import RunLog
 from ratel_cli.units import align_up

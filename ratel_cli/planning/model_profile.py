@@ -1,6 +1,6 @@
 """What a model's layers cost, operator by operator: recorded in a step that swaps nothing, or estimated from shapes.
 
-`planning.analytic` estimates one, `planning.recorded` makes one from what the engine noted; `planning.swap` chooses
+`estimate.analytic` estimates one, `recorded` makes one from what the engine noted; `swap` chooses
 from it what to swap. Pure. All numbers are for one micro-batch, and layers that are alike share one profile.
 
 Invariant: a layer's candidates come with the greatest benefit first; what each saves is counted with those

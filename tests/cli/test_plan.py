@@ -20,7 +20,7 @@ from ratel_cli.cli.profile_cache import cache_file
 from ratel_cli.cli.subject import subject_of
 from ratel_cli.config.load import load_config
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.planning.analytic import analytic_profile
+from ratel_cli.planning.estimate.analytic import analytic_profile
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.runlog import RunLog
 from ratel_cli.units import GIB

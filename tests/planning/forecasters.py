@@ -6,16 +6,16 @@ from pathlib import Path
 
 from ratel_cli.cli.hardware_file import load_hardware
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.planning.analytic import analytic_profile
-from ratel_cli.planning.forecast import Setting
-from ratel_cli.planning.paper_forecast import PaperForecaster
+from ratel_cli.planning.estimate.analytic import analytic_profile
+from ratel_cli.planning.estimate.shapes import LayerTraits, spec_from_shape
+from ratel_cli.planning.forecasts.forecast import Setting
+from ratel_cli.planning.forecasts.paper_forecast import PaperForecaster
+from ratel_cli.planning.forecasts.ratel_forecast import RatelForecaster
 from ratel_cli.planning.placement import Activations, Overlap
 from ratel_cli.planning.plan import Decisions
-from ratel_cli.planning.ratel_forecast import RatelForecaster
-from ratel_cli.planning.shapes import LayerTraits, spec_from_shape
 from ratel_cli.planning.workload import Workload
 from ratel_cli.units import GIB
-from tests.planning.paper_profiles import paper_shape
+from tests.planning.papers.paper_profiles import paper_shape
 from tests.planning.shapes import BFLOAT16
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -1,0 +1,137 @@
+"""The search for the swap set: block inputs pinned, all else by benefit, the step's time over every prefix.
+
+Any cost model that gives `Equations` can be searched: `planning.papers.paper` has those of the paper. Used by
+`planning.papers.strategies`, which holds the result against what other systems would do. Pure.
+
+The paper's Algorithm 1 stops at the first prefix that is slower, compares the size of the set with that of the
+block inputs where it means the inputs themselves, and can return less than them. Here the inputs are in the set
+before the search begins, every prefix is tried, and the least is taken.
+
+Invariant: `Search.points` has one point more than there are elements (an element is one operator in one block), in
+the order of bytes swapped; the time over it is convex if the equations are (Theorems 1 to 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+Case = Literal[1, 2, 3]
+"""Of section IV-D. 1: swapping never helps; 2: all that costs FLOPs is swapped; 3: the optimum lies between."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """An operator whose outputs may be swapped out in forward and fetched in backward, in place of running again."""
+
+    name: str
+    blocks: tuple[int, ...]
+    """Which have it; in a swap set, in which it is swapped."""
+    num_bytes: int
+    """Of its output in one block; more than 0."""
+    flops: int
+    """To run it again in one block."""
+
+    @property
+    def benefit(self) -> float:
+        """Eq. 6: FLOPs saved per byte swapped."""
+        return self.flops / self.num_bytes
+
+
+class Equations(Protocol):
+    """A cost model of one model on one machine."""
+
+    @property
+    def operators(self) -> Sequence[Operator]:
+        """All but the block inputs, in forward order."""
+
+    @property
+    def inter_block_bytes(self) -> int:
+        """The block inputs: always swapped."""
+
+    @property
+    def host_room_bytes(self) -> int:
+        """What main memory has for activations; the rest is spilled to NVMe."""
+
+    def seconds(self, *, swapped_bytes: int, spilled_bytes: int, recomputed_flops: int) -> float:
+        """Of one step."""
+
+    def without_states(self) -> Equations:
+        """The same, as if the model states lay in the GPU and moved nowhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A swap set by its size, and the step that follows from it."""
+
+    swapped_bytes: int
+    """Block inputs included."""
+    spilled_bytes: int
+    recomputed_flops: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """Every prefix, and the least."""
+
+    operators: tuple[Operator, ...]
+    """The greatest benefit first."""
+    points: tuple[Point, ...]
+    """After 0, 1, 2, ... elements."""
+
+    def least(self, *, limit_bytes: int | None = None) -> int:
+        """How many elements to swap; the fewest among equals. At most `limit_bytes` are swapped, but for the inputs."""
+        allowed = [
+            count
+            for count, point in enumerate(self.points)
+            if not count or limit_bytes is None or point.swapped_bytes <= limit_bytes
+        ]
+        return min(allowed, key=lambda count: self.points[count].seconds)
+
+    def swapped(self, count: int) -> tuple[Operator, ...]:
+        """The first `count` elements, as operators with the blocks in which they are swapped."""
+        taken = []
+        for operator in self.operators:
+            blocks = operator.blocks[:count]
+            count -= len(blocks)
+            if blocks:
+                taken.append(replace(operator, blocks=blocks))
+        return tuple(taken)
+
+    @property
+    def case(self) -> Case:
+        """Of the least. Outputs that cost no FLOPs never help, so that case 2 is to recompute none."""
+        count = self.least()
+        if not count:
+            return 1
+        return 3 if self.points[count].recomputed_flops else 2
+
+
+def search(equations: Equations, *, host_room_bytes: int | None = None) -> Search:
+    """Evaluate every prefix, with another room in main memory than the equations' if one is given."""
+    operators = tuple(sorted(equations.operators, key=lambda operator: -operator.benefit))
+    room_bytes = equations.host_room_bytes if host_room_bytes is None else host_room_bytes
+    swapped_bytes = equations.inter_block_bytes
+    recomputed_flops = sum(operator.flops * len(operator.blocks) for operator in operators)
+    points = [evaluate(equations, swapped_bytes, recomputed_flops, host_room_bytes=room_bytes)]
+    for operator in operators:
+        for _ in operator.blocks:
+            swapped_bytes += operator.num_bytes
+            recomputed_flops -= operator.flops
+            points.append(evaluate(equations, swapped_bytes, recomputed_flops, host_room_bytes=room_bytes))
+    return Search(operators=operators, points=tuple(points))
+
+
+def evaluate(equations: Equations, swapped_bytes: int, recomputed_flops: int, *, host_room_bytes: int) -> Point:
+    """Main memory takes what it has room for, NVMe the rest: Eq. 3, which the paper prints without the maximum."""
+    spilled_bytes = max(0, swapped_bytes - host_room_bytes)
+    return Point(
+        swapped_bytes=swapped_bytes,
+        spilled_bytes=spilled_bytes,
+        recomputed_flops=recomputed_flops,
+        seconds=equations.seconds(
+            swapped_bytes=swapped_bytes, spilled_bytes=spilled_bytes, recomputed_flops=recomputed_flops
+        ),
+    )

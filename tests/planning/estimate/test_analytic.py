@@ -1,0 +1,180 @@
+"""Estimated costs of a layer, against what torch counts when a real one runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ratel_cli.engine.tape import Recorder, Replayer
+from ratel_cli.model.blocks import find_blocks
+from ratel_cli.model.dispatch import Operator
+from ratel_cli.model.skeleton import build_skeleton
+from ratel_cli.model.spec import DtypeName
+from ratel_cli.planning.estimate.analytic import analytic_profile
+from ratel_cli.planning.estimate.shapes import LayerTraits, spec_from_config, spec_from_shape, traits_from_config
+from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
+from ratel_cli.planning.workload import StateBytes
+from tests.engine.architectures import VOCAB_SIZE, tiny_config
+from tests.planning.shapes import BFLOAT16, FLOAT32
+
+ROWS, SEQUENCE_LEN = 2, 48
+TOKENS = ROWS * SEQUENCE_LEN
+WIDER: dict[str, dict[str, object]] = {
+    "llama": {"hidden_size": 128, "intermediate_size": 352},
+    "qwen3": {"hidden_size": 128, "intermediate_size": 352, "head_dim": 32},
+    "gemma2": {"hidden_size": 128, "intermediate_size": 352, "head_dim": 32},
+    "gpt2": {"n_embd": 128, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
+    "phi3": {"hidden_size": 128, "intermediate_size": 352},
+    "mixtral": {"hidden_size": 128, "intermediate_size": 352},
+    "gpt_oss": {"hidden_size": 128, "intermediate_size": 352, "head_dim": 32},
+}
+DENSE = ("llama", "qwen3", "gemma2", "gpt2", "phi3")
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+class Layer:
+    """The first layer of a real model on one micro-batch; `run` is its forward."""
+
+    def __init__(self, architecture: str, *, attention: str, dtype: DtypeName = "float32") -> None:
+        config = tiny_config(architecture, **WIDER[architecture])
+        config._experts_implementation = "eager"  # one product an expert; torch counts no others
+        self.config: dict[str, object] = config.to_dict()
+        model = find_blocks(build_skeleton(config, dtype=dtype, attn_implementation=attention), name="tiny")
+        torch.manual_seed(0)
+        ids = torch.randint(0, VOCAB_SIZE, (ROWS, SEQUENCE_LEN))
+        embedded = model.drive.embed(ids, torch.arange(SEQUENCE_LEN).repeat(ROWS, 1))
+        block = model.spec.blocks[1]
+        self.parameters = model.bind(block, torch.randn(block.num_elements).to(embedded.hidden.dtype) / 10)
+        hidden = torch.randn(embedded.hidden.shape).to(embedded.hidden.dtype).requires_grad_()
+        self.run: Callable[[], object] = lambda: model.drive.run_layer(0, hidden, embedded.calls[0])
+
+    def estimate(self, state: StateBytes = FLOAT32) -> LayerProfile:
+        return profile_of(self.config, state).profiles[0]
+
+
+class Counts(TorchDispatchMode):
+    """FLOPs of what runs, by torch's own formulas, and what every matrix product writes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.flops = 0
+        self.product_bytes: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Operator, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in flop_registry:
+            self.flops += flop_registry[func.overloadpacket](*args, **(kwargs or {}), out_val=result)
+        if func in PRODUCTS:
+            assert isinstance(result, torch.Tensor)
+            self.product_bytes.append(result.nbytes)
+        return result
+
+
+def profile_of(config: dict[str, object], state: StateBytes) -> ModelProfile:
+    return analytic_profile(
+        spec_from_config(config, name="tiny"),
+        state,
+        traits=traits_from_config(config),
+        micro_batch_tokens=TOKENS,
+        sequence_len=SEQUENCE_LEN,
+    )
+
+
+@pytest.mark.parametrize("architecture", WIDER)
+def test_forward_flops_are_those_that_torch_counts(architecture: str) -> None:
+    """Exactly, experts included: each token visits as many as the config says."""
+    layer = Layer(architecture, attention="eager")
+    with Counts() as counts:
+        layer.run()
+    assert layer.estimate().flops_forward == counts.flops
+
+
+@pytest.mark.parametrize("architecture", DENSE)
+def test_recomputed_flops_are_those_of_a_replay(architecture: str) -> None:
+    """Exactly: the tape leaves the last product out, unless a norm follows it (gemma2)."""
+    layer = Layer(architecture, attention="eager")
+    recorder = Recorder(layer.parameters)
+    with recorder.recording():
+        layer.run()
+    tape, _ = recorder.finish()
+    with Counts() as counts, Replayer(tape):
+        layer.run()
+    found = layer.estimate()
+    assert found.flops_recomputed == counts.flops
+    assert (found.flops_recomputed == found.flops_forward) == (architecture == "gemma2")
+
+
+@pytest.mark.parametrize("architecture", DENSE)
+@pytest.mark.parametrize(("dtype", "state"), [("float32", FLOAT32), ("bfloat16", BFLOAT16)])
+def test_candidates_are_the_outputs_of_the_products(architecture: str, dtype: DtypeName, state: StateBytes) -> None:
+    layer = Layer(architecture, attention="eager", dtype=dtype)
+    with Counts() as counts:
+        layer.run()
+    found = [c.num_bytes for c in layer.estimate(state).candidates if c.operator != "attention"]
+    if architecture != "gemma2":
+        del counts.product_bytes[-1]
+    assert sorted(found) == sorted(counts.product_bytes)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize(("dtype", "state"), [("float32", FLOAT32), ("bfloat16", BFLOAT16)])
+def test_saved_bytes_are_near_what_autograd_keeps(architecture: str, dtype: DtypeName, state: StateBytes) -> None:
+    layer = Layer(architecture, attention="sdpa", dtype=dtype)
+    recorder = Recorder(layer.parameters)
+    with recorder.recording():
+        layer.run()
+    assert 0.8 < layer.estimate(state).saved_bytes / recorder.saved_bytes < 1.25
+
+
+@pytest.mark.parametrize("architecture", WIDER)
+def test_candidates_fit_into_what_is_saved_and_come_by_benefit(architecture: str) -> None:
+    found = profile_of(tiny_config(architecture, **WIDER[architecture]).to_dict(), BFLOAT16).profiles[0]
+    assert found.input_bytes == TOKENS * 128 * 2
+    assert found.input_bytes + sum(candidate.num_bytes for candidate in found.candidates) <= found.saved_bytes
+    assert sum(candidate.flops for candidate in found.candidates) == found.flops_recomputed
+    benefits = [candidate.flops / candidate.num_bytes for candidate in found.candidates]
+    assert benefits == sorted(benefits, reverse=True)
+
+
+def test_a_gpt_has_the_papers_flops_and_benefits() -> None:
+    """papers.md section 3: 13B, 32 rows of 1024. What a byte saves is equal for projection, qkv and fc1."""
+    spec = spec_from_shape(name="13b", num_layers=40, hidden_size=5120, vocab_size=50257)
+    profile = analytic_profile(
+        spec,
+        BFLOAT16,
+        traits=LayerTraits(num_heads=40, head_dim=128),
+        micro_batch_tokens=32 * 1024,
+        sequence_len=1024,
+    )
+    assert profile.source == "analytic"
+    (layer,) = profile.profiles
+    assert profile.layers == (0,) * 40
+    assert 40 * layer.flops_forward + profile.flops_head == 868_984_962_416_640
+    assert 40 * layer.input_bytes == 13_421_772_800
+    assert [candidate.operator for candidate in layer.candidates] == ["qkv mm", "projection mm", "fc1 mm", "attention"]
+    benefits = {candidate.operator: candidate.flops / candidate.num_bytes for candidate in layer.candidates}
+    assert benefits["qkv mm"] == benefits["projection mm"] == benefits["fc1 mm"] == 5120
+    assert layer.flops_forward - layer.flops_recomputed == 8 * 32 * 1024 * 5120**2
+
+
+def test_layers_that_are_alike_share_a_profile() -> None:
+    config = tiny_config("qwen3_moe", mlp_only_layers=[1]).to_dict()
+    profile = profile_of(config, FLOAT32)
+    assert profile.layers == (0, 1, 0) and len(profile.profiles) == 2
+    operators = {candidate.operator for candidate in profile.profiles[0].candidates}
+    assert {"mlp.experts.gate_up_proj mm", "mlp.experts.down_proj mm", "self_attn.q_proj mm"} < operators
+    assert "mlp.down_proj mm" not in {candidate.operator for candidate in profile.profiles[1].candidates}
+
+
+def test_nothing_is_measured() -> None:
+    profile = profile_of(tiny_config("llama").to_dict(), FLOAT32)
+    assert profile.embedding_seconds is None and profile.head_seconds is None
+    assert profile.profiles[0].forward_seconds is None and profile.profiles[0].candidates[0].seconds is None
+    assert {candidate.key for candidate in profile.profiles[0].candidates} == {""}
+    assert (profile.micro_batch_tokens, profile.sequence_len) == (TOKENS, SEQUENCE_LEN)
