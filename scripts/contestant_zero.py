@@ -36,6 +36,8 @@ _SUB_GROUP_ELEMENTS = 50_000_000
 """Updated at a time. The default of 10^9 would hold all states of a small model in memory at once."""
 _BUFFERS = 16
 """For parameters, each as large as the largest one. The default of 5 is less than a layer of Llama has matrices."""
+_UPDATE_BUFFERS = 12
+"""Weights, moments and gradient of three groups: read, updated, written at once. The default of 4 is for one group."""
 
 
 def run_zero(task: Task) -> Measured:
@@ -93,7 +95,7 @@ def _settings(task: Task, directory: Path, *, largest_elements: int) -> dict[str
     nvme = {"device": "nvme", "nvme_path": str(directory)}
     zero: dict[str, object] = {
         "stage": 3,
-        "offload_optimizer": {**nvme, "pipeline_read": True, "pipeline_write": True},
+        "offload_optimizer": {**nvme, "pipeline_read": True, "pipeline_write": True, "buffer_count": _UPDATE_BUFFERS},
         "sub_group_size": _SUB_GROUP_ELEMENTS,
     }
     if task.contestant == "zero":
