@@ -107,6 +107,7 @@ def _settings(task: Task, directory: Path, *, largest_elements: int) -> dict[str
         "gradient_accumulation_steps": task.micro_batches,
         "gradient_clipping": 1.0 if task.clip else 0.0,
         "bf16": {"enabled": True},
+        "aio": {"intra_op_parallelism": 4},
         "zero_optimization": zero,
     }
 
