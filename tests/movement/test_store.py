@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.movement.buffers import BufferPool
+from ratel_cli.movement.buffers import PAGE_BYTES, BufferPool
 from ratel_cli.movement.extents import StripeMap
 from ratel_cli.movement.geometry import HEADER_BYTES
 from ratel_cli.movement.lock import DATA_FILE_NAME
@@ -177,7 +177,7 @@ def test_a_step_moves_each_byte_once(tmp_path: Path, queue: IoQueue) -> None:
     with import_all(create_store(drives(tmp_path, 2), queue)) as store:
         before = queue.written_bytes
         run_step(store)
-        assert queue.written_bytes - before == store.slot_bytes == 12 * sum(BLOCK_ELEMENTS)
+        assert queue.written_bytes - before == store.slot_bytes == 12 * sum(BLOCK_ELEMENTS) + PAGE_BYTES
 
 
 def test_pins_keep_their_generation(tmp_path: Path, queue: IoQueue) -> None:
