@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ratel_cli import _native
 from ratel_cli.hardware.host import memory_bytes, processor_name
 from ratel_cli.units import GIB
 
 ROOT = Path(__file__).parents[1]
 NOTES = "## Notes"
+_SAID_BY_ALL = ("processor", "cpu", "core", "gen", "with", "graphics")
 PICTURE = "PICTURE"
 """As an argument: the SVG beside the file."""
 
@@ -60,14 +61,15 @@ def main() -> None:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
     for name in arguments.names or BENCHMARKS:
         (script, *given), smoke = BENCHMARKS[name]
-        path = arguments.results / f"{name}_{machine_name()}_{datetime.now(tz=UTC):%Y%m}.md"
+        path = arguments.results / f"{name}_{machine_name(processor_name())}_{datetime.now(tz=UTC):%Y%m}.md"
         write(path, name, [script, *given, *(smoke if arguments.smoke else ())])
         print(f"{name}: {path}", flush=True)
 
 
-def machine_name() -> str:
-    """Short, for file names."""
-    return f"{os.cpu_count()}core-{_native.active_isa()}"
+def machine_name(processor: str) -> str:
+    """Short, for file names: cores, and the words of the processor's name that tell it from others."""
+    words = re.findall(r"[a-z0-9]+", re.sub(r"\(\w+\)|@.*", "", processor.lower()))
+    return "-".join([f"{os.cpu_count()}core", *(word for word in words if word not in _SAID_BY_ALL)])
 
 
 def write(path: Path, name: str, command: list[str]) -> None:
