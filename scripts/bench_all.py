@@ -28,6 +28,7 @@ _SAID_BY_ALL = ("processor", "cpu", "core", "gen", "with", "graphics")
 PICTURE = "PICTURE"
 """As an argument: the SVG beside the file."""
 
+_FEW_TOKENS = ("--shape", "1b", "--tokens", "128", "--micro-batches", "1")
 _TINY = ("--shape", "tiny", "--tokens", "16", "--micro-batches", "1", "--steps", "3", "--rounds", "1")
 BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "io": (("bench_io",), ("--smoke",)),
@@ -35,8 +36,9 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "optimizer": (("bench_optimizer",), ("--parameters", "200000", "--rounds", "1")),
     "overlap": (("bench_overlap",), _TINY),
     "step": (("bench_step", "--host-memory-gib", "2.2"), _TINY),
+    "kept": (("bench_step", "--contestants", "plain-kept", "ratel"), _TINY),
     "nvme": (
-        ("bench_step", "--shape", "1b", "--micro-batches", "1", "--contestants", "ratel", "--host-memory-gib", "2.2"),
+        ("bench_step", *_FEW_TOKENS, "--contestants", "ratel", "--host-memory-gib", "2.2"),
         _TINY,
     ),
     "python": (("bench_step", "--shape", "narrow", "--tokens", "16", "--micro-batches", "16"), _TINY),
