@@ -28,10 +28,7 @@ from ratel_cli.movement.copies import FIELD_DTYPES, view_field
 from ratel_cli.movement.records import ComputeDtype
 from ratel_cli.units import align_up
 
-_TELLING, _TELLING_ROOT = 1.000680923461914, 1.000340461730957
-"""A value whose root the two ways round differently, and its root if rounded correctly."""
-
-SquareRoot = Literal["correct", "mkl_avx512"]
+SquareRoot = Literal["correct", "mkl_avx512", "mkl_sse"]
 
 
 class _Kernel(Protocol):
@@ -75,8 +72,15 @@ _KERNELS: dict[ComputeDtype, _Kernel] = {
 
 
 def square_root_of_torch() -> SquareRoot:
-    """How torch rounds square roots here: on some processors MKL's are 1 ulp low now and then (kernels/README.md)."""
-    return "correct" if float(torch.tensor([_TELLING]).sqrt()) == _TELLING_ROOT else "mkl_avx512"
+    """How torch rounds square roots here: on many processors MKL's are 1 ulp off now and then (kernels/README.md)."""
+    values = torch.arange(0x3F800000, 0x40800000, 4099, dtype=torch.int32).view(torch.float32)  # [1, 4)
+    kinds: tuple[SquareRoot, ...] = (_native.native_square_root(), "correct", "mkl_avx512")
+    for kind in kinds:
+        roots = values.clone()
+        _native.square_root(roots, square_root=kind)
+        if torch.equal(roots, values.sqrt()):
+            return kind
+    return "correct"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

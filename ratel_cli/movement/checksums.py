@@ -15,12 +15,13 @@ Invariant: a chunk passes only if it has the bytes that were sealed.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 from struct import Struct
 from typing import Final, Self
 
-import numpy
 import xxhash
 
 from ratel_cli.errors import IntegrityFailure
@@ -32,6 +33,7 @@ CHUNK_ELEMENTS: Final = 1 << 18
 """1 MiB of fp32, half of it in 16 bit; also `planning.traffic.CHUNK_ELEMENTS`, which may not import this."""
 
 _DIGEST_BYTES: Final = 8
+assert sys.byteorder == "little", "tables are stored as they lie in memory"
 _SEED: Final = Struct("<16sQIII")
 _HINT: Final = "go back to a kept generation with --resume STEP, or bring a snapshot back with `ratel restore`"
 
@@ -87,10 +89,8 @@ class ChunkTable:
         self._chunks = chunks
         self._store_id = store_id
         self._step = step
-        self._digests = numpy.zeros(chunks.num_places, dtype="<u8")
-        self._digests[0] = step
-        self._is_sealed = numpy.zeros(chunks.num_places, dtype=bool)
-        self._is_sealed[0] = True
+        self._digests = array("Q", [step]) + array("Q", [0]) * (chunks.num_places - 1)
+        self._is_sealed = bytearray([1]) + bytearray(chunks.num_places - 1)
 
     @classmethod
     def from_bytes(cls, chunks: ChunkMap, store_id: bytes, content: memoryview, root: str) -> Self:
@@ -98,22 +98,22 @@ class ChunkTable:
         found = _root(content)
         if found != root:
             raise IntegrityFailure(f"the table of checksums is damaged: its checksum is {found}, not {root}", _HINT)
-        digests = numpy.frombuffer(content, dtype="<u8", count=chunks.num_places).copy()
-        table = cls(chunks, store_id, int(digests[0]))
+        digests = array("Q", bytes(content[: _DIGEST_BYTES * chunks.num_places]))
+        table = cls(chunks, store_id, digests[0])
         table._digests = digests
-        table._is_sealed[:] = True
+        table._is_sealed = bytearray([1]) * chunks.num_places
         return table
 
     @property
     def is_complete(self) -> bool:
         """Whether every chunk of the generation is sealed."""
-        return bool(self._is_sealed.all())
+        return all(self._is_sealed)
 
     def seal(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> None:
         """These are the bytes of elements [start, stop)."""
         for place, first, _, part in self._parts(block, field, start, stop, memory):
             self._digests[place] = self._digest(block, field, first, part)
-            self._is_sealed[place] = True
+            self._is_sealed[place] = 1
 
     def seal_zeros(self) -> None:
         """What was not sealed is zero: a store is made so."""

@@ -65,7 +65,9 @@ class Shadow:
 
     def check_written(self) -> None:
         """Every byte of every record was written once; anything else is a bug."""
-        assert self._writes.confirmed_bytes == self._records.records_bytes, "a step writes every byte once"
+        assert self._writes.confirmed_bytes == self._records.records_bytes, (
+            "a step writes every byte of every record once"
+        )
 
     def check_waited(self) -> None:
         """Every write was waited for, and every chunk sealed; anything else is a bug."""

@@ -55,7 +55,7 @@ def moved_by_each_step(ratel: Machine, recipe: Recipe, steps: Sequence[Sequence[
         )
         ratel.decided = step + 1
         before, num_quiet = -1, 0
-        while num_quiet < 3:  # on a busy machine a thread may be held up for longer than one wait
+        while num_quiet < 5:  # on a busy machine a thread may be held up for longer than one wait
             time.sleep(0.02)
             is_quiet = before == (before := ratel.queue.read_bytes + ratel.queue.written_bytes)
             num_quiet = num_quiet + 1 if is_quiet else 0

@@ -210,6 +210,6 @@ def test_an_unreadable_payload_is_named(key: str, value: object, reason: str) ->
 
 
 def test_too_much_for_a_page_is_an_error() -> None:
-    pins = tuple(Pin(slot=slot, progress=replace(FIRST.progress, step=2**53)) for slot in range(300))
+    pins = tuple(Pin(slot=slot, progress=replace(FIRST.progress, step=2**53), root_checksum="") for slot in range(300))
     with pytest.raises(EnvironmentFailure, match="300 kept generations"):
         encode_manifest(replace(FIRST, pins=pins))
