@@ -1,9 +1,9 @@
 """Export: from the store to a directory that transformers loads.
 
-`cli.training_run` calls `export_model` at the end of a run. Memory is one group of elements, whatever the
-model's size; sizes are known before the first byte, so a disk that is too small is refused at once.
-Invariant: the weights written are the committed generation's, bit for bit in the store's compute
-dtype, and the fp32 master rounded once to any other; the store is only read.
+`cli.training_run` calls `export_model` at the end of a run, `cli.export` whenever it is asked to. Memory is one
+group of elements, whatever the model's size; sizes are known before the first byte, so a disk that is too small is
+refused at once.
+Invariant: the weights written are those that `model.stored` gives; the store is only read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,19 +19,15 @@ from typing import Self
 
 import torch
 
-from ratel_cli import _native
 from ratel_cli.model.companions import add_companions
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
-from ratel_cli.model.load import GROUP_ELEMENTS, overlaps
+from ratel_cli.model.load import GROUP_ELEMENTS
 from ratel_cli.model.shards import ShardWriter, file_bytes
 from ratel_cli.model.skeleton import DTYPES
-from ratel_cli.model.spec import BlockSpec, DtypeName, ModelSpec
+from ratel_cli.model.spec import DtypeName, ModelSpec
 from ratel_cli.model.staging import Staging
+from ratel_cli.model.stored import StoredGeneration, stored_weights
 from ratel_cli.movement.buffers import BufferPool
-from ratel_cli.movement.copies import view_field
-from ratel_cli.movement.records import ComputeDtype
-from ratel_cli.movement.store import Store
-from ratel_cli.movement.tickets import join
 from ratel_cli.units import MIB
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -54,7 +50,7 @@ class Shard:
 
 def export_model(
     spec: ModelSpec,
-    store: Store,
+    generation: StoredGeneration,
     pool: BufferPool,
     *,
     base_dir: Path,
@@ -66,7 +62,7 @@ def export_model(
     group_elements: int = GROUP_ELEMENTS,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Replace the model in `output_dir` by the store's committed weights. Other files there stay.
+    """Replace the model in `output_dir` by the weights of a generation. Other files there stay.
 
     `buffers` are the model's persistent buffers, which are not in the store; a tied weight is written
     once, as the embedding's. `progress` is called for every group; what it raises leaves `output_dir` as
@@ -80,7 +76,10 @@ def export_model(
     with Staging(output_dir) as staging:
         staging.require_space(sum(file_bytes(shard.tensors) for shard in shards) + _COMPANION_BYTES)
         with _ShardSequence(staging.path, shards) as sequence:
-            _write_blocks(spec, store, pool, dtype, sequence, group_elements, progress)
+            weights = stored_weights(spec, generation, pool, dtype, group_elements=group_elements, progress=progress)
+            with closing(weights):
+                for piece in weights:
+                    sequence.write(piece.name, piece.values)
             for name, buffer in buffers.items():
                 sequence.write(name, buffer.contiguous())
             sequence.finish()
@@ -92,7 +91,7 @@ def export_model(
             spec=spec,
             dtype=dtype,
             base_model=base_model,
-            num_updates=store.progress.updates,
+            num_updates=generation.progress.updates,
         )
         staging.publish()
 
@@ -151,60 +150,6 @@ class _ShardSequence:
         self._index += 1
         shard = self._shards[self._index]
         self._writer = ShardWriter(self._directory / shard.file_name, shard.tensors)
-
-
-def _write_blocks(
-    spec: ModelSpec,
-    store: Store,
-    pool: BufferPool,
-    dtype: DtypeName,
-    sequence: _ShardSequence,
-    group_elements: int,
-    progress: Callable[[], None],
-) -> None:
-    """Read group after group in the flat order of the blocks, which is the order of the shards."""
-    stored = store.layout.dtype
-    group_elements = min(group_elements, max(block.num_elements for block in spec.blocks))
-    sizes = {name: store.layout.field(name).bytes_per_element for name in _fields_for(stored, dtype)}
-    with ExitStack() as resources:
-        memories = {
-            name: resources.enter_context(pool.lease(group_elements * num_bytes, f"export, {name}")).memory
-            for name, num_bytes in (sizes | {"w32": 4} if len(sizes) > 1 else sizes).items()
-        }
-        for block in spec.blocks:
-            for start in range(0, block.num_elements, group_elements):
-                progress()
-                stop = min(start + group_elements, block.num_elements)
-                tickets = [
-                    store.read(block.index, name, start, stop, memories[name][: (stop - start) * num_bytes])
-                    for name, num_bytes in sizes.items()
-                ]
-                join(tickets).wait()
-                fields = {name: view_field(memory, name, stop - start) for name, memory in memories.items()}
-                _write_group(block, start, stop, _decode(fields, dtype), sequence)
-
-
-def _fields_for(stored: ComputeDtype, dtype: DtypeName) -> tuple[str, ...]:
-    """What must be read to have the weights in `dtype`: the compute copy if it is that, else the master."""
-    match stored:
-        case "bfloat16":
-            return ("hi16",) if dtype == "bfloat16" else ("hi16", "lo16", "v32")
-        case "float16":
-            return ("w16",) if dtype == "float16" else ("w32",)
-        case "float32":
-            return ("w32",)
-
-
-def _decode(fields: Mapping[str, torch.Tensor], dtype: DtypeName) -> torch.Tensor:
-    if len(fields) == 1:
-        return next(iter(fields.values())).to(DTYPES[dtype])
-    _native.join_bfloat16(fields["hi16"], fields["lo16"], fields["v32"], fields["w32"])
-    return fields["w32"].to(DTYPES[dtype])
-
-
-def _write_group(block: BlockSpec, start: int, stop: int, values: torch.Tensor, sequence: _ShardSequence) -> None:
-    for parameter, first, last in overlaps(block, start, stop):
-        sequence.write(parameter.name, values[first - start : last - start])
 
 
 def _index(shards: Sequence[Shard]) -> str:
