@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
 
-from ratel_cli.config.schema import DatasetConfig, LimitsConfig, ModelShape, RunConfig, StorageConfig
+from ratel_cli.config.schema import (
+    DatasetConfig,
+    LimitsConfig,
+    ModelShape,
+    RunConfig,
+    SnapshotConfig,
+    StorageConfig,
+)
 from ratel_cli.config.sections import Section
 
 TOP = ""
@@ -25,6 +32,7 @@ SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
         "storage": StorageConfig,
         "limits": LimitsConfig,
         "model_shape": ModelShape,
+        "storage.snapshot": SnapshotConfig,
     }
 )
 
@@ -166,6 +174,11 @@ _FOREIGN_PREFIXES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "dataloader_": _LOADER,
     }
 )
+
+
+def section_in(section: str, key: str) -> str:
+    """What the value of a key is called, if it is a section: sections may lie in sections."""
+    return key if section == TOP else f"{section}.{key}"
 
 
 def canonical_key(section: str, written: str) -> str:

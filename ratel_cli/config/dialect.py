@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ratel_cli.config.aliases import INVERSE, SECTIONS, TOP, VALUE_ALIASES, canonical_key, explain_unknown
+from ratel_cli.config.aliases import INVERSE, SECTIONS, TOP, VALUE_ALIASES, canonical_key, explain_unknown, section_in
 from ratel_cli.config.yaml_marks import Entry, Finding, Marked
 
 
@@ -89,8 +89,8 @@ class Dialect:
             value.content = ours[value.content]
         if section == "storage" and key == "paths" and isinstance(value.content, str):
             value.content = [replace(value)]
-        if section == TOP and key in SECTIONS:
-            self.translate(key, value)
+        if section_in(section, key) in SECTIONS:
+            self.translate(section_in(section, key), value)
         return True
 
     def _refuse_unknown(self, section: str, entry: Entry) -> None:
@@ -100,7 +100,7 @@ class Dialect:
 
     def _find(self, finding: Finding, section: str, key: str) -> None:
         self.findings.append(finding)
-        self.doubtful.add((key,) if section == TOP else (section, key))
+        self.doubtful.add((*filter(None, section.split(".")), key))
 
     def _note(self, entry: Entry, message: str) -> None:
         self.notices.append(Finding(where=entry.where, message=message))

@@ -174,6 +174,6 @@ def _tell(error: ErrorDetails, root: Marked, dialect: Dialect) -> None:
 def _default(location: Location) -> object:
     if not location:
         return None
-    section = SECTIONS[TOP if len(location) == 1 else str(location[0])]
-    field = section.model_fields.get(str(location[-1]))
+    section = SECTIONS.get(".".join(_keys_only(location[:-1])))
+    field = section.model_fields.get(str(location[-1])) if section else None
     return field.default if field else None

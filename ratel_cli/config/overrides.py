@@ -64,12 +64,28 @@ def _target(root: Marked, steps: list[str], where: Where, dialect: Dialect) -> t
     entry = root.content.setdefault(section, Entry(where=where, written=section, value=empty))
     if entry.value.content is None:
         entry.value = empty
-    if section != "datasets":
-        if len(steps) == 1:
-            return section, entry.value
-        dialect.findings.append(Finding(where=where, message=f"`{section}.{steps[1]}` has no keys of its own"))
-        return None
-    return _dataset_target(entry.value, steps[1:], where, dialect)
+    if section == "datasets":
+        return _dataset_target(entry.value, steps[1:], where, dialect)
+    return _nested_target(section, entry.value, steps[1:], where, dialect)
+
+
+def _nested_target(
+    section: str, mapping: Marked, steps: list[str], where: Where, dialect: Dialect
+) -> tuple[str, Marked] | None:
+    """Down from a section into the sections in it."""
+    names = [".".join((section, *steps[:depth])) for depth in range(1, len(steps) + 1)]
+    for name in names:
+        if name not in SECTIONS:
+            dialect.findings.append(Finding(where=where, message=f"`{name}` has no keys of its own"))
+            return None
+    for step in steps:
+        if isinstance(mapping.content, dict):
+            empty = Marked(where=where, content={})
+            entry = mapping.content.setdefault(step, Entry(where=where, written=step, value=empty))
+            if entry.value.content is None:
+                entry.value = empty
+            mapping = entry.value
+    return [section, *names][-1], mapping
 
 
 def _dataset_target(datasets: Marked, steps: list[str], where: Where, dialect: Dialect) -> tuple[str, Marked] | None:

@@ -22,12 +22,13 @@ from ratel_cli.config.sections import (
     ModelShape,
     PathOrHubId,
     Section,
+    SnapshotConfig,
     StorageConfig,
     refuse,
     refuse_together,
 )
 
-__all__ = ["DatasetConfig", "LimitsConfig", "ModelShape", "RunConfig", "StorageConfig"]
+__all__ = ["DatasetConfig", "LimitsConfig", "ModelShape", "RunConfig", "SnapshotConfig", "StorageConfig"]
 
 _ACTIVATION_POLICIES = ("auto", "keep", "recompute", "swap_all", "static")
 

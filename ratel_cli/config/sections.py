@@ -118,6 +118,15 @@ class DatasetConfig(Section):
     """Use no more than this many rows. Default: all of them."""
 
 
+class SnapshotConfig(Section):
+    """A second copy of the model's state, on another device, made beneath training."""
+
+    path: Directory
+    """Its directory. It takes the space of two generations: 24 bytes per parameter, 28 for float16."""
+    every: int = Field(ge=1)
+    """Copy the state after every so many steps, in the background."""
+
+
 class StorageConfig(Section):
     """Where the model's state lies on NVMe, and how it is kept."""
 
@@ -132,6 +141,8 @@ class StorageConfig(Section):
     keep_generations: int | None = Field(default=None, ge=0)
     """Saved generations that there is room for beside the two that a step needs.
     Default: `save_total_limit` if `save_steps` is set, else 0."""
+    snapshot: SnapshotConfig | None = None
+    """A copy on another device, for the day on which this one fails; `ratel restore` brings it back. Default: none."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -143,6 +154,13 @@ class StorageConfig(Section):
                 Contradiction(
                     keys=("keep_generations", "durability"),
                     message="`keep_generations` needs `durability: step`; in place there is only one generation",
+                )
+            )
+        if self.durability == "none" and self.snapshot is not None:
+            found.append(
+                Contradiction(
+                    keys=("snapshot", "durability"),
+                    message="`snapshot` needs `durability: step`; in place the only generation is written over",
                 )
             )
         if found:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ratel_cli.config.schema import SnapshotConfig
 from tests.config.config_loading import MINIMAL, Complain, Load
 
 NESTED = "base_model: m\ndatasets:\n- a.jsonl\n- {path: b.jsonl, split: dev}\nstorage: {engine: threads}\n"
@@ -37,12 +38,15 @@ def test_dotted_keys(load: Load) -> None:
         NESTED,
         "storage.paths=[/a, /b]",
         "storage.engine=io_uring",
+        "storage.snapshot.path=/c",
+        "storage.snapshot.every=5",
         "limits.host_memory=2GiB",
         "datasets.0.max_samples=10",
         "datasets.1=c.jsonl",
     ).config
     assert config.storage.paths == (Path("/a"), Path("/b"))
     assert (config.storage.engine, config.limits.host_memory) == ("io_uring", 2 << 30)
+    assert config.storage.snapshot == SnapshotConfig(path=Path("/c"), every=5)
     assert [(each.path, each.split, each.max_samples) for each in config.datasets] == [
         ("a.jsonl", "train", 10),
         ("c.jsonl", "train", None),
@@ -52,6 +56,11 @@ def test_dotted_keys(load: Load) -> None:
 def test_a_section_may_be_empty_or_replaced(load: Load) -> None:
     assert load(MINIMAL + "storage:\n", "storage.engine=threads").config.storage.engine == "threads"
     assert load(MINIMAL + "storage:\n").config.storage.engine == "auto"
+    assert load(MINIMAL + "storage:\n  snapshot:\n").config.storage.snapshot is None
+    assert (
+        load(MINIMAL + "storage: {snapshot: {path: s, every: 5}}\n", "storage.snapshot=null").config.storage.snapshot
+        is None
+    )
     assert load(NESTED, "storage={durability: none}").config.storage.engine == "auto"
     assert [each.path for each in load(NESTED, "datasets=x").config.datasets] == ["x"]
     assert [each.path for each in load(NESTED, "datasets=[x, {path: y}]").config.datasets] == ["x", "y"]
@@ -89,6 +98,7 @@ def test_an_argument_takes_the_place_of_what_decides_the_same(load: Load) -> Non
         ("x.y=3", "unknown key `x`"),
         ("seed.x=3", "`seed` has no keys of its own"),
         ("storage.engine.x=3", "`storage.engine` has no keys of its own"),
+        ("storage.snapshot.path.x=3", "`storage.snapshot.path` has no keys of its own"),
         ("storage.engin=threads", "unknown key `engin` in `storage` | did you mean `engine`?"),
         ("storage.engine=io", "`storage.engine` must be `auto`, `io_uring` or `threads`, not 'io'"),
         ("seed=x", "`seed` must be a whole number, not 'x'"),
