@@ -1,12 +1,12 @@
 """The store: all model state on NVMe, in generations of which one is always whole.
 
-Opened by `cli.training_run`; filled by `model.load`, read and written by `engine`, pinned by
-`training.loop`, read by `model.export`. The files hold `num_slots` slots; a slot holds one whole
-generation, every block's record. A step writes a free slot (the shadow) and then commits it by one
-page, the manifest; until that page is durable the generation before it is the valid one.
+Opened by `cli.training_run`; filled by `model.load`, read and written by `engine`, pinned by `training.loop`, read by
+`model.export`. The files hold `num_slots` slots; a slot holds one whole generation, every block's record. A step
+writes a free slot (the shadow) and then commits it by one page, the manifest; until that page is durable the
+generation before it is the valid one.
 
-Invariants: the shadow is never the current slot nor a pinned one; a manifest never speaks of bytes
-that are not durable; after a failed sync or manifest write nothing more is committed.
+Invariants: the shadow is never the current slot, a pinned or a held one; a manifest never speaks of bytes that are
+not durable; after a failed sync or manifest write nothing more is committed.
 
 The files are made in `creation` and looked at again in `opening`; the manifest's format is in `manifest`, how one
 follows another in `commits`; the addresses are in `geometry`. A slot is read through a `Generation`, which checks
@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
+from ratel_cli.errors import BadInput, IntegrityFailure
 from ratel_cli.movement.buffers import BufferPool
 from ratel_cli.movement.checksums import CHUNK_ELEMENTS
 from ratel_cli.movement.commits import Commits
@@ -47,6 +47,7 @@ from ratel_cli.movement.opening import START_OVER, open_files
 from ratel_cli.movement.queue import IoQueue
 from ratel_cli.movement.records import RecordLayout
 from ratel_cli.movement.shadow import Shadow
+from ratel_cli.movement.slots import check_room, kept_slots
 from ratel_cli.movement.tickets import Ticket
 
 __all__ = ["KILL_POINTS", "STRIPE_BYTES", "Progress", "Store", "StoreIdentity"]
@@ -72,6 +73,7 @@ class Store:
         self._records = geometry.records()
         self._chunks = geometry.chunks()
         self._files = StripedFiles(lock.fds, geometry.stripes(), queue)
+        self._held: list[Generation] = []
         self._phase = _Phase.READY if manifest.generation else _Phase.IMPORTING
         self._current = self._generation(manifest.current)
         self._shadow = self._new_shadow(manifest.slot, step=0)
@@ -122,9 +124,9 @@ class Store:
             lock_wait_seconds=lock_wait_seconds,
         )
         try:
-            use_direct_io(lock.fds, lock.paths, notice or _ignore_text)
+            use_direct_io(lock.fds, lock.paths, notice or _ignore)
             store = cls(lock, manifest, NO_PREVIOUS, queue=queue, barrier=barrier)
-            fill_with_zeros(store._files, num_slots * store.slot_bytes, progress or _ignore_count)
+            fill_with_zeros(store._files, num_slots * store.slot_bytes, progress or _ignore)
         except BaseException:
             lock.close()
             raise
@@ -145,7 +147,7 @@ class Store:
         lock, manifest, page = open_files(
             check_directories(paths),
             identity=identity,
-            notice=notice or _ignore_text,
+            notice=notice or _ignore,
             lock_wait_seconds=lock_wait_seconds,
         )
         return cls(lock, manifest, page_sha256(page), queue=queue, barrier=barrier or KernelBarrier())
@@ -283,27 +285,27 @@ class Store:
         """Keep the current generation until `unpin`. Costs a slot, and no copy."""
         self._commits.check_usable()
         assert self._phase in (_Phase.READY, _Phase.STEPPING)
-        current = self._commits.manifest.current
-        if current in self._commits.manifest.pins:
-            return
-        kept = {pin.slot for pin in (*self._commits.manifest.pins, current)}
-        if len(kept) + 2 > self.num_slots:
-            raise EnvironmentFailure(
-                f"step {current.progress.step} cannot be kept: the store has {self.num_slots} slots, a step needs 2, "
-                f"and {len(kept) - 1} are kept already",
-                "lower save_total_limit, or start over with a larger storage.keep_generations",
-            )
-        self._publish(replace(self._commits.manifest, pins=(*self._commits.manifest.pins, current)))
+        manifest = self._commits.manifest
+        if manifest.current not in manifest.pins:
+            check_room(manifest, self._held)
+            self._publish(replace(manifest, pins=(*manifest.pins, manifest.current)))
 
     def unpin(self, step: int) -> None:
         """Let a kept generation go; its slot is used again."""
         self._commits.check_usable()
         assert step in self.pinned_steps, step
-        self._publish(
-            replace(
-                self._commits.manifest, pins=tuple(p for p in self._commits.manifest.pins if p.progress.step != step)
-            )
-        )
+        manifest = self._commits.manifest
+        self._publish(replace(manifest, pins=tuple(pin for pin in manifest.pins if pin.progress.step != step)))
+
+    def hold(self) -> Generation:
+        """The current generation, not written over until `release`: like a pin, but a crash lets it go."""
+        check_room(self._commits.manifest, self._held)
+        self._held.append(self.current())
+        return self._held[-1]
+
+    def release(self, generation: Generation) -> None:
+        """Let a generation go that was held; its slot is used again."""
+        self._held.remove(generation)
 
     def rewind(self, step: int) -> None:
         """Make a kept generation the current one. Later ones are let go: going on from here makes them again."""
@@ -351,8 +353,7 @@ class Store:
         self.close()
 
     def _free_slots(self) -> set[int]:
-        taken = {self._commits.manifest.slot, *(pin.slot for pin in self._commits.manifest.pins)}
-        return set(range(self.num_slots)) - taken
+        return set(range(self.num_slots)) - kept_slots(self._commits.manifest, self._held)
 
     def _generation(self, pin: Pin) -> Generation:
         return Generation(self._files, self._records, self._chunks, self._commits.manifest.store_id, pin)
@@ -392,9 +393,5 @@ class Store:
         self._current = (generation or self._current).committed(self._commits.manifest.current)
 
 
-def _ignore_text(_: str) -> None:
-    return
-
-
-def _ignore_count(_: int) -> None:
+def _ignore(_: object) -> None:
     return
