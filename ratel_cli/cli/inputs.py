@@ -6,8 +6,6 @@ and every row of the data has been checked.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -21,14 +19,13 @@ import transformers
 from transformers import AutoTokenizer, PretrainedConfig
 
 from ratel_cli import _native
+from ratel_cli.cli.base_model import hash_of, model_hash, open_weights, read_base, refuse_as_output
 from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput, EnvironmentFailure, RatelError
-from ratel_cli.model.blocks import DecoderModel, find_blocks
-from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, persistent_buffers
-from ratel_cli.model.directory import resolve_base_model
+from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.model.checkpoint import CheckpointSource
 from ratel_cli.model.initialise import RandomSource
-from ratel_cli.model.skeleton import build_skeleton, read_model_config, supported_attention
 from ratel_cli.movement.store import StoreIdentity
 from ratel_cli.runlog import RunLog
 from ratel_cli.training.data import DatasetSource, Tokenizer, TrainingData, load_training_data
@@ -58,24 +55,12 @@ class Inputs:
 
 def read_inputs(config: RunConfig, resources: ExitStack, log: RunLog) -> Inputs:
     """Read and check it all; `resources` closes what stays open. Raises BadInput, EnvironmentFailure."""
-    assert config.base_model is not None
-    base_dir = resolve_base_model(config.base_model)
-    if config.output_dir.resolve() == base_dir.resolve():
-        raise BadInput(
-            f"output_dir and base_model are the same directory, {base_dir}: the base model would be overwritten",
-            "choose another output_dir",
-        )
-    model_config = read_model_config(base_dir)
-    attention = supported_attention(model_config, config.attn_implementation)
-    if attention != config.attn_implementation:
-        log.notice(
-            f"{model_config.model_type} does not support {config.attn_implementation} attention; using {attention}"
-        )
+    base = read_base(config, log)
+    refuse_as_output(config.output_dir, base.directory)
     device = _device(config, log)
-    skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention)
-    model = find_blocks(skeleton, name=Path(config.base_model).name)
-    source, buffers = _open_source(config, base_dir, model, resources)
-    tokenizer = _tokenizer(base_dir, model_config)
+    source, buffers = open_weights(config, base, resources)
+    model, model_config = base.model, base.config
+    tokenizer = _tokenizer(base.directory, model_config)
     _check_ids(len(tokenizer), model)
     _check_positions(config.sequence_len, model, model_config, log)
     packing = config.sample_packing and model.packs
@@ -98,7 +83,7 @@ def read_inputs(config: RunConfig, resources: ExitStack, log: RunLog) -> Inputs:
     )
     num_steps = config.max_steps or max(1, round(config.num_epochs * data.steps_per_epoch))
     return Inputs(
-        base_dir=base_dir,
+        base_dir=base.directory,
         model=model,
         source=source,
         buffers=buffers,
@@ -110,11 +95,9 @@ def read_inputs(config: RunConfig, resources: ExitStack, log: RunLog) -> Inputs:
 
 def identity_of(config: RunConfig, inputs: Inputs) -> StoreIdentity:
     """What a store must agree with to be gone on with."""
-    spec = inputs.model.spec
-    shapes = [(p.name, p.shape) for block in spec.blocks for p in block.parameters]
     return StoreIdentity(
-        model_hash=_hash([spec.architecture, shapes, config.dtype, str(config.base_model), config.random_init]),
-        config_hash=_hash(config.model_dump(mode="json", include=set(_DECIDES_THE_BITS))),
+        model_hash=model_hash(config, inputs.model.spec),
+        config_hash=hash_of(config.model_dump(mode="json", include=set(_DECIDES_THE_BITS))),
         data_hash=inputs.data.fingerprint,
         seed=config.seed,
         software=(
@@ -133,18 +116,6 @@ def changed_settings(config: RunConfig, begun_with: Path) -> list[str]:
     old, new = (each.model_dump(mode="json") for each in (before, config))
     keys = ("base_model", "random_init", *_DECIDES_THE_BITS)
     return [f"{key} was {old[key]}, is {new[key]}" for key in keys if old[key] != new[key]]
-
-
-def _open_source(
-    config: RunConfig, base_dir: Path, model: DecoderModel, resources: ExitStack
-) -> tuple[CheckpointSource | RandomSource, Mapping[str, torch.Tensor]]:
-    """Where the weights come from, checked whole, and the model's buffers."""
-    if config.random_init:
-        return RandomSource(model.skeleton, config.seed), persistent_buffers(model.skeleton)
-    source = resources.enter_context(CheckpointSource(base_dir, model.skeleton, model.spec))
-    buffers = source.read_buffers()
-    install_buffers(model.skeleton, buffers)
-    return source, buffers
 
 
 def _tokenizer(base_dir: Path, model_config: PretrainedConfig) -> Tokenizer:
@@ -186,7 +157,3 @@ def _device(config: RunConfig, log: RunLog) -> torch.device:
     if config.device == "auto" and torch.cuda.is_available():
         log.notice("there is a CUDA device, but this version computes on the CPU")
     return torch.device("cpu")
-
-
-def _hash(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

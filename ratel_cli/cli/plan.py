@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-from ratel_cli.cli.plan_inputs import find_hardware, forecaster_of, setting_of
+from ratel_cli.cli.plan_inputs import find_hardware, forecaster_of, setting_of, snapshot_tiers
 from ratel_cli.cli.plan_plot import check_picture, draw_picture, terminal_curve
 from ratel_cli.cli.plan_questions import Questions, answers
 from ratel_cli.cli.plan_table import advice_lines, forecast_rows, swap_lines
@@ -45,6 +46,9 @@ def run(
     forecaster = forecaster_of(config, hardware, name=config_path.stem, log=log)
     setting = setting_of(config, hardware)
     forecast = forecaster.forecast(setting)
+    if hardware_path is None:
+        snapshot = snapshot_tiers(config, forecaster, nvme_bytes=forecast.nvme_bytes)
+        forecast = replace(forecast, tiers=(*forecast.tiers, *snapshot))
     advices = _advices(forecaster, forecast)
     answered = answers(questions, forecaster, forecast)
     if as_json:

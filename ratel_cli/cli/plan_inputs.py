@@ -16,6 +16,7 @@ from ratel_cli.cli.hardware_file import load_hardware
 from ratel_cli.cli.kept_profile import KeptProfile
 from ratel_cli.cli.profile_cache import as_it_is_now, kept_profile
 from ratel_cli.cli.run_settings import decisions_of, state_bytes, taken_bytes, workload_of
+from ratel_cli.cli.snapshot_space import snapshot_space
 from ratel_cli.cli.subject import subject_of
 from ratel_cli.config.schema import ModelShape, RunConfig
 from ratel_cli.config.source import read_file
@@ -30,7 +31,7 @@ from ratel_cli.planning.estimate.shapes import (
     spec_from_shape,
     traits_from_config,
 )
-from ratel_cli.planning.forecasts.forecast import Forecaster, Setting
+from ratel_cli.planning.forecasts.forecast import Forecaster, Setting, Tier
 from ratel_cli.planning.forecasts.paper_forecast import PaperForecaster
 from ratel_cli.planning.forecasts.ratel_forecast import RatelForecaster
 from ratel_cli.planning.papers.largest import with_layers
@@ -81,6 +82,17 @@ def forecaster_of(config: RunConfig, hardware: HardwareProfile, *, name: str, lo
         decisions=decisions_of(config, host_limit_bytes=0),
         process_bytes=_PROCESS_BYTES,
     )
+
+
+def snapshot_tiers(config: RunConfig, forecaster: Forecaster, *, nvme_bytes: int) -> tuple[Tier, ...]:
+    """The device of the snapshot, which is this machine's, if there is to be one."""
+    if not isinstance(forecaster, RatelForecaster):
+        return ()
+    space = snapshot_space(config, forecaster.spec, nvme_bytes=nvme_bytes)
+    if space is None:
+        return ()
+    remedy = "set storage.snapshot.path to a device with more room"
+    return (Tier(name="snapshot", need_bytes=space.need_bytes, have_bytes=space.have_bytes, remedy=remedy),)
 
 
 def describe(config: RunConfig, *, name: str, log: RunLog) -> Described:

@@ -29,6 +29,7 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.movement.buffers import BufferPool
 from ratel_cli.movement.files import nearest_existing
 from ratel_cli.movement.queue import IoQueue
+from ratel_cli.movement.replica import COPY_BYTES
 from ratel_cli.movement.store import Store
 from ratel_cli.planning.costs import head_flops
 from ratel_cli.planning.estimate.analytic import analytic_profile
@@ -103,7 +104,7 @@ def make_planner(config: RunConfig, inputs: Inputs, hardware: HardwareProfile, *
         workload=workload_of(config),
         decisions=decisions_of(config, host_limit_bytes=limit_bytes),
         hardware=hardware,
-        process_bytes=resident_bytes(),
+        process_bytes=resident_bytes() + (COPY_BYTES if config.storage.snapshot is not None else 0),
     )
 
 

@@ -47,7 +47,10 @@ def decisions_of(config: RunConfig, *, host_limit_bytes: int) -> Decisions:
 
 def num_slots(config: RunConfig) -> int:
     """Generations that a store for this config has room for."""
-    return 1 if config.storage.durability == "none" else 2 + config.num_saved_generations
+    if config.storage.durability == "none":
+        return 1
+    # What is being copied to the snapshot must not be written over meanwhile.
+    return 2 + config.num_saved_generations + (config.storage.snapshot is not None)
 
 
 def taken_bytes(config: RunConfig) -> int:

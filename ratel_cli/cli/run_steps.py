@@ -37,6 +37,7 @@ from ratel_cli.runlog import Bar, RunLog
 from ratel_cli.training.loop import LoopSettings, TrainingLoop
 from ratel_cli.training.metrics import MetricsLog, RunTotals
 from ratel_cli.training.schedule import LearningRateSchedule
+from ratel_cli.training.snapshots import Snapshots
 from ratel_cli.training.stopping import StopRequest
 
 
@@ -49,6 +50,7 @@ class Training:
         inputs: Inputs,
         planner: Planner,
         store: Store,
+        snapshots: Snapshots | None,
         queue: IoQueue,
         pool: BufferPool,
         stop: StopRequest,
@@ -61,6 +63,7 @@ class Training:
         self._inputs = inputs
         self._planner = planner
         self._store = store
+        self._snapshots = snapshots
         self._queue = queue
         self._pool = pool
         self._stop = stop
@@ -84,6 +87,8 @@ class Training:
             if profile.source == "analytic" and self._store.progress.step < num_steps:
                 plan = self._record(profile, bar)
             self._steps(plan, bar)
+            if self._snapshots is not None:
+                self._snapshots.finish(self._stop.check)
         self._log.facts(run_summary(self._totals))
 
     def close(self) -> None:
@@ -143,6 +148,7 @@ class Training:
                 host_peak_bytes=peak_resident_bytes,
                 announce=self._metrics.write,
                 draw=draw,
+                committed=self._committed,
                 recording=recording,
             )
             for metrics in loop.steps():
@@ -151,6 +157,10 @@ class Training:
                 bar.advance()
                 if metrics.step % every == 0 or metrics.step in (1, num_steps):
                     self._log.say(step_line(metrics, num_steps))
+
+    def _committed(self) -> None:
+        if self._snapshots is not None:
+            self._snapshots.after_commit()
 
     def _open_engine(self, plan: Plan, resources: ExitStack) -> StepEngine:
         config = self._config

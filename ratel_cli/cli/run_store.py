@@ -60,8 +60,10 @@ def _check_fits(store: Store, config: RunConfig, resume: str) -> None:
         )
     if store.num_slots < wanted:
         raise BadInput(
-            f"the store has room for {store.num_slots - 2} saved generations, the config asks for {wanted - 2}",
-            "lower save_total_limit or storage.keep_generations, or drop save_steps; or start over with --resume no",
+            f"the store has room for {store.num_slots - 2} saved generations, the config asks for {wanted - 2}"
+            + (", one of them for the snapshot" if config.storage.snapshot is not None else ""),
+            "lower save_total_limit or storage.keep_generations, or drop save_steps or storage.snapshot; "
+            "or start over with --resume no",
         )
     if resume != "auto" and int(resume) not in store.pinned_steps:
         kept = ", ".join(map(str, store.pinned_steps)) or "none"

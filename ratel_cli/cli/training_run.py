@@ -5,7 +5,7 @@ functions take plain values.
 
     1. config, model skeleton, tokenizer, data
     2. measure the machine, make the plan, print the opening statement      (run_plan; --dry-run ends here)
-    3. the store: opened where a run left it, or created and imported       (run_store)
+    3. the store: opened where a run left it, or created and imported       (run_store); its snapshot (run_snapshots)
     4. train step by step, each one committed                               (run_steps)
     5. export the Hugging Face directory
 
@@ -19,15 +19,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-import transformers
 
-from ratel_cli.cli.inputs import Inputs, read_inputs
+from ratel_cli.cli.base_model import hub_id, hush_transformers
+from ratel_cli.cli.inputs import Inputs, identity_of, read_inputs
 from ratel_cli.cli.kept_profile import KeptProfile
 from ratel_cli.cli.render import opening
 from ratel_cli.cli.run_plan import estimated_profile, make_planner, measure_hardware
 from ratel_cli.cli.run_settings import taken_bytes
+from ratel_cli.cli.run_snapshots import check_space, find_snapshot, make_snapshot, snapshot_rows, start_snapshots
 from ratel_cli.cli.run_steps import Training
 from ratel_cli.cli.run_store import find_store, go_on_from, make_store
+from ratel_cli.cli.snapshot_space import snapshot_space
 from ratel_cli.config.load import to_yaml
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import EnvironmentFailure
@@ -47,8 +49,7 @@ from ratel_cli.units import format_bytes
 def carry_out(config: RunConfig, log: RunLog, *, resume: str, dry_run: bool) -> None:
     """One run from start to end. Raises RatelError."""
     return_freed_memory()
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    hush_transformers()
     _set_determinism(config.deterministic)
     with ExitStack() as resources:
         inputs = read_inputs(config, resources, log)
@@ -58,17 +59,23 @@ def carry_out(config: RunConfig, log: RunLog, *, resume: str, dry_run: bool) -> 
         store = find_store(config, inputs, queue, resume, log)
         if store is not None:
             resources.enter_context(store)
+        identity = identity_of(config, inputs)
+        snapshot = find_snapshot(config, identity, resources, log, has_store=store is not None, resume=resume)
         hardware = measure_hardware(config, inputs, queue, pool, store, log)
         planner = make_planner(config, inputs, hardware, limit_bytes=limit_bytes)
         kept = KeptProfile(config, planner.spec, hardware)
         profile = kept.read() or estimated_profile(planner, inputs)
         plan = planner.plan(profile)
-        log.facts(_opening(config, inputs, plan, hardware, queue, store, resume))
+        space = snapshot_space(config, planner.spec, nvme_bytes=plan.nvme_bytes)
+        told = _opening(config, inputs, plan, hardware, queue, store, resume)
+        log.facts([*told, *snapshot_rows(config, space, hardware)])
         if store is None:
             _check_space(config, plan, hardware)
+        check_space(space)
         if dry_run:
             return
         stop = resources.enter_context(StopRequest())
+        target = snapshot or make_snapshot(config, planner.spec, identity, resources, stop, log, resume=resume)
         if store is None:
             store = resources.enter_context(make_store(config, inputs, hardware, queue, pool, resume, stop, log))
         else:
@@ -78,7 +85,8 @@ def carry_out(config: RunConfig, log: RunLog, *, resume: str, dry_run: bool) -> 
             _write_run_files(config, kept.content(inputs.model.spec, profile), hardware, plan, log)
 
         planned(plan, profile)
-        with Training(config, inputs, planner, store, queue, pool, stop, log, planned=planned) as training:
+        snapshots = start_snapshots(config, store, target, hardware, resources, log, is_new=snapshot is None)
+        with Training(config, inputs, planner, store, snapshots, queue, pool, stop, log, planned=planned) as training:
             training.run(plan, profile)
         stop.check()
         _export(config, inputs, store, pool, stop, log)
@@ -93,7 +101,7 @@ def _export(config: RunConfig, inputs: Inputs, store: Store, pool: BufferPool, s
         output_dir=config.output_dir,
         dtype=config.dtype,
         buffers=inputs.buffers,
-        base_model=None if Path(config.base_model or "").exists() else config.base_model,
+        base_model=hub_id(config),
         progress=stop.check,
     )
     log.say(f"saved {config.output_dir}; load it with transformers' from_pretrained")

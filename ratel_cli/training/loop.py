@@ -10,7 +10,7 @@ For each step:
     2. announce the step, so that a crash after its commit cannot leave it unreported
     3. its update is written and committed beneath the next step's forward; or at once when it is time to
        save, to evaluate, or to end
-    4. pin the generation, when it is time: a checkpoint, at no cost
+    4. pin the generation, when it is time: a checkpoint, at no cost; and tell of the commit, for snapshots
     5. evaluate, when it is time
     6. report
 """
@@ -128,6 +128,7 @@ class TrainingLoop:
         host_peak_bytes: Callable[[], int],
         announce: Callable[[StepMetrics], None] = lambda metrics: None,
         draw: Callable[[int, StepTimes, float], None] = lambda step, times, start: None,
+        committed: Callable[[], None] = lambda: None,
         recording: StepRecording | None = None,
     ) -> None:
         """With a `recording` the loop runs one step, which the recording takes in, and commits it."""
@@ -144,6 +145,8 @@ class TrainingLoop:
         """Told each step as it is decided, before it is committed."""
         self._draw = draw
         """Told the step, what happened in it, and when it began (by `perf_counter`)."""
+        self._committed = committed
+        """Called when the run begins, and after each commit: the store is there, not further."""
         self._recording = recording
         self._decided: Progress | None = None
         """Of a step that is not committed yet."""
@@ -156,6 +159,7 @@ class TrainingLoop:
         """
         # A run that was killed between commit and pin left its checkpoint out.
         self._save_if_due()
+        self._committed()
         while self._progress.step < self._settings.num_steps:
             try:
                 self._check_stop()
@@ -247,6 +251,7 @@ class TrainingLoop:
                 self._commit()
         else:
             self._store.commit_progress(following)
+            self._committed()
         return metrics
 
     def _ends_here(self, step: int) -> bool:
@@ -277,6 +282,7 @@ class TrainingLoop:
         assert decided is not None
         with self._timeline.waiting("nvme write"):
             self._store.commit(decided)
+        self._committed()
 
     def _commit_decided(self) -> None:
         """Settle and commit the newest step, if it is not yet."""

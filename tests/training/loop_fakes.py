@@ -165,10 +165,12 @@ class Run:
         failing: dict[int, Failure] | None = None,
         num_eval_batches: int = 0,
         check_stop: Callable[[], None] = lambda: None,
+        tells_commits: bool = False,
         recording: StepRecording | None = None,
         **changes: object,
     ) -> None:
         self.events: list[str] = []
+        self._tells_commits = tells_commits
         self.store = FakeStore(self.events, step=step, loss_scale=loss_scale)
         self.store.pinned_steps = pinned
         timeline, queue = Timeline(), FakeQueue()
@@ -185,6 +187,7 @@ class Run:
             check_stop=check_stop,
             host_peak_bytes=lambda: 77,
             announce=self._note,
+            committed=self._tell_commit,
             recording=recording,
         )
         self.announced: list[tuple[int, StepMetrics]] = []
@@ -197,6 +200,10 @@ class Run:
             self.events.append(f"report {metrics.step}")
             self.reported.append(metrics)
         return self.reported
+
+    def _tell_commit(self) -> None:
+        if self._tells_commits:
+            self.events.append(f"told {self.store.progress.step}")
 
     def _note(self, metrics: StepMetrics) -> None:
         self.announced.append((self.store.progress.step, metrics))

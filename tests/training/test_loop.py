@@ -214,6 +214,16 @@ def test_what_is_saved_or_not_due_is_left_alone(step: int, pinned: tuple[int, ..
     assert run.events == []
 
 
+def test_commits_are_told_at_the_start_and_as_they_are_made() -> None:
+    run = Run(step=1, tells_commits=True, scale_loss=True, save_steps=1, failing={2: INFINITE})
+    run.carry_out()
+    told = [event for event in run.events if event.split()[0] in ("commit", "commit_progress", "told", "pin")]
+    assert told == [
+        "pin 1", "told 1", "commit 2", "told 2", "pin 2", "commit_progress 3", "told 3", "pin 3", "commit 4", "told 4",
+        "pin 4",
+    ]  # fmt: skip
+
+
 def test_a_step_that_was_not_applied_is_saved_all_the_same() -> None:
     run = Run(num_steps=2, save_steps=2, scale_loss=True, failing={1: INFINITE})
     run.carry_out()

@@ -19,7 +19,7 @@ from ratel_cli.planning.plan import SwappedOperator
 from ratel_cli.planning.workload import Workload
 
 CostModel = Literal["ratel", "paper"]
-TierName = Literal["GPU", "RAM", "NVMe"]
+TierName = Literal["GPU", "RAM", "NVMe", "snapshot"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,233 @@
+"""Snapshots beside a store that goes on: what is copied, what is left out, and what a failing device costs."""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.errors import Interrupted
+from ratel_cli.movement.lock import DATA_FILE_NAME
+from ratel_cli.movement.queue import IoQueue, open_queue
+from ratel_cli.movement.store import Store
+from ratel_cli.training.snapshots import Snapshots
+from tests.fakes import Fault, FaultyQueue
+from tests.movement.stores import check_generation, create_store, import_all, open_store, run_step
+
+SLOW = 1000.0
+"""Bytes a second: a copy takes minutes."""
+
+
+class Machine:
+    """A store with room for a snapshot on its way, and another one for the snapshots."""
+
+    def __init__(self, directory: Path, queue: IoQueue, resources: ExitStack, *, num_slots: int = 3) -> None:
+        self.told: list[str] = []
+        self.target_path = directory / "target"
+        self._resources = resources
+        self.source = resources.enter_context(import_all(create_store([directory / "a"], queue, num_slots=num_slots)))
+
+    def begin(self, target: Store, *, every: int = 2, bytes_per_second: float = 1e12, is_new: bool = True) -> Snapshots:
+        return self._resources.enter_context(
+            Snapshots(
+                self.source,
+                target,
+                is_new=is_new,
+                every=every,
+                bytes_per_second=bytes_per_second,
+                notice=lambda text: self.told.append(f"note: {text}"),
+                warn=lambda text: self.told.append(f"warning: {text}"),
+            )
+        )
+
+    def run(self, snapshots: Snapshots, num_steps: int) -> None:
+        for _ in range(num_steps):
+            run_step(self.source)
+            snapshots.after_commit()
+
+
+@pytest.fixture
+def resources() -> Iterator[ExitStack]:
+    with ExitStack() as opened:
+        yield opened
+
+
+@pytest.fixture
+def queue(resources: ExitStack) -> IoQueue:
+    return resources.enter_context(open_queue("threads", notice=pytest.fail))
+
+
+@pytest.fixture
+def machine(tmp_path: Path, queue: IoQueue, resources: ExitStack) -> Machine:
+    return Machine(tmp_path, queue, resources)
+
+
+@pytest.fixture
+def target(machine: Machine, queue: IoQueue, resources: ExitStack) -> Store:
+    return resources.enter_context(create_store([machine.target_path], queue))
+
+
+def wait_for(snapshots: Snapshots, target: Store, step: int) -> None:
+    """As the loop does: by looking after every commit."""
+    deadline = time.monotonic() + 20
+    while target.progress.step != step:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    time.sleep(0.05)  # the thread's last words
+    snapshots.after_commit()
+
+
+def test_every_so_many_steps(machine: Machine, target: Store) -> None:
+    snapshots = machine.begin(target)
+    for step in (2, 4, 6):
+        machine.run(snapshots, 2)
+        wait_for(snapshots, target, step)
+        check_generation(target, step)
+    machine.run(snapshots, 1)
+    snapshots.finish(lambda: None)
+    check_generation(target, 6)
+    assert machine.told == []
+
+
+def test_steps_that_are_due_during_a_copy_are_left_out_but_the_last(machine: Machine, target: Store) -> None:
+    snapshots = machine.begin(target, bytes_per_second=SLOW)
+    machine.run(snapshots, 8)
+    assert len({text for text in machine.told if text.startswith("note: a snapshot takes longer")}) == 1
+    assert target.progress.step == 0
+    snapshots.finish(lambda: None)
+    check_generation(target, 8)
+    machine.source.begin_step()  # nothing is held any more
+    machine.source.discard()
+    assert machine.source.hold().progress.step == 8
+
+
+def test_what_was_due_when_the_run_was_killed_is_made_up_for(machine: Machine, target: Store, queue: IoQueue) -> None:
+    run_step(machine.source)
+    run_step(machine.source)
+    snapshots = machine.begin(target)
+    snapshots.after_commit()
+    snapshots.finish(lambda: None)
+    check_generation(target, 2)
+    target.close()
+    with open_store([machine.target_path], queue) as reopened:
+        again = machine.begin(reopened, is_new=False)
+        again.after_commit()
+        again.finish(lambda: None)
+        check_generation(reopened, 2)
+        machine.run(again, 2)
+        again.finish(lambda: None)
+        check_generation(reopened, 4)
+        again.close()
+
+
+def test_the_import_is_not_copied(machine: Machine, target: Store) -> None:
+    snapshots = machine.begin(target, every=1)
+    snapshots.after_commit()
+    snapshots.finish(lambda: None)
+    assert not Store.exists([machine.target_path])
+
+
+def test_a_run_that_ends_gives_up_its_copy_and_keeps_the_one_before(
+    machine: Machine, target: Store, queue: IoQueue
+) -> None:
+    snapshots = machine.begin(target)
+    machine.run(snapshots, 2)
+    snapshots.finish(lambda: None)
+    slow = machine.begin(target, bytes_per_second=SLOW, is_new=False)
+    machine.run(slow, 2)
+    began = time.monotonic()
+    slow.close()
+    slow.close()
+    assert time.monotonic() - began < 10
+    target.close()
+    with open_store([machine.target_path], queue) as reopened:
+        check_generation(reopened, 2)
+    assert machine.told == []
+
+
+def test_a_signal_while_it_waits_for_the_last_copy(machine: Machine, target: Store) -> None:
+    snapshots = machine.begin(target, every=1)
+
+    def stop() -> None:
+        raise Interrupted(2, "stopped by SIGINT")
+
+    machine.run(snapshots, 1)
+    with pytest.raises(Interrupted):
+        snapshots.finish(stop)
+    snapshots.close()
+
+
+@pytest.mark.parametrize("call", [0, 5])
+def test_a_device_that_fails_costs_one_warning(
+    machine: Machine, target: Store, resources: ExitStack, queue: IoQueue, call: int
+) -> None:
+    snapshots = machine.begin(target)
+    machine.run(snapshots, 2)
+    snapshots.finish(lambda: None)
+    target.close()
+    faulty = resources.enter_context(FaultyQueue(from_call=call, lasting=Fault(error_number=errno.EIO)))
+    with open_store([machine.target_path], faulty) as failing:
+        snapshots = machine.begin(failing, is_new=False)
+        machine.run(snapshots, 2)
+        snapshots.finish(lambda: None)
+        machine.run(snapshots, 4)
+        snapshots.finish(lambda: None)
+        snapshots.close()
+    [warning] = machine.told
+    assert warning.startswith("warning: step 4 could not be copied to the snapshot: ")
+    assert warning.endswith("; training goes on without snapshots")
+    check_generation(machine.source, 8)
+    with open_store([machine.target_path], queue) as reopened:
+        check_generation(reopened, 2)
+
+
+def test_damage_in_the_store_does_not_reach_the_snapshot(machine: Machine, target: Store, tmp_path: Path) -> None:
+    snapshots = machine.begin(target, every=1)
+    machine.run(snapshots, 1)
+    snapshots.finish(lambda: None)
+    run_step(machine.source)
+    size = (tmp_path / "a" / DATA_FILE_NAME).stat().st_size
+    with (tmp_path / "a" / DATA_FILE_NAME).open("r+b") as file:
+        file.seek(3 * 4096)
+        file.write(bytes(size - 3 * 4096))
+    snapshots.after_commit()
+    snapshots.finish(lambda: None)
+    [warning] = machine.told
+    assert warning.startswith("warning: step 2 could not be copied to the snapshot: block 0, hi16")
+    check_generation(target, 1)
+
+
+def test_no_slot_for_it_costs_that_snapshot_alone(machine: Machine, target: Store) -> None:
+    snapshots = machine.begin(target, every=1)
+    run_step(machine.source)
+    machine.source.pin()
+    run_step(machine.source)
+    snapshots.after_commit()
+    [warning] = machine.told
+    assert warning.startswith("warning: there is no snapshot of step 2: step 2 cannot be kept: the store has 3 slots")
+    machine.source.unpin(1)
+    machine.run(snapshots, 1)
+    snapshots.finish(lambda: None)
+    check_generation(target, 3)
+
+
+def test_a_bug_in_the_thread_surfaces_in_the_loop(machine: Machine, target: Store) -> None:
+    snapshots = machine.begin(target, every=1)
+    target.commit_import(machine.source.progress)  # now it is not new, though it was said to be
+    run_step(machine.source)
+    snapshots.after_commit()
+    with pytest.raises(AssertionError):
+        snapshots.finish(lambda: None)
+
+
+def test_it_is_no_faster_than_it_was_told(machine: Machine, target: Store) -> None:
+    num_bytes = machine.source.layout.bytes_per_parameter * sum(machine.source.block_elements)
+    snapshots = machine.begin(target, every=1, bytes_per_second=num_bytes / 0.5)
+    began = time.monotonic()
+    machine.run(snapshots, 1)
+    wait_for(snapshots, target, 1)
+    assert time.monotonic() - began >= 0.5
