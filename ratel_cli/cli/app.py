@@ -143,6 +143,71 @@ def plan(
     command.run(config, overrides or [], hardware, plot, questions, as_json=as_json)
 
 
+@app.command(
+    help="Write a Hugging Face directory from a step that the store of RUN keeps.",
+    epilog="Example: ratel export outputs/my-run --step 200 -o outputs/my-run-200",
+)
+def export(
+    run: Annotated[Path, typer.Argument(help="A run: its output directory, or its config file.", show_default=False)],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="The directory to write.", show_default=False)
+    ],
+    step: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="STEP", help="A saved step. Default: the last one.", show_default=False),
+    ] = None,
+) -> None:
+    from ratel_cli.cli import export as command
+
+    command.run(run, step, output)
+
+
+@app.command(
+    help="Check every byte that RUN has left: its store's checksums, and its export against the store. Or check the "
+    "model in a directory.",
+    epilog="Example: ratel verify outputs/my-run",
+)
+def verify(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|DIR",
+            help="A run: its output directory, or its config file. Or a directory with a model.",
+            show_default=False,
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+) -> None:
+    from ratel_cli.cli import verify as command
+
+    command.run(run, as_json=as_json)
+
+
+@app.command(
+    help="Make the store of the run that CONFIG describes anew from its snapshot.",
+    epilog="Example: ratel restore my-run.yaml --from /mnt/backup/my-run",
+)
+def restore(
+    config: Annotated[
+        Path, typer.Argument(help="The YAML file of the run, or its output directory.", show_default=False)
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the config to set otherwise.", show_default=False),
+    ] = None,
+    snapshot: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="DIR", help="The snapshot. Default: storage.snapshot.path.", show_default=False),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a store that is as new as the snapshot, or damaged.")
+    ] = False,
+) -> None:
+    from ratel_cli.cli import restore as command
+
+    command.run(config, overrides or [], snapshot, overwrite=overwrite)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
     try:

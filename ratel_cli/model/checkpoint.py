@@ -49,7 +49,7 @@ class CheckpointSource:
             )
         files = find_weight_files(directory)
         with ExitStack() as opened:
-            self._readers = _open_shards(opened, files)
+            self._readers = open_shards(opened, files)
             renaming = plan_renaming(skeleton, self._readers)
             self._direct = dict(renaming.direct)
             self._converted: dict[str, Conversion] = {}
@@ -214,7 +214,7 @@ class _Findings:
     unexpected_keys: set[str]
 
 
-def _open_shards(resources: ExitStack, files: WeightFiles) -> dict[str, ShardReader]:
+def open_shards(resources: ExitStack, files: WeightFiles) -> dict[str, ShardReader]:
     """Which open file holds each tensor. The index must tell the truth."""
     readers: dict[str, ShardReader] = {}
     for path in files.paths:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -10,11 +13,16 @@ import pytest
 import torch
 from torch.utils import deterministic
 
+from ratel_cli.training.stopping import StopRequest
 from tests.e2e.runs import save_base, succeed, write_config, write_rows
 
 
 class MakeConfig(Protocol):
     def __call__(self, name: str = "run", /, **changes: object) -> Path: ...
+
+
+class SignalAt(Protocol):
+    def __call__(self, call: int, number: int) -> None: ...
 
 
 @pytest.fixture(scope="session")
@@ -48,6 +56,40 @@ def make_config(tmp_path: Path, base: Path, rows: Path) -> MakeConfig:
         return write_config(tmp_path / name, **{"base": base, "rows": rows, **changes})  # type: ignore[arg-type]
 
     return make
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    mountpoint = tmp_path / "disk"
+    mountpoint.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mountpoint)]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount")
+    if result.returncode:
+        pytest.skip(f"mounting is refused: {result.stderr.strip()}")
+    yield mountpoint
+    subprocess.run(["umount", str(mountpoint)], check=True)
+
+
+@pytest.fixture
+def signal_at(monkeypatch: pytest.MonkeyPatch) -> SignalAt:
+    """Sends this process a signal as the command looks for one the n-th time."""
+    look = StopRequest.check
+
+    def arrange(call: int, number: int) -> None:
+        calls = itertools.count(1)
+
+        def check(stop: StopRequest) -> None:
+            if next(calls) == call:
+                os.kill(os.getpid(), number)
+            look(stop)
+
+        monkeypatch.setattr(StopRequest, "check", check)
+
+    return arrange
 
 
 @pytest.fixture(scope="session", autouse=True)

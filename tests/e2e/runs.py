@@ -69,10 +69,11 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a command line ended, and what it wrote to stderr."""
+    """How a command line ended, what it wrote to stderr and what to stdout."""
 
     code: int
     told: str
+    out: str = ""
 
     @property
     def errors(self) -> list[str]:
@@ -143,12 +144,17 @@ def write_config(directory: Path, *, base: Path, rows: Path, **changes: object) 
     return path
 
 
+def ratel(*arguments: object) -> Ended:
+    """`ratel ...` in this process."""
+    told, out = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(told), contextlib.redirect_stdout(out):
+        code = main([str(argument) for argument in arguments])
+    return Ended(code=code, told=told.getvalue(), out=out.getvalue())
+
+
 def finetune(config: Path, *arguments: str) -> Ended:
     """`ratel finetune CONFIG ...` in this process."""
-    told = io.StringIO()
-    with contextlib.redirect_stderr(told):
-        code = main(["finetune", str(config), *arguments])
-    return Ended(code=code, told=told.getvalue())
+    return ratel("finetune", config, *arguments)
 
 
 def succeed(config: Path, *arguments: str) -> str:

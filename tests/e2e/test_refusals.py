@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -147,22 +146,6 @@ def committed_step(config: Path) -> int:
         Store.open([store_of(config).parent], queue=queue, identity=None) as store,
     ):
         return store.progress.step
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    mountpoint = tmp_path / "disk"
-    mountpoint.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mountpoint)]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("there is no mount")
-    if result.returncode:
-        pytest.skip(f"mounting is refused: {result.stderr.strip()}")
-    yield mountpoint
-    subprocess.run(["umount", str(mountpoint)], check=True)
 
 
 def test_a_disk_that_is_too_small(make_config: MakeConfig, small_disk: Path) -> None:

@@ -1,0 +1,26 @@
+"""`ratel export RUN -o DIR`: a Hugging Face directory from a generation that a run's store keeps.
+
+Called by `cli.app`. Nothing heavy is imported before the run's config is known to be good.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from ratel_cli.cli.kept_run import find_run
+from ratel_cli.runlog import RunLog
+
+
+def run(path: Path, step: int | None, output: Path) -> None:
+    """Export the generation of `step`, or the current one. Raises RatelError."""
+    log = RunLog()
+    config = find_run(path, log)
+    from ratel_cli.cli.opened_run import open_run, write_export
+    from ratel_cli.training.stopping import StopRequest
+
+    with ExitStack() as resources:
+        stop = resources.enter_context(StopRequest())
+        opened = open_run(config, resources, log)
+        exported = write_export(opened, opened.generation(step), output, stop)
+    log.say(f"saved step {exported} in {output}; load it with transformers' from_pretrained")

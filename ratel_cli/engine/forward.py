@@ -1,0 +1,70 @@
+"""A model's logits, computed from one generation in the store, with one block in memory at a time.
+
+`cli.checks` compares them with those of an exported model. Nothing runs ahead and nothing is updated: training and
+evaluation are in `engine.step`.
+
+Invariant: the modules, the shapes and the order of operations are those of the model's own forward, so that on one
+device the logits are those of the whole model, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.model.drive import last_hidden_state
+from ratel_cli.model.spec import BlockSpec
+from ratel_cli.movement.buffers import BufferPool
+from ratel_cli.movement.copies import FIELD_DTYPES, to_device, view
+from ratel_cli.movement.generation import Generation
+
+
+class GenerationForward:
+    """The forward of one model on one generation's weights."""
+
+    def __init__(self, model: DecoderModel, generation: Generation, pool: BufferPool, *, device: torch.device) -> None:
+        self._model = model
+        self._generation = generation
+        self._pool = pool
+        self._device = device
+
+    def logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Of one row of tokens, both [1, tokens]: [1, tokens, vocabulary], with dropout off."""
+        skeleton = self._model.skeleton
+        was_training = skeleton.training
+        skeleton.eval()
+        try:
+            with torch.no_grad():
+                return self._logits(input_ids, position_ids)
+        finally:
+            skeleton.train(was_training)
+            self._pool.trim()
+
+    def _logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        drive, (embedding, *layers, head) = self._model.drive, self._model.spec.blocks
+        with self._bound(embedding):
+            embedded = drive.embed(input_ids, position_ids)
+        hidden = embedded.hidden
+        for index, block in enumerate(layers):
+            with self._bound(block):
+                hidden = drive.run_layer(index, hidden, embedded.calls[index])
+        with ExitStack() as bound:
+            if self._model.spec.tied:
+                self._model.tie(bound.enter_context(self._bound(embedding)))
+            bound.enter_context(self._bound(head))
+            finished = drive.finish(hidden, input_ids, position_ids)
+            return drive.logits(finished, last_hidden_state(finished))
+
+    @contextmanager
+    def _bound(self, block: BlockSpec) -> Iterator[tuple[torch.nn.Parameter, ...]]:
+        field = self._generation.layout.compute_field
+        with self._pool.lease(block.num_elements * field.bytes_per_element, f"weights of {block.name}") as lease:
+            self._generation.read(block.index, field.name, 0, block.num_elements, lease.memory).wait()
+            weights = to_device(view(lease.memory, FIELD_DTYPES[field.name]), self._device)
+            try:
+                yield self._model.bind(block, weights)
+            finally:
+                self._model.release(block)

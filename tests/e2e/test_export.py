@@ -1,0 +1,147 @@
+"""`ratel export`: any step that the store keeps as a Hugging Face directory, and what it refuses."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ratel_cli.movement.queue import open_queue
+from ratel_cli.movement.store import Store
+from tests.e2e.conftest import MakeConfig, SignalAt
+from tests.e2e.runs import Ended, file_hash, output_of, ratel, store_of, succeed, write_config
+
+SAVING: dict[str, object] = {"max_steps": 6, "save_steps": 2, "save_total_limit": 2, "dtype": "bfloat16"}
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Path:
+    """The config of a run that keeps steps 4 and 6. Tests only look at it."""
+    config = write_config(tmp_path_factory.mktemp("saved"), base=base, rows=rows, **SAVING)
+    succeed(config)
+    return config
+
+
+def refused(ended: Ended, code: int, *parts: str) -> None:
+    assert ended.code == code, ended.told
+    assert "Traceback" not in ended.told
+    assert len(ended.errors) == 1, ended.told
+    assert [part for part in parts if part not in ended.errors[0]] == [], ended.errors[0]
+
+
+@pytest.mark.parametrize("by", ["config", "directory"])
+def test_the_last_step_is_what_the_run_left(saved: Path, tmp_path: Path, by: str) -> None:
+    before = file_hash(store_of(saved))
+    ended = ratel("export", saved if by == "config" else output_of(saved), "-o", tmp_path / "new" / "out")
+    assert (ended.code, ended.out) == (0, "")
+    assert ended.told == f"saved step 6 in {tmp_path / 'new' / 'out'}; load it with transformers' from_pretrained\n"
+    names = {path.name for path in (tmp_path / "new" / "out").iterdir()}
+    assert names == {path.name for path in output_of(saved).iterdir()} - {"run"}
+    for name in names:
+        assert file_hash(tmp_path / "new" / "out" / name) == file_hash(output_of(saved) / name), name
+    assert file_hash(store_of(saved)) == before
+
+
+def test_a_saved_step_is_what_a_run_of_so_many_steps_leaves(
+    saved: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    shorter = make_config("shorter", **{**SAVING, "max_steps": 4})
+    succeed(shorter)
+    assert ratel("export", output_of(saved), "--step", 4, "-o", tmp_path / "four").code == 0
+    assert ratel("export", output_of(saved), "--step", 6, "-o", tmp_path / "six").code == 0
+    assert file_hash(tmp_path / "four" / WEIGHTS) == file_hash(output_of(shorter) / WEIGHTS)
+    assert file_hash(tmp_path / "six" / WEIGHTS) == file_hash(output_of(saved) / WEIGHTS)
+    assert "4 optimizer updates" in (tmp_path / "four" / "README.md").read_text()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "four")
+    assert model.dtype == torch.bfloat16
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "four")) == 300
+
+
+def test_a_tied_model_and_drawn_weights(tied_base: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    for name, changes in (("tied", {"base": tied_base}), ("drawn", {"random_init": True})):
+        config = make_config(name, max_steps=1, **changes)
+        succeed(config)
+        assert ratel("export", config, "-o", tmp_path / f"{name}-out").code == 0
+        assert file_hash(tmp_path / f"{name}-out" / WEIGHTS) == file_hash(output_of(config) / WEIGHTS)
+
+
+def test_what_is_refused(saved: Path, base: Path, tmp_path: Path) -> None:
+    """One after another; afterwards neither the store nor the run's export has changed, and nothing was written."""
+    before = file_hash(store_of(saved)), file_hash(output_of(saved) / WEIGHTS), file_hash(base / WEIGHTS)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    copy = tmp_path / "bad.yaml"
+    copy.write_text(saved.read_text() + "\nlearning_rte: 1\n")
+    run, out = output_of(saved), tmp_path / "out"
+    for arguments, code, parts in (
+        ([tmp_path / "none.yaml", "-o", out], 2, ("none.yaml: there is no such file",)),
+        ([tmp_path / "none", "-o", out], 2, ("none: there is no such file",)),
+        ([tmp_path / "empty", "-o", out], 2, ("is no run's output directory", "run/config.yaml")),
+        ([copy, "-o", out], 2, ("bad.yaml:", "learning_rte")),
+        ([run, "--step", 5, "-o", out], 2, ("no generation of step 5 is kept; kept are: 4, 6",)),
+        ([run, "--step", -1, "-o", out], 2, ("invalid value for '--step'",)),
+        ([run], 2, ("missing option '--output'",)),
+        ([run, "-o", base], 2, ("-o and base_model are the same directory",)),
+        ([run, "-o", tmp_path / "file"], 2, ("file is not a directory",)),
+    ):
+        refused(ratel("export", *arguments), code, *parts)
+        assert not out.exists()
+    after = file_hash(store_of(saved)), file_hash(output_of(saved) / WEIGHTS), file_hash(base / WEIGHTS)
+    assert after == before
+
+
+def test_a_store_that_is_gone_or_of_another_model(
+    saved: Path, tied_base: Path, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    lost = make_config("lost", **SAVING)
+    refused(ratel("export", lost, "-o", tmp_path / "out"), 2, "there is no store in", str(store_of(lost).parent))
+    paths = {"engine": "threads", "paths": [str(store_of(saved).parent)]}
+    for name, changes in (("tied", {"base": tied_base}), ("wide", {"dtype": "float32"})):
+        other = make_config(name, **{**SAVING, "storage": paths, **changes})
+        refused(ratel("export", other, "-o", tmp_path / "out"), 2, "was made for another model than")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_chunk_is_not_exported(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(max_steps=2)
+    succeed(config)
+    before = file_hash(output_of(config) / WEIGHTS)
+    data = store_of(config)
+    content = bytearray(data.read_bytes())
+    content[3 * 4096 :] = bytes(byte ^ 1 for byte in content[3 * 4096 :])
+    data.write_bytes(content)
+    for output in (tmp_path / "out", output_of(config)):
+        refused(ratel("export", config, "-o", output), 4, "damaged")
+    assert not list((tmp_path / "out").iterdir())
+    assert file_hash(output_of(config) / WEIGHTS) == before
+
+
+def test_a_disk_without_room_and_one_that_may_not_be_written(saved: Path, small_disk: Path) -> None:
+    refused(ratel("export", saved, "-o", small_disk / "out"), 3, str(small_disk / "out"), "needs", "are free")
+    assert not list((small_disk / "out").glob("*"))
+
+
+def test_a_store_in_use(saved: Path, tmp_path: Path) -> None:
+    with (
+        open_queue("threads", notice=pytest.fail) as queue,
+        Store.open([store_of(saved).parent], queue=queue, identity=None),
+    ):
+        refused(ratel("export", saved, "-o", tmp_path / "out"), 3, "is in use by process")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("call", [1, 3])
+def test_a_signal_leaves_what_was_there(
+    saved: Path, tmp_path: Path, signal_at: SignalAt, call: int, number: int, code: int
+) -> None:
+    out = Path(shutil.copytree(output_of(saved), tmp_path / "out"))
+    before = {path.name: file_hash(path) for path in out.iterdir() if path.is_file()}
+    signal_at(call, number)
+    refused(ratel("export", saved, "--step", 4, "-o", out), code, f"stopped by {signal.Signals(number).name}")
+    assert {path.name: file_hash(path) for path in out.iterdir() if path.is_file()} == before
+    assert not (out / ".export-in-progress").exists()

@@ -1,0 +1,237 @@
+"""`ratel verify`: what is whole is found whole, and whatever is changed is found, with its place, and exit code 4."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ratel_cli.movement.buffers import BufferPool
+from ratel_cli.movement.queue import open_queue
+from ratel_cli.movement.store import Store
+from tests.e2e.conftest import MakeConfig, SignalAt
+from tests.e2e.runs import Ended, Tensors, file_hash, output_of, ratel, store_of, succeed, write_config
+
+SAVING: dict[str, object] = {"max_steps": 4, "save_steps": 2, "save_total_limit": 2, "dtype": "bfloat16"}
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Path:
+    """The config of a run that keeps steps 2 and 4. Tests only look at it."""
+    config = write_config(tmp_path_factory.mktemp("saved"), base=base, rows=rows, **SAVING)
+    succeed(config)
+    return config
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    Path(shutil.copytree(saved.parent, tmp_path / "copied"))
+    config = tmp_path / "copied" / "run.yaml"
+    for file in (config, output_of(config) / "run" / "config.yaml"):
+        file.write_text(file.read_text().replace(str(saved.parent), str(config.parent)))
+    return config
+
+
+def rows_of(ended: Ended) -> dict[str, str]:
+    """The table: what, and all that stands behind it."""
+    lines = [line for line in ended.out.splitlines()[1:] if line]
+    return {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in lines}
+
+
+def change_weights(config: Path, change: Callable[[Tensors], object]) -> None:
+    path = output_of(config) / WEIGHTS
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def damage(config: Path, step: int, block: int, field: str) -> None:
+    """Flip a bit in a field of a generation, in the data file."""
+    with (
+        open_queue("threads", notice=pytest.fail) as queue,
+        BufferPool(None) as pool,
+        Store.open([store_of(config).parent], queue=queue, identity=None) as store,
+    ):
+        generation = store.current() if store.progress.step == step else store.kept(step)
+        num_elements = store.block_elements[block]
+        memory = pool.lease(num_elements * store.layout.field(field).bytes_per_element, "test").memory
+        generation.read(block, field, 0, num_elements, memory).wait()
+        wanted = bytes(memory[:4096])
+    data = bytearray(store_of(config).read_bytes())
+    place = data.index(wanted)
+    data[place + 17] ^= 4
+    store_of(config).write_bytes(data)
+
+
+@pytest.mark.parametrize("by", ["config", "directory"])
+def test_a_run_as_it_was_left(saved: Path, by: str) -> None:
+    before = file_hash(store_of(saved))
+    ended = ratel("verify", saved if by == "config" else output_of(saved))
+    assert ended.code == 0, ended.told + ended.out
+    assert ended.out.splitlines()[0].split() == ["what", "bytes", "checked", "verdict"]
+    rows = rows_of(ended)
+    assert list(rows) == ["step 4, current", "step 2, kept", WEIGHTS, "transformers", "weights", "logits"]
+    assert all("every chunk" in rows[name] and rows[name].endswith("whole") for name in list(rows)[:2])
+    assert rows[WEIGHTS].endswith("tensors  whole, every value finite")
+    assert "loads: LlamaForCausalLM" in rows["transformers"]
+    assert rows["weights"].endswith("every bit  equal to step 4")
+    assert rows["logits"].endswith("16 tokens  equal to those from step 4, bit for bit")
+    assert "GB/s" in ended.told
+    assert file_hash(store_of(saved)) == before
+
+
+def test_json(saved: Path) -> None:
+    found = json.loads(ratel("verify", saved, "--json").out)
+    assert found["whole"] is True
+    assert [check["what"] for check in found["checks"]][:3] == ["step 4, current", "step 2, kept", WEIGHTS]
+    assert all(check.keys() == {"what", "num_bytes", "checked", "verdict", "is_wrong"} for check in found["checks"])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"dtype": "float16"}, {"dtype": "float32"}, {"base": "tied"}, {"random_init": True}],
+    ids=["float16", "float32", "tied", "drawn"],
+)
+def test_other_runs(make_config: MakeConfig, tied_base: Path, changes: dict[str, object]) -> None:
+    config = make_config(max_steps=2, **({"base": tied_base} if "base" in changes else changes))
+    succeed(config)
+    ended = ratel("verify", config)
+    assert ended.code == 0, ended.out
+    assert rows_of(ended)["logits"].endswith("bit for bit")
+
+
+@pytest.mark.parametrize(("step", "block", "field"), [(4, 0, "hi16"), (4, 2, "v32"), (2, 1, "lo16"), (2, 3, "m32")])
+def test_a_flipped_bit_in_the_store(copied: Path, step: int, block: int, field: str) -> None:
+    damage(copied, step, block, field)
+    ended = ratel("verify", copied)
+    assert ended.code == 4
+    [error] = ended.errors
+    name, other = ("step 4, current", "step 2, kept") if step == 4 else ("step 2, kept", "step 4, current")
+    assert error.startswith(f"error: {name}: block {block}, {field}: elements 0 to ")
+    rows = rows_of(ended)
+    assert "WRONG: " in rows[name]
+    assert rows[other].endswith("whole")
+    if step == 2:
+        assert rows["logits"].endswith("bit for bit")
+    else:
+        assert "equal to step 4" not in ended.out, "what is damaged is no measure"
+
+
+def test_an_export_of_a_step_that_is_kept(copied: Path) -> None:
+    assert ratel("export", copied, "--step", 2, "-o", output_of(copied)).code == 0
+    ended = ratel("verify", copied)
+    assert ended.code == 0, ended.out
+    assert rows_of(ended)["weights"].endswith("equal to step 2")
+    assert rows_of(ended)["logits"].endswith("equal to those from step 2, bit for bit")
+
+
+def test_an_export_of_no_step_that_is_kept(copied: Path) -> None:
+    def change(tensors: Tensors) -> None:
+        tensors["model.layers.1.mlp.up_proj.weight"].view(torch.int16)[3, 4] ^= 1
+
+    change_weights(copied, change)
+    ended = ratel("verify", copied)
+    assert ended.code == 4
+    [error] = ended.errors
+    assert error.startswith(
+        "error: weights: model.layers.1.mlp.up_proj.weight differs from step 4, and the export is of no"
+    )
+    assert "logits" not in rows_of(ended)
+
+
+def nan(tensors: Tensors) -> None:
+    tensors["model.norm.weight"][5] = float("nan")
+
+
+def drop(tensors: Tensors) -> None:
+    del tensors["model.norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "row", "told"),
+    [
+        (nan, WEIGHTS, "tensor model.norm.weight holds values that are not finite"),
+        (drop, "transformers", "tensor model.norm.weight is missing"),
+    ],
+)
+def test_an_export_that_is_wrong_in_itself(
+    copied: Path, change: Callable[[Tensors], None], row: str, told: str
+) -> None:
+    change_weights(copied, change)
+    ended = ratel("verify", copied)
+    assert ended.code == 4
+    assert told in rows_of(ended)[row]
+    assert ended.errors[0].startswith(f"error: {row}: ")
+    assert rows_of(ended)["step 4, current"].endswith("whole")
+    alone = ratel("verify", shutil.copytree(output_of(copied), copied.parent / "alone", ignore=lambda *_: ["run"]))
+    assert alone.code == 4
+    assert told in rows_of(alone)[row]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, -4])
+def test_an_export_that_is_cut_short(copied: Path, num_bytes: int) -> None:
+    path = output_of(copied) / WEIGHTS
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    ended = ratel("verify", copied)
+    assert ended.code == 4
+    rows = rows_of(ended)
+    assert "WRONG" in rows[WEIGHTS] and "WRONG" in rows["transformers"] and "WRONG" in rows["weights"]
+    assert ended.errors[0].endswith("(and 2 more, see above)")
+
+
+def test_a_run_without_an_export(copied: Path) -> None:
+    (output_of(copied) / WEIGHTS).unlink()
+    ended = ratel("verify", copied)
+    assert ended.code == 0
+    assert list(rows_of(ended)) == ["step 4, current", "step 2, kept"]
+    assert "there is no export in" in ended.told
+
+
+def test_an_export_whose_store_was_deleted(copied: Path) -> None:
+    shutil.rmtree(store_of(copied).parent)
+    ended = ratel("verify", output_of(copied))
+    assert ended.code == 0
+    assert "there is no store in" in ended.told
+    assert list(rows_of(ended)) == [WEIGHTS, "transformers"]
+    by_config = ratel("verify", copied)
+    assert (by_config.code, "there is no store in" in by_config.errors[0]) == (2, True)
+
+
+def test_a_model_by_itself(base: Path) -> None:
+    ended = ratel("verify", base)
+    assert ended.code == 0, ended.out
+    assert list(rows_of(ended)) == [WEIGHTS, "transformers"]
+    assert "loads: LlamaForCausalLM" in rows_of(ended)["transformers"]
+
+
+def test_what_is_neither(tmp_path: Path, saved: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "config.json").write_text("{}")
+    (tmp_path / "run.yaml").write_text(saved.read_text() + "\nseeed: 1\n")
+    for path, part in (
+        ("empty", "is neither a run's output directory nor a model"),
+        ("half", "is neither a run's output directory nor a model"),
+        ("none", "there is no such file"),
+        ("run.yaml", "unknown key `seeed`"),
+    ):
+        ended = ratel("verify", tmp_path / path)
+        assert (ended.code, ended.out) == (2, "")
+        assert part in ended.errors[0]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("call", [1, 20])
+def test_a_signal(saved: Path, signal_at: SignalAt, call: int, number: int, code: int) -> None:
+    signal_at(call, number)
+    ended = ratel("verify", saved)
+    assert (ended.code, ended.out) == (code, "")
+    assert ended.errors == [f"error: stopped by {signal.Signals(number).name}; what was committed stands"]
