@@ -94,8 +94,8 @@ def make_snapshot(
             stop.check()
             bar.advance(num_bytes)
 
-        return resources.enter_context(
-            Store.create(
+        try:
+            store = Store.create(
                 [wanted.path],
                 identity=identity,
                 layout=layout,
@@ -106,7 +106,9 @@ def make_snapshot(
                 notice=log.notice,
                 progress=prepared,
             )
-        )
+        except EnvironmentFailure as failure:
+            raise _unusable(failure) from failure
+        return resources.enter_context(store)
 
 
 def start_snapshots(
@@ -152,6 +154,15 @@ def _open(
             f"storage.snapshot.path: {failure.message}",
             f"remove {wanted.path / DATA_FILE_NAME} to have it made anew, or set storage.snapshot.path elsewhere",
         ) from failure
+    except EnvironmentFailure as failure:
+        raise _unusable(failure) from failure
+
+
+def _unusable(failure: EnvironmentFailure) -> EnvironmentFailure:
+    return EnvironmentFailure(
+        f"storage.snapshot.path: {failure.message}",
+        "set storage.snapshot.path to a directory of this run's own, with room, that you may write to",
+    )
 
 
 def _open_queue(config: RunConfig, resources: ExitStack, log: RunLog) -> IoQueue:

@@ -2,7 +2,7 @@
 
 Called by `cli.verify`. In order:
 
-    1. every generation that the store keeps, chunk by chunk, against its checksums
+    1. every generation that the store keeps, chunk by chunk, against its checksums; the one in its snapshot too
     2. the export's files: their headers, and every value
     3. the export as transformers loads it
     4. its weights against those of the generation that it was made of, bit for bit
@@ -22,7 +22,7 @@ from time import perf_counter
 import torch
 from transformers import PreTrainedModel
 
-from ratel_cli.cli.base_model import hush_transformers
+from ratel_cli.cli.base_model import check_model, hush_transformers
 from ratel_cli.cli.opened_run import OpenedRun, open_run
 from ratel_cli.cli.verify_table import Check
 from ratel_cli.config.schema import RunConfig
@@ -35,7 +35,10 @@ from ratel_cli.model.reload import check_values, holds_export, load_export, read
 from ratel_cli.model.shards import ShardReader
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.stored import stored_weights
+from ratel_cli.movement.buffers import BufferPool
 from ratel_cli.movement.generation import Generation
+from ratel_cli.movement.queue import open_queue
+from ratel_cli.movement.store import Store
 from ratel_cli.runlog import RunLog
 from ratel_cli.training.stopping import StopRequest
 from ratel_cli.units import format_bytes, format_count, format_seconds
@@ -54,11 +57,12 @@ def verify_run(config: RunConfig, log: RunLog) -> list[Check]:
         stop = resources.enter_context(StopRequest())
         run = open_run(config, resources, log)
         generations = _generations(run)
-        checks = _check_store(run, generations, stop, log)
+        checks = _check_generations(run.store, generations, run.pool, stop, log)
+        whole = [generation for generation, check in zip(generations, checks, strict=True) if not check.is_wrong]
+        checks += _check_snapshot(run, resources, stop, log)
         if not holds_export(config.output_dir):
             log.say(f"there is no export in {config.output_dir}; only the store was verified")
             return checks
-        whole = [generation for generation, check in zip(generations, checks, strict=True) if not check.is_wrong]
         checks += _check_files(config.output_dir, stop, log)
         model, loading = _load(config.output_dir, dtype=DTYPES[config.dtype], attention=run.base.attention)
         return [*checks, loading, *_compare(run, whole, model, stop)]
@@ -82,11 +86,20 @@ def _generations(run: OpenedRun) -> list[Generation]:
     return [run.store.current(), *(run.store.kept(kept) for kept in run.store.pinned_steps[::-1] if kept != step)]
 
 
-def _check_store(run: OpenedRun, generations: Sequence[Generation], stop: StopRequest, log: RunLog) -> list[Check]:
-    num_bytes = run.store.layout.bytes_per_parameter * sum(run.store.block_elements)
+def _check_generations(
+    store: Store,
+    generations: Sequence[Generation],
+    pool: BufferPool,
+    stop: StopRequest,
+    log: RunLog,
+    *,
+    where: str | None = None,
+) -> list[Check]:
+    """One row for each, the first of them the current one. `where`: it is not the run's own store."""
+    num_bytes = store.layout.bytes_per_parameter * sum(store.block_elements)
     checks: list[Check] = []
     start = perf_counter()
-    with log.bar("verifying the store", len(generations) * num_bytes) as bar:
+    with log.bar(f"verifying the {where or 'store'}", len(generations) * num_bytes) as bar:
 
         def seen(part_bytes: int) -> None:
             stop.check()
@@ -94,13 +107,13 @@ def _check_store(run: OpenedRun, generations: Sequence[Generation], stop: StopRe
 
         for number, generation in enumerate(generations):
             check = Check(
-                what=f"step {generation.progress.step}, {'kept' if number else 'current'}",
+                what=f"step {generation.progress.step}, {where or ('kept' if number else 'current')}",
                 num_bytes=num_bytes,
-                checked="every chunk",
+                checked="every chunk" if store.chunk_elements else "reading: no checksums",
                 verdict="whole",
             )
             try:
-                generation.check_all(run.pool, progress=seen)
+                generation.check_all(pool, progress=seen)
             except IntegrityFailure as failure:
                 check = replace(check, verdict=failure.message, is_wrong=True)
             checks.append(check)
@@ -108,6 +121,20 @@ def _check_store(run: OpenedRun, generations: Sequence[Generation], stop: StopRe
     total_bytes = len(generations) * num_bytes
     log.say(f"read {format_bytes(total_bytes)} in {format_seconds(seconds)}, {total_bytes / seconds / 1e9:.3g} GB/s")
     return checks
+
+
+def _check_snapshot(run: OpenedRun, resources: ExitStack, stop: StopRequest, log: RunLog) -> list[Check]:
+    """The snapshot of the run, if there is one."""
+    wanted = run.config.storage.snapshot
+    if wanted is None or not Store.exists([wanted.path]):
+        return []
+    queue = resources.enter_context(open_queue(run.config.storage.engine, notice=log.notice))
+    try:
+        store = resources.enter_context(Store.open([wanted.path], queue=queue, identity=None, notice=log.notice))
+        check_model(store, run.config, run.base.model.spec, wanted.path)
+    except (BadInput, IntegrityFailure) as failure:
+        return [Check(what="snapshot", num_bytes=0, checked="manifest", verdict=failure.message, is_wrong=True)]
+    return _check_generations(store, [store.current()], run.pool, stop, log, where="snapshot")
 
 
 def _check_files(directory: Path, stop: StopRequest, log: RunLog) -> list[Check]:

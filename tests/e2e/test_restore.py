@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import time
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -256,6 +257,34 @@ def test_where_a_snapshot_cannot_go(make_config: MakeConfig, tmp_path: Path, sma
     refused(ended, 3, "no space for the snapshot: need", f"in {small_disk}/s, have")
     assert not store_of(same).parent.exists()
     assert list(small_disk.iterdir()) == []
+
+
+def test_a_device_that_may_not_be_written(make_config: MakeConfig, small_disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    storage = {"engine": "threads", "snapshot": {"path": str(small_disk / "s"), "every": 1}}
+    config = make_config(storage=storage)
+    ended = finetune(config)
+    refused(ended, 3, f"storage.snapshot.path: {small_disk}/s: cannot be created")
+    assert "hint: set storage.snapshot.path to" in ended.told
+    assert not store_of(config).parent.exists()
+
+
+def test_verify_looks_at_the_snapshot_too(copied: Path) -> None:
+    ended = ratel("verify", copied)
+    assert ended.code == 0, ended.out
+    assert "step 4, snapshot" in ended.out
+    data = snapshot_of(copied) / "ratel.store"
+    content = data.read_bytes()
+    data.write_bytes(content[: 3 * 4096] + bytes(byte ^ 1 for byte in content[3 * 4096 :]))
+    ended = ratel("verify", copied)
+    assert (ended.code, ended.errors[0].startswith("error: step 4, snapshot: ")) == (4, True)
+    data.write_bytes(content[: 4 * 4096])
+    ended = ratel("verify", copied)
+    assert (ended.code, ended.errors[0].startswith("error: snapshot: ")) == (4, True)
+    assert "truncated" in ended.errors[0]
+    shutil.rmtree(snapshot_of(copied))
+    ended = ratel("verify", copied)
+    assert (ended.code, "snapshot" in ended.out) == (0, False)
 
 
 def test_a_store_without_a_slot_for_it(make_config: MakeConfig, tmp_path: Path) -> None:
