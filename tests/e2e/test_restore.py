@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -123,8 +122,7 @@ def test_a_store_that_is_lost_with_its_run(tmp_path: Path, base: Path, rows: Pat
     config = with_snapshot(tmp_path / "run", base, rows)
     process = start(config)
     wait_for_snapshot(config, process)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     wait(process)
     shutil.rmtree(store_of(config).parent)
     refused(finetune(config), 2, f"there is a snapshot in {snapshot_of(config)}, but no store in")
