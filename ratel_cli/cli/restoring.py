@@ -21,7 +21,7 @@ from pathlib import Path
 from ratel_cli.cli.base_model import check_model, hush_transformers, read_base
 from ratel_cli.cli.run_settings import num_slots
 from ratel_cli.config.schema import RunConfig
-from ratel_cli.errors import BadInput, IntegrityFailure
+from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.hardware.drives import measure_drives
 from ratel_cli.hardware.effort import BRIEF
 from ratel_cli.hardware.host import default_limit_bytes, return_freed_memory
@@ -46,7 +46,7 @@ def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog)
         stop = resources.enter_context(StopRequest())
         queue = resources.enter_context(open_queue(config.storage.engine, notice=log.notice))
         pool = resources.enter_context(BufferPool(config.limits.host_memory or default_limit_bytes()))
-        snapshot = resources.enter_context(Store.open([directory], queue=queue, identity=None, notice=log.notice))
+        snapshot = resources.enter_context(_open(directory, queue, log))
         check_model(snapshot, config, base.model.spec, directory)
         if Store.exists(config.storage.paths):
             if not overwrite:
@@ -63,6 +63,16 @@ def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog)
 def _refuse_same_directory(config: RunConfig, directory: Path) -> None:
     if os.path.realpath(directory) in map(os.path.realpath, config.storage.paths):
         raise BadInput(f"the snapshot in {directory} and the store to be restored are the same directory")
+
+
+def _open(directory: Path, queue: IoQueue, log: RunLog) -> Store:
+    try:
+        return Store.open([directory], queue=queue, identity=None, notice=log.notice)
+    except EnvironmentFailure as failure:
+        raise EnvironmentFailure(
+            f"the snapshot cannot be used: {failure.message}",
+            "nobody else may use it meanwhile, and its file must be writable, as it is locked; it is only read",
+        ) from failure
 
 
 def _refuse_to_lose(config: RunConfig, snapshot: Store, queue: IoQueue, log: RunLog) -> None:

@@ -206,7 +206,7 @@ def _compare(
         told = f"{differing[0]} differs from step {step}, and the export is of no other step that is kept"
         return [replace(check, verdict=told, is_wrong=True)]
     equal = replace(check, verdict=f"equal to step {same.progress.step}")
-    return [equal] if model is None else [equal, _compare_logits(run, same, model)]
+    return [equal] if model is None else [equal, _compare_logits(run, same, model, stop)]
 
 
 def _reader_of(directory: Path, model: PreTrainedModel | None, resources: ExitStack) -> _ReadValues:
@@ -233,14 +233,15 @@ def _first_difference(run: OpenedRun, generation: Generation, read: _ReadValues,
     return None
 
 
-def _compare_logits(run: OpenedRun, generation: Generation, model: PreTrainedModel) -> Check:
+def _compare_logits(run: OpenedRun, generation: Generation, model: PreTrainedModel, stop: StopRequest) -> Check:
     decoder, device = run.base.model, torch.device("cpu")
     install_buffers(decoder.skeleton, persistent_buffers(model))
     longest = getattr(run.base.config, "max_position_embeddings", None)
     num_tokens = min(_NUM_TOKENS, longest) if isinstance(longest, int) else _NUM_TOKENS
     positions = torch.arange(num_tokens).unsqueeze(0)
     tokens = positions * _TOKEN_STRIDE % decoder.spec.vocab_size
-    ours = GenerationForward(decoder, generation, run.pool, device=device).logits(tokens, positions)
+    forward = GenerationForward(decoder, generation, run.pool, device=device, check_stop=stop.check)
+    ours = forward.logits(tokens, positions)
     keywords = {"position_ids": positions} if decoder.drive.takes_positions else {}
     with torch.no_grad():
         theirs = model(input_ids=tokens, use_cache=False, **keywords).logits

@@ -9,7 +9,7 @@ device the logits are those of the whole model, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -25,11 +25,21 @@ from ratel_cli.movement.generation import Generation
 class GenerationForward:
     """The forward of one model on one generation's weights."""
 
-    def __init__(self, model: DecoderModel, generation: Generation, pool: BufferPool, *, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: DecoderModel,
+        generation: Generation,
+        pool: BufferPool,
+        *,
+        device: torch.device,
+        check_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`check_stop` is called before each block, and may raise."""
         self._model = model
         self._generation = generation
         self._pool = pool
         self._device = device
+        self._check_stop = check_stop
 
     def logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """Of one row of tokens, both [1, tokens]: [1, tokens, vocabulary], with dropout off."""
@@ -60,6 +70,7 @@ class GenerationForward:
 
     @contextmanager
     def _bound(self, block: BlockSpec) -> Iterator[tuple[torch.nn.Parameter, ...]]:
+        self._check_stop()
         field = self._generation.layout.compute_field
         with self._pool.lease(block.num_elements * field.bytes_per_element, f"weights of {block.name}") as lease:
             self._generation.read(block.index, field.name, 0, block.num_elements, lease.memory).wait()

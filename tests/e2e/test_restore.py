@@ -213,6 +213,14 @@ def test_what_cannot_be_restored_from(copied: Path, undisturbed: Path, tied_base
     assert committed_step(store_of(copied).parent) == 4
 
 
+def test_a_snapshot_in_use_or_on_a_disk_that_may_not_be_written(copied: Path, small_disk: Path, tmp_path: Path) -> None:
+    shutil.copytree(snapshot_of(copied), small_disk / "s")
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    ended = ratel("restore", copied, "--overwrite", "--from", small_disk / "s")
+    refused(ended, 3, "the snapshot cannot be used", "cannot be opened for writing")
+    assert committed_step(store_of(copied).parent) == 4
+
+
 def test_a_disk_without_room_for_it(copied: Path, small_disk: Path) -> None:
     shutil.rmtree(store_of(copied).parent)
     refused(ratel("restore", copied, f"storage.paths=[{small_disk}/s]"), 3, "need", "have", str(small_disk))

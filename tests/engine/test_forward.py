@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ratel_cli.engine.forward import GenerationForward
-from ratel_cli.errors import DoesNotFit
+from ratel_cli.errors import DoesNotFit, Interrupted
 from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
 from ratel_cli.model.reload import load_export
@@ -81,3 +81,26 @@ def test_memory_is_that_of_a_block(tmp_path: Path) -> None:
                     with pytest.raises(DoesNotFit):
                         forward.logits(TOKENS, POSITIONS)
                 assert pool.leased_bytes == 0
+
+
+def test_it_may_be_stopped_before_every_block(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path / "base")
+    model = decoder(tmp_path / "base", "float32")
+    left = [0]
+
+    def stop() -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise Interrupted(2, "stopped")
+
+    with (
+        CheckpointSource(tmp_path / "base", model.skeleton, model.spec) as source,
+        imported_store(tmp_path / "store", model.spec, source, "float32") as (store, pool),
+    ):
+        forward = GenerationForward(model, store.current(), pool, device=torch.device("cpu"), check_stop=stop)
+        for call in range(1, len(model.spec.blocks) + 1):
+            left[0] = call
+            with pytest.raises(Interrupted):
+                forward.logits(TOKENS, POSITIONS)
+            assert pool.leased_bytes == 0
+        forward.logits(TOKENS, POSITIONS)
