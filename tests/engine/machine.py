@@ -187,6 +187,8 @@ def machine(
     dtype: DtypeName = "float32",
     weights: Mapping[str, torch.Tensor] | None = None,
     io_engine: EngineChoice = "threads",
+    queue: IoQueue | None = None,
+    model: DecoderModel | None = None,
     hold: bool = False,
     held_in_memory_bytes: int | None = None,
     in_place: bool = False,
@@ -194,13 +196,19 @@ def machine(
     overlap: Overlap = "optimized",
     placement: Placement = NOTHING_AHEAD,
     group_elements: int = GROUP_ELEMENTS,
+    activation_bytes: int = 1 << 26,
 ) -> Iterator[Machine]:
-    """A machine on a new store, or, without `weights`, on the store that an earlier one left in `directory`."""
-    model = find_blocks(build_skeleton(config, dtype=dtype, attn_implementation=attention_of(config)), name="tiny")
+    """A machine on a new store, or, without `weights`, on the store that an earlier one left in `directory`.
+
+    A `queue` is only borrowed; without one there is a new one. `model` is that of an earlier machine, to save time.
+    """
+    if model is None:
+        skeleton = build_skeleton(config, dtype=dtype, attn_implementation=attention_of(config))
+        model = find_blocks(skeleton, name="tiny")
     paths = [directory / f"drive{index}" for index in range(num_directories)]
     elements = [block.num_elements for block in model.spec.blocks]
     with ExitStack() as resources:
-        queue = resources.enter_context(open_queue(io_engine, notice=lambda text: None))
+        queue = queue or resources.enter_context(open_queue(io_engine, notice=lambda text: None))
         pool = resources.enter_context(BufferPool(None))
         if weights is None:
             store = resources.enter_context(Store.open(paths, queue=queue, identity=IDENTITY))
@@ -223,7 +231,7 @@ def machine(
         if held_in_memory_bytes is not None:
             scratch = resources.enter_context(Scratch(paths, 4 * sum(elements), queue))
         activation_scratch = (
-            resources.enter_context(Scratch(paths, 1 << 26, queue)) if placement.spilled_units else None
+            resources.enter_context(Scratch(paths, activation_bytes, queue)) if placement.spilled_units else None
         )
         timeline = Timeline()
         adamw = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=recipe.weight_decay)
