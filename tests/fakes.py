@@ -7,6 +7,7 @@ directions; with the default depth of 1 the calls of a direction come in the ord
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import random
@@ -19,6 +20,7 @@ from pathlib import Path
 from threading import Event, Lock
 
 from ratel_cli.movement.buffers import PAGE_BYTES, BufferPool
+from ratel_cli.movement.durable import KernelBarrier
 from ratel_cli.movement.queue import LanedQueue
 from ratel_cli.movement.requests import Direction
 from ratel_cli.movement.threaded import ThreadedLane, transfer_with_kernel
@@ -141,6 +143,31 @@ def _copy_of(memory: memoryview) -> memoryview:
 
 def _flip(memory: memoryview, bit: int) -> None:
     memory[bit // 8 % len(memory)] ^= 1 << bit % 8
+
+
+class FaultyBarrier:
+    """Makes bytes durable, but for one call; its number counts syncs and pages, from 0.
+
+    A second try would succeed, and lie.
+    """
+
+    def __init__(self, failing_call: int | None = None) -> None:
+        self.num_calls = 0
+        self._failing_call = failing_call
+        self._kernel = KernelBarrier()
+
+    def sync(self, fd: int) -> None:
+        self._count()
+        self._kernel.sync(fd)
+
+    def write_through(self, fd: int, offset: int, page: memoryview) -> None:
+        self._count()
+        self._kernel.write_through(fd, offset, page)
+
+    def _count(self) -> None:
+        self.num_calls += 1
+        if self.num_calls - 1 == self._failing_call:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def _transfer_in_memory(contents: bytearray, direction: Direction, memory: memoryview, offset: int) -> int:

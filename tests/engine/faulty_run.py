@@ -21,7 +21,7 @@ from ratel_cli.training.packing import MicroBatch
 from ratel_cli.training.schedule import LearningRateSchedule
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import Batch, Machine, initial_weights, machine, random_steps
-from tests.fakes import Fault, FaultyQueue
+from tests.fakes import Fault, FaultyBarrier, FaultyQueue
 from tests.reference import Recipe
 from tests.training.loop_fakes import SETTINGS
 
@@ -68,6 +68,8 @@ class Finished:
     curve: dict[int, tuple[float, float]]
     num_calls: int
     """Of its steps alone, without looking at the state."""
+    num_barriers: int
+    """Syncs, and pages written through."""
 
 
 class Steps:
@@ -95,17 +97,17 @@ class Bench:
         self._steps = Steps()
         self._store = directory / "drive0" / DATA_FILE_NAME
         self._model: DecoderModel | None = None
-        with FaultyQueue() as queue, self._machine(queue, new=True) as ratel:
+        with FaultyQueue() as queue, self._machine(queue, FaultyBarrier(), new=True) as ratel:
             self._model = ratel.model
         self._before = self._store.read_bytes()
         with FaultyQueue() as queue:
-            self.undisturbed = self._run(queue)
+            self.undisturbed = self._run(queue, FaultyBarrier())
         assert list(self.undisturbed.curve) == [1, 2, 3]
 
-    def check(self, kind: Kind, queue: FaultyQueue) -> None:
+    def check(self, kind: Kind, queue: FaultyQueue, barrier: FaultyBarrier | None = None) -> None:
         """Run on that queue; then, unless all is well, go on with sound I/O."""
         started = time.monotonic()
-        error = self._error_of_run(queue)
+        error = self._error_of_run(queue, barrier or FaultyBarrier())
         assert time.monotonic() - started < MOST_SECONDS
         if error is not None:
             assert kind.raises is not None and isinstance(error, kind.raises), error
@@ -114,16 +116,16 @@ class Bench:
             return
         with FaultyQueue() as sound:
             try:
-                resumed = self._run(sound)
+                resumed = self._run(sound, FaultyBarrier())
             except IntegrityFailure:
                 assert kind.damages
                 return
         self._check_right(resumed)
 
-    def _error_of_run(self, queue: FaultyQueue) -> RatelError | None:
+    def _error_of_run(self, queue: FaultyQueue, barrier: FaultyBarrier) -> RatelError | None:
         with queue:
             try:
-                finished = self.start(queue)
+                finished = self.start(queue, barrier)
             except RatelError as error:
                 return error
             finally:
@@ -131,18 +133,18 @@ class Bench:
         self._check_right(finished)
         return None
 
-    def start(self, queue: FaultyQueue) -> Finished:
+    def start(self, queue: FaultyQueue, barrier: FaultyBarrier) -> Finished:
         """All steps, from the store at step 0."""
         self._store.write_bytes(self._before)
-        return self._run(queue)
+        return self._run(queue, barrier)
 
     def _check_right(self, finished: Finished) -> None:
         assert finished.state == self.undisturbed.state
         assert finished.curve == {step: self.undisturbed.curve[step] for step in finished.curve}
 
-    def _run(self, queue: FaultyQueue) -> Finished:
+    def _run(self, queue: FaultyQueue, barrier: FaultyBarrier) -> Finished:
         """As a run that goes on: the store is checked, and then come the steps that are left."""
-        with self._machine(queue) as ratel:
+        with self._machine(queue, barrier) as ratel:
             ratel.store.ensure_whole(ratel.pool, progress=lambda num_bytes: None, notice=lambda text: None)
             loop = TrainingLoop(
                 ratel.engine,
@@ -156,11 +158,11 @@ class Bench:
                 host_peak_bytes=lambda: 0,
             )
             curve = {metrics.step: (metrics.loss, metrics.grad_norm) for metrics in loop.steps()}
-            num_calls = len(queue.calls)
+            num_calls, num_barriers = len(queue.calls), barrier.num_calls
             assert ratel.store.progress.step == NUM_STEPS
-            return Finished(state=state_of(ratel), curve=curve, num_calls=num_calls)
+            return Finished(state=state_of(ratel), curve=curve, num_calls=num_calls, num_barriers=num_barriers)
 
-    def _machine(self, queue: IoQueue, *, new: bool = False) -> AbstractContextManager[Machine]:
+    def _machine(self, queue: IoQueue, barrier: FaultyBarrier, *, new: bool = False) -> AbstractContextManager[Machine]:
         weights = initial_weights(self._config) if new else None
         return machine(
             self._directory,
@@ -170,6 +172,7 @@ class Bench:
             weights=weights,
             queue=queue,
             model=self._model,
+            barrier=barrier,
             **self._way.options,  # type: ignore[arg-type]
         )
 

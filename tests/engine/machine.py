@@ -25,6 +25,7 @@ from ratel_cli.model.spec import DtypeName
 from ratel_cli.movement.buffers import BufferPool
 from ratel_cli.movement.checksums import CHUNK_ELEMENTS
 from ratel_cli.movement.copies import view_field
+from ratel_cli.movement.durable import Barrier
 from ratel_cli.movement.queue import EngineChoice, IoQueue, open_queue
 from ratel_cli.movement.records import record_layout
 from ratel_cli.movement.scratch import Scratch
@@ -189,6 +190,7 @@ def machine(
     io_engine: EngineChoice = "threads",
     queue: IoQueue | None = None,
     model: DecoderModel | None = None,
+    barrier: Barrier | None = None,
     hold: bool = False,
     held_in_memory_bytes: int | None = None,
     in_place: bool = False,
@@ -211,7 +213,7 @@ def machine(
         queue = queue or resources.enter_context(open_queue(io_engine, notice=lambda text: None))
         pool = resources.enter_context(BufferPool(None))
         if weights is None:
-            store = resources.enter_context(Store.open(paths, queue=queue, identity=IDENTITY))
+            store = resources.enter_context(Store.open(paths, queue=queue, identity=IDENTITY, barrier=barrier))
         else:
             store = resources.enter_context(
                 Store.create(
@@ -222,6 +224,7 @@ def machine(
                     num_slots=1 if in_place else 2,
                     queue=queue,
                     in_place=in_place,
+                    barrier=barrier,
                     chunk_elements=min(CHUNK_ELEMENTS, group_elements),
                 )
             )

@@ -18,7 +18,7 @@ from ratel_cli.movement.buffers import PAGE_BYTES
 from ratel_cli.planning.placement import Placement
 from tests.engine.faulty_run import Bench, Kind, Way
 from tests.engine.swaps import EVERYTHING
-from tests.fakes import Fault, FaultyQueue, directory_in_memory
+from tests.fakes import Fault, FaultyBarrier, FaultyQueue, directory_in_memory
 from tests.reference import Recipe
 
 AHEAD = Placement(prefetch_blocks=2, pending_updates=2)
@@ -78,9 +78,8 @@ def test_updated_on_arrival(directory: Path, name: str) -> None:
     check_every_call(Bench(directory, ON_ARRIVAL), KINDS[name])
 
 
-@pytest.mark.parametrize("name", ["EIO", "EIO for good"])
-def test_gradients_and_activations_on_disk(directory: Path, name: str) -> None:
-    check_every_call(Bench(directory, HELD_ON_DISK), KINDS[name])
+def test_gradients_and_activations_on_disk(directory: Path) -> None:
+    check_every_call(Bench(directory, HELD_ON_DISK), KINDS["EIO"])
 
 
 def test_in_place_what_was_being_written_may_be_lost(directory: Path) -> None:
@@ -97,6 +96,16 @@ def test_what_passes_is_passed_over(directory: Path, way: Way) -> None:
         bench.check(RIGHT, FaultyQueue(dict(zip(places, HARMLESS, strict=True))))
 
 
+@pytest.mark.parametrize("way", [ON_ARRIVAL, IN_PLACE], ids=["two slots", "in place"])
+def test_a_failed_sync_or_manifest_costs_the_step_alone(directory: Path, way: Way) -> None:
+    """In place it may cost the store: what was being written was not made durable."""
+    bench = Bench(directory, way)
+    assert bench.undisturbed.num_barriers >= 6
+    for call in range(bench.undisturbed.num_barriers):
+        kind = Kind(fault=Fault(), damages=way is IN_PLACE)
+        bench.check(kind, FaultyQueue(), FaultyBarrier(call))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_completions_in_any_order(directory: Path, seed: int) -> None:
     bench = Bench(directory, HELD_ON_DISK if seed % 2 else ON_ARRIVAL)
@@ -110,7 +119,7 @@ def test_a_drive_that_hangs_ends_the_run_soon_after_the_timeout(directory: Path,
     queue = KINDS["hangs"].queue(call)
     started = time.monotonic()
     with pytest.raises(IntegrityFailure, match=r"did not complete within 0\.1 seconds") as raised:
-        bench.start(queue)
+        bench.start(queue, FaultyBarrier())
     queue.close()
     assert HANG_SECONDS <= time.monotonic() - started < 5
     assert raised.value.exit_code == 4
