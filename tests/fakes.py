@@ -2,20 +2,25 @@
 
 `FaultyQueue` is an I/O queue that fails on purpose: the real queue and the real threaded lane, with
 the call to the kernel replaced. Faults are given by the number of the call, counted from 0 over both
-directions; with the default depth of 1 calls come in the order in which they were submitted.
+directions; with the default depth of 1 the calls of a direction come in the order in which they were submitted.
 """
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import random
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
 
 from ratel_cli.movement.buffers import PAGE_BYTES, BufferPool
+from ratel_cli.movement.durable import KernelBarrier
 from ratel_cli.movement.queue import LanedQueue
 from ratel_cli.movement.requests import Direction
 from ratel_cli.movement.threaded import ThreadedLane, transfer_with_kernel
@@ -29,10 +34,13 @@ class Fault:
     """What happens to one call. Fields may be combined; the delay comes first."""
 
     delay_seconds: float = 0.0
-    hangs: bool = False  # until release()
+    hangs: bool = False  # until release(); as in the kernel, the file stays open and locked until then
     error_number: int | None = None  # raised as OSError: errno.EIO, errno.ENOSPC, errno.EAGAIN ...
     failure: Exception | None = None  # raised as it is: a bug in a worker thread
     short_bytes: int | None = None  # only so many bytes are moved
+    flipped_bit: int | None = None  # of what is moved: wrong in memory after a read, on the drive after a write
+    misplaced_bytes: int = 0  # what is moved lies so much further in the file
+    dropped: bool = False  # nothing is moved, and success is told: what was there before stays, stale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,17 +102,72 @@ class FaultyQueue(LanedQueue):
             delay_seconds = fault.delay_seconds + (self._random.uniform(0, 0.003) if self._random else 0.0)
         if delay_seconds:
             time.sleep(delay_seconds)
-        if fault.hangs:
+        if not fault.hangs:
+            return self._move(fault, direction, fd, memory, offset)
+        held = fd if fd in self._files else os.dup(fd)
+        try:
             self._released.wait()
+            return self._move(fault, direction, held, memory, offset)
+        finally:
+            if held != fd:
+                os.close(held)
+
+    def _move(self, fault: Fault, direction: Direction, fd: int, memory: memoryview, offset: int) -> int:
         if fault.error_number is not None:
             raise OSError(fault.error_number, os.strerror(fault.error_number))
         if fault.failure is not None:
             raise fault.failure
         part = memory if fault.short_bytes is None else memory[: fault.short_bytes]
+        if fault.dropped:
+            return len(part)
+        if fault.flipped_bit is not None and direction == "write":
+            part = _copy_of(part)  # others may be reading the memory
+            _flip(part, fault.flipped_bit)
+        offset += fault.misplaced_bytes
         if fd not in self._files:
-            return transfer_with_kernel(direction, fd, part, offset)
-        with self._lock:
-            return _transfer_in_memory(self._files[fd], direction, part, offset)
+            num_bytes = transfer_with_kernel(direction, fd, part, offset)
+        else:
+            with self._lock:
+                num_bytes = _transfer_in_memory(self._files[fd], direction, part, offset)
+        if fault.flipped_bit is not None and direction == "read":
+            _flip(part, fault.flipped_bit)
+        return num_bytes
+
+
+def _copy_of(memory: memoryview) -> memoryview:
+    """On pages of its own, as O_DIRECT wants it."""
+    copy = memoryview(mmap.mmap(-1, len(memory)))
+    copy[:] = memory
+    return copy
+
+
+def _flip(memory: memoryview, bit: int) -> None:
+    memory[bit // 8 % len(memory)] ^= 1 << bit % 8
+
+
+class FaultyBarrier:
+    """Makes bytes durable, but for one call; its number counts syncs and pages, from 0.
+
+    A second try would succeed, and lie.
+    """
+
+    def __init__(self, failing_call: int | None = None) -> None:
+        self.num_calls = 0
+        self._failing_call = failing_call
+        self._kernel = KernelBarrier()
+
+    def sync(self, fd: int) -> None:
+        self._count()
+        self._kernel.sync(fd)
+
+    def write_through(self, fd: int, offset: int, page: memoryview) -> None:
+        self._count()
+        self._kernel.write_through(fd, offset, page)
+
+    def _count(self) -> None:
+        self.num_calls += 1
+        if self.num_calls - 1 == self._failing_call:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def _transfer_in_memory(contents: bytearray, direction: Direction, memory: memoryview, offset: int) -> int:
@@ -131,3 +194,14 @@ def filled(pool: BufferPool, contents: bytes) -> memoryview:
     memory = pool.lease(len(contents), "test").memory
     memory[:] = contents
     return memory
+
+
+@contextmanager
+def directory_in_memory(otherwise: Path) -> Iterator[Path]:
+    """For tests that open thousands of stores, and need no drive: on tmpfs where there is one, else `otherwise`."""
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        yield otherwise
+        return
+    with tempfile.TemporaryDirectory(prefix="ratel-test-", dir=shared) as name:
+        yield Path(name)

@@ -46,6 +46,8 @@ class StepOutcome:
     """Put aside in forward for backward, layers' inputs included."""
     applied: bool
     """False: the loss or a gradient was not finite, and the store is as it was."""
+    first_not_finite: str | None
+    """Where: "the loss", or the first parameter with such a gradient; None: nowhere, or in the norm of all alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,8 +187,9 @@ class StepEngine:
         self._embedding_backward(state, gradients, tied)
         if math.isfinite(loss_total):
             norm = self._updates.decide(self._model.parameter_names)
+            not_finite = self._updates.first_not_finite(self._model.parameter_names)
         else:
-            norm = torch.tensor(math.nan)
+            norm, not_finite = torch.tensor(math.nan), "the loss"
             self._updates.abandon()
         return StepOutcome(
             loss=loss_total / state.num_targets,
@@ -196,6 +197,7 @@ class StepEngine:
             forward_seconds=forward_seconds,
             swapped_bytes=swapped_bytes,
             applied=bool(torch.isfinite(norm)),
+            first_not_finite=not_finite,
         )
 
     def _expect_uses(self) -> None:

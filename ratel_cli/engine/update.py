@@ -19,6 +19,7 @@ taken back by forgetting it. Where nothing can be taken back (one slot), every g
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -189,6 +190,10 @@ class Updates:
                 self._write_all()
         return norm
 
+    def first_not_finite(self, order: Sequence[str]) -> str | None:
+        """The first parameter in `order` whose gradient, of the step that came last, is not finite."""
+        return next((name for name in order if not math.isfinite(self._norms.get(name, 0.0))), None)
+
     def settle(self) -> None:
         """Return when everything that was decided is in the shadow; the caller commits it."""
         with self._timeline.waiting(self._pipeline.waits_for):
@@ -204,6 +209,7 @@ class Updates:
         if self._is_decided:
             return  # what was decided before stays decided
         self._take_back()
+        self._resident.forget()  # if it is run again, nothing in memory is taken on trust
         for gradient in self._held:
             gradient.release()
         self._held = []
@@ -212,7 +218,7 @@ class Updates:
         """Give memory back; what is not settled is lost. Idempotent."""
         self._held.extend(self._waiting.values())
         self._waiting = {}
-        if self._store.in_place:
+        if self._store.in_place and self._started:
             self._pipeline.cancel()  # what was written in place cannot be taken back
             self._is_writing = False
         self._is_decided = False

@@ -7,6 +7,7 @@ goes on as if nothing had happened.
 For each step:
 
     1. batches of the step; forward, backward, and the decision whether it applies    (engine.step)
+       not finite, and not to be skipped: all of it once more, and the run ends      (training.divergence)
     2. announce the step, so that a crash after its commit cannot leave it unreported
     3. its update is written and committed beneath the next step's forward; or at once when it is time to
        save, to evaluate, or to end
@@ -17,7 +18,6 @@ For each step:
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,9 +28,10 @@ import torch
 from ratel_cli.engine.recording import StepRecording
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.telemetry import RESOURCES, StepTimes, Timeline
-from ratel_cli.errors import Diverged, EnvironmentFailure, Interrupted
+from ratel_cli.errors import EnvironmentFailure, Interrupted
 from ratel_cli.movement.store import Progress
 from ratel_cli.training.data import MicroBatch
+from ratel_cli.training.divergence import judge
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.training.schedule import LearningRateSchedule, LossScale
 
@@ -154,8 +155,8 @@ class TrainingLoop:
     def steps(self) -> Iterator[StepMetrics]:
         """Run them all. A step that was yielded is committed when the next one is, and the last one already.
 
-        Raises Diverged, Interrupted, EnvironmentFailure. When it raises Diverged or Interrupted, every step
-        that was yielded is committed.
+        Raises Diverged, IntegrityFailure, Interrupted, EnvironmentFailure. When it raises Diverged or Interrupted,
+        every step that was yielded is committed.
         """
         # A run that was killed between commit and pin left its checkpoint out.
         self._save_if_due()
@@ -200,16 +201,7 @@ class TrainingLoop:
         start = time.perf_counter()
         read_bytes, written_bytes = self._queue.read_bytes, self._queue.written_bytes
         batches = self._data.step(progress.step)
-        learning_rate = self._schedule.at(progress.step)
-        outcome = self._engine.run(
-            batches,
-            step=progress.step,
-            update=progress.updates + 1,
-            learning_rate=learning_rate,
-            loss_scale=progress.loss_scale if settings.scale_loss else 1.0,
-            commit_previous=self._commit,
-            recording=self._recording,
-        )
+        outcome = self._run(progress, batches, recording=self._recording)
         following = self._following(progress, outcome, batches)
         ends_here = self._ends_here(following.step)
         if outcome.applied and ends_here:
@@ -222,7 +214,7 @@ class TrainingLoop:
         metrics = StepMetrics(
             step=following.step,
             loss=outcome.loss,
-            learning_rate=learning_rate,
+            learning_rate=self._schedule.at(progress.step),
             grad_norm=outcome.grad_norm,
             tokens=tokens,
             step_seconds=seconds,
@@ -254,17 +246,35 @@ class TrainingLoop:
             self._committed()
         return metrics
 
+    def _run(
+        self, progress: Progress, batches: Sequence[MicroBatch], *, recording: StepRecording | None
+    ) -> StepOutcome:
+        """The step after `progress`; the same one again if it was not applied."""
+        return self._engine.run(
+            batches,
+            step=progress.step,
+            update=progress.updates + 1,
+            learning_rate=self._schedule.at(progress.step),
+            loss_scale=progress.loss_scale if self._settings.scale_loss else 1.0,
+            commit_previous=self._commit,
+            recording=recording,
+        )
+
     def _ends_here(self, step: int) -> bool:
         """Whether the step must be committed before anything else is done."""
         is_last = step == self._settings.num_steps or self._recording is not None
         return is_last or self._save_is_due(step) or self._eval_is_due(step)
 
     def _following(self, progress: Progress, outcome: StepOutcome, batches: Sequence[MicroBatch]) -> Progress:
-        """What the step leads to. Raises Diverged."""
+        """What the step leads to. Not finite: it is run again, to tell divergence from a fault of the machine.
+
+        Raises Diverged or IntegrityFailure; either way the generation before the step stands.
+        """
         scale_loss = self._settings.scale_loss
         scale = LossScale(scale=progress.loss_scale, good_steps=progress.good_steps)
         if not outcome.applied and (not scale_loss or scale.exhausted):
-            raise _diverged(progress.step + 1, outcome, batches, scale_loss=scale_loss)
+            again = self._run(progress, batches, recording=None)
+            raise judge(progress.step + 1, outcome, again, batches, scale_loss=scale_loss)
         if scale_loss:
             scale = scale.after(applied=outcome.applied)
         return replace(
@@ -323,16 +333,3 @@ class TrainingLoop:
             total += self._engine.evaluate(waiting)
         self._timeline.take()
         return total / num_targets if num_targets else None
-
-
-def _diverged(step: int, outcome: StepOutcome, batches: Sequence[MicroBatch], *, scale_loss: bool) -> Diverged:
-    samples = sorted({sample for batch in batches for sample in batch.sample_ids})
-    named = ", ".join(map(str, samples[:20])) + (", ..." if len(samples) > 20 else "")
-    what, value = ("gradient norm", outcome.grad_norm) if math.isfinite(outcome.loss) else ("loss", outcome.loss)
-    hint = "lower learning_rate, or look at those samples"
-    if scale_loss:
-        hint += "; dtype: bfloat16 has more range than float16"
-    return Diverged(
-        f"step {step}: the {what} is {value}; the step was not applied and step {step - 1} stands (samples {named})",
-        hint,
-    )

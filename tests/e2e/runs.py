@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -201,10 +201,15 @@ def _run_child(config: str, arguments: Sequence[str], kill_at: str | None) -> No
 def wait_for_step(config: Path, step: int, process: ForkServerProcess) -> None:
     """Return when the run's log holds that step."""
     path = output_of(config) / "run" / "metrics.jsonl"
+    wait_until(lambda: path.exists() and len(path.read_text(encoding="utf-8").splitlines()) >= step, config, process)
+
+
+def wait_until(condition: Callable[[], bool], config: Path, process: ForkServerProcess) -> None:
+    """Return when the run has come so far."""
     deadline = time.monotonic() + 100
-    while not (path.exists() and len(path.read_text(encoding="utf-8").splitlines()) >= step):
+    while not condition():
         assert process.is_alive() and time.monotonic() < deadline, told_by(config)
-        time.sleep(0.005)
+        time.sleep(0.002)
 
 
 def ratel_command() -> Path:

@@ -22,6 +22,7 @@ from tests.e2e.runs import (
     told_by,
     wait,
     wait_for_step,
+    wait_until,
     write_config,
 )
 
@@ -81,6 +82,24 @@ def test_stopped_by_a_signal(make_config: MakeConfig, undisturbed: Path, number:
         assert told_by(config).splitlines()[-1] == f"error: stopped by {name}; what was committed stands"
     assert not (output_of(config) / "model.safetensors").exists()
     assert f"recovered step {num_steps}" in succeed(config) or code == -9
+    check_as_if_nothing_had_happened(config, undisturbed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("phase", ["import", "export"])
+def test_stopped_while_it_imports_or_exports(
+    make_config: MakeConfig, undisturbed: Path, phase: str, number: signal.Signals
+) -> None:
+    config = make_config(**CHANGES)
+    process = start(config)
+    if phase == "import":
+        wait_until(lambda: store_of(config).exists(), config, process)
+    else:
+        wait_for_step(config, NUM_STEPS, process)
+    assert process.pid is not None
+    os.kill(process.pid, number)
+    assert wait(process) in (128 + number, 0)  # 0: it had just ended
+    succeed(config)
     check_as_if_nothing_had_happened(config, undisturbed)
 
 

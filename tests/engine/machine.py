@@ -25,6 +25,7 @@ from ratel_cli.model.spec import DtypeName
 from ratel_cli.movement.buffers import BufferPool
 from ratel_cli.movement.checksums import CHUNK_ELEMENTS
 from ratel_cli.movement.copies import view_field
+from ratel_cli.movement.durable import Barrier
 from ratel_cli.movement.queue import EngineChoice, IoQueue, open_queue
 from ratel_cli.movement.records import record_layout
 from ratel_cli.movement.scratch import Scratch
@@ -187,6 +188,9 @@ def machine(
     dtype: DtypeName = "float32",
     weights: Mapping[str, torch.Tensor] | None = None,
     io_engine: EngineChoice = "threads",
+    queue: IoQueue | None = None,
+    model: DecoderModel | None = None,
+    barrier: Barrier | None = None,
     hold: bool = False,
     held_in_memory_bytes: int | None = None,
     in_place: bool = False,
@@ -194,16 +198,22 @@ def machine(
     overlap: Overlap = "optimized",
     placement: Placement = NOTHING_AHEAD,
     group_elements: int = GROUP_ELEMENTS,
+    activation_bytes: int = 1 << 26,
 ) -> Iterator[Machine]:
-    """A machine on a new store, or, without `weights`, on the store that an earlier one left in `directory`."""
-    model = find_blocks(build_skeleton(config, dtype=dtype, attn_implementation=attention_of(config)), name="tiny")
+    """A machine on a new store, or, without `weights`, on the store that an earlier one left in `directory`.
+
+    A `queue` is only borrowed; without one there is a new one. `model` is that of an earlier machine, to save time.
+    """
+    if model is None:
+        skeleton = build_skeleton(config, dtype=dtype, attn_implementation=attention_of(config))
+        model = find_blocks(skeleton, name="tiny")
     paths = [directory / f"drive{index}" for index in range(num_directories)]
     elements = [block.num_elements for block in model.spec.blocks]
     with ExitStack() as resources:
-        queue = resources.enter_context(open_queue(io_engine, notice=lambda text: None))
+        queue = queue or resources.enter_context(open_queue(io_engine, notice=lambda text: None))
         pool = resources.enter_context(BufferPool(None))
         if weights is None:
-            store = resources.enter_context(Store.open(paths, queue=queue, identity=IDENTITY))
+            store = resources.enter_context(Store.open(paths, queue=queue, identity=IDENTITY, barrier=barrier))
         else:
             store = resources.enter_context(
                 Store.create(
@@ -214,6 +224,7 @@ def machine(
                     num_slots=1 if in_place else 2,
                     queue=queue,
                     in_place=in_place,
+                    barrier=barrier,
                     chunk_elements=min(CHUNK_ELEMENTS, group_elements),
                 )
             )
@@ -223,7 +234,7 @@ def machine(
         if held_in_memory_bytes is not None:
             scratch = resources.enter_context(Scratch(paths, 4 * sum(elements), queue))
         activation_scratch = (
-            resources.enter_context(Scratch(paths, 1 << 26, queue)) if placement.spilled_units else None
+            resources.enter_context(Scratch(paths, activation_bytes, queue)) if placement.spilled_units else None
         )
         timeline = Timeline()
         adamw = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=recipe.weight_decay)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
+from ratel_cli.engine.state import StepOutcome
 from ratel_cli.errors import BadInput, Interrupted
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import DtypeName, ModelSpec
@@ -163,6 +167,10 @@ def poisoned(ratel: Machine, value: float) -> None:
     ratel.store.commit(progress_at(0))
 
 
+def bits(outcome: StepOutcome) -> tuple[bytes, str | None]:
+    return struct.pack("<dd", outcome.loss, outcome.grad_norm), outcome.first_not_finite
+
+
 @pytest.mark.parametrize("hold", [True, False])
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 3e38])
 def test_a_step_that_is_not_finite_leaves_the_store_as_it_was(tmp_path: Path, hold: bool, value: float) -> None:
@@ -173,6 +181,9 @@ def test_a_step_that_is_not_finite_leaves_the_store_as_it_was(tmp_path: Path, ho
         before = ratel.weights()
         [outcome] = ratel.train(random_steps(1, 2), recipe)
         assert not outcome.applied
+        assert (outcome.first_not_finite == "the loss") == (not math.isfinite(outcome.loss))
+        [again] = ratel.train(random_steps(1, 2), recipe)
+        assert bits(again) == bits(outcome)
         after = ratel.weights()
         assert all(torch.equal(before[name].view(torch.int32), after[name].view(torch.int32)) for name in before)
         assert ratel.pool.leased_bytes == 0
@@ -185,8 +196,66 @@ def test_an_overflow_in_fp16_is_skipped_and_a_smaller_scale_is_not(tmp_path: Pat
     with machine(tmp_path, config, recipe, dtype="float16", weights=initial_weights(config)) as ratel:
         [outcome] = ratel.train(random_steps(1, 1), recipe)
         assert not outcome.applied
+        assert outcome.first_not_finite in ratel.model.parameter_names
         [outcome] = ratel.train(random_steps(1, 1), replace(recipe, loss_scale=256.0))
         assert outcome.applied
+        assert outcome.first_not_finite is None
+
+
+def test_the_first_gradient_in_the_models_order_is_named(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    recipe = Recipe()
+    with machine(tmp_path, config, recipe, weights=initial_weights(config)) as ratel:
+        [outcome] = ratel.train(random_steps(1, 1), recipe)
+        assert outcome.first_not_finite is None
+        names, updates = ratel.model.parameter_names, ratel.engine._updates
+        for bad in (names[-1], names[5], names[7]):  # not in the order in which they are found
+            updates._norms[bad] = math.nan
+        assert updates.first_not_finite(names) == names[5]
+
+
+def assert_undisturbed(
+    directory: Path,
+    config: PretrainedConfig,
+    recipe: Recipe,
+    steps: list[list[Batch]],
+    found: list[tuple[bytes, str | None]],
+    weights: dict[str, torch.Tensor],
+) -> None:
+    """Steps and weights are those of a run that nothing happened to."""
+    with machine(directory / "undisturbed", config, recipe, weights=initial_weights(config)) as ratel:
+        assert [bits(outcome) for outcome in ratel.train(steps, recipe)] == found
+        wanted = ratel.weights()
+    assert all(torch.equal(weights[name].view(torch.int32), wanted[name].view(torch.int32)) for name in wanted)
+
+
+def test_a_step_that_is_run_again_takes_nothing_in_memory_on_trust(tmp_path: Path) -> None:
+    """A bit flips in weights that stay in memory: the second run reads them again, and is right."""
+    config = tiny_config("llama")
+    recipe = Recipe(max_grad_norm=0.5)
+    placement = Placement(prefetch_blocks=2, pending_updates=2, resident_weights=frozenset(range(5)))
+    steps = random_steps(2, 2)
+    with machine(tmp_path, config, recipe, weights=initial_weights(config), placement=placement) as ratel:
+        [first] = ratel.train(steps[:1], recipe)
+        torch.frombuffer(ratel.engine._resident._weights[2].memory, dtype=torch.float32)[0] = math.nan
+        [bad] = ratel.train(steps, recipe)
+        assert not bad.applied
+        [second] = ratel.train(steps, recipe)
+        assert_undisturbed(tmp_path, config, recipe, steps, [bits(first), bits(second)], ratel.weights())
+
+
+def test_in_place_a_decided_step_that_was_not_begun_to_write_is_taken_back(tmp_path: Path) -> None:
+    config = tiny_config("llama")
+    recipe = Recipe()
+    steps = random_steps(2, 1)
+    with machine(tmp_path, config, recipe, weights=initial_weights(config), in_place=True) as ratel:
+        [first] = ratel.train(steps[:1], recipe)
+        outcome = ratel.engine.run(steps[1], step=1, update=2, learning_rate=recipe.learning_rate)
+        assert outcome.applied
+    with machine(tmp_path, config, recipe) as ratel:
+        assert ratel.store.progress.step == 1
+        [again] = ratel.train(steps, recipe)
+        assert_undisturbed(tmp_path, config, recipe, steps, [bits(first), bits(again)], ratel.weights())
 
 
 class StopAfter:

@@ -45,8 +45,9 @@ def create_store(
     notice: Callable[[str], None] | None = None,
     progress: Callable[[int], None] | None = None,
     barrier: Barrier | None = None,
+    store_class: type[Store] = Store,
 ) -> Store:
-    return Store.create(
+    return store_class.create(
         paths,
         identity=identity,
         layout=record_layout(dtype),

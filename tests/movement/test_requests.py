@@ -6,7 +6,10 @@ The results are injected through a FaultyQueue, so this also shows that the fake
 from __future__ import annotations
 
 import errno
+import fcntl
+import os
 import random
+from pathlib import Path
 
 import pytest
 
@@ -86,3 +89,57 @@ def test_completions_in_any_order_are_the_same_bytes() -> None:
     with FaultyQueue(files=files, shuffle_seed=5, request_bytes=PAGE_BYTES, depth=8) as queue:
         _write_pages(queue, 64, 7)
         assert len(queue.calls) == 128
+
+
+@pytest.mark.parametrize("bit", [0, 5, 8 * PAGE_BYTES + 7, 8 * 2 * PAGE_BYTES])
+def test_a_bit_flips_in_memory_or_on_the_drive(bit: int) -> None:
+    contents = random.Random(6).randbytes(2 * PAGE_BYTES)
+    wanted = bytearray(contents)
+    wanted[bit // 8 % len(wanted)] ^= 1 << bit % 8
+    with BufferPool(None) as pool:
+        written = filled(pool, contents)
+        for call, on_the_drive in ((0, bytes(wanted)), (1, contents)):
+            files = {7: bytearray()}
+            with FaultyQueue({call: Fault(flipped_bit=bit)}, files=files) as queue:
+                queue.write([Piece(fd=7, offset=0, memory=written)]).wait()
+                found = pool.lease(len(contents), "found").memory
+                queue.read([Piece(fd=7, offset=0, memory=found)]).wait()
+            assert found == wanted
+            assert files[7] == on_the_drive
+            assert written == contents
+
+
+@pytest.mark.parametrize("fault", [Fault(dropped=True), Fault(misplaced_bytes=-PAGE_BYTES)])
+@pytest.mark.parametrize("call", [1, 2])
+def test_transfers_are_lost_or_go_elsewhere(fault: Fault, call: int) -> None:
+    first, second = (random.Random(seed).randbytes(PAGE_BYTES) for seed in (1, 2))
+    files = {7: bytearray(first)}
+    with FaultyQueue({call: fault}, files=files) as queue, BufferPool(None) as pool:
+        found = filled(pool, bytes(PAGE_BYTES))
+        queue.write([Piece(fd=7, offset=PAGE_BYTES, memory=filled(pool, bytes(PAGE_BYTES)))]).wait()
+        queue.write([Piece(fd=7, offset=PAGE_BYTES, memory=filled(pool, second))]).wait()
+        queue.read([Piece(fd=7, offset=PAGE_BYTES, memory=found)]).wait()
+        if call == 1:
+            assert files[7] == (first if fault.dropped else second) + bytes(PAGE_BYTES)
+            assert found == bytes(PAGE_BYTES)
+        else:
+            assert files[7] == first + second
+            assert found == (bytes(PAGE_BYTES) if fault.dropped else first)
+
+
+def test_a_call_that_hangs_keeps_its_file_open_and_locked(tmp_path: Path) -> None:
+    """As the kernel does: a late write must not land in a file that got the same number."""
+    fd = os.open(tmp_path / "data", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with BufferPool(None) as pool, FaultyQueue({0: Fault(hangs=True)}, timeout_seconds=0.1) as queue:
+        stuck = queue.write([Piece(fd=fd, offset=0, memory=filled(pool, b"x" * PAGE_BYTES))])
+        with pytest.raises(IntegrityFailure, match="did not complete"):
+            stuck.wait()
+        os.close(fd)
+        other = os.open(tmp_path / "data", os.O_RDWR)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        queue.release()
+        fcntl.flock(other, fcntl.LOCK_EX)
+    assert os.pread(other, PAGE_BYTES, 0) == b"x" * PAGE_BYTES
+    os.close(other)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import shutil
@@ -209,11 +210,21 @@ def test_a_strangers_file_is_not_taken(tmp_path: Path, queue: IoQueue, text: byt
         open_store([tmp_path], queue)
 
 
-@pytest.mark.parametrize("call", [0, 2])
-def test_a_failed_write_leaves_an_incomplete_store(tmp_path: Path, call: int) -> None:
-    with FaultyQueue({call: Fault(error_number=5)}, request_bytes=64 << 10) as faulty, pytest.raises(IntegrityFailure):
-        create_store([tmp_path], faulty)
-    assert not Store.exists([tmp_path])
+def test_every_failing_write_leaves_an_incomplete_store(tmp_path: Path) -> None:
+    """Each call of making and filling a store fails in turn; each time the place counts as empty."""
+
+    def make(directory: Path, queue: FaultyQueue) -> None:
+        with create_store([directory], queue) as store:
+            import_all(store)
+
+    with FaultyQueue(request_bytes=64 << 10) as sound:
+        make(tmp_path / "sound", sound)
+    assert len(sound.calls) > 30
+    for call in range(len(sound.calls)):
+        faults = {call: Fault(error_number=errno.EIO)}
+        with FaultyQueue(faults, request_bytes=64 << 10) as faulty, pytest.raises(IntegrityFailure):
+            make(tmp_path, faulty)
+        assert not Store.exists([tmp_path])
     with FaultyQueue() as sound, import_all(create_store([tmp_path], sound)) as store:
         check_generation(store, 0)
 

@@ -19,6 +19,7 @@ from ratel_cli.training.packing import MicroBatch
 from ratel_cli.training.schedule import LearningRateSchedule
 
 Failure = tuple[float, float] | Exception
+BAD_TENSOR = "layers.0.weight"
 
 SLOT_BYTES = 1200
 SETTINGS = LoopSettings(
@@ -83,9 +84,14 @@ class FakeQueue:
 
 
 class FakeEngine:
-    """The loss of a step is a function of what the step was given; `failing` maps steps to (loss, norm) or an error."""
+    """The loss of a step is a function of what the step was given.
 
-    def __init__(self, events: list[str], queue: FakeQueue, timeline: Timeline, failing: dict[int, Failure]) -> None:
+    `failing` maps steps to (loss, norm) or an error; a list holds one of them for each run of the step.
+    """
+
+    def __init__(
+        self, events: list[str], queue: FakeQueue, timeline: Timeline, failing: dict[int, Failure | list[Failure]]
+    ) -> None:
         self.asked: list[tuple[int, int, float, float, tuple[int, ...]]] = []
         self.evaluated: list[tuple[int, ...]] = []
         self.recorded: list[StepRecording | None] = []
@@ -115,6 +121,8 @@ class FakeEngine:
         with self._timeline.during("optimizer", "AdamW", block=0, stage="update"):
             pass
         outcome = self._failing.get(step, (1.0 / (1 + step + update + learning_rate), 0.5))
+        if isinstance(outcome, list):
+            outcome = outcome.pop(0)
         if isinstance(outcome, Interrupted):  # in the forward, before the step before is settled
             raise outcome
         if self._unsettled:
@@ -124,7 +132,14 @@ class FakeEngine:
             raise outcome
         loss, norm = outcome
         self._unsettled = math.isfinite(loss) and math.isfinite(norm)
-        return StepOutcome(loss=loss, grad_norm=norm, forward_seconds=0.0, swapped_bytes=5, applied=self._unsettled)
+        return StepOutcome(
+            loss=loss,
+            grad_norm=norm,
+            forward_seconds=0.0,
+            swapped_bytes=5,
+            applied=self._unsettled,
+            first_not_finite=None if self._unsettled else BAD_TENSOR if math.isfinite(loss) else "the loss",
+        )
 
     def settle(self) -> None:
         assert self._unsettled
@@ -162,7 +177,7 @@ class Run:
         step: int = 0,
         pinned: tuple[int, ...] = (),
         loss_scale: float = 65536.0,
-        failing: dict[int, Failure] | None = None,
+        failing: dict[int, Failure | list[Failure]] | None = None,
         num_eval_batches: int = 0,
         check_stop: Callable[[], None] = lambda: None,
         tells_commits: bool = False,

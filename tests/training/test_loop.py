@@ -10,7 +10,7 @@ from ratel_cli.engine.recording import StepRecording
 from ratel_cli.errors import Diverged, EnvironmentFailure, Interrupted
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.training.schedule import LearningRateSchedule
-from tests.training.loop_fakes import SLOT_BYTES, Run
+from tests.training.loop_fakes import BAD_TENSOR, SLOT_BYTES, Run
 
 INFINITE = (0.5, math.inf)
 
@@ -123,15 +123,17 @@ def test_a_resumed_run_has_the_loss_scale_of_before() -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "what"), [(INFINITE, "the gradient norm is inf"), ((math.nan, math.nan), "the loss is nan")]
+    ("outcome", "what"),
+    [(INFINITE, f"the gradient norm is inf, first in {BAD_TENSOR}, "), ((math.nan, math.nan), "the loss is nan, ")],
 )
 def test_without_loss_scaling_a_step_that_is_not_finite_ends_the_run(outcome: tuple[float, float], what: str) -> None:
     run = Run(failing={2: outcome})
-    with pytest.raises(Diverged, match=f"step 3: {what}; .* step 2 stands") as raised:
+    with pytest.raises(Diverged, match=f"step 3: {what}and again when it was run again; .* step 2 stands") as raised:
         run.carry_out()
     assert "(samples 2, 102, 202)" in raised.value.message
     assert raised.value.hint is not None and "float16" not in raised.value.hint
-    assert run.events[-2:] == ["run 3", "commit 2"]
+    assert run.events[-3:] == ["run 3", "commit 2", "run 3"]
+    assert run.engine.asked[-1] == run.engine.asked[-2]
     assert run.store.progress.step == 2
 
 

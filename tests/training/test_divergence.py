@@ -1,0 +1,128 @@
+"""A step that is not finite is run again: the same bits are divergence, others are a fault of the machine."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+
+from ratel_cli.engine.recording import StepRecording
+from ratel_cli.engine.state import StepOutcome
+from ratel_cli.errors import Diverged, IntegrityFailure, Interrupted, RatelError
+from ratel_cli.training.divergence import judge
+from tests.training.loop_fakes import BAD_TENSOR, Failure, Run, micro_batch
+
+INFINITE = (0.5, math.inf)
+NOT_A_NUMBER = (math.nan, math.nan)
+OTHER_NAN = struct.unpack("<d", struct.pack("<Q", 0x7FF8_0000_0000_0001))[0]
+
+
+def outcome(loss: float, norm: float, first_not_finite: str | None = BAD_TENSOR) -> StepOutcome:
+    return StepOutcome(
+        loss=loss,
+        grad_norm=norm,
+        forward_seconds=0.0,
+        swapped_bytes=0,
+        applied=False,
+        first_not_finite=first_not_finite,
+    )
+
+
+def judged(first: StepOutcome, second: StepOutcome, *, scale_loss: bool = False) -> RatelError:
+    return judge(3, first, second, [micro_batch(4, 9), micro_batch(4, 2)], scale_loss=scale_loss)
+
+
+@pytest.mark.parametrize(
+    ("twice", "what"),
+    [
+        (outcome(math.nan, math.nan, "the loss"), "the loss is nan, and again"),
+        (outcome(math.inf, math.nan, "the loss"), "the loss is inf, and again"),
+        (outcome(0.5, math.inf), f"the gradient norm is inf, first in {BAD_TENSOR}, and again"),
+        (outcome(0.5, math.nan), f"the gradient norm is nan, first in {BAD_TENSOR}, and again"),
+        (outcome(0.5, math.inf, None), "the gradient norm is inf, and again"),
+    ],
+)
+def test_the_same_bits_twice_are_divergence(twice: StepOutcome, what: str) -> None:
+    error = judged(twice, twice)
+    assert isinstance(error, Diverged)
+    assert error.message.startswith(f"step 3: {what}")
+    assert error.message.endswith("step 2 stands (samples 2, 4, 9)")
+    assert error.hint is not None and "float16" not in error.hint
+
+
+def test_with_loss_scaling_the_dtype_is_named() -> None:
+    hint = judged(outcome(0.5, math.inf), outcome(0.5, math.inf), scale_loss=True).hint
+    assert hint is not None and "bfloat16" in hint
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        outcome(0.5, 0.25, None),
+        outcome(0.5, math.nan),
+        outcome(math.nextafter(0.5, 1.0), math.inf),
+        outcome(0.5, math.inf, "layers.1.weight"),
+        outcome(math.nan, math.nan, "the loss"),
+    ],
+)
+def test_other_bits_are_a_fault_of_the_machine(second: StepOutcome) -> None:
+    error = judged(outcome(0.5, math.inf), second)
+    assert isinstance(error, IntegrityFailure)
+    assert error.message.startswith(
+        f"step 3 came out differently when it was run again from the same state: loss 0.5, gradient norm inf, "
+        f"then loss {second.loss}, gradient norm {second.grad_norm}"
+    )
+    assert error.message.endswith("the hardware is suspected, and step 2 stands (samples 2, 4, 9)")
+
+
+def test_a_nan_of_other_bits_is_another_result() -> None:
+    assert math.isnan(OTHER_NAN)
+    error = judged(outcome(math.nan, math.nan, "the loss"), outcome(OTHER_NAN, math.nan, "the loss"))
+    assert isinstance(error, IntegrityFailure)
+
+
+def test_many_samples_are_cut_short() -> None:
+    batches = [micro_batch(*range(30))]
+    error = judge(1, outcome(math.nan, math.nan), outcome(math.nan, math.nan), batches, scale_loss=False)
+    assert error.message.endswith("(samples " + ", ".join(map(str, range(20))) + ", ...)")
+
+
+@pytest.mark.parametrize(
+    ("runs", "kind"),
+    [
+        ([INFINITE, INFINITE], Diverged),
+        ([NOT_A_NUMBER, NOT_A_NUMBER], Diverged),
+        ([INFINITE, (0.5, 0.5)], IntegrityFailure),
+        ([INFINITE, NOT_A_NUMBER], IntegrityFailure),
+        ([NOT_A_NUMBER, (0.5, 0.5)], IntegrityFailure),
+    ],
+)
+def test_the_step_is_run_twice_and_never_committed(runs: list[Failure], kind: type[RatelError]) -> None:
+    run = Run(failing={1: list(runs)}, save_steps=1)
+    with pytest.raises(kind, match="step 1 stands"):
+        run.carry_out()
+    assert run.events == ["run 1", "settle", "commit 1", "pin 1", "report 1", "run 2", "run 2"]
+    assert run.engine.asked[-1] == run.engine.asked[-2]
+    assert [metrics.step for _, metrics in run.announced] == [1]
+
+
+def test_a_recorded_step_is_recorded_once() -> None:
+    recording = StepRecording()
+    run = Run(failing={0: [INFINITE, INFINITE]}, recording=recording)
+    with pytest.raises(Diverged):
+        run.carry_out()
+    assert run.engine.recorded == [recording, None]
+
+
+def test_a_stop_while_it_is_run_again_is_a_stop() -> None:
+    run = Run(failing={1: [INFINITE, Interrupted(2, "stopped by SIGINT")]})
+    with pytest.raises(Interrupted):
+        run.carry_out()
+    assert run.store.progress.step == 1
+
+
+def test_an_overflow_that_is_skipped_is_not_run_again() -> None:
+    run = Run(scale_loss=True, failing={1: [INFINITE]})
+    run.carry_out()
+    assert [event for event in run.events if event.startswith("run")] == ["run 1", "run 2", "run 3", "run 4"]
