@@ -18,7 +18,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.spec import DtypeName
+from ratel_cli.model.directory import check_companions
+from ratel_cli.model.spec import DtypeName, check_depth
 
 DTYPES: dict[DtypeName, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -29,6 +30,7 @@ DTYPES: dict[DtypeName, torch.dtype] = {
 
 def read_model_config(directory: Path) -> PretrainedConfig:
     """The model's configuration. Raises BadInput when transformers does not know it without remote code."""
+    check_companions(directory)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
@@ -36,6 +38,9 @@ def read_model_config(directory: Path) -> PretrainedConfig:
             f"{directory / 'config.json'}: not a model configuration that transformers knows: {_first_line(error)}",
             "remote code is never run; use a model that transformers supports itself",
         ) from error
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(num_layers, int):
+        check_depth(num_layers)
     return cast(PretrainedConfig, config)
 
 
