@@ -130,4 +130,6 @@ def _places() -> Iterator[Case]:
                 path = place.replace("HERE", str(inputs.directory))
                 inputs.arguments = [f"{key}={path}", *inputs.arguments]
 
-            yield Case(name=f"{key} that is {name}", damage=quietly(damage), told="HERE", code=3)
+            yield Case(
+                name=f"{key} that is {name}", damage=quietly(damage), told="cannot be|need .* have 0 B on", code=3
+            )

@@ -80,16 +80,16 @@ def _whole_files() -> Iterator[Case]:
         told = f"not a safetensors file: its header would have {length} bytes"
         yield _content(f"with a header of {length} bytes", length.to_bytes(8, "little") + b"{}", told)
     yield _content("with a header beyond its end", (1000).to_bytes(8, "little") + b"{}", "truncated: the header")
-    yield _content("without a header", bytes(8), "the header does not begin")
-    yield _content("of zeros", bytes(5000), "the header does not begin")
+    yield _content("without a header", bytes(8), "not a safetensors file: the header does not begin")
+    yield _content("of zeros", bytes(5000), "not a safetensors file: the header does not begin")
     yield _content("cut in its length", lambda whole: whole[:5], "5 bytes are too few")
     yield _content("cut in its header", lambda whole: whole[:100], "truncated: the header")
-    yield _content("cut in half", lambda whole: whole[: len(whole) // 2], "lie beyond the end")
-    yield _content("less its last byte", lambda whole: whole[:-1], "lie beyond the end")
+    yield _content("cut in half", lambda whole: whole[: len(whole) // 2], ".* lie beyond the end")
+    yield _content("less its last byte", lambda whole: whole[:-1], ".* lie beyond the end")
     for num_bytes in (1, 4096):
         told = f"{num_bytes} trailing bytes"
         yield _content(f"with {num_bytes} bytes more", lambda whole, more=num_bytes: whole + bytes(more), told)
-    yield _content("twice over", lambda whole: whole + whole, "trailing bytes")
+    yield _content("twice over", lambda whole: whole + whole, r"\d+ trailing bytes")
     yield _content("moved by a byte", lambda whole: b"\0" + whole, "")
     yield _content("compressed", gzip.compress, "")
     yield _content("that is a pickle", b"\x80\x04\x95" + bytes(200), "")
@@ -120,7 +120,7 @@ def _headers() -> Iterator[Case]:
         "behind a space": b" {}",
         "in UTF-16": "{}".encode("utf-16"),
     }.items():
-        yield _raw_header(name, header, "the header does not begin")
+        yield _raw_header(name, header, "not a safetensors file: the header does not begin")
     yield _raw_header("with a name twice", b'{"a\\u001b": 1, "a\\u001b": 1}', r".*a\\x1b appears twice")
     yield _raw_header("that is empty", b"{}", r"\d+ trailing bytes", keep_data=True)
     for value in ('{"a": 1}', '{"a": null}', '{"a": {}}', "[]", "null", '"text"'):

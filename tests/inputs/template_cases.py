@@ -17,7 +17,7 @@ _TEMPLATES = {
     "{% for %}": "TemplateSyntaxError",
     "{{ messages": "TemplateSyntaxError",
     "{{ messages.__class__.__mro__[1].__subclasses__() }}": "SecurityError",
-    "{{ ''.format.__globals__ }}": "SecurityError|UndefinedError",
+    "{{ ''.format.__globals__ }}": "all masked",
     "{{ messages.append(1) }}": "SecurityError",
     "{{ undefined.field }}": "UndefinedError",
     "{{ 1 / 0 }}": "ZeroDivisionError",

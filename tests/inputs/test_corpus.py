@@ -139,7 +139,7 @@ def test_malformed_input(case: Case, inputs: Inputs, finished: Finished) -> None
     assert errors, told
     place = "" if line is None else rf"error: [^\s:]+:{line}(:\d+)?: "
     assert any(re.match(place, each) and re.search(case.told, each) for each in errors), told
-    assert max(map(len, told.splitlines())) < 1_000 + 2 * max(map(len, map(str, command_line))), "too long to be read"
+    assert max(map(len, told.splitlines())) < 10_000, "too long to be read"
     assert finished.left() == before
     assert not (inputs.directory / "canary").exists()
     assert seconds <= case.seconds

@@ -30,22 +30,22 @@ from tests.e2e.runs import NO_STORE, committed_step, file_hash, output_of, start
 
 Phase = Literal["reading", "importing", "training", "exporting", "over"]
 
-NUM_STEPS = 24
+NUM_STEPS = 16
 CHANGES: dict[str, object] = {
     "max_steps": NUM_STEPS,
     "gradient_accumulation_steps": 1,
     "lr_scheduler": "cosine",
     "warmup_steps": 3,
     "warmup_ratio": None,
-    "save_steps": 8,
+    "save_steps": 6,
     "save_total_limit": 2,
     "dtype": "bfloat16",
 }
 AIMS: Mapping[Phase, tuple[float, float]] = {
     "reading": (0.02, 0.25),
     "importing": (0.0, 0.03),
-    "training": (0.0, 0.25),
-    "exporting": (0.0, 0.03),
+    "training": (0.0, 0.15),
+    "exporting": (0.0, 0.01),
 }
 """For each phase how many seconds after its first sign the disturbance comes, at least and at most."""
 _TIMELESS = ("step", "loss", "learning_rate", "grad_norm", "tokens", "applied")
