@@ -31,6 +31,11 @@ ENTRIES = st.fixed_dictionaries(
 )
 HEADERS = st.dictionaries(st.text(max_size=4) | st.just("__metadata__"), ENTRIES | VALUES, max_size=4)
 
+TEXTS = st.text(st.sampled_from("a./~\0\n\x1b\ud800\udcff") | st.characters(), max_size=8)
+"""Half characters too, which JSON can hold and no file name can."""
+NAMES = TEXTS | TEXTS.map(lambda text: f"{text}.safetensors") | SCALARS
+INDICES = st.fixed_dictionaries({"weight_map": st.dictionaries(TEXTS, NAMES, max_size=3)})
+
 
 def attempt(path: Path, content: bytes) -> None:
     """Open and read whole; what is refused is refused with the file's name, on one line."""
@@ -61,6 +66,15 @@ def test_any_header(tmp_path: Path, header: dict[str, object], num_bytes: int) -
 
 
 @QUICK
+@given(shape=st.lists(COUNTS, max_size=5), zero_at=st.integers(0, 5), dtype=st.sampled_from(sorted(DTYPES)))
+def test_any_empty_tensor(tmp_path: Path, shape: list[int], zero_at: int, dtype: str) -> None:
+    """No byte belongs to it, so that nothing else bounds its shape."""
+    shape.insert(zero_at, 0)
+    header = {"x": {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}}
+    attempt(tmp_path / "a.safetensors", packed(json.dumps(header).encode(), b""))
+
+
+@QUICK
 @given(
     shapes=st.lists(st.lists(st.integers(0, 3), max_size=4), max_size=5),
     dtype=st.sampled_from([name for name in DTYPES if name != "BOOL"]),
@@ -84,7 +98,7 @@ def test_any_tiling(tmp_path: Path, shapes: list[list[int]], dtype: str, cut: in
 
 
 @QUICK
-@given(index=VALUES | st.fixed_dictionaries({"weight_map": st.dictionaries(st.text(max_size=4), st.text() | SCALARS)}))
+@given(index=VALUES | INDICES)
 def test_any_index(tmp_path: Path, index: object) -> None:
     path = tmp_path / INDEX_NAME
     path.write_text(json.dumps(index))
