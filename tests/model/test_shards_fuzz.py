@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -33,8 +34,7 @@ HEADERS = st.dictionaries(st.text(max_size=4) | st.just("__metadata__"), ENTRIES
 
 TEXTS = st.text(st.sampled_from("a./~\0\n\x1b\ud800\udcff") | st.characters(), max_size=8)
 """Half characters too, which JSON can hold and no file name can."""
-NAMES = TEXTS | TEXTS.map(lambda text: f"{text}.safetensors") | SCALARS
-INDICES = st.fixed_dictionaries({"weight_map": st.dictionaries(TEXTS, NAMES, max_size=3)})
+INDICES = st.fixed_dictionaries({"weight_map": st.dictionaries(TEXTS, TEXTS | SCALARS, max_size=3)})
 
 
 def attempt(path: Path, content: bytes) -> None:
@@ -108,6 +108,15 @@ def test_any_index(tmp_path: Path, index: object) -> None:
         assert str(tmp_path) in error.message and error.message.isprintable()
     else:
         assert files.paths == () == files.listed
+
+
+@QUICK
+@given(name=TEXTS)
+def test_any_name_of_a_shard(tmp_path: Path, name: str) -> None:
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"x": f"{name}.safetensors"}}))
+    with pytest.raises(BadInput) as caught:
+        find_weight_files(tmp_path)
+    assert str(tmp_path) in caught.value.message and caught.value.message.isprintable()
 
 
 @QUICK
