@@ -28,6 +28,9 @@ DTYPES: dict[DtypeName, torch.dtype] = {
 }
 
 
+_PROBABILITIES = ("dropout", "_pdrop", "_dropout_prob")
+
+
 def read_model_config(directory: Path) -> PretrainedConfig:
     """The model's configuration. Raises BadInput when transformers does not know it without remote code."""
     check_companions(directory)
@@ -51,6 +54,7 @@ def build_skeleton(config: PretrainedConfig, *, dtype: DtypeName, attn_implement
     the registration of parameters is diverted. Raises BadInput for models that are no decoders.
     """
     _refuse_unsupported(config)
+    _refuse_contradictions(config)
     config = copy.deepcopy(config)  # from_config writes its arguments into it
     config.use_cache = False
     try:
@@ -95,6 +99,19 @@ def _refuse_unsupported(config: PretrainedConfig) -> None:
             raise BadInput(f"config.json sets {option}: layers that are skipped at random are not supported")
     if getattr(config, "is_encoder_decoder", False):
         raise BadInput(f"{config.model_type} is an encoder-decoder; only decoder language models can be fine-tuned")
+
+
+def _refuse_contradictions(config: PretrainedConfig) -> None:
+    """Values that transformers takes, and of which its layers complain only when they run."""
+    for key, value in config.to_dict().items():
+        if key.endswith(_PROBABILITIES) and isinstance(value, int | float) and not 0 <= value <= 1:
+            raise BadInput(f"config.json: {key} is {value}; a probability is between 0 and 1")
+    heads, shared = (getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
+        raise BadInput(
+            f"config.json: {shared} key-value heads cannot be shared by {heads} attention heads",
+            "num_attention_heads must be a multiple of num_key_value_heads",
+        )
 
 
 @contextlib.contextmanager
