@@ -9,7 +9,7 @@ TOOLS := .venv/.tools
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .constraints.txt
 
-.PHONY: help demo test lint types bench clean
+.PHONY: help demo test stress lint types bench clean
 
 help:  ## Say what there is
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 8
@@ -21,6 +21,9 @@ demo: $(READY)  ## Fine-tune a small model with all its state on disk, and let i
 
 test: $(READY)  ## Run all tests
 	$(BIN)/python -m pytest
+
+stress: $(READY)  ## Kill a training run a thousand times, at any moment, and compare what it leaves (half an hour)
+	RATEL_STRESS_KILLS=1000 $(BIN)/python -m pytest tests/stress -s
 
 lint: $(READY)  ## Check style and formatting
 	$(BIN)/ruff check .

@@ -47,7 +47,7 @@ def make_targets() -> dict[str, list[str]]:
 
 def test_make_targets_exist_and_are_short() -> None:
     named = {target for arguments in called("make") for target in arguments}
-    assert named == {"demo", "test", "lint", "types", "bench", "clean"}
+    assert named == {"demo", "test", "stress", "lint", "types", "bench", "clean"}
     assert named <= make_targets().keys()
     assert all(len(recipe) <= 3 for recipe in make_targets().values())
 

@@ -9,13 +9,15 @@ an unexpected one is a bug, and its trace goes to a file whose path is told.
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
+from types import FrameType, TracebackType
+from typing import Annotated, Self
 
 import typer
 from typer.exceptions import TyperException
@@ -25,6 +27,8 @@ from ratel_cli.errors import BadInput, Interrupted, RatelError
 EXIT_BUG = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+_MAX_STEP_DIGITS = 18
 
 app = typer.Typer(
     name="ratel",
@@ -210,6 +214,40 @@ def restore(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
+    with _Termination() as termination:
+        try:
+            code = _run(arguments)
+        except KeyboardInterrupt:
+            code = None
+    if code is not None:
+        return code
+    _tell("stopped by SIGTERM" if termination.received else "interrupted", None)
+    return EXIT_TERMINATED if termination.received else EXIT_INTERRUPTED
+
+
+class _Termination:
+    """SIGTERM ends a command as Ctrl-C does, wherever it is. While a store is written, `training.stopping` listens."""
+
+    def __init__(self) -> None:
+        self.received = False
+
+    def __enter__(self) -> Self:
+        self._previous = signal.signal(signal.SIGTERM, self._interrupt)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # None: it was not set from Python, and cannot be set back.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
+
+    def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
+        self.received = True
+        raise KeyboardInterrupt
+
+
+def _run(arguments: Sequence[str] | None) -> int | None:
+    """The exit code, when what went wrong has been told. None: the command was interrupted."""
     try:
         code = app(args=None if arguments is None else list(arguments), prog_name="ratel", standalone_mode=False)
     except RatelError as exc:
@@ -218,19 +256,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TyperException as exc:
         _tell_usage_error(exc)
         return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        _tell("interrupted", None)
-        return EXIT_INTERRUPTED
     except Exception as exc:  # noqa: BLE001 - the last resort: every other kind is named above
         _tell_bug(exc)
         return EXIT_BUG
     if code == EXIT_INTERRUPTED:
-        _tell("interrupted", None)
+        return None  # as typer has it
     return code if isinstance(code, int) else 0
 
 
 def _check_resume(resume: str) -> None:
-    if resume in ("auto", "no") or (resume.isascii() and resume.isdigit()):
+    if resume in ("auto", "no") or (resume.isascii() and resume.isdigit() and len(resume) <= _MAX_STEP_DIGITS):
         return
     raise BadInput(
         f"argument '--resume {resume}': must be `auto`, `no` or the number of a saved step",

@@ -33,7 +33,7 @@ class KeptProfile:
             if content["made_for"] != self._made_for:
                 return None
             return ModelProfile.from_json(content)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def content(self, spec: ModelSpec, profile: ModelProfile | None) -> dict[str, object]:

@@ -8,6 +8,7 @@ Invariant: the machine that is planned for is told, and free memory and space of
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -169,7 +170,7 @@ def _from_shape(shape: ModelShape, name: str) -> Described:
 
 def _read_model_config(base_model: str) -> Mapping[str, object]:
     directory = Path(base_model)
-    if not directory.is_dir():
+    if not os.path.isdir(directory):  # is_dir raises for names that are too long
         raise BadInput(
             f"base_model: there is no directory {base_model}; `ratel plan` downloads nothing",
             "give a directory with the model's config.json, or `model_shape`",

@@ -5,6 +5,7 @@ Called by `cli.plan`. Imports of what draws are inside the functions: 0.15 s for
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from pathlib import Path
 
@@ -37,7 +38,8 @@ def check_picture(path: Path) -> None:
     """Before anything is planned. Raises BadInput, and EnvironmentFailure where matplotlib is missing."""
     if path.suffix not in _SUFFIXES:
         raise BadInput(f"argument '--plot {path}': must end in .svg or .png")
-    if path.is_dir() or not path.parent.is_dir():
+    # Not by methods of Path: they raise for names that are too long.
+    if os.path.isdir(path) or not os.path.isdir(path.parent):
         raise BadInput(f"argument '--plot {path}': cannot be written there", "name a file in a directory that exists")
     try:
         import_module("matplotlib")

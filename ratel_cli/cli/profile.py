@@ -6,6 +6,7 @@ the profile was kept from an earlier call. The profile goes to stdout, everythin
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,8 +79,11 @@ def _profile_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *,
 
 
 def _check_directories(storage: Sequence[Path]) -> None:
+    # Not by methods of Path: they raise for names that are too long.
     wrong = [
-        BadInput(f"argument '--storage {path}': there is no such directory") for path in storage if not path.is_dir()
+        BadInput(f"argument '--storage {path}': there is no such directory")
+        for path in storage
+        if not os.path.isdir(path)
     ]
     if wrong:
         raise BadInput(wrong[0].message, others=tuple(wrong[1:]))
@@ -87,9 +91,9 @@ def _check_directories(storage: Sequence[Path]) -> None:
 
 def _check_writable(output: Path) -> None:
     """Before half a minute is spent on what could not be kept."""
-    if output.is_dir():
+    if os.path.isdir(output):
         raise BadInput(f"argument '-o {output}': is a directory", "name the file to write")
-    if not output.parent.is_dir():
+    if not os.path.isdir(output.parent):
         raise BadInput(f"argument '-o {output}': there is no directory {output.parent}")
 
 

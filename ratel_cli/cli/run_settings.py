@@ -5,6 +5,8 @@ Called by `cli.training_run`, `cli.run_plan`, `cli.run_store` and `cli.plan_inpu
 
 from __future__ import annotations
 
+import os
+
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.movement.lock import DATA_FILE_NAME
 from ratel_cli.movement.records import record_layout
@@ -56,4 +58,4 @@ def num_slots(config: RunConfig) -> int:
 def taken_bytes(config: RunConfig) -> int:
     """What an earlier store of this run holds already, or frees when it is replaced."""
     files = [path / DATA_FILE_NAME for path in config.storage.paths]
-    return sum(file.stat().st_size for file in files if file.is_file())
+    return sum(file.stat().st_size for file in files if os.path.isfile(file))  # is_file raises for long names

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import stat
 from collections.abc import Callable
@@ -23,6 +24,7 @@ INDEX_NAME = "model.safetensors.index.json"
 
 _DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "LICENSE*", "NOTICE*"]
 _NOT_DOWNLOADED = ["*/*", "consolidated*", "*.py"]
+_OPENED_BY_TRANSFORMERS = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "additional_chat_templates/*.jinja")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _FOREIGN_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
 
@@ -46,9 +48,10 @@ def resolve_base_model(base_model: str, *, download: Callable[[str], str] | None
     local = Path(base_model)
     with contextlib.suppress(RuntimeError):  # a user that does not exist
         local = local.expanduser()
-    if local.is_dir():
+    # Not by methods of Path: they raise for names that are too long.
+    if os.path.isdir(local):
         return local
-    if local.exists():
+    if os.path.exists(local):
         raise BadInput(f"base_model: {escaped(base_model)} is a file", "give the directory that holds config.json")
     if _HUB_ID.fullmatch(base_model) is None or ".." in base_model:
         raise BadInput(f"base_model: there is no directory {escaped(base_model)}, and it is not a hub id either")
@@ -72,6 +75,13 @@ def find_weight_files(directory: Path) -> WeightFiles:
     )
 
 
+def check_companions(directory: Path) -> None:
+    """Raise BadInput if a file that transformers would open by itself is none that may be opened."""
+    for pattern in _OPENED_BY_TRANSFORMERS:
+        for path in sorted(directory.glob(pattern)):
+            trusted_file(directory, str(path.relative_to(directory)))
+
+
 def trusted_file(directory: Path, name: str) -> Path:
     """The real path of a file of the model. Raises BadInput, before any open, unless it is one.
 
@@ -88,7 +98,7 @@ def trusted_file(directory: Path, name: str) -> Path:
         mode = path.stat().st_mode
     except FileNotFoundError as error:
         raise BadInput(f"{shown} is missing") from error
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:  # a ValueError: half characters cannot be in a file name
         raise BadInput(f"{shown} cannot be reached: {getattr(error, 'strerror', error)}") from error
     in_blobs = root.parent.name == "snapshots" and path.parent == root.parent.parent / "blobs"
     if not path.is_relative_to(root) and not in_blobs:

@@ -36,6 +36,12 @@ DTYPES: Mapping[str, torch.dtype] = {
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MAX_DIMENSIONS = 64
+_MAX_TENSOR_BYTES = (1 << 63) - 1
+"""Both are torch's."""
+
+_SHOWN_CHARACTERS = 200
+"""Of a name in a message: names may be as long as a header."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,8 +189,9 @@ def write_failure(path: Path, error: OSError) -> RatelError:
 
 
 def escaped(text: str) -> str:
-    """Text from a file, fit for a terminal: control characters and the like are spelled out."""
-    return text.encode("unicode_escape").decode("ascii")
+    """Text from a file, fit for a message: control characters and the like are spelled out, what is long is cut."""
+    spelled = text[:_SHOWN_CHARACTERS].encode("unicode_escape").decode("ascii")
+    return spelled if len(text) <= _SHOWN_CHARACTERS else f"{spelled}..."
 
 
 def _open_regular(path: Path) -> int:
@@ -257,15 +264,24 @@ def _parse_entry(path: Path, name: str, fields: object, data_bytes: int) -> Tens
     begin, end = offsets
     if not begin <= end <= data_bytes:
         raise BadInput(f"{where}: bytes {begin} to {end} lie beyond the end of the file's {data_bytes} bytes of data")
-    # Multiplied step by step: a hostile shape must not build a number of a million digits.
-    num_bytes = 0 if 0 in shape else dtype.itemsize
-    for extent in shape:
-        num_bytes *= extent
-        if num_bytes > data_bytes:
-            break
-    if num_bytes != end - begin:
+    if _num_bytes(shape, dtype) != end - begin:
         raise BadInput(f"{where}: its shape and dtype do not match its {end - begin} bytes")
     return TensorEntry(name=name, dtype=dtype, shape=tuple(shape), offset=begin)
+
+
+def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int | None:
+    """None for a shape that no tensor can have, even where it is empty.
+
+    Multiplied step by step: a hostile shape must not build a number of a million digits.
+    """
+    if len(shape) > _MAX_DIMENSIONS:
+        return None
+    num_bytes = dtype.itemsize
+    for extent in shape:
+        num_bytes *= max(extent, 1)
+        if num_bytes > _MAX_TENSOR_BYTES:
+            return None
+    return 0 if 0 in shape else num_bytes
 
 
 def _check_coverage(path: Path, entries: Sequence[TensorEntry], data_bytes: int) -> None:

@@ -18,7 +18,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.spec import DtypeName
+from ratel_cli.model.directory import check_companions
+from ratel_cli.model.spec import DtypeName, check_depth
 
 DTYPES: dict[DtypeName, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -27,8 +28,12 @@ DTYPES: dict[DtypeName, torch.dtype] = {
 }
 
 
+_PROBABILITIES = ("dropout", "_pdrop", "_dropout_prob")
+
+
 def read_model_config(directory: Path) -> PretrainedConfig:
     """The model's configuration. Raises BadInput when transformers does not know it without remote code."""
+    check_companions(directory)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
@@ -36,6 +41,9 @@ def read_model_config(directory: Path) -> PretrainedConfig:
             f"{directory / 'config.json'}: not a model configuration that transformers knows: {_first_line(error)}",
             "remote code is never run; use a model that transformers supports itself",
         ) from error
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(num_layers, int):
+        check_depth(num_layers)
     return cast(PretrainedConfig, config)
 
 
@@ -46,6 +54,7 @@ def build_skeleton(config: PretrainedConfig, *, dtype: DtypeName, attn_implement
     the registration of parameters is diverted. Raises BadInput for models that are no decoders.
     """
     _refuse_unsupported(config)
+    _refuse_contradictions(config)
     config = copy.deepcopy(config)  # from_config writes its arguments into it
     config.use_cache = False
     try:
@@ -90,6 +99,19 @@ def _refuse_unsupported(config: PretrainedConfig) -> None:
             raise BadInput(f"config.json sets {option}: layers that are skipped at random are not supported")
     if getattr(config, "is_encoder_decoder", False):
         raise BadInput(f"{config.model_type} is an encoder-decoder; only decoder language models can be fine-tuned")
+
+
+def _refuse_contradictions(config: PretrainedConfig) -> None:
+    """Values that transformers takes, and of which its layers complain only when they run."""
+    for key, value in config.to_dict().items():
+        if key.endswith(_PROBABILITIES) and isinstance(value, int | float) and not 0 <= value <= 1:
+            raise BadInput(f"config.json: {key} is {value}; a probability is between 0 and 1")
+    heads, shared = (getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
+        raise BadInput(
+            f"config.json: {shared} key-value heads cannot be shared by {heads} attention heads",
+            "num_attention_heads must be a multiple of num_key_value_heads",
+        )
 
 
 @contextlib.contextmanager

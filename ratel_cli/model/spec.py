@@ -16,11 +16,14 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from ratel_cli.errors import BadInput
 from ratel_cli.units import align_up
 
 FORMAT_VERSION = 1
 PARAMETER_ALIGNMENT = 32
 BLOCK_ALIGNMENT = 2048
+MAX_LAYERS = 10_000
+"""More is a mistake in a config: the deepest models have some hundred, and each takes milliseconds to describe."""
 
 BlockKind = Literal["embedding", "layer", "head"]
 DtypeName = Literal["bfloat16", "float16", "float32"]
@@ -101,3 +104,9 @@ def lay_out_block(
         parameters=tuple(placed),
         num_elements=align_up(position, BLOCK_ALIGNMENT),
     )
+
+
+def check_depth(num_layers: int) -> None:
+    """Raise BadInput for a depth that only a mistake can be, before every layer is described."""
+    if num_layers > MAX_LAYERS:
+        raise BadInput(f"{num_layers} layers are more than {MAX_LAYERS}, the most there can be")

@@ -146,6 +146,6 @@ class StripedFiles:
 
 def nearest_existing(path: Path) -> Path:
     """Itself or the closest parent that is there: on the same drive, unless something is mounted later."""
-    while not path.exists():
+    while not os.path.exists(path):  # Path.exists raises for names that are too long
         path = path.parent
     return path

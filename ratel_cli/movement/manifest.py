@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 import zlib
 from collections.abc import Sequence
@@ -37,6 +38,7 @@ _MAX_PAYLOAD_BYTES: Final = PAGE_BYTES - _HEAD.size - _CRC.size
 EMPTY_PAGE: Final = bytes(PAGE_BYTES)
 NO_PREVIOUS: Final = bytes(32)
 _LARGEST: Final = 1 << 53
+_MAX_BLOCKS: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +164,7 @@ def decode_manifest(page: bytes) -> Manifest | None:
             root_checksum=payload.text("root_checksum"),
             before=_before(payload, version),
         )
-    except (ValueError, KeyError, TypeError) as exc:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as exc:
         raise IntegrityFailure(f"the store's manifest is intact but cannot be read: {exc}") from exc
 
 
@@ -285,11 +287,18 @@ def _geometry(row: _Row, version: int) -> Geometry:
     elements: list[int] = []
     for run in row.items("block_elements"):
         count, size = (_checked_integer(value, "block_elements") for value in _checked_list(run, "block_elements"))
+        if size < 0 or not 0 <= count <= _MAX_BLOCKS - len(elements):
+            raise ValueError("block_elements are none that a model has")
         elements.extend([size] * count)
     if version == _WITHOUT_WEIGHTS:
         weights = [1] * row.integer("num_files")
     else:
         weights = [_checked_integer(weight, "weights") for weight in row.items("weights")]
+    num_slots, stripe_bytes = row.integer("num_slots"), row.integer("stripe_bytes")
+    if num_slots < 1 or (num_slots == 1) != (row.value("in_place") is True) or min(weights, default=0) < 1:
+        raise ValueError("num_slots, in_place or weights are none that a store has")
+    if stripe_bytes <= 0 or stripe_bytes % PAGE_BYTES:
+        raise ValueError("stripe_bytes are no pages")
     return Geometry(
         dtype=dtypes[row.text("dtype")],
         block_elements=tuple(elements),
@@ -317,7 +326,7 @@ def _progress_row(progress: Progress) -> list[int | float]:
 
 
 def _progress(row: Sequence[object]) -> Progress:
-    if len(row) != len(fields(Progress)) or not isinstance(row[2], int | float):
+    if len(row) != len(fields(Progress)) or not isinstance(row[2], int | float) or not math.isfinite(row[2]):
         raise ValueError("progress is not five numbers")
     return Progress(
         step=_checked_integer(row[0], "step"),

@@ -21,6 +21,9 @@ from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.training.formats import ChatDraft, Unusable
 from ratel_cli.training.lines import printable
 
+LIMIT_SECONDS = 10.0
+"""For one conversation; some milliseconds are usual."""
+
 _START_SECONDS = 120  # importing transformers takes 1 s on an idle machine
 _LIMIT_BYTES = 2 << 30  # the child has 0.2 GB mapped before the first template
 
@@ -41,7 +44,7 @@ class ChatRenderer:
         template: str,
         variables: Mapping[str, object],
         *,
-        limit_seconds: float = 10.0,
+        limit_seconds: float = LIMIT_SECONDS,
         limit_bytes: int = _LIMIT_BYTES,
     ) -> None:
         self._limit_seconds = limit_seconds

@@ -22,6 +22,7 @@ from ratel_cli.errors import BadInput
 from ratel_cli.training.chat import ChatRenderer, RenderedChat
 from ratel_cli.training.chat_child import has_generation_tag
 from ratel_cli.training.formats import ChatDraft, Draft, TextDraft, TokensDraft, Unusable
+from ratel_cli.training.lines import printable
 
 IGNORED = -100
 """The label, and target, of a token that carries no loss (torch's and transformers' convention)."""
@@ -86,6 +87,12 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
         state = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
     whole = [state, {key: str(value) for key, value in tokenizer.special_tokens_map.items()}, tokenizer.chat_template]
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+
+
+def has_chat_template(tokenizer: Tokenizer) -> bool:
+    """Whether there is one to use: the only one, or the default of several."""
+    template = tokenizer.chat_template
+    return "default" in template if isinstance(template, dict) else bool(template)
 
 
 class SampleEncoder:
@@ -236,20 +243,30 @@ class SampleEncoder:
     def _call(self, texts: list[str], *, offsets: bool) -> Mapping[str, object]:
         if not texts:
             return {"input_ids": [], "offset_mapping": []}
-        return self._tokenizer(
-            texts,
-            add_special_tokens=False,
-            return_offsets_mapping=offsets,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
+        return _tokenised(self._tokenizer, texts, special=False, offsets=offsets)
 
 
 _JOINED = (
     "the tokenizer joins an assistant turn with the text beside it, so the loss cannot begin or end between them; "
     "the chat template must set them apart"
 )
+
+
+def _tokenised(tokenizer: Tokenizer, texts: list[str], *, special: bool, offsets: bool) -> Mapping[str, object]:
+    try:
+        return tokenizer(
+            texts,
+            add_special_tokens=special,
+            return_offsets_mapping=offsets,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+    except Exception as error:  # `tokenizers` raises nothing more special
+        raise BadInput(
+            f"the tokenizer fails on a text: {printable(str(error))[:200]}",
+            hint="use the tokenizer files that belong to the model",
+        ) from error
 
 
 def _tokens_of(offsets: npt.NDArray[np.int64], span: tuple[int, int], *, exact: bool) -> tuple[int, int]:
@@ -268,14 +285,7 @@ def _opening_tokens(tokenizer: Tokenizer) -> list[int]:
     """What the tokenizer itself puts before a text: a BOS token, or nothing."""
 
     def ids(*, special: bool) -> list[int]:
-        batch = tokenizer(
-            ["a"],
-            add_special_tokens=special,
-            return_offsets_mapping=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )
+        batch = _tokenised(tokenizer, ["a"], special=special, offsets=False)
         return cast(list[list[int]], batch["input_ids"])[0]
 
     plain, full = ids(special=False), ids(special=True)

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.training.encode import Encoded, SampleEncoder, Tokenizer, tokenizer_hash
+from ratel_cli.training.encode import Encoded, SampleEncoder, Tokenizer, has_chat_template, tokenizer_hash
 from ratel_cli.training.formats import Draft, RowFormat, Unusable, decide_format
 from ratel_cli.training.lines import MAX_ROW_BYTES, Reject, Row, printable
 from ratel_cli.training.rows import RowSource
@@ -45,7 +45,7 @@ def load_token_cache(
             encoder = SampleEncoder(tokenizer, sequence_len=sequence_len, train_on_inputs=train_on_inputs)
             with encoder, TokenCacheWriter(cache_dir / key) as writer:
                 return _Ingestion(encoder, writer, sequence_len, rejects_path, notice).run(
-                    sources, has_chat_template=bool(tokenizer.chat_template)
+                    sources, has_chat_template=has_chat_template(tokenizer)
                 )
         copy_rejects(cache.directory, rejects_path)
     except OSError as error:

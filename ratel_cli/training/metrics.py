@@ -190,7 +190,7 @@ def _step_of(line: bytes) -> float:
     """Infinity for what is no line of ours."""
     try:
         step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return math.inf
     return step if isinstance(step, int) else math.inf
 

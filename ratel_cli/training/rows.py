@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import os
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -100,19 +101,20 @@ def _local_files(path_text: str) -> list[Path] | None:
         raise BadInput(f"{printable(path_text)}: a path cannot hold a NUL byte")
     path = Path(path_text).expanduser()
     label = printable(path_text)
-    if path.is_dir():
+    # Not by methods of Path: they raise for names that are too long.
+    if os.path.isdir(path):
         found = sorted(
             item for item in path.rglob("*") if item.suffix.lower() in _READERS and _is_visible_data(item, path)
         )
         if not found:
             raise BadInput(f"{label}: no data files in this directory", hint=_KNOWN_FILES)
         return found
-    if path.exists():
-        if not path.is_file():
+    if os.path.exists(path):
+        if not os.path.isfile(path):
             raise BadInput(f"{label}: not a regular file")
         return [_known(path)]
     if glob.has_magic(path_text):
-        found = sorted(Path(item) for item in glob.glob(str(path), recursive=True) if Path(item).is_file())
+        found = sorted(Path(item) for item in glob.glob(str(path), recursive=True) if os.path.isfile(item))
         if not found:
             raise BadInput(f"{label}: no file matches")
         return [_known(item) for item in found]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +100,16 @@ def test_control_c(install: Install, capsys: pytest.CaptureFixture[str]) -> None
     install(raising(KeyboardInterrupt()))
     assert main(["finetune", "a.yaml"]) == 130
     assert capsys.readouterr().err == "error: interrupted\n"
+
+
+def test_sigterm(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(config_path: Path, overrides: list[str], resume: str, dry_run: bool) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("goes on")
+
+    install(run)
+    assert main(["finetune", "a.yaml"]) == 143
+    assert capsys.readouterr().err == "error: stopped by SIGTERM\n"
 
 
 @pytest.mark.parametrize("error", [ValueError("odd\nthing"), EOFError(), MemoryError(), OSError(28, "No space")])

@@ -8,11 +8,13 @@ program itself, for what only a fresh process can show.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,8 +29,14 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from ratel_cli.cli import run_plan
 from ratel_cli.cli.app import main
 from ratel_cli.config.load import load_config
+from ratel_cli.hardware.effort import Effort
+from ratel_cli.hardware.measure import measure
+from ratel_cli.movement.buffers import PAGE_BYTES
+from ratel_cli.movement.queue import open_queue
+from ratel_cli.movement.store import Store
 from ratel_cli.training.data import DatasetSource, TrainingData, load_training_data
 from ratel_cli.training.data import Tokenizer as EncodeTokenizer
 
@@ -65,6 +73,9 @@ SETTINGS: dict[str, object] = {
 }
 
 Tensors = dict[str, torch.Tensor]
+
+NO_STORE = -1
+_HARDLY = Effort(seconds=1e-6, span_bytes=2 * PAGE_BYTES, buffer_bytes=2 * PAGE_BYTES, memory_bytes=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,11 +175,15 @@ def succeed(config: Path, *arguments: str) -> str:
     return ended.told
 
 
-def start(config: Path, *arguments: str, kill_at: str | None = None) -> ForkServerProcess:
-    """The same in a process of its own, which writes to `told.txt` beside the config."""
+def start(config: Path, *arguments: str, kill_at: str | None = None, hasty: bool = False) -> ForkServerProcess:
+    """The same in a process of its own, which writes to `told.txt` beside the config.
+
+    A hasty one hardly measures the machine, which takes the better part of a short run: its plans are odd, its bits
+    are not.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ratel_cli.cli.training_run", "tests.e2e.runs"])
-    process = context.Process(target=_run_child, args=(str(config), arguments, kill_at))
+    process = context.Process(target=_run_child, args=(str(config), arguments, kill_at, hasty))
     process.start()
     return process
 
@@ -190,12 +205,18 @@ def told_by(config: Path) -> str:
     return config.with_name("told.txt").read_text(encoding="utf-8")
 
 
-def _run_child(config: str, arguments: Sequence[str], kill_at: str | None) -> None:
+def _run_child(config: str, arguments: Sequence[str], kill_at: str | None, hasty: bool) -> None:
+    torch.set_num_threads(1)
     if kill_at is not None:
         os.environ["RATEL_KILL_AT"] = kill_at
     with Path(config).with_name("told.txt").open("w", encoding="utf-8", buffering=1) as told:
         sys.stderr = told
-        sys.exit(main(["finetune", config, *arguments]))
+        if hasty:
+            run_plan.measure = functools.partial(measure, effort=_HARDLY)
+        code = main(["finetune", config, *arguments])
+        for number in (signal.SIGINT, signal.SIGTERM):  # the command is over: what comes now is not meant for it
+            signal.signal(number, signal.SIG_IGN)
+        sys.exit(code)
 
 
 def wait_for_step(config: Path, step: int, process: ForkServerProcess) -> None:
@@ -225,6 +246,18 @@ def output_of(config: Path) -> Path:
 def store_of(config: Path) -> Path:
     """The data file of the default store."""
     return config.parent / "out.store" / "ratel.store"
+
+
+def committed_step(config: Path) -> int:
+    """The step at which the store stands; NO_STORE if no import was committed."""
+    paths = [store_of(config).parent]
+    if not Store.exists(paths):
+        return NO_STORE
+    with (
+        open_queue("threads", notice=lambda text: None) as queue,
+        Store.open(paths, queue=queue, identity=None) as store,
+    ):
+        return store.progress.step
 
 
 def exported(config: Path) -> Tensors:

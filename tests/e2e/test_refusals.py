@@ -12,10 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ratel_cli.movement.queue import open_queue
-from ratel_cli.movement.store import Store
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import ROWS, Ended, curve, file_hash, finetune, output_of, store_of, succeed
+from tests.e2e.runs import ROWS, Ended, committed_step, curve, file_hash, finetune, output_of, store_of, succeed
 from tests.model.tiny import file_size_limit
 
 
@@ -138,14 +136,6 @@ def test_a_run_that_diverges_stops_at_its_last_good_step(make_config: MakeConfig
     assert not (output_of(config) / "model.safetensors").exists()
     assert "recovered step 1" in finetune(config).told
     assert committed_step(config) == 1
-
-
-def committed_step(config: Path) -> int:
-    with (
-        open_queue("threads", notice=lambda text: None) as queue,
-        Store.open([store_of(config).parent], queue=queue, identity=None) as store,
-    ):
-        return store.progress.step
 
 
 def test_a_disk_that_is_too_small(make_config: MakeConfig, small_disk: Path) -> None:

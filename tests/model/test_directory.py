@@ -13,7 +13,17 @@ from huggingface_hub import constants, errors
 
 from ratel_cli.errors import BadInput, EnvironmentFailure, RatelError
 from ratel_cli.model.directory import INDEX_NAME, resolve_base_model, trusted_file
-from tests.model.tiny import assert_same, import_all, reference, refusal, save_tiny, skeleton_of, tiny_model
+from ratel_cli.model.spec import MAX_LAYERS
+from tests.model.tiny import (
+    assert_same,
+    import_all,
+    reference,
+    refusal,
+    save_tiny,
+    skeleton_of,
+    tiny_config,
+    tiny_model,
+)
 
 
 def edit_index(directory: Path, change: Callable[[dict[str, str]], object]) -> None:
@@ -38,6 +48,7 @@ def edit_index(directory: Path, change: Callable[[dict[str, str]], object]) -> N
         ("fifo.safetensors", "not a regular file"),
         ("null.safetensors", "leaves the model's directory"),
         ("folder.safetensors", "not a regular file"),
+        ("\ud800.safetensors", r"\ud800.safetensors cannot be reached"),
     ],
 )
 @pytest.mark.timeout(20)
@@ -52,6 +63,23 @@ def test_index_that_points_elsewhere(tmp_path: Path, name: str, words: str) -> N
     os.mkfifo(directory / "fifo.safetensors")
     edit_index(directory, lambda weight_map: weight_map.update({"model.norm.weight": name}))
     assert words in refusal(directory)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "merges.txt", "chat_template.jinja"])
+def test_small_files_that_are_none(tmp_path: Path, name: str) -> None:
+    """transformers opens them by itself, and would wait for a FIFO without end."""
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(BadInput, match=f"{name} is not a regular file"):
+        skeleton_of(tmp_path)
+
+
+def test_a_depth_that_only_a_mistake_can_be(tmp_path: Path) -> None:
+    tiny_config("llama", num_hidden_layers=MAX_LAYERS + 1).save_pretrained(tmp_path)
+    with pytest.raises(BadInput, match="10001 layers are more than 10000"):
+        skeleton_of(tmp_path)
 
 
 def test_index_that_does_not_tell_the_truth(tmp_path: Path) -> None:

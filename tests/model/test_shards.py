@@ -149,6 +149,9 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "hole": (packed({"x": entry(0, 8), "y": entry(12, 20)}, 20), "y leaves a hole"),
     "hole at the start": (packed({"x": entry(4, 12)}, 12), "x leaves a hole"),
     "trailing": (packed({"x": entry()}, 9), "1 trailing bytes"),
+    "endless name": (packed({"x" * 100_000: [1]}, 0), r"tensor x{200}\.\.\.: must have"),
+    "dimensions": (packed({"x": entry(shape=[1] * 65 + [2])}, 8), "do not match"),
+    "empty and too large": (packed({"x": entry(0, 0, shape=[0, 1 << 62, 1 << 62])}, 0), "do not match"),
     "escape": (packed({"\x1b[2J": [1]}, 0), r"tensor \\x1b\[2J:"),
 }
 

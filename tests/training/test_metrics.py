@@ -95,7 +95,10 @@ def test_a_line_that_a_crash_cut_short_is_dropped(tmp_path: Path, num_bytes: int
     assert torn.read_bytes() == undisturbed.read_bytes()
 
 
-@pytest.mark.parametrize("noise", [b"\n", b"\x00\x00\n", b"\xff\xfe\n", b"[1]\n", b'{"step": "x"}\n', b"{}\n", b"7\n"])
+@pytest.mark.parametrize(
+    "noise",
+    [b"\n", b"\x00\x00\n", b"\xff\xfe\n", b"[1]\n", b'{"step": "x"}\n', b"{}\n", b"7\n", b"[" * 100_000 + b"\n"],
+)
 def test_what_is_no_line_of_ours_ends_the_log(tmp_path: Path, noise: bytes) -> None:
     undisturbed, damaged = tmp_path / "undisturbed.jsonl", tmp_path / "damaged.jsonl"
     write(undisturbed, 1, 2)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.spec import BlockKind, ModelSpec, lay_out_block
+from ratel_cli.model.spec import BlockKind, ModelSpec, check_depth, lay_out_block
 from ratel_cli.planning.estimate.config_values import ConfigValues
 from ratel_cli.planning.estimate.families import FAMILIES, GPT, UNKNOWN
 from ratel_cli.planning.estimate.rows import DEFAULTS, Family, Rows
@@ -87,6 +87,7 @@ def _spec(
 ) -> ModelSpec:
     """`besides` is in every layer, after its rows."""
     num_layers = values.number("num_hidden_layers")
+    check_depth(num_layers)
     sparse = _sparse_layers(family, values, num_layers)
     dense_layer = [*_parameters(family.layer, values), *besides] if len(sparse) < num_layers else []
     sparse_layer = [*_parameters(family.sparse_layer, values), *besides] if sparse else []

@@ -1,0 +1,79 @@
+"""Ctrl-C and SIGTERM to the commands that train nothing: an exit code, a line, and no trace."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.cli.app import main
+
+CODES = [(signal.SIGINT, 130, "error: interrupted"), (signal.SIGTERM, 143, "error: stopped by SIGTERM")]
+
+
+def start(*arguments: str, cache: Path) -> subprocess.Popen[str]:
+    """`ratel`, with a cache of its own so that everything is measured."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
+    command = [sys.executable, "-m", "ratel_cli", *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+@contextmanager
+def held_up(fifo: Path, reader: subprocess.Popen[str]) -> Iterator[None]:
+    """Once the process reads there: it waits for what is never written."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            writer = os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+            break
+        except OSError as error:
+            assert error.errno == errno.ENXIO, "nobody reads yet"
+        assert reader.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    try:
+        yield
+    finally:
+        os.close(writer)
+
+
+@pytest.mark.parametrize(("number", "code", "said"), CODES)
+def test_plan(tmp_path: Path, number: signal.Signals, code: int, said: str) -> None:
+    """While it waits for a config that does not come."""
+    config = tmp_path / "run.yaml"
+    os.mkfifo(config)
+    with start("plan", str(config), cache=tmp_path) as process, held_up(config, process):
+        process.send_signal(number)
+        _, told = process.communicate(timeout=20)
+    assert (process.returncode, told.splitlines()) == (code, [said])
+
+
+@pytest.mark.parametrize(("number", "code", "said"), CODES)
+def test_profile(tmp_path: Path, number: signal.Signals, code: int, said: str) -> None:
+    """While it measures."""
+    with start("profile", "--storage", str(tmp_path), cache=tmp_path / "cache") as process:
+        assert process.stderr is not None
+        while "measuring" not in process.stderr.readline():
+            assert process.poll() is None
+        time.sleep(0.2)
+        sent = time.monotonic()
+        process.send_signal(number)
+        told = process.stderr.read()
+        assert process.wait(timeout=20) == code
+        assert time.monotonic() - sent < 10
+    assert "Traceback" not in told
+    assert told.splitlines()[-1] == said
+    assert list(tmp_path.iterdir()) == [], "nothing was kept, and nothing is left"
+
+
+def test_the_handler_of_before_works_again(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["plan", str(tmp_path / "none.yaml")]) == 2
+    assert signal.getsignal(signal.SIGTERM) == before

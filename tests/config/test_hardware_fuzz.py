@@ -1,0 +1,70 @@
+"""Whatever stands in a hardware file: a machine, or a BadInput that says where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ratel_cli.cli.hardware_file import load_hardware, to_text
+from ratel_cli.config.hardware_file import DriveSection, GpuSection, HardwareFile, HostSection, LinkSection, NvmeSection
+from ratel_cli.errors import BadInput
+from ratel_cli.hardware.spec import HardwareProfile
+
+QUICK = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SECTIONS = (HardwareFile, GpuSection, LinkSection, NvmeSection, DriveSection, HostSection)
+KEYS = sorted({key for section in SECTIONS for key in section.model_fields} | {"<<", "gpus"})
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=6)
+    | st.sampled_from(["24GiB", "3.5GB/s", "3.5 GB / s", "1e400GB/s", "GB/s", "/s", "1/s", 10**400])
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5),
+    max_leaves=12,
+)
+HEALTHY: dict[str, dict[str, object]] = {
+    "gpu": {"name": "a", "memory_bytes": 1 << 30, "flops_per_second": 1e12},
+    "nvme": {"num_devices": 1, "read_bytes_per_second": 1e9, "write_bytes_per_second": 1e9, "free_bytes": 1 << 40},
+    "host": {"memory_bytes": 1 << 34, "available_bytes": 1 << 33, "adam_parameters_per_second": 1e9},
+}
+
+
+def attempt(path: Path, content: bytes) -> HardwareProfile | None:
+    """Load; None where it is refused, and then every error must name its place."""
+    path.write_bytes(content)
+    try:
+        return load_hardware(path)
+    except BadInput as exc:
+        for error in (exc, *exc.others):
+            assert error.message.startswith(f"{path}:"), error.message
+            assert len(error.message) < len(str(path)) + 600
+        return None
+
+
+@QUICK
+@given(content=st.binary(max_size=100))
+def test_any_bytes(tmp_path: Path, content: bytes) -> None:
+    attempt(tmp_path / "hardware.yaml", content)
+
+
+@QUICK
+@given(content=VALUES)
+def test_any_values(tmp_path: Path, content: object) -> None:
+    attempt(tmp_path / "hardware.yaml", yaml.safe_dump(content, allow_unicode=True).encode())
+
+
+@QUICK
+@given(section=st.sampled_from(sorted(HEALTHY)), key=st.sampled_from(KEYS), value=VALUES)
+def test_any_value_in_a_machine(tmp_path: Path, section: str, key: str, value: object) -> None:
+    """What is taken is written and read again as an equal machine."""
+    content = {**HEALTHY, section: {**HEALTHY[section], key: value}}
+    profile = attempt(tmp_path / "hardware.yaml", yaml.safe_dump(content, allow_unicode=True).encode())
+    if profile is not None:
+        assert attempt(tmp_path / "again.json", to_text(profile).encode()) == profile

@@ -1,0 +1,135 @@
+"""Command lines: overrides that are none, options that do not exist, and runs that do not fit the store there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tests.inputs.cases import Case, Inputs, quietly
+
+_OVERRIDES = {
+    "learning_rate": "not an override",
+    "=1": "not an override",
+    ".=1": "not an override",
+    "storage.=1": "not an override",
+    ".engine=1": "not an override",
+    "learning_rate=": "`learning_rate` has no value",
+    "learning_rate=fast": "`learning_rate` must be a number",
+    "learning_rate=[1": "not valid YAML",
+    "learning_rate={a: 1}": "`learning_rate` must be a number, not a mapping",
+    "learning_rate=1e999": "`learning_rate` must be a finite number",
+    "learning_rate=1=2": "`learning_rate` must be a number, not '1=2'",
+    "learning_rte=1": "did you mean `learning_rate`|unknown key `learning_rte`",
+    "seed=1.5": "`seed` must be a whole number",
+    "seed=true": "`seed` must be a whole number",
+    "seed=" + "9" * 400: "cannot be read as int",
+    "seed.a=1": "`seed` has no keys of its own",
+    "storage.engine.a=1": "`storage.engine` has no keys of its own",
+    "storage.engine=uring": "`storage.engine` must be",
+    "storage=threads": "`storage` must be a mapping",
+    "storage.paths=[a, a]": "`paths` names a directory twice",
+    "limits.host_memory=lots": "`limits.host_memory` must be a size",
+    "limits.host_memory=-1GiB": "`limits.host_memory` must be a size",
+    "datasets.7.path=x": "there is no dataset 7",
+    "datasets.-1.path=x": "`-1` is not the number of a dataset",
+    "datasets.x.path=x": "`x` is not the number of a dataset",
+    "datasets.0.0.path=x": "has no keys of its own",
+    "datasets.0.type=json": "`datasets.0.type` must be",
+    "datasets.0=7": "datasets.0",
+    "datasets.9999999999.path=x": "there is no dataset",
+    "datasets=7": "`datasets` must be a list",
+    "no_such.key=1": "unknown key `no_such`",
+    "batch_size=4": "`batch_size` is not a key of Ratel",
+    "deepspeed.stage=3": "deepspeed",
+    "seed=!!python/name:os.system x": "`seed` must be a whole number",
+    "seed=[*a]": "not valid YAML",
+    "dtype=a\x1b[2J": "the character U\\+001B is not allowed",
+    "a\x1b[2J=1": r"a\\x1b\[2J",
+    "dtype=\udcff": "the character U\\+DCFF is not allowed",
+    "x" * 5_000: "not an override",
+}
+_OPTIONS: dict[tuple[str, ...], str] = {
+    ("--resume", "maybe"): "must be `auto`, `no` or the number of a saved step",
+    ("--resume", "-1"): "must be `auto`, `no` or the number of a saved step",
+    ("--resume", "1.0"): "must be `auto`, `no` or the number of a saved step",
+    ("--resume", "\u0663"): "must be `auto`, `no` or the number of a saved step",
+    ("--resume", ""): "must be `auto`, `no` or the number of a saved step",
+    ("--resume", "9" * 5_000): "must be `auto`, `no` or the number of a saved step",
+    ("--resume",): "requires an argument",
+    ("--resume", "3"): "no generation of that step is kept",
+    ("--no-such-option",): "no such option",
+    ("--learning_rate=1",): "no such option",
+    ("--dry-run=yes",): "does not take a value",
+}
+_CHANGES: dict[str, object] = {
+    "seed": 7,
+    "learning_rate": 0.5,
+    "sequence_len": 32,
+    "micro_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "max_steps": 9,
+    "dtype": "bfloat16",
+    "sample_packing": False,
+    "shuffle": False,
+    "train_on_inputs": True,
+    "weight_decay": 0.5,
+    "max_grad_norm": 2.0,
+    "lr_scheduler": "linear",
+    "val_set_size": 2,
+    "adam_beta1": 0.5,
+    "random_init": True,
+}
+"""Each makes it another run than the one that the store belongs to."""
+
+
+def cases() -> Iterator[Case]:
+    for argument, told in _OVERRIDES.items():
+        yield _arguments(f"override {argument[:40]!r}", ["--resume", "no", "--", argument], told)
+    for option, told in _OPTIONS.items():
+        yield _arguments(f"option {' '.join(option)[:40]!r}", list(option), told)
+    for key, value in _CHANGES.items():
+        yield _another_run(key, value)
+    yield _arguments("run on another model shape", ["--resume", "no", "model_shape={num_layers: 1}"], "model_shape")
+    yield from _places()
+    for command in ("", "finetun", "train", "--finetune", "plan "):
+
+        def damage(inputs: Inputs, command: str = command) -> None:
+            inputs.command = command
+
+        yield Case(name=f"command {command!r}", damage=quietly(damage), told="no such (command|option)")
+
+
+def _arguments(name: str, arguments: list[str], told: str) -> Case:
+    def damage(inputs: Inputs) -> None:
+        inputs.arguments = arguments
+
+    return Case(name=name, damage=quietly(damage), told=told)
+
+
+def _another_run(key: str, value: object) -> Case:
+    def damage(inputs: Inputs) -> None:
+        inputs.settings[key] = value
+        inputs.arguments = ["--resume", "auto"]
+
+    told = f"belongs to a run with other settings: {key} was"
+    return Case(name=f"resumed with another {key}", damage=quietly(damage), told=told)
+
+
+def _places() -> Iterator[Case]:
+    """Where nothing can be written: told before anything is."""
+    for key in ("output_dir", "storage.paths"):
+        for name, place in {
+            "a file": "HERE/run.yaml",
+            "inside a file": "HERE/run.yaml/out",
+            "a name too long": "HERE/" + "a" * 300,
+            "a path too long": "HERE/" + "a/" * 3_000,
+            "a device": "/dev/null",
+            "in /proc": "/proc/out",
+        }.items():
+
+            def damage(inputs: Inputs, key: str = key, place: str = place) -> None:
+                path = place.replace("HERE", str(inputs.directory))
+                inputs.arguments = [f"{key}={path}", *inputs.arguments]
+
+            yield Case(
+                name=f"{key} that is {name}", damage=quietly(damage), told="cannot be|need .* have 0 B on", code=3
+            )

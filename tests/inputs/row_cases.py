@@ -1,0 +1,210 @@
+"""Data that cannot be trained on: bad lines, bad columns, and files that hold no rows."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+
+from ratel_cli.training.lines import MAX_ROW_BYTES
+from tests.inputs.cases import Case, Inputs, quietly
+
+_HEALTHY = b'{"text": "What is a list?"}\n'
+_LINES = {
+    b'{"text": "a"': r"not JSON: Expecting ',' delimiter at column 13",
+    b"{'text': 'a'}": "not JSON: .* at column 2",
+    b'{"text": "a",}': "not JSON",
+    b'{"text": "a"} {"text": "b"}': "not JSON: Extra data",
+    b'{"text": "a\tb"}': "not JSON: Invalid control character",
+    b'{"text": "a\x1b[2J"}': "not JSON: Invalid control character",
+    b'{"text": "\\x41"}': "not JSON: Invalid",
+    b'{"text": "a\0"}': "a NUL byte at column 12",
+    b"\0" * 100: "a NUL byte at column 1",
+    b'{"text": "\xff"}': "not UTF-8: byte 0xff at column 11",
+    b'{"text": "caf\xe9"}': "not UTF-8: byte 0xe9 at column 14",
+    '{"text": "a"}'.encode("utf-16-le"): "a NUL byte",
+    b'\xef\xbb\xbf{"text": "a"}': "not JSON",
+    b"hello": "not JSON: Expecting value at column 1",
+    b"text: hello": "not JSON",
+    b"text,label": "not JSON",
+    b"<html>": "not JSON",
+    b"# comment": "not JSON",
+    b"{": "not JSON",
+    b"}": "not JSON",
+    b'"a"': "a row must be an object, this is text",
+    b'["a"]': "a row must be an object, this is an array",
+    b"7": "a row must be an object, this is a number",
+    b"NaN": "a row must be an object, this is a number",
+    b"null": "a row must be an object, this is null",
+    b"true": "a row must be an object, this is a boolean",
+    b"{}": "the field 'text' is missing",
+    b'{"Text": "a"}': "the field 'text' is missing",
+    b'{"text": null}': "'text' must be text, this is null",
+    b'{"text": 7}': "'text' must be text, this is a number",
+    b'{"text": ["a"]}': "'text' must be text, this is an array",
+    b'{"text": {"a": "b"}}': "'text' must be text, this is an object",
+    b'{"text": true}': "'text' must be text, this is a boolean",
+    b'{"text": ""}': "the text to learn is empty",
+    b'{"text": " \\n\\t "}': "the text to learn is empty",
+    b'{"text": "\\ud800"}': "half of a surrogate pair",
+    b'{"text": "a", "text": 7}': "'text' must be text, this is a number",
+    b"[" * 100_000: "not usable JSON",
+    b'{"text": ' + b"1" * 5_000 + b"}": "not usable JSON",
+    b'{"text": "' + b"a" * (MAX_ROW_BYTES + 1) + b'"}': f"the line is longer than {MAX_ROW_BYTES} bytes",
+}
+_COLUMNS: dict[str, dict[str, str]] = {
+    "alpaca": {
+        '{"instruction": "a"}': "the field 'output' is missing",
+        '{"output": "a"}': "the field 'instruction' is missing",
+        '{"instruction": 7, "output": "a"}': "'instruction' must be text",
+        '{"instruction": "a", "output": null}': "'output' must be text",
+        '{"instruction": "a", "output": "b", "input": 7}': "'input' must be text",
+        '{"instruction": "a", "output": ""}': "the text to learn is empty",
+    },
+    "chat_template": {
+        "{}": "the field 'messages' is missing",
+        '{"messages": null}': "'messages' must be an array of messages, this is null",
+        '{"messages": "a"}': "'messages' must be an array of messages, this is text",
+        '{"messages": []}': "the conversation has no messages",
+        '{"messages": [7]}': "message 1 must be an object, this is a number",
+        '{"messages": [{"role": "user"}]}': "message 1 has no content",
+        '{"messages": [{"content": "a"}]}': "message 1 has no role",
+        '{"messages": [{"role": 7, "content": "a"}]}': "'role of message 1' must be text",
+        '{"messages": [{"role": "user", "content": 7}]}': "'content of message 1' must be text",
+        '{"messages": [{"role": "user", "content": ["a"]}]}': "'content of message 1' must be text",
+        '{"messages": [{"role": "user", "content": "\\udfff"}]}': "half of a surrogate pair",
+        '{"messages": [{"role": "user", "content": "a"}], "tools": 7}': "'tools' must be an array",
+        '{"conversations": [{"from": 7, "value": "a"}]}': "'role of message 1' must be text",
+        '{"conversations": [{"from": "human"}]}': "message 1 has no content",
+        '{"question": "a"}': "the field 'messages' is missing",
+    },
+    "tokens": {
+        "{}": "the field 'input_ids' is missing",
+        '{"input_ids": "1 2"}': "'input_ids' must be an array of token ids",
+        '{"input_ids": []}': "the row has no tokens",
+        '{"input_ids": [1]}': "all masked: no token carries loss",
+        '{"input_ids": [1.5, 2]}': "must hold whole numbers only",
+        '{"input_ids": [true, 2]}': "must hold whole numbers only",
+        '{"input_ids": [[1], 2]}': "must hold whole numbers only",
+        '{"input_ids": [1, null]}': "must hold whole numbers only",
+        '{"input_ids": [1, -1]}': "'input_ids' holds -1; the tokenizer has ids 0 to",
+        '{"input_ids": [1, 1000000]}': "'input_ids' holds 1000000; the tokenizer has ids 0 to",
+        '{"input_ids": [1, 99999999999999999999]}': "holds a number that is no token id",
+        '{"input_ids": [1, 2], "labels": [1]}': "1 labels for 2 input_ids",
+        '{"input_ids": [1, 2], "labels": "x"}': "'labels' must be an array of token ids",
+        '{"input_ids": [1, 2], "labels": [1, -5]}': "'labels' holds -5",
+        '{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}': "all masked: no token carries loss",
+    },
+}
+_JSON = {
+    b'[{"text": "a"}, {"text"': ":1: not JSON",
+    b'[{"text": "a"},\n{"text": x}]': ":2: not JSON",
+    b'[{"text": "a"}': ":1: the file ends inside the array",
+    b'[{"text": "a"} {"text": "b"}]': ":1: a comma or ] is missing",
+    b'[{"text": "a"}]\n{"text": "b"}': ":2: text after the end of the array",
+    b'[{"text": "\xff"}]': ":1: not UTF-8",
+    b"[" * 10_000: ":1: not (usable )?JSON",
+    b'[{"text": ' + b"1" * 5_000 + b"}]": ":1: not usable JSON",
+    b'[7, {"text": "a"}]': ":1: a row must be an object, this is a number",
+    b'\n\n["a"]': ":3: a row must be an object, this is text",
+    b"[]": "nothing to train on: no rows in",
+    b"7": ":1: a row must be an object, this is a number",
+}
+
+
+def cases() -> Iterator[Case]:
+    for number, (line, told) in enumerate(_LINES.items()):
+        yield _line(f"{number}, {line[:40]!r}", line, told)
+    for kind, rows in _COLUMNS.items():
+        for row, told in rows.items():
+            yield _only(f"of type {kind}, {row}", row.encode() + b"\n", told, type=kind)
+    for number, (content, told) in enumerate(_JSON.items()):
+        yield _file(f"JSON {number}, {content[:40]!r}", "rows.json", content, f"rows.json{told}|{told}")
+    yield from _files()
+    yield from _places()
+
+
+def _line(name: str, line: bytes, told: str) -> Case:
+    """One bad line among good ones."""
+
+    def damage(inputs: Inputs) -> int:
+        inputs.data(_HEALTHY * 3 + line + b"\n" + _HEALTHY * 2)
+        return 4
+
+    return Case(name=f"line {name}", damage=damage, told=told)
+
+
+def _only(name: str, content: bytes, told: str, **keys: object) -> Case:
+    """The only line of the file."""
+
+    def damage(inputs: Inputs) -> int:
+        inputs.data(content, **keys)  # type: ignore[arg-type]
+        return 1
+
+    return Case(name=f"row {name}", damage=damage, told=told)
+
+
+def _file(name: str, file_name: str, content: bytes, told: str, keys: Mapping[str, object] | None = None) -> Case:
+    def damage(inputs: Inputs) -> None:
+        inputs.data(content, name=file_name, **(keys or {}))  # type: ignore[arg-type]
+
+    return Case(name=f"data that is {name}", damage=quietly(damage), told=told)
+
+
+def _files() -> Iterator[Case]:
+    nothing = "nothing to train on: no rows in"
+    for name, content in {
+        "empty": b"",
+        "blank lines": b"\n \n\r\n",
+        "a byte order mark": b"\xef\xbb\xbf",
+    }.items():
+        yield _file(name, "rows.jsonl", content, nothing)
+        yield _file(f"{name}, as text", "rows.txt", content, nothing)
+    cut = _HEALTHY + b'{"text": "half of'
+    yield _file("cut in its last line", "rows.jsonl", cut, "rows.jsonl:2: .*the file ends inside this line")
+    yield _file("text that is not UTF-8", "rows.txt", b"good\n\xff\n", r"rows.txt:2: not UTF-8: byte 0xff at column 1")
+    yield _file("text with a NUL", "rows.txt", b"good\na\0b\n", "rows.txt:2: a NUL byte at column 2")
+    for content in (b"", b"PAR1", b"PAR1" + bytes(99) + b"PAR1"):
+        yield _file(f"parquet of {len(content)} bytes", "rows.parquet", content, "not a usable parquet file")
+    for suffix in ("csv", "gz", "zst", "arrow", "pkl", "py", "JSONLINES", ""):
+        file_name = f"rows.{suffix}".rstrip(".")
+        yield _file(f"called {file_name}", file_name, _HEALTHY, "do not know how to read|not a hub id|no such file")
+    unknown = json.dumps({"a": 1, "\x1b[2J": 2}).encode() + b"\n"
+    told = r"no known type has the columns a, \\x1b\[2J"
+    yield _file("of unknown columns", "rows.jsonl", unknown, told, {"type": "auto"})
+    yield _file("of a column that is not there", "rows.jsonl", _HEALTHY, "'body' is missing", {"field": "body"})
+
+    def hold_out(inputs: Inputs) -> None:
+        inputs.data(_HEALTHY * 2)
+        inputs.settings["val_set_size"] = 2
+
+    yield Case(name="data that is held out whole", damage=quietly(hold_out), told="leaves nothing to train on")
+
+
+def _places() -> Iterator[Case]:
+    def place(name: str, path: str, told: str) -> Case:
+        def damage(inputs: Inputs) -> None:
+            here = inputs.directory
+            (here / "hollow").mkdir()
+            os.mkfifo(here / "pipe.jsonl")
+            (here / "loop.jsonl").symlink_to("loop.jsonl")
+            (here / "gone.jsonl").symlink_to("nowhere.jsonl")
+            (here / "folder.jsonl").mkdir()
+            inputs.train_on(path.replace("HERE", str(here)), type="completion")
+
+        return Case(name=f"data in {name}", damage=quietly(damage), told=told)
+
+    yield place("no file", "HERE/none.jsonl", "none.jsonl: no such file")
+    yield place("an empty directory", "HERE/hollow", "no data files in this directory")
+    yield place("a directory with a data file's name", "HERE/folder.jsonl", "no data files in this directory")
+    yield place("a FIFO", "HERE/pipe.jsonl", "pipe.jsonl: not a regular file")
+    yield place("a device", "/dev/zero", "/dev/zero: not a regular file")
+    yield place("a dangling link", "HERE/gone.jsonl", "gone.jsonl: no such file")
+    yield place("a link to itself", "HERE/loop.jsonl", "loop.jsonl: ")
+    yield place("no match", "HERE/*.parquet", "no file matches")
+    yield place("a pattern that is none", "HERE/[.jsonl", "no such file|no file matches")
+    yield place("a file inside a file", "HERE/run.yaml/rows.jsonl", "rows.jsonl: no such file")
+    yield place("a name too long", "HERE/" + "a" * 300 + ".jsonl", r"a\.jsonl: ")
+    yield place("a path too long", "HERE/" + "a/" * 3_000 + "rows.jsonl", "rows.jsonl: ")
+    yield place("a URL", "https://example.org/rows.jsonl", "rows.jsonl: no such file")
+    yield place("a name with escapes", "HERE/\u202e.jsonl", r"\\u202e.jsonl: no such file")

@@ -1,0 +1,36 @@
+"""Whatever became of the files that a run keeps beside its model: another run is refused, the same one goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import curve, export_hash, finetune, output_of, succeed, write_config
+
+KEPT = ("config.yaml", "hardware.json", "model.json", "plan.json", "metrics.jsonl", "rejects.jsonl")
+GARBAGE = {
+    "empty": b"",
+    "zeros": bytes(5_000),
+    "nested deeply": b"[" * 50_000,
+    "no line of ours": b'{"step": "x", "profile": {"made_for": 7}}\n',
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_a_run_goes_on(tmp_path: Path, base: Path, rows: Path, garbage: str) -> None:
+    config = write_config(tmp_path, base=base, rows=rows, max_steps=2)
+    succeed(config)
+    before = export_hash(config)
+    for name in KEPT:
+        (output_of(config) / "run" / name).write_bytes(GARBAGE[garbage])
+    ended = finetune(config, "seed=7")
+    assert ended.code == 2, ended.told
+    assert "the store in" in ended.errors[0] and "was made with" in ended.errors[0], "what was changed is not known"
+    ended = finetune(config)
+    assert (ended.code, ended.errors) == (0, []), ended.told
+    assert "all 2 steps are done" in ended.told
+    assert export_hash(config) == before
+    assert curve(config) == [], "what the log said is lost; that it is told again would be a lie"
+    assert json.loads((output_of(config) / "run" / "plan.json").read_bytes())

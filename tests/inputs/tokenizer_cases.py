@@ -1,0 +1,96 @@
+"""Tokenizer files that are none, or do not fit the model: the base model's, damaged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tests.inputs.cases import Case, Inputs, quietly
+
+_UNUSABLE = "no usable tokenizer"
+_TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
+_CONTENTS = {
+    "empty": b"",
+    "cut": b'{"version": "1.0", "model": {"type": ',
+    "not UTF-8": b'{"version": "\xff"}',
+    "null": b"null",
+    "a list": b"[]",
+    "an empty object": b"{}",
+    "nested deeply": b"[" * 50_000,
+    "zeros": bytes(1000),
+}
+_MODELS: dict[str, object] = {
+    "of no type": {"type": "nosuch"},
+    "of type BPE without a vocabulary": {"type": "BPE"},
+    "that is null": None,
+    "that is a text": "BPE",
+    "with a vocabulary that is a list": {"type": "BPE", "vocab": ["a"], "merges": []},
+    "with ids that are texts": {"type": "BPE", "vocab": {"a": "0"}, "merges": []},
+    "with negative ids": {"type": "BPE", "vocab": {"a": -1}, "merges": []},
+    "with ids of 70 bits": {"type": "BPE", "vocab": {"a": 1 << 70}, "merges": []},
+    "with merges of unknown tokens": {"type": "BPE", "vocab": {"a": 0}, "merges": ["x y"]},
+    "with merges that are none": {"type": "BPE", "vocab": {"a": 0}, "merges": ["x"]},
+    "of words, without one for unknown ones": {"type": "WordLevel", "vocab": {"zzz": 0}, "unk_token": "[UNK]"},
+    "of type Unigram without pieces": {"type": "Unigram", "vocab": [], "unk_id": 5},
+}
+
+
+def cases() -> Iterator[Case]:
+    for name, content in _CONTENTS.items():
+        yield _content(_TOKENIZER, name, content)
+    for name in ("cut", "not UTF-8", "a list", "nested deeply", "zeros"):
+        yield _content(_CONFIG, name, _CONTENTS[name])
+    for name, model in _MODELS.items():
+        told = f"{_UNUSABLE}|the tokenizer fails on a text"
+        yield _changed(f"model {name}", _TOKENIZER, lambda values, model=model: values.update(model=model), told)
+    for part in ("pre_tokenizer", "decoder", "normalizer", "post_processor"):
+        change = {part: {"type": "nosuch"}}
+        yield _changed(f"{part} of no type", _TOKENIZER, lambda values, change=change: values.update(change), _UNUSABLE)
+    yield _changed(
+        "added token without an id", _TOKENIZER, lambda values: values["added_tokens"][0].pop("id"), _UNUSABLE
+    )
+    yield _changed(
+        "pattern that is none",
+        _TOKENIZER,
+        lambda values: values.update(
+            pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}
+        ),
+        _UNUSABLE,
+    )
+    yield _changed("too many tokens", _TOKENIZER, _grow, "the tokenizer has .* tokens, the model's embedding only")
+    yield _changed("id beyond the embedding", _TOKENIZER, _move, "the tokenizer has|no usable tokenizer|ids 0 to")
+
+    def remove(inputs: Inputs) -> None:
+        for path in inputs.base.glob("token*"):
+            path.unlink()
+
+    yield Case(name="tokenizer that is not there", damage=quietly(remove), told=_UNUSABLE)
+
+
+def _content(file_name: str, name: str, content: bytes) -> Case:
+    def damage(inputs: Inputs) -> None:
+        (inputs.base / file_name).write_bytes(content)
+
+    return Case(name=f"{file_name} that is {name}", damage=quietly(damage), told=_UNUSABLE)
+
+
+def _changed(name: str, file_name: str, change: Callable[[dict[str, Any]], object], told: str) -> Case:
+    def damage(inputs: Inputs) -> None:
+        path = inputs.base / file_name
+        values = json.loads(path.read_text())
+        change(values)
+        path.write_text(json.dumps(values))
+
+    return Case(name=f"tokenizer with a {name}", damage=quietly(damage), told=told)
+
+
+def _grow(values: dict[str, Any]) -> None:
+    vocabulary = values["model"]["vocab"]
+    vocabulary.update({f"more{index}": len(vocabulary) + index for index in range(500)})
+
+
+def _move(values: dict[str, Any]) -> None:
+    """The ids of a vocabulary are not its places: one lies far out."""
+    vocabulary = values["model"]["vocab"]
+    vocabulary["far"] = 1_000_000

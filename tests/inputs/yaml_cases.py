@@ -1,0 +1,216 @@
+"""Configs that are no YAML, or not a config: `run.yaml` of the healthy run, damaged.
+
+What is said word for word is in `tests/config/refusals.txt`; here every key meets values of the wrong kind,
+and the file everything that a file can be.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from ratel_cli.config.aliases import SECTIONS, TOP
+from tests.inputs.cases import Case, Inputs, quietly
+
+_SECTIONS = [name for name in SECTIONS if name != TOP]
+_FOREIGN = ("batch_size", "deepspeed", "fsdp", "load_in_4bit", "lora_r", "adapter", "gradient_checkpointing", "bf16")
+_TYPOS = {
+    "learning_rte: 1": "unknown key `learning_rte`",
+    "bse_model: x": "unknown key `bse_model`",
+    "storage: {engin: threads}": "unknown key `engin` in `storage`",
+    "limits: {host_memry: 1GiB}": "unknown key `host_memry` in `limits`",
+    "Seed: 1": "unknown key `Seed`",
+    '"": 1': "unknown key",
+    '"seed ": 1': "unknown key",
+}
+_VALUES = {
+    "seed: 1.5": "`seed` must be a whole number",
+    "seed: 9223372036854775808": "`seed` must be less than",
+    "learning_rate: .inf": "`learning_rate` must be a finite number",
+    "learning_rate: .nan": "`learning_rate` must be a finite number",
+    "learning_rate: 1e999": "`learning_rate` must be a finite number",
+    "learning_rate: -1e-5": "`learning_rate` must be at least 0",
+    "learning_rate: '1e-5'": "`learning_rate` must be a number",
+    "learning_rate: 1e-5e": "`learning_rate` must be a number",
+    "learning_rate: 2024-01-01": "`learning_rate` must be a number",
+    "micro_batch_size: 0": "`micro_batch_size` must be at least 1",
+    "micro_batch_size: 1_": "`micro_batch_size` must be a whole number",
+    "shuffle: yes": "`shuffle` must be true or false",
+    "dtype: int8": "`dtype` must be",
+    "limits: {host_memory: 24 elephants}": "`limits.host_memory` must be a size",
+    "limits: {host_memory: 1e400}": "`limits.host_memory` must be a size",
+    "limits: {host_memory: 12}": "`limits.host_memory` must be at least 1MiB",
+    "storage: {paths: ['']}": "`storage.paths.0` must not be empty",
+    "output_dir: ''": "`output_dir` must not be empty",
+    'output_dir: "a\\0b"': "must not contain a NUL character",
+    "output_dir: ~nobody-here/x": "there is no such home directory",
+    "datasets: []": "`datasets` is empty",
+    "datasets: [{path: x, type: sharegpt}]": "`datasets.0.type` must be",
+    "datasets: [{type: alpaca}]": "`datasets.0.path` is missing",
+    "activations: 1.5": "`activations` must be",
+}
+_BROKEN = {
+    "seed: [1, 2": "it ends before it is complete",
+    "seed: {a: 1": "it ends before it is complete",
+    "seed: 'abc": "it ends before it is complete",
+    "\tseed: 1": "a tab where only spaces are allowed",
+    "seed: a: b": "a `:` that does not belong here",
+    "   seed: 1": "not valid YAML",
+    "- seed": "not valid YAML",
+    "---\nseed: 1": "a second document",
+    "seed: *nowhere": "not valid YAML",
+    "seed: &a [*a]": "nested more than 20 deep",
+    "seed: %x": "not valid YAML",
+    "seed: @x": "not valid YAML",
+    "seed: `x`": "not valid YAML",
+    "? [a, b]\n: 1": "a key must be text",
+    "1: 2": "a key must be text",
+    "null: 2": "a key must be text",
+    'seed: "\\xZZ"': "not valid YAML",
+    'seed: "\\U00FFFFFF"': "an escape or number is out of range",
+    'dtype: "\\ud800"': "half a character",
+    "seed: 1\x00": "the character U\\+0000 is not allowed",
+    "seed: 1\x1b[2J": "the character U\\+001B is not allowed",
+    "seed: 1\x7f": "the character U\\+007F is not allowed",
+}
+_TAGS = (
+    "!!python/object/apply:os.system ['true']",
+    "!!python/name:os.system",
+    "!!python/module:os",
+    "!!binary aGVsbG8=",
+    "!!set {a, b}",
+    "!!timestamp 2024-01-01",
+    "!mine 3",
+)
+
+
+def cases() -> Iterator[Case]:
+    yield from _kinds()
+    for text, told in (_TYPOS | _VALUES | _BROKEN).items():
+        yield _lines(text, told)
+    for key in _FOREIGN:
+        yield _lines(f"{key}: 1", f"`{key}` is not a key of Ratel")
+    for tag in _TAGS:
+        yield _lines(f"seed: {tag}", "the tag .* is not allowed here")
+    yield from _doubles()
+    yield from _bombs()
+    yield from _files()
+
+
+def _lines(text: str, told: str, *, name: str | None = None) -> Case:
+    """Lines appended to the healthy config, in which the first has the error."""
+    key = text.split(":", 1)[0]
+
+    def damage(inputs: Inputs) -> int:
+        inputs.settings.pop(key, None)
+        return inputs.add_lines(text)
+
+    # What is never closed is told at the end of the file; of an escape PyYAML does not say where it is.
+    at_end = told.startswith(("it ends", "a second", "an escape")) or "\n:" in text
+    chosen = quietly(damage) if at_end else damage
+    return Case(name=name or f"line {text[:60]!r}", damage=chosen, told=told)
+
+
+def _kinds() -> Iterator[Case]:
+    """A list and a mapping for every key that takes neither, and each the other way round."""
+    for key in SECTIONS[TOP].model_fields:
+        yield _lines(f"{key}: [7]", rf"`{key}(\.\w+)*`", name=f"a list as {key}")
+        yield _lines(f"{key}: {{no_such: 7}}", rf"`{key}(\.\w+)*`|`no_such`", name=f"a mapping as {key}")
+    for section in _SECTIONS:
+        for key in SECTIONS[section].model_fields:
+            inner = f"{{{key}: [[7]]}}"
+            value = f"[{inner}]" if section == "datasets" else inner
+            yield _lines(
+                f"{section}: {value}", rf"`{section}(\.\d)?\.{key}(\.\w+)*`", name=f"a list as {section}.{key}"
+            )
+
+
+def _doubles() -> Iterator[Case]:
+    for first, second, told in (
+        ("seed: 1", "seed: 1", r"`seed` is given twice \(first in line \d+\)"),
+        ("lr: 1", "learning_rate: 1", "are both given and mean the same"),
+        ("storage: {engine: threads}", "storage: {}", "`storage` is given twice"),
+        ('"se\\u0065d": 1', "seed: 2", "`seed` is given twice"),
+    ):
+
+        def damage(inputs: Inputs, first: str = first, second: str = second) -> int:
+            for key in ("seed", "learning_rate", "storage"):
+                inputs.settings.pop(key, None)
+            inputs.add_lines(first)
+            return inputs.add_lines(second)
+
+        yield Case(name=f"lines {first!r} and {second!r}", damage=damage, told=told)
+
+
+def _bombs() -> Iterator[Case]:
+    laughs = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]\n" for level in range(1, 12)
+    )
+    merges = "m0: &m0 {a: 1}\n" + "".join(f"m{i}: &m{i} {{<<: [*m{i - 1}, *m{i - 1}]}}\n" for i in range(1, 30))
+    yield _whole("a bomb of aliases", laughs.encode(), "more than 10000 values")
+    yield _whole("a bomb of merges", merges.encode(), "more than 10000 values|nested more than 20 deep|unknown key")
+    for opening in ("[", "{", "- ", "a: {"):
+        yield _whole(f"10000 times {opening!r}", (opening * 10_000).encode(), "nested more than 20 deep|not valid YAML")
+    yield _whole("20000 keys", "".join(f"k{i}: 1\n" for i in range(20_000)).encode(), "more than 10000 values")
+    yield _whole("a number of 10000 digits", b"seed: " + b"1" * 10_000, "cannot be read as int")
+    yield _whole("300 KiB of spaces", b" " * (300 << 10), "is larger than 256 KiB")
+    yield _whole("a binary file", bytes(range(256)) * 8, "")
+
+
+def _whole(name: str, content: bytes, told: str) -> Case:
+    """Another content of the file."""
+
+    def damage(inputs: Inputs) -> None:
+        inputs.text = content
+
+    return Case(name=f"config that is {name}", damage=quietly(damage), told=f"run.yaml.*({told})")
+
+
+def _files() -> Iterator[Case]:
+    for name, content, told in (
+        ("empty", b"", "the file is empty"),
+        ("a comment", b"# nothing\n", "the file is empty"),
+        ("a list", b"- a\n- b\n", "a config is `key: value` lines"),
+        ("a text", b"hello\n", "a config is `key: value` lines"),
+        ("a number", b"7\n", "a config is `key: value` lines"),
+        ("null", b"null\n", "a config is `key: value` lines"),
+        ("two documents", b"seed: 1\n---\nseed: 2\n", "a second document"),
+        ("Latin-1", b"base_model: caf\xe9\n", r":1:16: not UTF-8 text \(byte 0xe9\)"),
+        ("UTF-16", "base_model: x\n".encode("utf-16"), "not UTF-8 text|not allowed in YAML"),
+        ("UTF-8 cut in a letter", "base_model: \u00e9".encode()[:-1], "not UTF-8 text"),
+        ("without a model", b"datasets: a.jsonl\n", "`base_model` is missing"),
+        ("without data", b"base_model: a\n", "`datasets` is missing"),
+    ):
+        yield _whole(name, content, told)
+
+    def directory(inputs: Inputs) -> None:
+        inputs.config.mkdir()
+
+    def missing(inputs: Inputs) -> None:
+        inputs.arguments = [str(inputs.directory / "run.yml"), *inputs.arguments]
+
+    def loop(inputs: Inputs) -> None:
+        os.symlink("loop.yaml", inputs.directory / "loop.yaml")
+        _ask_for(inputs, "loop.yaml")
+
+    yield Case(name="config that is a directory", damage=quietly(directory), told="run.yaml: is a directory")
+    yield Case(name="config in the place of an override", damage=quietly(missing), told="not an override")
+    yield Case(name="config that is a link to itself", damage=quietly(loop), told="loop.yaml: cannot be read")
+    for file_name, told in {
+        "gone.yaml": "gone.yaml: there is no such file",
+        "a\x1b[2Jb.yaml": r"a\\x1b\[2Jb.yaml: there is no such file",
+        "a" * 300: "cannot be read: File name too long",
+        "a/" * 3000: "cannot be read: File name too long",
+        "run.yaml/x": "cannot be read: Not a directory",
+        "\udcff.yaml": r"\\u\{dcff\}.yaml: there is no such file",
+    }.items():
+        shown = repr(file_name[:20])
+        yield Case(
+            name=f"config called {shown}",
+            damage=quietly(lambda inputs, file_name=file_name: _ask_for(inputs, file_name)),
+            told=told,
+        )
+
+
+def _ask_for(inputs: Inputs, file_name: str) -> None:
+    inputs.asks_for = inputs.directory / file_name

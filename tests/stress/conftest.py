@@ -1,0 +1,39 @@
+"""The base model and the data of the end-to-end tests, one run that nothing disturbed, and lives to disturb."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from random import Random
+from typing import Protocol
+
+import pytest
+
+from tests.e2e.conftest import _deterministic_like_a_run, _one_thread, base, rows
+from tests.e2e.runs import succeed, write_config
+from tests.stress.lives import CHANGES, Life, Outcome, outcome_of
+
+__all__ = ["_deterministic_like_a_run", "_one_thread", "base", "rows"]
+
+
+class Begin(Protocol):
+    def __call__(self, random: Random) -> Life: ...
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Outcome:
+    """What a run leaves that ends in one go."""
+    config = write_config(tmp_path_factory.mktemp("undisturbed"), base=base, rows=rows, **CHANGES)
+    succeed(config)
+    return outcome_of(config)
+
+
+@pytest.fixture
+def begin(tmp_path: Path, base: Path, rows: Path) -> Begin:
+    """Begins a life in a directory of its own."""
+    numbers = itertools.count()
+
+    def new_life(random: Random) -> Life:
+        return Life(write_config(tmp_path / str(next(numbers)), base=base, rows=rows, **CHANGES), random)
+
+    return new_life

@@ -1,0 +1,242 @@
+"""The life of one run: begun, disturbed somewhere, begun again, until it is left in peace and ends.
+
+For the tests beside this. After each disturbance the store is opened, and must stand no earlier than it
+stood before, and no earlier than what the run had said of it. Invariant: nothing here depends on how long
+a phase takes; disturbances are aimed at what the run leaves on the disk, and counted by what they hit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Literal
+
+from ratel_cli.movement.buffers import BufferPool
+from ratel_cli.movement.queue import open_queue
+from ratel_cli.movement.store import Store
+from tests.e2e.runs import NO_STORE, committed_step, file_hash, output_of, start, store_of, wait
+
+Phase = Literal["reading", "importing", "training", "exporting", "over"]
+
+NUM_STEPS = 16
+CHANGES: dict[str, object] = {
+    "max_steps": NUM_STEPS,
+    "gradient_accumulation_steps": 1,
+    "lr_scheduler": "cosine",
+    "warmup_steps": 3,
+    "warmup_ratio": None,
+    "save_steps": 6,
+    "save_total_limit": 2,
+    "dtype": "bfloat16",
+}
+AIMS: Mapping[Phase, tuple[float, float]] = {
+    "reading": (0.02, 0.25),
+    "importing": (0.0, 0.03),
+    "training": (0.0, 0.15),
+    "exporting": (0.0, 0.01),
+}
+"""For each phase how many seconds after its first sign the disturbance comes, at least and at most."""
+_TIMELESS = ("step", "loss", "learning_rate", "grad_norm", "tokens", "applied")
+_POLL_SECONDS = 0.002
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """All of what a run leaves that does not speak of time."""
+
+    state: str
+    """Hash of the current generation: master weights and moments."""
+    kept_steps: tuple[int, ...]
+    exported: Mapping[str, str]
+    """Hash of every file of the model's directory."""
+    loss_log: tuple[Mapping[str, object], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disturbance:
+    """One signal, and what came of it."""
+
+    phase: Phase
+    """In which it hit."""
+    code: int
+    exit_seconds: float
+    """From the signal until the process was gone."""
+    recovery_seconds: float | None
+    """From the start of the process until it went on from the last commit, if it came so far."""
+    told: str
+
+
+class Life:
+    """One run in a directory of its own."""
+
+    def __init__(self, config: Path, random: Random) -> None:
+        self.config = config
+        self._random = random
+        self._committed = NO_STORE
+        self._begun = 0.0
+        """When the process that runs now was started, by the clock of the file system."""
+
+    @property
+    def directory(self) -> Path:
+        return self.config.parent
+
+    def disturb(self, number: int, aim: Phase) -> Disturbance:
+        """Begin, or begin again, and send the signal where it is aimed at; or somewhere after it."""
+        self._told.unlink(missing_ok=True)
+        self._begun, begun = time.time(), time.monotonic()
+        process = start(self.config, hasty=True)
+        recovered = self._wait_for(aim, process)
+        time.sleep(self._random.uniform(*AIMS[aim]))
+        sent = time.monotonic()
+        if process.is_alive():
+            assert process.pid is not None
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+        code = wait(process)
+        gone = time.monotonic()
+        self._check()
+        return Disturbance(
+            phase=self._phase(code),
+            code=code,
+            exit_seconds=gone - sent,
+            recovery_seconds=None if recovered is None else recovered - begun,
+            told=self._told.read_text(encoding="utf-8") if self._told.exists() else "",
+        )
+
+    def kill_at(self, point: str, count: int) -> None:
+        """The same at a named point of the store's protocol, when the run comes by for the `count`-th time."""
+        code = wait(start(self.config, kill_at=f"{point}:{count}", hasty=True))
+        assert code == -signal.SIGKILL, (point, count, code)
+        self._check()
+
+    @property
+    def num_steps_left(self) -> int:
+        return NUM_STEPS - max(self._committed, 0)
+
+    def end(self) -> Outcome:
+        """Leave the run in peace until it has ended, and its directory behind."""
+        assert wait(start(self.config, hasty=True)) == 0, self._told.read_text(encoding="utf-8")
+        self._check()
+        assert self._committed == NUM_STEPS
+        outcome = outcome_of(self.config)
+        shutil.rmtree(self.directory)
+        return outcome
+
+    @property
+    def _told(self) -> Path:
+        return self.directory / "told.txt"
+
+    def _wait_for(self, aim: Phase, process: ForkServerProcess) -> float | None:
+        """Until there is a sign of the phase. When the run went on from its last commit, if that was seen."""
+        recovered = None
+        wanted_lines = max(self._committed, 0) + self._random.randint(1, 5)
+        while process.is_alive() and not self._shows(aim, wanted_lines):
+            if recovered is None and self._told.exists() and "recovered step" in self._told.read_text(encoding="utf-8"):
+                recovered = time.monotonic()
+            time.sleep(_POLL_SECONDS)
+        return recovered
+
+    def _shows(self, aim: Phase, wanted_lines: int) -> bool:
+        match aim:
+            case "importing":
+                return self._is_touched(store_of(self.config))
+            case "training":
+                log = output_of(self.config) / "run" / "metrics.jsonl"
+                return self._is_touched(log) and len(_log_lines(self.config)) >= min(wanted_lines, NUM_STEPS)
+            case "exporting":
+                return any(map(self._is_touched, output_of(self.config).glob(".export*")))
+            case _:
+                return self._told.exists()
+
+    def _is_touched(self, path: Path) -> bool:
+        """Whether the process has written there: what was left from before is no sign."""
+        try:
+            return path.stat().st_mtime >= self._begun
+        except FileNotFoundError:
+            return False
+
+    def _check(self) -> None:
+        """No committed step is lost: neither one that stood before, nor one that the next step was built on."""
+        step, num_announced = committed_step(self.config), len(_log_lines(self.config))
+        assert self._committed <= step, "the store went back"
+        assert num_announced - 1 <= step, "a step had begun on top of one that is lost"
+        assert step <= num_announced, "a step was committed before it was announced"
+        self._committed = step
+
+    def _phase(self, code: int) -> Phase:
+        """What the run was doing when it ended."""
+        if code == 0:
+            return "over"
+        if self._committed == NO_STORE:
+            return "importing" if store_of(self.config).exists() else "reading"
+        lines = self._told.read_text(encoding="utf-8").splitlines() if self._told.exists() else []
+        if not any(line.startswith("output ") for line in lines):
+            return "reading"
+        # The summary of the steps comes between the last of them and the export.
+        exports = any(line.startswith("mean of") or "steps are done" in line for line in lines)
+        return "exporting" if exports else "training"
+
+
+def outcome_of(config: Path) -> Outcome:
+    """What the run has left."""
+    state, kept_steps = _state(config)
+    return Outcome(
+        state=state,
+        kept_steps=kept_steps,
+        exported={path.name: file_hash(path) for path in output_of(config).iterdir() if path.is_file()},
+        loss_log=tuple(
+            {key: value for key, value in json.loads(line).items() if key in _TIMELESS} for line in _log_lines(config)
+        ),
+    )
+
+
+def report(disturbances: Iterable[Disturbance]) -> str:
+    """How many there were in each phase, and how long recovering took."""
+    disturbances = list(disturbances)
+    phases = Counter(each.phase for each in disturbances)
+    seconds = sorted(each.recovery_seconds for each in disturbances if each.recovery_seconds is not None)
+    exits = sorted(each.exit_seconds for each in disturbances)
+    lines = [
+        f"{sum(phases.values())} disturbances: " + ", ".join(f"{phases[phase]} {phase}" for phase in (*AIMS, "over")),
+        f"gone after {median(exits):.3f} s (median), {exits[-1]:.3f} s at most",
+    ]
+    if seconds:
+        lines.append(
+            f"recovered {len(seconds)} times after {median(seconds):.2f} s (median), {seconds[-1]:.2f} s at most"
+        )
+    return "\n".join(lines)
+
+
+def _log_lines(config: Path) -> list[bytes]:
+    """The whole lines of metrics.jsonl."""
+    path = output_of(config) / "run" / "metrics.jsonl"
+    content = path.read_bytes() if path.exists() else b""
+    return content[: content.rfind(b"\n") + 1].splitlines()
+
+
+def _state(config: Path) -> tuple[str, tuple[int, ...]]:
+    """The hash of every field of every block of the current generation, and the steps that are kept."""
+    digest = hashlib.sha256()
+    with (
+        open_queue("threads", notice=lambda text: None) as queue,
+        Store.open([store_of(config).parent], queue=queue, identity=None) as store,
+        BufferPool(None) as pool,
+    ):
+        for block, num_elements in enumerate(store.block_elements):
+            for each in store.layout.fields:
+                with pool.lease(num_elements * each.bytes_per_element, "the state") as lease:
+                    store.read(block, each.name, 0, num_elements, lease.memory).wait()
+                    digest.update(lease.memory)
+        return digest.hexdigest(), store.pinned_steps

@@ -1,0 +1,66 @@
+"""SIGKILL at any time of a run's life and at every named point of a commit: no committed step is lost, ever.
+
+`RATEL_STRESS_KILLS` says how many; `make stress` asks for a thousand, the other tests for fifty.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from random import Random
+
+import pytest
+
+from ratel_cli.movement.store import KILL_POINTS
+from tests.stress.conftest import Begin
+from tests.stress.lives import Disturbance, Outcome, Phase, report
+
+NUM_KILLS = int(os.environ.get("RATEL_STRESS_KILLS", "50"))
+A_LIFE: tuple[Phase, ...] = (
+    "reading",
+    "importing",
+    "importing",
+    "reading",
+    "training",
+    "training",
+    "training",
+    "reading",
+    "training",
+    "exporting",
+    "exporting",
+)
+_MOST_COUNTS = 3
+
+
+@pytest.mark.timeout(120 + 4 * NUM_KILLS)
+def test_killed_at_any_time(begin: Begin, undisturbed: Outcome) -> None:
+    """In this order, again and again; every life is left in peace at last, and ends as if nothing had happened."""
+    random = Random(NUM_KILLS)
+    disturbances: list[Disturbance] = []
+    while _num_kills(disturbances) < NUM_KILLS:
+        life = begin(random)
+        disturbances += [life.disturb(signal.SIGKILL, aim) for aim in A_LIFE]
+        assert life.end() == undisturbed
+    print(f"\n{report(disturbances)}")
+    assert {each.code for each in disturbances} <= {-signal.SIGKILL, 0}
+    assert {each.phase for each in disturbances} >= {"reading", "importing", "training", "exporting"}
+    assert any(each.recovery_seconds is not None for each in disturbances)
+
+
+def _num_kills(disturbances: list[Disturbance]) -> int:
+    """Those that came before the run was over."""
+    return sum(each.code == -signal.SIGKILL for each in disturbances)
+
+
+@pytest.mark.timeout(120 + 4 * NUM_KILLS)
+def test_killed_at_every_named_point(begin: Begin, undisturbed: Outcome) -> None:
+    """Points of the store's making first, each on the first time; those of its commits on a random one."""
+    random = Random(NUM_KILLS)
+    for _ in range(max(1, NUM_KILLS // 100)):
+        life = begin(random)
+        for point in sorted(KILL_POINTS, key=lambda point: not point.startswith("create.")):
+            if life.num_steps_left <= _MOST_COUNTS:
+                assert life.end() == undisturbed
+                life = begin(random)
+            life.kill_at(point, 1 if point.startswith("create.") else random.randint(1, _MOST_COUNTS))
+        assert life.end() == undisturbed

@@ -1,0 +1,66 @@
+"""SIGINT and SIGTERM at any time of a run's life: it ends soon, with their exit code, and nothing comes of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from random import Random
+
+import pytest
+
+from tests.e2e.runs import start, told_by, wait, wait_for_step
+from tests.stress.conftest import Begin
+from tests.stress.lives import Disturbance, Outcome, Phase, report
+
+NUM_SIGNALS = 50
+AT_MOST_SECONDS = 10.0
+A_LIFE: tuple[Phase, ...] = (
+    "reading",
+    "importing",
+    "reading",
+    "importing",
+    "training",
+    "training",
+    "reading",
+    "training",
+    "exporting",
+    "exporting",
+)
+CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+
+@pytest.mark.timeout(300)
+def test_stopped_at_any_time(begin: Begin, undisturbed: Outcome) -> None:
+    random = Random(1)
+    disturbances: list[Disturbance] = []
+    while sum(each.code != 0 for each in disturbances) < NUM_SIGNALS:
+        life = begin(random)
+        for aim in A_LIFE:
+            number = random.choice(list(CODES))
+            stopped = life.disturb(number, aim)
+            disturbances.append(stopped)
+            assert stopped.code in (CODES[number], 0), stopped
+            assert "Traceback" not in stopped.told
+            assert stopped.exit_seconds < AT_MOST_SECONDS
+            last_line = stopped.told.splitlines()[-1]
+            said = re.fullmatch(rf"error: (interrupted|stopped by {number.name}.*)", last_line)
+            assert (said is not None) == (stopped.code != 0), stopped.told
+            if stopped.phase == "over":
+                break
+        assert life.end() == undisturbed
+    print(f"\n{report(disturbances)}")
+    assert {each.phase for each in disturbances} >= {"reading", "importing", "training", "exporting"}
+
+
+def test_a_second_signal_ends_it_at_once(begin: Begin, undisturbed: Outcome) -> None:
+    """Both are there before the run can look: what the first asks for is not waited for."""
+    life = begin(Random(2))
+    process = start(life.config, hasty=True)
+    wait_for_step(life.config, 3, process)
+    assert process.pid is not None
+    for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+        os.kill(process.pid, number)
+    assert wait(process) == 143
+    assert "stopped by" not in told_by(life.config)
+    assert life.end() == undisturbed
