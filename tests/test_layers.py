@@ -65,7 +65,7 @@ WITHOUT_HEAVY = (
     "cli.run_settings",
     "cli.subject",
 )
-WITH_TORCH_ALL_THE_SAME = ("movement.copies",)
+WITH_TORCH_ALL_THE_SAME = ("movement.copies", "movement.pinning")
 
 
 def is_within(module: str, prefix: str) -> bool:
