@@ -23,7 +23,8 @@ from transformers import AutoTokenizer, PretrainedConfig
 from ratel_cli import _native
 from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
-from ratel_cli.errors import BadInput, EnvironmentFailure, RatelError
+from ratel_cli.errors import BadInput, RatelError
+from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, persistent_buffers
 from ratel_cli.model.directory import resolve_base_model
@@ -71,7 +72,7 @@ def read_inputs(config: RunConfig, resources: ExitStack, log: RunLog) -> Inputs:
         log.notice(
             f"{model_config.model_type} does not support {config.attn_implementation} attention; using {attention}"
         )
-    device = _device(config, log)
+    device = compute_device(config.device)
     skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention)
     model = find_blocks(skeleton, name=Path(config.base_model).name)
     source, buffers = _open_source(config, base_dir, model, resources)
@@ -119,7 +120,7 @@ def identity_of(config: RunConfig, inputs: Inputs) -> StoreIdentity:
         seed=config.seed,
         software=(
             f"ratel {version('ratel-cli')}, torch {torch.__version__}, transformers {transformers.__version__}, "
-            f"{platform.machine()} {_native.active_isa()}"
+            f"{platform.machine()} {_native.active_isa()}{_gpu_name(inputs.device)}"
         ),
     )
 
@@ -179,13 +180,11 @@ def _check_positions(sequence_len: int, model: DecoderModel, model_config: Pretr
     log.notice(f"sequence_len is {sequence_len}; the model was made for up to {trained} tokens")
 
 
-def _device(config: RunConfig, log: RunLog) -> torch.device:
-    """The CPU: blocks do not travel to a GPU yet, and a run must not pretend that they do."""
-    if config.device == "cuda":
-        raise EnvironmentFailure("device: cuda is not supported yet", "set device: cpu; this version computes there")
-    if config.device == "auto" and torch.cuda.is_available():
-        log.notice("there is a CUDA device, but this version computes on the CPU")
-    return torch.device("cpu")
+def _gpu_name(device: torch.device) -> str:
+    """With what software it is driven."""
+    if device.type == "cpu":
+        return ""
+    return f", {torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
 
 
 def _hash(value: object) -> str:

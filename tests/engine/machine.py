@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ratel_cli import _native
 from ratel_cli.engine.adamw import AdamWSettings
+from ratel_cli.engine.device import Device, open_device
 from ratel_cli.engine.opening import open_engine
 from ratel_cli.engine.pipeline import GROUP_ELEMENTS
 from ratel_cli.engine.state import StepOutcome
@@ -22,7 +23,7 @@ from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.load import import_weights
 from ratel_cli.model.skeleton import build_skeleton, supported_attention
 from ratel_cli.model.spec import DtypeName
-from ratel_cli.movement.buffers import BufferPool
+from ratel_cli.movement.buffers import BufferPool, Pin
 from ratel_cli.movement.copies import view_field
 from ratel_cli.movement.queue import EngineChoice, IoQueue, open_queue
 from ratel_cli.movement.records import record_layout
@@ -177,6 +178,10 @@ def progress_at(step: int) -> Progress:
     return Progress(step=step, updates=step, loss_scale=1.0, good_steps=0, tokens=0)
 
 
+def _the_cpu(timeline: Timeline) -> AbstractContextManager[Device]:
+    return open_device(torch.device("cpu"), timeline)
+
+
 @contextmanager
 def machine(
     directory: Path,
@@ -193,6 +198,8 @@ def machine(
     overlap: Overlap = "optimized",
     placement: Placement = NOTHING_AHEAD,
     group_elements: int = GROUP_ELEMENTS,
+    devices: Callable[[Timeline], AbstractContextManager[Device]] = _the_cpu,
+    pin: Pin | None = None,
 ) -> Iterator[Machine]:
     """A machine on a new store, or, without `weights`, on the store that an earlier one left in `directory`."""
     model = find_blocks(build_skeleton(config, dtype=dtype, attn_implementation=attention_of(config)), name="tiny")
@@ -200,7 +207,7 @@ def machine(
     elements = [block.num_elements for block in model.spec.blocks]
     with ExitStack() as resources:
         queue = resources.enter_context(open_queue(io_engine, notice=lambda text: None))
-        pool = resources.enter_context(BufferPool(None))
+        pool = resources.enter_context(BufferPool(None, pin=pin))
         if weights is None:
             store = resources.enter_context(Store.open(paths, queue=queue, identity=IDENTITY))
         else:
@@ -224,6 +231,7 @@ def machine(
             resources.enter_context(Scratch(paths, 1 << 26, queue)) if placement.spilled_units else None
         )
         timeline = Timeline()
+        device = resources.enter_context(devices(timeline))
         adamw = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=recipe.weight_decay)
         settings = UpdateSettings(
             gradient_dtype=recipe.gradient_dtype or recipe.dtype,
@@ -243,7 +251,7 @@ def machine(
                     updates=settings,
                     placement=placement,
                     seed=recipe.seed,
-                    device=torch.device("cpu"),
+                    device=device,
                     timeline=timeline,
                     scratch=scratch,
                     activation_scratch=activation_scratch,
