@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 
 from ratel_cli.engine.adamw import AdamWSettings, AdamWUpdate, GroupAdamW
+from ratel_cli.engine.device import HostDevice
 from ratel_cli.engine.gradients import BlockGradient, GradientSum
 from ratel_cli.engine.groups import BlockUpdate, GroupWork
 from ratel_cli.engine.pipeline import GROUP_ELEMENTS, GroupOrder, UpdatePipeline
@@ -114,7 +115,7 @@ class Bench:
         return seconds
 
     def _gradient(self, block: BlockSpec) -> BlockGradient:
-        total = GradientSum(block, self.pool, dtype=torch.bfloat16, single=True)
+        total = GradientSum(block, self.pool, HostDevice(Timeline()), dtype=torch.bfloat16, single=True)
         total.add([torch.full(block.parameters[0].shape, 1e-3, dtype=torch.bfloat16)])
         return total.finish()
 

@@ -72,6 +72,15 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 4,
     },
+    # Layers such as those of models with 7 billion parameters, and few of them: a GPU is busy with each.
+    "wide": {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "vocab_size": 32000,
+    },
     "3b": {
         **_MODEL,
         "hidden_size": 2560,
@@ -92,6 +101,8 @@ class Task:
     shape: str
     tokens: int
     """Of a micro-batch."""
+    rows: int = 1
+    """That share the tokens evenly."""
     micro_batches: int
     steps: int
     warm_up: int = 2
@@ -103,6 +114,8 @@ class Task:
     host_memory_gib: float | None = None
     directory: str = field(default_factory=tempfile.gettempdir)
     trace: str | None = None
+    device: Literal["cpu", "cuda", "auto"] = "cpu"
+    gpu_memory_gib: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +127,7 @@ class Measured:
     """From decision to decision, of the steps counted; the last one's with what was left to write."""
     losses: list[float]
     peak_bytes: int
+    gpu_peak_bytes: int = 0
     weights_sha256: str = ""
     busy_seconds: dict[str, float] = field(default_factory=dict)
     """Of all those steps together."""
@@ -131,7 +145,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Random tokens [1, tokens]; every position has a target."""
+    """Random tokens [rows, tokens of a row]; every position has a target."""
 
     input_ids: torch.Tensor
     targets: torch.Tensor
@@ -187,21 +201,21 @@ def run_as(contestant: Callable[[Task], Measured]) -> None:
 
 def config_of(task: Task) -> LlamaConfig:
     """The shape, with room for the tokens."""
-    return LlamaConfig.from_dict({**SHAPES[task.shape], "max_position_embeddings": max(64, task.tokens)})
+    return LlamaConfig.from_dict({**SHAPES[task.shape], "max_position_embeddings": max(64, task.tokens // task.rows)})
 
 
 def batches_of(task: Task) -> Iterator[list[Batch]]:
     """The same for all contestants."""
-    generator = torch.Generator().manual_seed(7)
+    generator, length = torch.Generator().manual_seed(7), task.tokens // task.rows
     for _ in range(task.steps):
         step = []
         for _ in range(task.micro_batches):
-            ids = torch.randint(0, SHAPES[task.shape]["vocab_size"], (1, task.tokens + 1), generator=generator)
+            ids = torch.randint(0, SHAPES[task.shape]["vocab_size"], (task.rows, length + 1), generator=generator)
             step.append(
                 Batch(
                     input_ids=ids[:, :-1].contiguous(),
                     targets=ids[:, 1:].contiguous(),
-                    position_ids=torch.arange(task.tokens).unsqueeze(0),
+                    position_ids=torch.arange(length).expand(task.rows, -1).contiguous(),
                     num_targets=task.tokens,
                 )
             )

@@ -20,21 +20,24 @@ import torch
 
 from ratel_cli.cli.run_plan import Planner
 from ratel_cli.engine.adamw import AdamWSettings
+from ratel_cli.engine.device import open_device
 from ratel_cli.engine.opening import open_engine
 from ratel_cli.engine.recording import StepRecording
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import StepTimes, Timeline
 from ratel_cli.engine.update import UpdateSettings
+from ratel_cli.hardware.gpu import compute_device, gpu_limit_bytes, set_determinism
 from ratel_cli.hardware.host import resident_bytes, return_freed_memory
 from ratel_cli.hardware.measure import measure
 from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.initialise import RandomSource
-from ratel_cli.model.load import import_weights
+from ratel_cli.model.load import WeightSource, import_weights
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.movement.buffers import BufferPool
 from ratel_cli.movement.checksums import CHUNK_ELEMENTS
 from ratel_cli.movement.durable import Barrier
+from ratel_cli.movement.pinning import CudaPinning
 from ratel_cli.movement.queue import IoQueue, open_queue
 from ratel_cli.movement.records import record_layout
 from ratel_cli.movement.scratch import Scratch
@@ -45,9 +48,11 @@ from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Activations
 from ratel_cli.planning.plan import Decisions, Plan
 from ratel_cli.planning.workload import StateBytes, Workload
+from ratel_cli.units import GIB
 from scripts.contestants import LEARNING_RATE, Batch, Task, config_of
 
-_CPU = torch.device("cpu")
+STATE = StateBytes(compute=2, record=12, num_fields=4, gradient=2)
+"""Of a parameter in bf16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +81,7 @@ class RatelRun:
     queue: IoQueue
     pool: BufferPool
     store: Store
+    device: torch.device
 
     def estimate(self) -> ModelProfile:
         """From shapes alone."""
@@ -84,7 +90,7 @@ class RatelRun:
             self.planner.state,
             traits=traits_from_config(config_of(self.task).to_dict()),
             micro_batch_tokens=self.task.tokens,
-            sequence_len=self.task.tokens,
+            sequence_len=self.task.tokens // self.task.rows,
         )
 
     def record(self, batches: list[Batch]) -> tuple[Step, ModelProfile]:
@@ -99,6 +105,9 @@ class RatelRun:
         """Steps as planned; the last one is settled in the end."""
         timeline = Timeline()
         with ExitStack() as resources:
+            device = resources.enter_context(
+                open_device(self.device, timeline, limit_bytes=plan.device_allocation_bytes)
+            )
 
             def scratch(num_bytes: int) -> Scratch | None:
                 return resources.enter_context(Scratch([self.directory], num_bytes, self.queue)) if num_bytes else None
@@ -118,7 +127,7 @@ class RatelRun:
                     ),
                     placement=plan.placement,
                     seed=0,
-                    device=_CPU,
+                    device=device,
                     timeline=timeline,
                     scratch=scratch(plan.spilled_bytes),
                     activation_scratch=scratch(plan.aside.written_bytes),
@@ -171,26 +180,35 @@ def open_run(
     throttled: Callable[[IoQueue], IoQueue] = lambda queue: queue,
     chunk_elements: int = CHUNK_ELEMENTS,
     barrier: Barrier | None = None,
+    source: WeightSource | None = None,
 ) -> Iterator[RatelRun]:
-    """Measure the machine, and make a store."""
+    """Measure the machine, and make a store with the weights of `source`, or drawn as the model draws them."""
     return_freed_memory()
+    device = compute_device(task.device)
+    if device.type == "cuda":
+        set_determinism(True, device)
     model = find_blocks(build_skeleton(config_of(task), dtype="bfloat16", attn_implementation="sdpa"), name="bench")
     with ExitStack() as resources:
         directory = Path(resources.enter_context(tempfile.TemporaryDirectory(dir=task.directory)))
         queue = throttled(resources.enter_context(open_queue("auto", notice=_tell)))
-        pool = resources.enter_context(BufferPool(limit_bytes))
+        pool = resources.enter_context(_open_pool(device, limit_bytes))
         planner = Planner(
             spec=model.spec,
-            state=StateBytes(compute=2, record=12, num_fields=4, gradient=2),
-            workload=Workload(micro_batch_size=1, num_micro_batches=task.micro_batches, sequence_len=task.tokens),
+            state=STATE,
+            workload=Workload(
+                micro_batch_size=task.rows,
+                num_micro_batches=task.micro_batches,
+                sequence_len=task.tokens // task.rows,
+            ),
             decisions=Decisions(
                 holds_gradients=task.clip or task.in_place,
                 num_slots=1 if task.in_place else 2,
                 host_limit_bytes=limit_bytes,
                 activations=activations,
                 overlap=task.overlap,
+                device_limit_bytes=_device_limit_bytes(task, device),
             ),
-            hardware=measure([directory], queue, pool, dtype=torch.bfloat16, device=_CPU),
+            hardware=measure([directory], queue, pool, dtype=torch.bfloat16, device=device),
             process_bytes=resident_bytes(),
         )
         store = resources.enter_context(
@@ -206,12 +224,32 @@ def open_run(
                 barrier=barrier,
             )
         )
-        import_weights(model.spec, RandomSource(model.skeleton, 0), store, pool, progress=lambda count: None)
+        weights = source or RandomSource(model.skeleton, 0)
+        import_weights(model.spec, weights, store, pool, progress=lambda count: None)
         store.commit_import(_progress(0))
         pool.trim()
         yield RatelRun(
-            task=task, model=model, planner=planner, directory=directory, queue=queue, pool=pool, store=store
+            task=task,
+            model=model,
+            planner=planner,
+            directory=directory,
+            queue=queue,
+            pool=pool,
+            store=store,
+            device=device,
         )
+
+
+def _open_pool(device: torch.device, limit_bytes: int) -> BufferPool:
+    if device.type == "cpu":
+        return BufferPool(limit_bytes)
+    return BufferPool(max(0, limit_bytes - resident_bytes()), pin=CudaPinning(_tell))
+
+
+def _device_limit_bytes(task: Task, device: torch.device) -> int | None:
+    if device.type == "cpu":
+        return None
+    return gpu_limit_bytes(device, None if task.gpu_memory_gib is None else int(task.gpu_memory_gib * GIB))
 
 
 def _progress(step: int) -> Progress:

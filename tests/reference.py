@@ -30,6 +30,8 @@ class Recipe:
     attn_implementation: str = "sdpa"
     chunk_tokens: int | None = None
     loss_scale: float = 1.0
+    device: str = "cpu"
+    """Where the model computes; masters and AdamW are on the CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,7 @@ def train_in_memory(
     config: PretrainedConfig, weights: dict[str, torch.Tensor], steps: Sequence[Sequence[Batch]], recipe: Recipe
 ) -> Trained:
     model = AutoModelForCausalLM.from_config(config, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation)
-    model.train()
+    model.to(recipe.device).train()
     masters = {name: nn.Parameter(weights[name].clone().float()) for name, _ in model.named_parameters()}
     _copy_down(model, masters)
     matrices = [p for n, p in masters.items() if _decays(n, p)]
@@ -56,24 +58,46 @@ def train_in_memory(
     )
     losses, norms = [], []
     for step, batches in enumerate(steps):
-        loss, sums = _gradients(model, batches, step, recipe)
+        loss, sums = _gradients(model, [_placed(batch, recipe.device) for batch in batches], step, recipe)
+        dtype = recipe.gradient_dtype or recipe.dtype
+        gradients = {name: sums[name].to(dtype).float() * (1.0 / recipe.loss_scale) for name in masters if name in sums}
+        norm = _clip(list(gradients.values()), recipe.max_grad_norm)
         for name, master in masters.items():
-            gradient = sums.get(name)
-            if gradient is not None:
-                gradient = gradient.to(recipe.gradient_dtype or recipe.dtype).float() * (1.0 / recipe.loss_scale)
-            master.grad = gradient
-        limit = recipe.max_grad_norm if recipe.max_grad_norm is not None else float("inf")
-        if recipe.max_grad_norm is None:
-            norm = nn.utils.get_total_norm([p.grad for p in masters.values() if p.grad is not None])
-        else:
-            norm = nn.utils.clip_grad_norm_(list(masters.values()), limit)
+            master.grad = gradients[name].cpu() if name in gradients else None
         optimizer.step()
         _copy_down(model, masters)
         losses.append(loss)
-        norms.append(float(norm))
+        norms.append(norm)
     return Trained(
         losses=tuple(losses), norms=tuple(norms), weights={n: p.detach().clone() for n, p in masters.items()}
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    input_ids: torch.Tensor
+    targets: torch.Tensor
+    position_ids: torch.Tensor
+    num_targets: int
+
+
+def _placed(batch: Batch, device: str) -> Batch:
+    return _Placed(
+        input_ids=batch.input_ids.to(device),
+        targets=batch.targets.to(device),
+        position_ids=batch.position_ids.to(device),
+        num_targets=batch.num_targets,
+    )
+
+
+def _clip(gradients: list[torch.Tensor], max_norm: float | None) -> float:
+    """In place, as torch does. Returns the norm before."""
+    if max_norm is None:
+        return float(nn.utils.get_total_norm(gradients))
+    holders = [nn.Parameter(torch.empty_like(gradient)) for gradient in gradients]
+    for holder, gradient in zip(holders, gradients, strict=True):
+        holder.grad = gradient
+    return float(nn.utils.clip_grad_norm_(holders, max_norm))
 
 
 def _gradients(

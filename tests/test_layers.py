@@ -71,7 +71,7 @@ WITHOUT_HEAVY = (
     "cli.verify",
     "cli.verify_table",
 )
-WITH_TORCH_ALL_THE_SAME = ("movement.copies",)
+WITH_TORCH_ALL_THE_SAME = ("movement.copies", "movement.pinning")
 
 
 def is_within(module: str, prefix: str) -> bool:

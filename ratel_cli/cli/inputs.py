@@ -22,7 +22,8 @@ from ratel_cli import _native
 from ratel_cli.cli.base_model import hash_of, model_hash, open_weights, read_base, refuse_as_output
 from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
-from ratel_cli.errors import BadInput, EnvironmentFailure, RatelError
+from ratel_cli.errors import BadInput, RatelError
+from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.checkpoint import CheckpointSource
 from ratel_cli.model.initialise import RandomSource
@@ -57,7 +58,7 @@ def read_inputs(config: RunConfig, resources: ExitStack, log: RunLog) -> Inputs:
     """Read and check it all; `resources` closes what stays open. Raises BadInput, EnvironmentFailure."""
     base = read_base(config, log)
     refuse_as_output(config.output_dir, base.directory)
-    device = _device(config, log)
+    device = compute_device(config.device)
     source, buffers = open_weights(config, base, resources)
     model, model_config = base.model, base.config
     tokenizer = _tokenizer(base.directory, model_config)
@@ -102,7 +103,7 @@ def identity_of(config: RunConfig, inputs: Inputs) -> StoreIdentity:
         seed=config.seed,
         software=(
             f"ratel {version('ratel-cli')}, torch {torch.__version__}, transformers {transformers.__version__}, "
-            f"{platform.machine()} {_native.active_isa()}"
+            f"{platform.machine()} {_native.active_isa()}{_gpu_name(inputs.device)}"
         ),
     )
 
@@ -150,10 +151,8 @@ def _check_positions(sequence_len: int, model: DecoderModel, model_config: Pretr
     log.notice(f"sequence_len is {sequence_len}; the model was made for up to {trained} tokens")
 
 
-def _device(config: RunConfig, log: RunLog) -> torch.device:
-    """The CPU: blocks do not travel to a GPU yet, and a run must not pretend that they do."""
-    if config.device == "cuda":
-        raise EnvironmentFailure("device: cuda is not supported yet", "set device: cpu; this version computes there")
-    if config.device == "auto" and torch.cuda.is_available():
-        log.notice("there is a CUDA device, but this version computes on the CPU")
-    return torch.device("cpu")
+def _gpu_name(device: torch.device) -> str:
+    """With what software it is driven."""
+    if device.type == "cpu":
+        return ""
+    return f", {torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"

@@ -11,8 +11,8 @@ from contextlib import ExitStack
 import torch
 
 from ratel_cli.cli.profile_cache import Subject
-from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.hardware.effort import FULL, Effort
+from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.hardware.host import default_limit_bytes
 from ratel_cli.hardware.measure import measure
 from ratel_cli.hardware.spec import HardwareProfile
@@ -27,7 +27,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 def measure_machine(subject: Subject, log: RunLog, *, effort: Effort = FULL) -> HardwareProfile:
     """The whole profile. Raises RatelError where the device or a directory cannot be measured."""
     start = time.perf_counter()
-    device = _device(subject.device)
+    device = compute_device(subject.device)
     with ExitStack() as resources:
         queue = resources.enter_context(open_queue(subject.engine, notice=log.notice))
         pool = resources.enter_context(BufferPool(default_limit_bytes()))
@@ -42,11 +42,3 @@ def measure_machine(subject: Subject, log: RunLog, *, effort: Effort = FULL) -> 
         )
     log.say(f"measured in {format_seconds(time.perf_counter() - start)}")
     return profile
-
-
-def _device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentFailure("device: cuda, but there is no CUDA device here", "set device: cpu")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)

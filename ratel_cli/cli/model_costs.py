@@ -21,6 +21,7 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.engine.profiling import BlockProfiler
 from ratel_cli.engine.tape import PACKED_ALIGNMENT
 from ratel_cli.errors import EnvironmentFailure
+from ratel_cli.hardware.gpu import compute_device, set_determinism
 from ratel_cli.hardware.host import default_limit_bytes, resident_bytes, return_freed_memory
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.blocks import DecoderModel, find_blocks
@@ -63,7 +64,7 @@ def record_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *, r
     transformers.logging.set_verbosity_error()
     model = _skeleton(config)
     kept = KeptProfile(config, model.spec, hardware)
-    room_bytes = _activation_room_bytes(config, model.spec)
+    room_bytes = _activation_room_bytes(config, model.spec, hardware)
     profile = None if refresh else kept.read()
     if profile is not None:
         log.say(f"the model's costs are those kept in {kept.path}")
@@ -83,7 +84,7 @@ def _keep(kept: KeptProfile, spec: ModelSpec, profile: ModelProfile) -> None:
         raise EnvironmentFailure(f"{kept.path}: cannot be written: {error.strerror}") from error
 
 
-def _activation_room_bytes(config: RunConfig, spec: ModelSpec) -> int:
+def _activation_room_bytes(config: RunConfig, spec: ModelSpec, hardware: HardwareProfile) -> int:
     """What the limit leaves beside a step that runs ahead and puts nothing aside."""
     limit_bytes = config.limits.host_memory or default_limit_bytes()
     decisions = decisions_of(config, host_limit_bytes=limit_bytes)
@@ -97,6 +98,7 @@ def _activation_room_bytes(config: RunConfig, spec: ModelSpec) -> int:
         process_bytes=resident_bytes(),
         limit_bytes=sys.maxsize,
         overlap=decisions.overlap,
+        on_gpu=hardware.link is not None,
     )
     return max(0, limit_bytes - memory.total)
 
@@ -110,7 +112,10 @@ def _skeleton(config: RunConfig) -> DecoderModel:
 
 def _measured(config: RunConfig, model: DecoderModel) -> ModelProfile:
     workload, spec = workload_of(config), model.spec
-    profiler = BlockProfiler(model, dtype=DTYPES[config.dtype], device=torch.device("cpu"))
+    device = compute_device(config.device)
+    if device.type == "cuda":
+        set_determinism(config.deterministic, device)  # it decides how attention computes
+    profiler = BlockProfiler(model, dtype=DTYPES[config.dtype], device=device)
     units, seconds = profiler.record(_any_batch(workload, spec.vocab_size))
     tokens = workload.micro_batch_tokens
     return recorded_profile(

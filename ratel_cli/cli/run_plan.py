@@ -21,6 +21,7 @@ from ratel_cli.engine.recording import StepRecording
 from ratel_cli.engine.tape import PACKED_ALIGNMENT
 from ratel_cli.engine.telemetry import Span
 from ratel_cli.errors import DoesNotFit, EnvironmentFailure
+from ratel_cli.hardware.gpu import gpu_limit_bytes
 from ratel_cli.hardware.host import resident_bytes
 from ratel_cli.hardware.measure import measure
 from ratel_cli.hardware.spec import HardwareProfile
@@ -98,11 +99,15 @@ class Planner:
 
 def make_planner(config: RunConfig, inputs: Inputs, hardware: HardwareProfile, *, limit_bytes: int) -> Planner:
     """For a run on this machine, now."""
+    decisions = decisions_of(config, host_limit_bytes=limit_bytes)
+    if inputs.device.type == "cuda":
+        gpu_bytes = gpu_limit_bytes(inputs.device, config.limits.gpu_memory)
+        decisions = replace(decisions, device_limit_bytes=gpu_bytes)
     return Planner(
         spec=inputs.model.spec,
         state=state_bytes(config),
         workload=workload_of(config),
-        decisions=decisions_of(config, host_limit_bytes=limit_bytes),
+        decisions=decisions,
         hardware=hardware,
         process_bytes=resident_bytes() + (COPY_BYTES if config.storage.snapshot is not None else 0),
     )

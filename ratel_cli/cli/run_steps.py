@@ -19,6 +19,7 @@ from ratel_cli.cli.render import run_summary, step_line, swap_line
 from ratel_cli.cli.run_plan import Planner
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.engine.adamw import AdamWSettings
+from ratel_cli.engine.device import open_device
 from ratel_cli.engine.opening import open_engine
 from ratel_cli.engine.recording import StepRecording
 from ratel_cli.engine.step import StepEngine
@@ -164,6 +165,9 @@ class Training:
 
     def _open_engine(self, plan: Plan, resources: ExitStack) -> StepEngine:
         config = self._config
+        device = resources.enter_context(
+            open_device(self._inputs.device, self._timeline, limit_bytes=plan.device_allocation_bytes)
+        )
 
         def scratch(num_bytes: int) -> Scratch | None:
             if not num_bytes:
@@ -191,7 +195,7 @@ class Training:
                 ),
                 placement=plan.placement,
                 seed=config.seed,
-                device=self._inputs.device,
+                device=device,
                 timeline=self._timeline,
                 scratch=scratch(plan.spilled_bytes),
                 activation_scratch=scratch(plan.aside.written_bytes),

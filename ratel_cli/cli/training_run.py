@@ -33,10 +33,12 @@ from ratel_cli.cli.snapshot_space import snapshot_space
 from ratel_cli.config.load import to_yaml
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import EnvironmentFailure
-from ratel_cli.hardware.host import default_limit_bytes, return_freed_memory
+from ratel_cli.hardware.gpu import set_determinism
+from ratel_cli.hardware.host import default_limit_bytes, resident_bytes, return_freed_memory
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.export import export_model
 from ratel_cli.movement.buffers import BufferPool
+from ratel_cli.movement.pinning import CudaPinning
 from ratel_cli.movement.queue import IoQueue, open_queue
 from ratel_cli.movement.store import Store
 from ratel_cli.planning.model_profile import ModelProfile
@@ -50,12 +52,12 @@ def carry_out(config: RunConfig, log: RunLog, *, resume: str, dry_run: bool) -> 
     """One run from start to end. Raises RatelError."""
     return_freed_memory()
     hush_transformers()
-    _set_determinism(config.deterministic)
     with ExitStack() as resources:
         inputs = read_inputs(config, resources, log)
+        set_determinism(config.deterministic, inputs.device)
         queue = resources.enter_context(open_queue(config.storage.engine, notice=log.notice))
         limit_bytes = config.limits.host_memory or default_limit_bytes()
-        pool = resources.enter_context(BufferPool(limit_bytes))
+        pool = resources.enter_context(_open_pool(inputs.device, limit_bytes, log))
         store = find_store(config, inputs, queue, resume, log)
         if store is not None:
             resources.enter_context(store)
@@ -90,6 +92,13 @@ def carry_out(config: RunConfig, log: RunLog, *, resume: str, dry_run: bool) -> 
             training.run(plan, profile)
         stop.check()
         _export(config, inputs, store, pool, stop, log)
+
+
+def _open_pool(device: torch.device, limit_bytes: int, log: RunLog) -> BufferPool:
+    """For a GPU, of memory that it copies from by itself. That is kept, so the limit is less what the process has."""
+    if device.type == "cpu":
+        return BufferPool(limit_bytes)
+    return BufferPool(max(0, limit_bytes - resident_bytes()), pin=CudaPinning(log.notice))
 
 
 def _export(config: RunConfig, inputs: Inputs, store: Store, pool: BufferPool, stop: StopRequest, log: RunLog) -> None:
@@ -164,9 +173,3 @@ def _write_run_files(
 
 def _run_dir(config: RunConfig) -> Path:
     return config.output_dir / "run"
-
-
-def _set_determinism(deterministic: bool) -> None:
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    # It would fill every placeholder of the tape with NaN, and touch its memory for it.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -126,7 +126,7 @@ class RunConfig(Section):
     gradient_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What gradients are rounded to after micro-batches were summed in fp32. auto: the same as `dtype`."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where to compute. auto: cuda if there is one, else cpu. This version computes on the CPU only."""
+    """Where to compute. auto: cuda if there is one, else cpu."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
     """The attention kernel, by its Hugging Face name. What the model does not support is replaced, with a notice."""
     activations: Activations = "auto"

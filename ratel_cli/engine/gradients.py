@@ -2,7 +2,8 @@
 
 `engine.step` opens a `GradientSum` per block in backward and turns it into a `BlockGradient` (G16),
 which `engine.adamw` consumes: at once, or, when the norm of the whole model decides the clipping,
-after backward. Held gradients lie in host memory, or in the scratch file when the limit says so.
+after backward. Sums and norms are made on the device that computes; the result goes down to host memory beneath the
+computing of the next block. Held gradients lie in host memory, or in the scratch file when the limit says so.
 
 Invariants: contributions are added in fp32 in the order in which they come, and rounded once to the
 gradient dtype; a parameter that got no gradient has none (AdamW skips it, as in torch); norms are
@@ -17,26 +18,30 @@ from typing import Self
 
 import torch
 
+from ratel_cli.engine.device import About, Departure, Device
 from ratel_cli.model.spec import BlockSpec
 from ratel_cli.movement.buffers import BufferPool, Lease
 from ratel_cli.movement.copies import to_host, view
 from ratel_cli.movement.scratch import Scratch
 
+Norms = dict[str, float | torch.Tensor]
+"""By name. Floats in host memory; on a GPU, tensors with one element, since to read one is to wait for it."""
+
 
 class GradientSum:
     """Adds up one block's gradients. With a single contribution it costs no fp32 buffer."""
 
-    def __init__(self, block: BlockSpec, pool: BufferPool, *, dtype: torch.dtype, single: bool) -> None:
+    def __init__(self, block: BlockSpec, pool: BufferPool, device: Device, *, dtype: torch.dtype, single: bool) -> None:
         self._block = block
         self._dtype = dtype
         self._pool = pool
+        self._device = device
         self._present = [False] * len(block.parameters)
         self._single = single
         self._sum_dtype = dtype if single else torch.float32
-        self._lease = pool.lease(block.num_elements * self._sum_dtype.itemsize, f"gradient of {block.name}")
-        self._is_open = True
-        flat = view(self._lease.memory, self._sum_dtype)
-        self._views = tuple(flat[parameter.start : parameter.stop] for parameter in block.parameters)
+        self._lease: Lease | None = self._lease_for(self._sum_dtype) if device.is_host else None
+        self._flat = self._values_in(self._lease, self._sum_dtype)
+        self._views = tuple(self._flat[parameter.start : parameter.stop] for parameter in block.parameters)
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add one contribution: a gradient or None for each of the block's parameters, in their order."""
@@ -52,18 +57,19 @@ class GradientSum:
             to_host(gradient, values)
         else:
             assert not self._single, "a gradient that was to come once came twice"
-            values.add_(gradient.reshape(values.shape).to(values.device))
+            values.add_(gradient.reshape(values.shape))
 
     def values(self, index: int) -> torch.Tensor:
         """The flat fp32 sum of the parameter at `index` so far."""
         return self._views[index]
 
     def close(self) -> None:
-        """Give the buffer back, unless `finish` has passed it on. Idempotent."""
+        """Give the memory back, unless `finish` has passed it on. Idempotent."""
         self._views = ()
-        if self._is_open:
-            self._is_open = False
-            self._lease.release()
+        self._flat = torch.empty(0)
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
 
     def __enter__(self) -> Self:
         return self
@@ -73,15 +79,29 @@ class GradientSum:
     ) -> None:
         self.close()
 
-    def finish(self) -> BlockGradient:
-        """Round to the gradient dtype. The sum's buffer goes back to the pool."""
+    def finish(self, scale: float = 1.0) -> BlockGradient:
+        """Round to the gradient dtype, and send it down. The norms are those of the gradient times `scale`."""
         if self._sum_dtype == self._dtype:
-            lease, self._is_open = self._lease, False
+            lease, flat, self._lease = self._lease, self._flat, None
         else:
-            lease = self._pool.lease(self._block.num_elements * self._dtype.itemsize, f"gradient of {self._block.name}")
-            view(lease.memory, self._dtype).copy_(view(self._lease.memory, torch.float32))
+            lease = self._lease_for(self._dtype) if self._device.is_host else None
+            flat = self._values_in(lease, self._dtype).copy_(self._flat)
         self.close()
-        return BlockGradient(self._block, lease, self._dtype, tuple(self._present))
+        norms = _norms(self._block, self._present, flat, scale)
+        departure = None
+        if lease is None:
+            lease = self._lease_for(self._dtype)
+            about = About(label=f"gradient of {self._block.name}", block=self._block.index, stage="backward")
+            departure = self._device.download([(flat.view(torch.uint8), lease.memory)], about)
+        return BlockGradient(self._block, lease, self._dtype, tuple(self._present), norms, departure)
+
+    def _lease_for(self, dtype: torch.dtype) -> Lease:
+        return self._pool.lease(self._block.num_elements * dtype.itemsize, f"gradient of {self._block.name}")
+
+    def _values_in(self, lease: Lease | None, dtype: torch.dtype) -> torch.Tensor:
+        if lease is not None:
+            return view(lease.memory, dtype)
+        return torch.empty(self._block.num_elements, dtype=dtype, device=self._device.torch_device)
 
 
 class TiedSum:
@@ -95,7 +115,8 @@ class TiedSum:
 
     def __init__(self, total: GradientSum, input_ids: Sequence[torch.Tensor]) -> None:
         self._total = total
-        self._rows = torch.unique(torch.cat([ids.reshape(-1) for ids in input_ids]))
+        rows = torch.unique(torch.cat([ids.reshape(-1) for ids in input_ids]))
+        self._rows = rows.to(total.values(0).device)
         self._part: torch.Tensor | None = None
         self._dtype = torch.float32
         self._waiting: list[torch.Tensor] = []
@@ -128,12 +149,24 @@ class TiedSum:
 class BlockGradient:
     """G16 of one block."""
 
-    def __init__(self, block: BlockSpec, lease: Lease, dtype: torch.dtype, present: tuple[bool, ...]) -> None:
+    def __init__(
+        self,
+        block: BlockSpec,
+        lease: Lease,
+        dtype: torch.dtype,
+        present: tuple[bool, ...],
+        norms: Norms,
+        departure: Departure | None,
+    ) -> None:
         self.block = block
         self.present = present
         """For each parameter, whether it has a gradient."""
+        self.norms = norms
+        """The 2-norm of each present parameter's gradient, scaled, as torch computes it in fp32."""
         self._dtype = dtype
         self._lease: Lease | None = lease
+        self._departure = departure
+        """What fills the host memory, as long as nobody has waited for it."""
         self._scratch: Scratch | None = None
         self._offset_bytes = 0
 
@@ -145,33 +178,20 @@ class BlockGradient:
     def flat(self) -> torch.Tensor:
         """The values of all parameters [block.num_elements]; only where `present` are they defined."""
         assert self._lease is not None, "the gradient is on disk"
+        assert self._departure is None, "the gradient is on its way down"
         return view(self._lease.memory, self._dtype)
-
-    def norms(self, scale: float) -> dict[str, float]:
-        """The 2-norm of each present parameter's gradient times `scale`, by name, as torch computes it in fp32.
-
-        Floats and not tensors: a few bytes kept between the large buffers of a block would keep malloc
-        from using these again for the next, and memory would grow with the number of layers.
-        """
-        flat = self.flat
-        norms = {}
-        for parameter, present in zip(self.block.parameters, self.present, strict=True):
-            if present:
-                values = flat[parameter.start : parameter.stop].float()
-                if scale != 1.0:
-                    values = values * scale
-                norms[parameter.name] = float(torch.linalg.vector_norm(values, 2.0))
-        return norms
 
     def spill(self, scratch: Scratch, offset_bytes: int) -> None:
         """Move the values to `scratch` at `offset_bytes` and give the host memory back."""
+        self._arrive()
         assert self._lease is not None
         scratch.write(offset_bytes, self._lease.memory).wait()
         self._lease.release()
         self._lease, self._scratch, self._offset_bytes = None, scratch, offset_bytes
 
     def fetch(self, pool: BufferPool) -> None:
-        """Bring spilled values back to host memory; nothing to do for others."""
+        """Bring the values to host memory, from wherever they are."""
+        self._arrive()
         if self._lease is None:
             assert self._scratch is not None
             self._lease = pool.lease(self.num_bytes, f"gradient of {self.block.name}")
@@ -179,16 +199,47 @@ class BlockGradient:
 
     def release(self) -> None:
         """The update is done, or will not happen."""
+        self._arrive()
         if self._lease is not None:
             self._lease.release()
             self._lease = None
 
+    def _arrive(self) -> None:
+        if self._departure is not None:
+            self._departure.wait()
+            self._departure = None
 
-def total_norm(norms: Mapping[str, float], order: Sequence[str]) -> torch.Tensor:
-    """The global norm (fp32 scalar) from the norms by parameter, stacked in `order` as torch stacks them."""
-    stacked = torch.tensor([norms[name] for name in order if name in norms], dtype=torch.float32)
+
+def _norms(block: BlockSpec, present: Sequence[bool], flat: torch.Tensor, scale: float) -> Norms:
+    """Of the parameters that have a gradient.
+
+    Floats where they can be: a few bytes kept between the large buffers of a block would keep malloc
+    from using these again for the next, and memory would grow with the number of layers.
+    """
+    norms: Norms = {}
+    for parameter, has_gradient in zip(block.parameters, present, strict=True):
+        if has_gradient:
+            values = flat[parameter.start : parameter.stop].float()
+            if scale != 1.0:
+                values = values * scale
+            norms[parameter.name] = _norm(values)
+    return norms
+
+
+def _norm(values: torch.Tensor) -> float | torch.Tensor:
+    if values.is_cuda:
+        # As torch.nn.utils.clip_grad_norm_ does on GPUs: vector_norm adds up in another order there.
+        return torch._foreach_norm([values], 2.0)[0]
+    return float(torch.linalg.vector_norm(values, 2.0))
+
+
+def total_norm(norms: Mapping[str, float | torch.Tensor], order: Sequence[str]) -> torch.Tensor:
+    """The global norm (fp32 scalar, in host memory) from the norms by parameter, stacked in `order` as torch does."""
+    present = [norms[name] for name in order if name in norms]
+    on_device = [norm for norm in present if isinstance(norm, torch.Tensor)]
+    stacked = torch.stack(on_device) if on_device else torch.tensor(present, dtype=torch.float32)
     norm: torch.Tensor = torch.linalg.vector_norm(stacked, 2.0)
-    return norm
+    return norm.cpu()
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> float:

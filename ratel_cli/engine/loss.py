@@ -42,11 +42,11 @@ def loss_and_gradients(
     chunk_tokens: int,
     num_targets: int,
     loss_scale: float,
-) -> tuple[float, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and gradients of one micro-batch through the head.
 
     `finished` is the owner's output, `targets` [batch, tokens] its targets. Returns the sum of
-    cross-entropies and the gradient of the finished hidden states; `take` gets the gradients of
+    cross-entropies (fp64 scalar) and the gradient of the finished hidden states; `take` gets the gradients of
     `parameters`, chunk by chunk, so that never more than one set of them exists. Gradients are those
     of loss_scale * sum / num_targets.
     """
@@ -54,7 +54,7 @@ def loss_and_gradients(
     flat = hidden.detach().reshape(1, -1, hidden.shape[-1])
     flat_targets = targets.reshape(-1)
     gradient = torch.empty_like(flat)
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64, device=flat.device)
     for start in range(0, flat.shape[1], chunk_tokens):
         chunk = flat[:, start : start + chunk_tokens].requires_grad_()
         loss = loss_sum(drive, finished, chunk, flat_targets[start : start + chunk_tokens])
@@ -63,7 +63,7 @@ def loss_and_gradients(
         gradient[:, start : start + chunk_tokens] = first
         take(others)
         del others
-        total += float(loss.detach())
+        total += loss.detach()  # not read here: on a GPU that would be to wait for it
     return total, gradient.view_as(hidden)
 
 

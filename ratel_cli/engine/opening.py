@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
-
 from ratel_cli.engine.adamw import AdamWSettings, GroupAdamW
+from ratel_cli.engine.device import Device
 from ratel_cli.engine.groups import GroupWork
 from ratel_cli.engine.pipeline import GROUP_ELEMENTS, GroupOrder, UpdatePipeline
 from ratel_cli.engine.step import StepEngine
@@ -33,7 +32,7 @@ def open_engine(
     updates: UpdateSettings,
     placement: Placement,
     seed: int,
-    device: torch.device,
+    device: Device,
     timeline: Timeline,
     scratch: Scratch | None = None,
     activation_scratch: Scratch | None = None,
@@ -42,6 +41,7 @@ def open_engine(
     check_stop: Callable[[], None] = lambda: None,
 ) -> Iterator[StepEngine]:
     """An engine for one run on an open store. `check_stop` is called between blocks, and may raise."""
+    model.place(device.torch_device)
     order: GroupOrder = "naive" if updates.overlap == "naive" else "optimized"
     with GroupAdamW(adamw, store.layout.dtype, num_threads=placement.adamw_threads) as group_adamw:
         work = GroupWork(group_adamw, store, pool, timeline=timeline, resident_states=placement.resident_states)

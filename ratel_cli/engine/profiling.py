@@ -5,7 +5,7 @@ another (Ratel section IV-B: the unoptimised iteration). Times and sizes depend 
 weights are any numbers, in one buffer that every block looks into: no store, no file, memory for the largest
 block. Layers that have the same shapes and are given the same arguments are alike, so one of each kind is run.
 
-Invariant: nothing of the model changes but what is bound while it runs.
+Invariant: nothing of the model changes but what is bound while it runs, and the device that it is on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from ratel_cli.engine.loss import loss_and_gradients, tokens_per_chunk
 from ratel_cli.engine.recording import StepRecording
-from ratel_cli.engine.state import Batch
+from ratel_cli.engine.state import Batch, place
 from ratel_cli.engine.tape import Replayer
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.dispatch import tensors_in
@@ -48,8 +48,10 @@ class BlockProfiler:
     """Runs a model's blocks on weights that mean nothing."""
 
     def __init__(self, model: DecoderModel, *, dtype: torch.dtype, device: torch.device) -> None:
+        model.place(device)
         self._model = model
         self._drive = model.drive
+        self._device = device
         largest = max(block.num_elements for block in model.spec.blocks)
         generator = torch.Generator(device).manual_seed(0)
         self._weights = torch.empty(largest, dtype=dtype, device=device).normal_(std=_DEVIATION, generator=generator)
@@ -58,6 +60,7 @@ class BlockProfiler:
     def record(self, batch: Batch) -> tuple[dict[tuple[int, int], UnitRecord], dict[int, BlockSeconds]]:
         """What every layer ran, by (block, sample), and how long all samples of a block took, by block."""
         embedding, *layers, head = self._model.spec.blocks
+        [batch] = place([batch], self._device)
         hidden, calls = self._embedding(embedding, batch)
         runs: dict[int, list[_Run]] = {}
         kinds: dict[object, int] = {}
@@ -86,12 +89,12 @@ class BlockProfiler:
         with self._bound(block) as parameters:
 
             def run() -> _Run:
-                start = perf_counter()
+                start = self._now()
                 embedded = self._drive.embed(batch.input_ids, batch.position_ids)
-                middle = perf_counter()
+                middle = self._now()
                 gradient = torch.zeros_like(embedded.hidden)
                 torch.autograd.grad(embedded.hidden, parameters, gradient, allow_unused=True)
-                return _Run(middle - start, perf_counter() - middle)
+                return _Run(middle - start, self._now() - middle)
 
             self._outside[block.index] = _samples(run)
             with torch.no_grad():
@@ -108,15 +111,15 @@ class BlockProfiler:
                 recorder = recording.recorder(
                     parameters, (), block=block.index, micro_batch=0, module=self._drive.layers[layer]
                 )
-                start = perf_counter()
+                start = self._now()
                 with recorder.recording():
                     outputs[:] = [self._drive.run_layer(layer, leaf, call).detach()]
-                middle = perf_counter()
+                middle = self._now()
                 tape, _ = recorder.finish()
                 with Replayer(tape):
                     again = self._drive.run_layer(layer, leaf, call)
                 torch.autograd.grad(again, (leaf, *parameters), torch.zeros_like(again), allow_unused=True)
-                return _Run(middle - start, perf_counter() - middle, recording.units()[block.index, 0])
+                return _Run(middle - start, self._now() - middle, recording.units()[block.index, 0])
 
             return _samples(run), outputs[0]
 
@@ -127,7 +130,7 @@ class BlockProfiler:
                 parameters = (*parameters, self._model.tie(bound.enter_context(self._bound(embedding))))
 
             def run() -> _Run:
-                start = perf_counter()
+                start = self._now()
                 leaf = hidden.detach().requires_grad_()
                 finished = self._drive.finish(leaf, batch.input_ids, batch.position_ids)
                 _, gradient = loss_and_gradients(
@@ -141,9 +144,15 @@ class BlockProfiler:
                     loss_scale=1.0,
                 )
                 torch.autograd.grad(last_hidden_state(finished), (leaf, *parameters), gradient, allow_unused=True)
-                return _Run(0.0, perf_counter() - start)
+                return _Run(0.0, self._now() - start)
 
             self._outside[block.index] = _samples(run)
+
+    def _now(self) -> float:
+        """When all is done that was begun."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return perf_counter()
 
     @contextlib.contextmanager
     def _bound(self, block: BlockSpec) -> Iterator[tuple[torch.nn.Parameter, ...]]:

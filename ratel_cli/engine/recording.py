@@ -2,7 +2,7 @@
 
 `StepEngine.run` asks a `StepRecording` for its recorders; the caller then makes a `ModelProfile` of it
 (planning/recorded.py). FLOPs are torch's own count (torch.utils.flop_counter); times are of the call below
-autograd, on a GPU with everything before it finished, so such a step is slower than others.
+autograd; on a GPU of what it queued, between two events, which are read when the step has ended.
 (Ratel section IV-B: profiling in the first iteration.)
 
 Invariant: a recorded step computes what any other computes, bit for bit.
@@ -54,7 +54,7 @@ class _TimingRecorder(Recorder):
         super().__init__(parameters, swapped)
         self._module = module
         self._path = [""]
-        self._notes: list[tuple[str, int, float]] = []
+        self._notes: list[tuple[str, int, Callable[[], float]]] = []
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -66,14 +66,14 @@ class _TimingRecorder(Recorder):
             yield
 
     def record(self) -> UnitRecord:
-        """What this unit cost."""
+        """What this unit cost. On a GPU the unit must have ended."""
         return UnitRecord(
             operators=tuple(
                 OperatorRecord(
                     name=f"{path} {str(operator.func).split('.')[1]}".strip(),
                     key=operator.key,
                     flops=flops,
-                    seconds=seconds,
+                    seconds=seconds(),
                     num_bytes=operator.output_bytes if self.can_be_swapped(operator) else 0,
                     reads=operator.reads,
                     writes=operator.writes,
@@ -87,14 +87,9 @@ class _TimingRecorder(Recorder):
         )
 
     def _call(self, func: Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        devices = {tensor.device for tensor in tensors_in(args) if tensor.is_cuda}
-        for device in devices:
-            torch.cuda.synchronize(device)
-        start = perf_counter()
+        stop = _start_clock(any(tensor.is_cuda for tensor in tensors_in((args, kwargs))))
         result = super()._call(func, args, kwargs)
-        for device in devices:
-            torch.cuda.synchronize(device)
-        seconds = perf_counter() - start
+        seconds = stop()
         self._notes.append((self._path[-1], _flops(func, args, kwargs, result), seconds))
         return result
 
@@ -103,6 +98,26 @@ class _TimingRecorder(Recorder):
 
     def _leave(self, *_: object) -> None:
         self._path.pop()
+
+
+def _start_clock(on_gpu: bool) -> Callable[[], Callable[[], float]]:
+    """A function that stops it, and returns how to learn the seconds."""
+    if not on_gpu:
+        start = perf_counter()
+
+        def stop() -> Callable[[], float]:
+            seconds = perf_counter() - start
+            return lambda: seconds
+
+        return stop
+    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begun.record()
+
+    def stop_on_gpu() -> Callable[[], float]:
+        ended.record()
+        return lambda: begun.elapsed_time(ended) / 1e3
+
+    return stop_on_gpu
 
 
 def _flops(func: Operator, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> int:

@@ -33,6 +33,29 @@ class Batch(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _PlacedBatch:
+    input_ids: torch.Tensor
+    targets: torch.Tensor
+    position_ids: torch.Tensor
+    num_targets: int
+
+
+def place(batches: Sequence[Batch], device: torch.device) -> Sequence[Batch]:
+    """The batches on the device that computes: themselves on the CPU."""
+    if device.type == "cpu":
+        return batches
+    return [
+        _PlacedBatch(
+            input_ids=batch.input_ids.to(device),
+            targets=batch.targets.to(device),
+            position_ids=batch.position_ids.to(device),
+            num_targets=batch.num_targets,
+        )
+        for batch in batches
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
     """What one step did."""
 
@@ -68,8 +91,12 @@ class StepState:
         loss_scale: float,
         activations: Activations,
         recording: StepRecording | None,
+        *,
+        device: torch.device,
     ) -> None:
-        self.batches = batches
+        self.batches = place(batches, device)
+        self.input_ids = [batch.input_ids for batch in batches]
+        """In host memory."""
         self.step = step
         self.loss_scale = loss_scale
         self.num_targets = sum(batch.num_targets for batch in batches)

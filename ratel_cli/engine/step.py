@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Self
@@ -33,12 +32,13 @@ import torch
 
 from ratel_cli.engine.activations import Activations, Unit
 from ratel_cli.engine.adamw import AdamWUpdate
+from ratel_cli.engine.device import About, Device
 from ratel_cli.engine.gradients import GradientSum, TiedSum
 from ratel_cli.engine.loss import loss_and_gradients, loss_only, tokens_per_chunk
 from ratel_cli.engine.pipeline import UpdatePipeline
 from ratel_cli.engine.randomness import seed_draws
 from ratel_cli.engine.recording import StepRecording
-from ratel_cli.engine.state import Batch, StepOutcome, StepState, Tied
+from ratel_cli.engine.state import Batch, StepOutcome, StepState, Tied, place
 from ratel_cli.engine.tape import Recorder, Replayer
 from ratel_cli.engine.telemetry import Stage, Timeline
 from ratel_cli.engine.update import Updates, UpdateSettings
@@ -65,7 +65,7 @@ class StepEngine:
         placement: Placement,
         *,
         seed: int,
-        device: torch.device,
+        device: Device,
         timeline: Timeline,
         scratch: Scratch | None = None,
         activation_scratch: Scratch | None = None,
@@ -78,7 +78,6 @@ class StepEngine:
         self._settings = settings
         self._seed = seed
         self._device = device
-        self._timeline = timeline
         self._check_stop = check_stop
         """Called between blocks; what it raises abandons the step."""
         self._chunk_tokens = chunk_tokens or tokens_per_chunk(model.spec.vocab_size)
@@ -88,7 +87,15 @@ class StepEngine:
             pool, activation_scratch, spilled_units=placement.spilled_units, device=device, timeline=timeline
         )
         self._updates = Updates(
-            settings, placement, model.spec.blocks, store, pipeline, self._resident, scratch, timeline=timeline
+            settings,
+            placement,
+            model.spec.blocks,
+            store,
+            pipeline,
+            self._resident,
+            scratch,
+            device=device,
+            timeline=timeline,
         )
         self._reader = WeightReader(
             model,
@@ -123,10 +130,11 @@ class StepEngine:
         A `recording` takes in what every operator of the layers costs.
         """
         assert any(batch.num_targets for batch in batches), "a step without targets has no loss"
-        state = StepState(batches, step, loss_scale, self._activations, recording)
+        state = StepState(batches, step, loss_scale, self._activations, recording, device=self._device.torch_device)
         adamw = AdamWUpdate(number=update, learning_rate=learning_rate, gradient_scale=1.0 / loss_scale)
         try:
-            return self._run(state, adamw, commit_previous)
+            with self._device.refusing():
+                return self._run(state, adamw, commit_previous)
         except BaseException:
             self._updates.abandon()
             raise
@@ -134,7 +142,8 @@ class StepEngine:
             state.resources.close()
             self._activations.reset()
             self._reader.reset()
-            self._pool.trim()
+            self._device.collect()
+            self._trim()
 
     def settle(self) -> None:
         """Finish the update of an unsettled step; the caller commits it."""
@@ -145,12 +154,13 @@ class StepEngine:
         assert not self._updates.is_unsettled
         self._model.skeleton.eval()
         try:
-            with torch.no_grad():
-                return self._evaluate(batches)
+            with torch.no_grad(), self._device.refusing():
+                return self._evaluate(place(batches, self._device.torch_device))
         finally:
             self._model.skeleton.train()
             self._reader.reset()
-            self._pool.trim()
+            self._device.collect()
+            self._trim()
 
     def close(self) -> None:
         """Give all memory back. Idempotent."""
@@ -167,24 +177,26 @@ class StepEngine:
         self.close()
 
     def _run(self, state: StepState, adamw: AdamWUpdate, commit_previous: Callable[[], None]) -> StepOutcome:
-        start = time.perf_counter()
+        begun = self._device.mark()
         self._expect_uses()
         hidden = self._embed(state)
         for block in self._model.spec.blocks[1:-1]:
             self._check_stop()
             self._finish_previous(commit_previous, if_written=True)
             self._forward(state, block, hidden)
-        forward_seconds, swapped_bytes = time.perf_counter() - start, self._activations.put_bytes
+        gone_forward, swapped_bytes = self._device.mark(), self._activations.put_bytes
 
         def begin_updates() -> None:
             self._finish_previous(commit_previous)
             self._updates.begin(adamw)
 
-        loss_total, gradients, tied = self._head(state, hidden, begin_updates)
+        losses, gradients, tied = self._head(state, hidden, begin_updates)
+        hidden.clear()
         for block in reversed(self._model.spec.blocks[1:-1]):
             self._check_stop()
             gradients = self._backward(state, block, gradients)
         self._embedding_backward(state, gradients, tied)
+        loss_total = float(losses)
         if math.isfinite(loss_total):
             norm = self._updates.decide(self._model.parameter_names)
             not_finite = self._updates.first_not_finite(self._model.parameter_names)
@@ -194,7 +206,7 @@ class StepEngine:
         return StepOutcome(
             loss=loss_total / state.num_targets,
             grad_norm=float(norm),
-            forward_seconds=forward_seconds,
+            forward_seconds=gone_forward() - begun(),
             swapped_bytes=swapped_bytes,
             applied=bool(torch.isfinite(norm)),
             first_not_finite=not_finite,
@@ -215,7 +227,7 @@ class StepEngine:
                 embedded = self._drive.embed(batch.input_ids, batch.position_ids)
                 state.calls.append(embedded.calls)
                 hidden.append(embedded.hidden.detach())
-        self._pool.trim()
+        self._trim()
         return hidden
 
     def _finish_previous(self, commit: Callable[[], None], *, if_written: bool = False) -> None:
@@ -250,9 +262,10 @@ class StepEngine:
 
     def _head(
         self, state: StepState, hidden: list[torch.Tensor], begin_updates: Callable[[], None]
-    ) -> tuple[float, list[torch.Tensor], Tied | None]:
+    ) -> tuple[torch.Tensor, list[torch.Tensor], Tied | None]:
+        """The sum of all losses, gradients of the last hidden states, and of the embedding if it is tied."""
         block = self._model.spec.blocks[-1]
-        total, gradients = 0.0, []
+        total, gradients = torch.zeros((), dtype=torch.float64, device=self._device.torch_device), []
         tied = self._open_tied(state) if self._model.spec.tied else None
         with self._reader.open(block) as weights, self._sum(block, single=False) as head_sum:
             begun_early = self._updates.is_written
@@ -293,7 +306,7 @@ class StepEngine:
             if not begun_early:
                 begin_updates()
             self._updates.hand_over(head_sum, weights)
-        self._pool.trim()
+        self._trim()
         return total, gradients, tied
 
     def _backward(self, state: StepState, block: BlockSpec, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -318,7 +331,7 @@ class StepEngine:
         return output
 
     def _embedding_backward(self, state: StepState, gradients: list[torch.Tensor], tied: Tied | None) -> None:
-        self._pool.trim()
+        self._trim()
         block = self._model.spec.blocks[0]
         total = tied.total if tied else state.resources.enter_context(self._sum(block, single=len(state.batches) == 1))
         with self._reader.open(block) as weights:
@@ -365,13 +378,19 @@ class StepEngine:
 
     def _open_tied(self, state: StepState) -> Tied:
         total = state.resources.enter_context(self._sum(self._model.spec.blocks[0], single=False))
-        return Tied(total, TiedSum(total, [batch.input_ids for batch in state.batches]))
+        return Tied(total, TiedSum(total, state.input_ids))
 
     def _sum(self, block: BlockSpec, *, single: bool) -> GradientSum:
-        return GradientSum(block, self._pool, dtype=self._settings.gradient_dtype, single=single)
+        return GradientSum(block, self._pool, self._device, dtype=self._settings.gradient_dtype, single=single)
 
     def _computing(self, block: BlockSpec, stage: Stage) -> contextlib.AbstractContextManager[None]:
-        return self._timeline.during("compute", f"{stage} of {block.name}", block=block.index, stage=stage)
+        return self._device.computing(About(label=f"{stage} of {block.name}", block=block.index, stage=stage))
+
+    def _trim(self) -> None:
+        """Give buffers back that no other phase of a step has a use for. Not where to make them anew costs as much as
+        to fill them: those that CUDA copies from."""
+        if self._device.is_host:
+            self._pool.trim()
 
     def _seed_draws(self, state: StepState, block: int, micro_batch: int) -> None:
         seed_draws(self._seed, step=state.step, block=block, micro_batch=micro_batch)

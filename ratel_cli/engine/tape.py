@@ -8,7 +8,7 @@ the autograd graph, and every operator is run, answered with what was put aside,
 
 An operator's key is its name and how many calls of it came before in the block: `aten.mm.default#2`.
 What cannot be swapped is not, whatever the plan says: views and mutations, what a mutation changes later,
-and integers, which steer.
+and integers, which steer. Attention on a GPU returns a few for its own backward; those the tape keeps.
 
 Invariants: (1) the replay meets the recorded operators in the recorded order, or it stops with an
 error, never with wrong gradients; (2) random operators draw what they drew when recorded; (3) no
@@ -30,10 +30,19 @@ from ratel_cli.model.dispatch import Operator, tensors_in
 from ratel_cli.planning.liveness import Decision, decide
 from ratel_cli.units import align_up
 
-PACKED_ALIGNMENT = 64
-"""Bytes. Tensors that are put aside lie one after another on such boundaries, which are torch's own."""
+PACKED_ALIGNMENT = 256
+"""Bytes. Tensors that are put aside lie one after another on such boundaries: the most that cuBLAS looks at when it
+chooses how to multiply; torch's own are 64 on the CPU and 512 on GPUs."""
 _DETACH = torch.ops.aten.detach.default
 """Not an operator of the model: autograd calls it to save an output, unless hooks are there to take it."""
+_ATTENTION_ON_GPU = frozenset(
+    (
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    )
+)
+"""They return output and log-sum-exp; and for their backward alone the generator's seed and offset, and lengths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +67,9 @@ class RecordedOperator:
     key: str
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    outputs: tuple[OutputShape, ...] | None
-    """None where the operator must run: views, mutations, results that steer Python."""
+    outputs: tuple[object, ...] | None
+    """With a shape for each tensor that can be left out. None where the operator must run: views, mutations, results
+    that steer Python."""
     output_bytes: int
     """Of storages that are its own, as they are packed; 0 where it cannot be swapped."""
     random_state: torch.Tensor | None
@@ -76,7 +86,7 @@ class Tape:
 
     funcs: tuple[Operator, ...]
     decisions: tuple[Decision, ...]
-    outputs: tuple[tuple[OutputShape, ...] | None, ...]
+    outputs: tuple[tuple[object, ...] | None, ...]
     random_states: dict[int, torch.Tensor]
     """State of the generator before each random operator, by position."""
 
@@ -99,6 +109,8 @@ class Recorder(TorchDispatchMode):
         self._serials: dict[int, int] = {}
         self._num_serials = 0
         self._mutated: set[int] = set()
+        self._device = parameters[0].device if parameters else None
+        """Where tensors must be to be swapped."""
         self._of_parameters = set(self._serials_of(parameters))
         """Storages of parameters, and of what is made of nothing else: weights are never swapped."""
 
@@ -144,12 +156,14 @@ class Recorder(TorchDispatchMode):
         if func is _DETACH:
             return func(*args, **kwargs)
         reads = self._serials_of(tensors_in((args, kwargs)))
-        random_state = _random_state(func, args)
+        random_state = _random_state(func, args, kwargs)
         result = self._call(func, args, kwargs)
         operator = self._describe(func, reads, result, random_state)
         if operator.output_bytes and operator.key in self._swapped:
             # Aliases without the graph that autograd will hang on the outputs themselves.
-            self._put_aside[len(self.operators)] = tuple(tensor.detach() for tensor in tensors_in(result))
+            self._put_aside[len(self.operators)] = tuple(
+                tensor.detach() for tensor in tensors_in(result) if tensor.is_floating_point()
+            )
         self.operators.append(operator)
         return result
 
@@ -178,16 +192,19 @@ class Recorder(TorchDispatchMode):
             self._mutated.update(writes)
         # Integers and booleans index, route and branch, and Python reads them past the dispatcher (tolist);
         # inside a custom autograd function grad mode is off and what it keeps for itself is not seen.
-        steers = not tensors or any(not tensor.is_floating_point() for tensor in tensors)
+        floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+        steers = not tensors or (len(floating) < len(tensors) and func not in _ATTENTION_ON_GPU)
         is_needed = steers or not torch.is_grad_enabled()
-        shapes, own_bytes = None, 0
+        outputs, own_bytes = None, 0
         if not (is_needed or mutable):
-            shapes = tuple(OutputShape(t.size(), t.stride(), t.dtype, t.device) for t in tensors)
+            outputs = tuple(
+                _without_values(part) for part in (result if isinstance(result, tuple | list) else [result])
+            )
             if reads and self._of_parameters.issuperset(reads):
                 self._of_parameters.update(writes)
-            elif set(writes).isdisjoint(reads):
-                own_bytes = sum(align_up(num_bytes, PACKED_ALIGNMENT) for num_bytes in storage_bytes(tensors))
-        return RecordedOperator(func, key, reads, writes, shapes, own_bytes, random_state, is_needed)
+            elif set(writes).isdisjoint(reads) and all(t.device == (self._device or t.device) for t in floating):
+                own_bytes = sum(align_up(num_bytes, PACKED_ALIGNMENT) for num_bytes in storage_bytes(floating))
+        return RecordedOperator(func, key, reads, writes, outputs, own_bytes, random_state, is_needed)
 
     def _serials_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
         serials = []
@@ -244,15 +261,16 @@ class Replayer(TorchDispatchMode):
         if decision is Decision.EXEC:
             state = tape.random_states.get(position)
             if state is not None:
-                _generator(args).set_state(state)
+                _generator(args, kwargs or {}).set_state(state)
             return func(*args, **(kwargs or {}))
-        if decision is Decision.SWAP:
-            tensors = self._aside.pop(position)
-        else:
-            shapes = tape.outputs[position]
-            assert shapes is not None
-            tensors = tuple(shape.empty() for shape in shapes)
-        return tensors[0] if len(tensors) == 1 else tensors
+        outputs = tape.outputs[position]
+        assert outputs is not None
+        aside = iter(self._aside.pop(position)) if decision is Decision.SWAP else None
+        result = tuple(
+            (part.empty() if aside is None else next(aside)) if isinstance(part, OutputShape) else part
+            for part in outputs
+        )
+        return result[0] if len(result) == 1 else result
 
 
 def storage_bytes(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -268,16 +286,27 @@ def _not_repeated(position: int, now: object, recorded: object) -> RatelError:
     )
 
 
-def _random_state(func: Operator, args: tuple[object, ...]) -> torch.Tensor | None:
+def _without_values(part: object) -> object:
+    if isinstance(part, torch.Tensor) and part.is_floating_point():
+        return OutputShape(part.size(), part.stride(), part.dtype, part.device)
+    return part
+
+
+def _random_state(func: Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor | None:
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
-    return _generator(args).get_state()
+    return _generator(args, kwargs).get_state()
 
 
-def _generator(args: tuple[object, ...]) -> torch.Generator:
-    tensors = tensors_in(args)
-    if tensors and tensors[0].device.type == "cuda":
-        return torch.cuda.default_generators[tensors[0].device.index]
+def _generator(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Generator:
+    """The one that an operator draws from: of a GPU, if it works there or is to make its result there."""
+    devices = [tensor.device for tensor in tensors_in((args, kwargs))]
+    wanted = kwargs.get("device")
+    if isinstance(wanted, torch.device):
+        devices.append(wanted)
+    for device in devices:
+        if device.type == "cuda":
+            return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
     return torch.default_generator
 
 

@@ -2,8 +2,10 @@
 
 Every thread of the engine records into one `Timeline`: spans of work on a resource, and waits of the
 compute thread by the resource waited for. `training.loop` takes the sums at the end of each step;
-`engine.trace` draws the spans. Invariants: a span ends after it begins and is recorded once it is over;
-waits are of the compute thread alone, so they and its computing never overlap.
+`engine.trace` draws the spans. Where a GPU computes, the thread that drives it may stand still while the GPU goes on:
+only what is left of such a wait when the GPU had nothing to compute counts.
+
+Invariants: a span ends after it begins and is recorded once it is over; waits and computing never overlap.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class StepTimes:
     busy: dict[Resource, float]
     """For each resource, how long it had work: overlapping spans count once."""
     waited: dict[Resource, float]
-    """For each resource, how long the compute thread stood still for it."""
+    """For each resource, how long nothing was computed for want of it."""
     spans: tuple[Span, ...]
 
 
@@ -57,7 +59,7 @@ class Timeline:
     def __init__(self) -> None:
         self._lock = Lock()
         self._spans: list[Span] = []
-        self._waited: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
+        self._waits: list[tuple[Resource, float, float]] = []
         self._counted: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
         """Up to when each resource's work is in what `take` has returned."""
 
@@ -92,16 +94,21 @@ class Timeline:
         try:
             yield
         finally:
-            self._waited[cause] += perf_counter() - start
+            self.stood_still(cause, start, perf_counter())
+
+    def stood_still(self, cause: Resource, start: float, end: float) -> None:
+        """Charge what nothing was computed in, of this time, to `cause`."""
+        with self._lock:
+            self._waits.append((cause, start, end))
 
     def take(self) -> StepTimes:
         """Everything since the last call."""
         with self._lock:
             spans, self._spans = self._spans, []
-            waited, self._waited = self._waited, dict.fromkeys(RESOURCES, 0.0)
+            waits, self._waits = self._waits, []
         return StepTimes(
             busy={resource: self._busy(resource, spans) for resource in RESOURCES},
-            waited=waited,
+            waited=_waited(waits, [(span.start, span.end) for span in spans if span.resource == "compute"]),
             spans=tuple(spans),
         )
 
@@ -113,3 +120,21 @@ class Timeline:
             counted = max(counted, end)
         self._counted[resource] = counted
         return seconds
+
+
+def _waited(
+    waits: Iterable[tuple[Resource, float, float]], computing: Iterable[tuple[float, float]]
+) -> dict[Resource, float]:
+    """Seconds of the waits in which nothing computed, by cause."""
+    waited: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
+    busy = sorted(computing)
+    first = 0
+    for cause, start, end in sorted(waits, key=lambda wait: wait[1]):
+        while first < len(busy) and busy[first][1] <= start:
+            first += 1
+        waited[cause] += end - start
+        position = first
+        while position < len(busy) and busy[position][0] < end:
+            waited[cause] -= max(0.0, min(end, busy[position][1]) - max(start, busy[position][0]))
+            position += 1
+    return waited

@@ -7,8 +7,8 @@ cannot be written is no reason to stop training: one warning, and training goes 
 
 One track for the steps and one for each resource; arrows from what was done to what waited for it:
 
-    weights read                     -> forward, backward of the block
-    backward                         -> first optimizer group of the block
+    weights read (-> copied up)            -> forward, backward of the block
+    backward (-> its gradient copied down) -> first optimizer group of the block
     states read -> optimizer group -> group written
 """
 
@@ -169,10 +169,14 @@ class _Drawing:
 def _causes(span: Span) -> tuple[_Key, ...]:
     """What the span had to wait for."""
     stage, block, part = span.stage, span.block, span.part
-    if span.resource == "compute":
+    if span.resource == "up":
         return (("nvme read", stage, block, part),)
+    if span.resource == "compute":
+        return ("nvme read", stage, block, part), ("up", stage, block, part)
+    if span.resource == "down" and stage == "backward":
+        return (("compute", "backward", block, 0),)
     if span.resource == "optimizer":
-        return ("compute", "backward", block, 0), ("nvme read", stage, block, part)
+        return ("compute", "backward", block, 0), ("down", "backward", block, 0), ("nvme read", stage, block, part)
     if span.resource == "nvme write":
         return (("optimizer", stage, block, part),)
     return ()

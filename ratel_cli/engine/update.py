@@ -28,7 +28,8 @@ from typing import Literal
 import torch
 
 from ratel_cli.engine.adamw import AdamWUpdate
-from ratel_cli.engine.gradients import BlockGradient, GradientSum, clip_coefficient, total_norm
+from ratel_cli.engine.device import About, Device
+from ratel_cli.engine.gradients import BlockGradient, GradientSum, Norms, clip_coefficient, total_norm
 from ratel_cli.engine.groups import BlockUpdate
 from ratel_cli.engine.pipeline import UpdatePipeline
 from ratel_cli.engine.telemetry import Timeline
@@ -70,6 +71,7 @@ class Updates:
         resident: ResidentWeights,
         scratch: Scratch | None,
         *,
+        device: Device,
         timeline: Timeline,
     ) -> None:
         self._settings = settings
@@ -79,6 +81,7 @@ class Updates:
         self._pipeline = pipeline
         self._resident = resident
         self._scratch = scratch
+        self._device = device
         self._timeline = timeline
         self._presence: dict[int, tuple[bool, ...]] = {}
         """Which parameters of each block had a gradient in the first step."""
@@ -118,6 +121,10 @@ class Updates:
         if gradient is not None:
             self._start(gradient, weights.share())
 
+    def is_updated(self, block: BlockSpec) -> bool:
+        update = self._started.get(block.index)
+        return not self._is_decided or update is None or update.is_updated
+
     def wait_updated(self, block: BlockSpec) -> None:
         update = self._started.get(block.index)
         if self._is_decided and update is not None:
@@ -134,7 +141,7 @@ class Updates:
         """Gradients of a step will come, to be updated so. The step before must have been settled and committed."""
         assert not self._is_decided
         self._adamw = adamw
-        self._norms: dict[str, float] = {}
+        self._norms: Norms = {}
         self._held_bytes = self._spilled_bytes = 0
         self._mode = self._choose_mode()
         if self._mode != "deferred":
@@ -145,11 +152,10 @@ class Updates:
         """Take over a block's summed gradient and its weights, which are closed."""
         block = weights.block
         weights.unbind()
-        with self._timeline.during("compute", f"gradient of {block.name}", block=block.index, stage="backward"):
-            gradient = total.finish()
-            norms = gradient.norms(self._adamw.gradient_scale)
+        with self._device.computing(About(label=f"gradient of {block.name}", block=block.index, stage="backward")):
+            gradient = total.finish(self._adamw.gradient_scale)
         try:
-            self._norms |= norms
+            self._norms |= gradient.norms
             self._check_presence(gradient)
             if self._mode == "deferred" or self._is_put_off(block):
                 weights.close()

@@ -5,8 +5,11 @@ the next ones while one computes. For each use, in phases:
 
     1. issue   as the use comes within `prefetch_blocks`: lease a buffer and start the read, or share the
                buffer that has the block already; if the block's update waits for this use, start that too
-    2. open    wait for the read, or for the update; bind views of the buffer to the block's modules
+    2. open    wait for the read, or for the update; bring it to the device, where it is bound to the block's modules
     3. close   unbind; the buffer goes back to the pool with its last user
+
+A GPU has room for the block that computes and for the next one, whose copy runs beneath that: from the opening of
+the one before on, or from its own opening, if it is still being read or updated then.
 
 Nothing is read that is in memory: blocks in `resident_weights` are read once and stay, since the update
 changes them in place; and a block that is used again before it was closed (the last layer, at the turn
@@ -28,12 +31,13 @@ from typing import Protocol, Self
 import torch
 from torch import nn
 
+from ratel_cli.engine.device import About, Arrival, Device, Room
 from ratel_cli.engine.telemetry import Stage, Timeline
 from ratel_cli.errors import RatelError
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.spec import BlockSpec
 from ratel_cli.movement.buffers import BufferPool, Lease
-from ratel_cli.movement.copies import FIELD_DTYPES, to_device, view
+from ratel_cli.movement.copies import FIELD_DTYPES
 from ratel_cli.movement.store import Store
 from ratel_cli.movement.tickets import Ticket
 
@@ -51,6 +55,11 @@ class HostWeights:
     @property
     def memory(self) -> memoryview:
         return self._lease.memory
+
+    @property
+    def is_read(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return all(read.done for read in self._reads)
 
     def wait(self, timeline: Timeline, stage: Stage) -> None:
         """Block until the read has ended; nothing to do after the first time. Not for two threads at once."""
@@ -110,6 +119,10 @@ class Newest(Protocol):
         """Start the block's update if it was put off until its weights are used again."""
         ...
 
+    def is_updated(self, block: BlockSpec) -> bool:
+        """Whether `wait_updated` would return at once."""
+        ...
+
     def wait_updated(self, block: BlockSpec) -> None:
         """Return when the block's update, if there is one, is in the memory that it came with."""
         ...
@@ -124,10 +137,13 @@ class _Use:
     block: BlockSpec
     stage: Stage
     weights: HostWeights | None = None
+    room: Room | None = None
+    """On the device."""
+    arrival: Arrival | None = None
 
 
 class WeightReader:
-    """Opens blocks for compute on one device, in the order announced."""
+    """Opens blocks for compute, in the order announced."""
 
     def __init__(
         self,
@@ -138,7 +154,7 @@ class WeightReader:
         resident: ResidentWeights,
         *,
         prefetch_blocks: int,
-        device: torch.device,
+        device: Device,
         timeline: Timeline,
     ) -> None:
         self._model = model
@@ -175,15 +191,18 @@ class WeightReader:
                 self._updates.wait_updated(block)
             with self._timeline.waiting("nvme read"):
                 weights.wait(self._timeline, use.stage)
+            arrival = use.arrival = use.arrival or self._upload(use, weights)
+            self._prepare()
         except BaseException:
-            self.close(weights)
+            self.close(weights, use.arrival)
             raise
-        return BlockWeights(
-            self._model, weights, self, FIELD_DTYPES[self._store.layout.compute_field.name], self._device
-        )
+        return BlockWeights(self._model, weights, self, FIELD_DTYPES[self._store.layout.compute_field.name], arrival)
 
-    def close(self, weights: HostWeights) -> None:
+    def close(self, weights: HostWeights, arrival: Arrival | None = None) -> None:
         """One use of the block is over."""
+        if arrival is not None:
+            with self._timeline.waiting("up"):
+                arrival.wait()
         weights.num_uses -= 1
         if not weights.num_uses:
             del self._shared[weights.block.index]
@@ -193,7 +212,7 @@ class WeightReader:
         """Forget the uses announced: they will not come."""
         for use in self._uses:
             if use.weights is not None:
-                self.close(use.weights)
+                self.close(use.weights, use.arrival)
         self._uses.clear()
 
     def _issue(self, use: _Use) -> bool:
@@ -214,9 +233,27 @@ class WeightReader:
         self._updates.start_waiting(weights)
         return True
 
+    def _upload(self, use: _Use, weights: HostWeights) -> Arrival:
+        room = use.room or self._device.reserve(self._num_bytes(use.block))
+        about = About(label=f"weights of {use.block.name}", block=use.block.index, stage=use.stage)
+        return self._device.upload(weights.memory, room, about)
+
+    def _prepare(self) -> None:
+        """Where the device has memory of its own: room for the next block, and its copy, if it can begin already."""
+        if self._device.is_host or not self._uses:
+            return
+        coming = self._uses[0]
+        coming.room = self._device.reserve(self._num_bytes(coming.block))
+        weights = coming.weights
+        if weights is not None and weights.is_read and self._updates.is_updated(coming.block):
+            coming.arrival = self._upload(coming, weights)
+
+    def _num_bytes(self, block: BlockSpec) -> int:
+        return block.num_elements * self._store.layout.compute_field.bytes_per_element
+
     def _read(self, block: BlockSpec) -> HostWeights:
         field = self._store.layout.compute_field
-        lease = self._pool.lease(block.num_elements * field.bytes_per_element, f"weights of {block.name}")
+        lease = self._pool.lease(self._num_bytes(block), f"weights of {block.name}")
         in_shadow = self._updates.is_in_shadow(block)
         newest = self._store.shadow().generation if in_shadow else self._store.current()
         try:
@@ -231,15 +268,16 @@ class BlockWeights:
     """One block's weights, bound to its modules until `unbind`."""
 
     def __init__(
-        self, model: DecoderModel, host: HostWeights, reader: WeightReader, dtype: torch.dtype, device: torch.device
+        self, model: DecoderModel, host: HostWeights, reader: WeightReader, dtype: torch.dtype, arrival: Arrival
     ) -> None:
         self.block = host.block
         self.host = host
         """The compute field in host memory, which the update changes in place."""
         self._model = model
         self._reader = reader
-        self._is_bound = self._is_open = True
-        self.parameters: tuple[nn.Parameter, ...] = model.bind(host.block, to_device(view(host.memory, dtype), device))
+        self._arrival: Arrival | None = arrival
+        self._is_bound = True
+        self.parameters: tuple[nn.Parameter, ...] = model.bind(host.block, arrival.open().view(dtype))
 
     def unbind(self) -> None:
         """Take the weights out of the modules. An autograd graph that uses them may go on until `close`."""
@@ -251,9 +289,9 @@ class BlockWeights:
         """Unbind, and end this use of the memory. Idempotent."""
         self.unbind()
         self.parameters = ()
-        if self._is_open:
-            self._is_open = False
-            self._reader.close(self.host)
+        arrival, self._arrival = self._arrival, None
+        if arrival is not None:
+            self._reader.close(self.host, arrival)
 
     def __enter__(self) -> Self:
         return self

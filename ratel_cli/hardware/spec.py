@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from ratel_cli.units import GIB
+from ratel_cli.units import GIB, MIB
 
 FORMAT_VERSION = 1
+GPU_CONTEXT_BYTES = 640 * MIB
+"""What CUDA takes of a GPU before anything is allocated: context, kernels, queues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

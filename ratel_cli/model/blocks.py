@@ -12,7 +12,7 @@ owner's code can run through the half of itself that is not wanted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -73,7 +73,26 @@ class DecoderModel:
         """Whether samples packed into one row stay apart in every layer's attention."""
         self.parameter_names = tuple(name for name, _ in skeleton.named_parameters())
         """Trainable tensors in the order in which torch would list them."""
-        self._tensors = tensors
+        self._tensors = tuple(tensors)
+        self._device = torch.device("cpu")
+
+    def place(self, device: torch.device) -> None:
+        """Take to the device that will compute what is no weight: buffers, and what rests outside the layers."""
+        if device == self._device:
+            return
+        self._device = device
+        for module in self.skeleton.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(device)
+        before, *layers, after = self._tensors
+        outside = [
+            tuple(replace(tensor, resting=_placeholder(tensor.resting, device)) for tensor in tensors)
+            for tensors in (before, after)
+        ]
+        self._tensors = (outside[0], *layers, outside[1])
+        for tensor in (*outside[0], *outside[1]):
+            tensor.rest()
 
     def bind(self, block: BlockSpec, weights: torch.Tensor) -> tuple[nn.Parameter, ...]:
         """Put views of the flat array `weights` [block.num_elements] into the block's modules.
@@ -215,7 +234,7 @@ def _split(
     return before, [tensor for tensor in outside if tensor not in before]
 
 
-def _placeholder(parameter: nn.Parameter) -> nn.Parameter:
+def _placeholder(parameter: nn.Parameter, device: torch.device | None = None) -> nn.Parameter:
     """A parameter of the same shape that takes the memory of one element."""
-    zero = torch.zeros((), dtype=parameter.dtype)
+    zero = torch.zeros((), dtype=parameter.dtype, device=device)
     return nn.Parameter(zero.expand(parameter.shape), requires_grad=False)

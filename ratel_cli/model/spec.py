@@ -4,9 +4,9 @@ Built by `model.blocks` from a Hugging Face skeleton; read by everything that pl
 parameters. Pure: no torch, so that plans can be made on a laptop.
 
 Invariant: a block's parameters lie one after another in one flat array of `num_elements` elements.
-Every parameter starts on a multiple of `PARAMETER_ALIGNMENT` elements (64 bytes in 16 bit, the
-alignment that torch gives its own tensors, so that kernels take the same path and give the same
-bits), and the whole array is a multiple of `BLOCK_ALIGNMENT` elements (a 4 KiB page in 16 bit, so
+Every parameter starts on a multiple of `PARAMETER_ALIGNMENT` elements (256 bytes in 16 bit: the most that
+kernels look at when they choose a path, so that they take the one that they take for torch's own tensors, and
+give the same bits), and the whole array is a multiple of `BLOCK_ALIGNMENT` elements (a 4 KiB page in 16 bit, so
 that every field of a record in the store is page-aligned). Elements in gaps are zero.
 """
 
@@ -20,7 +20,7 @@ from ratel_cli.errors import BadInput
 from ratel_cli.units import align_up
 
 FORMAT_VERSION = 1
-PARAMETER_ALIGNMENT = 32
+PARAMETER_ALIGNMENT = 128
 BLOCK_ALIGNMENT = 2048
 MAX_LAYERS = 10_000
 """More is a mistake in a config: the deepest models have some hundred, and each takes milliseconds to describe."""

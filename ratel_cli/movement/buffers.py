@@ -5,6 +5,8 @@ needs page alignment; huge pages are worth more than any engine (reads 2.3 -> 3.
 of the CPU time, architecture.md section 6) and need three things that Python does not do by itself:
 a *private* anonymous mapping, madvise before the first touch, and 2 MiB alignment.
 
+Where a GPU computes, every mapping is pinned for it as it is made (movement/pinning.py).
+
 Invariants: leased plus idle bytes never pass the limit; a memory that anything still refers to is
 never unmapped (mappings are dropped by reference, so a tensor made from a lease cannot dangle).
 """
@@ -13,7 +15,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from threading import Lock
 from types import TracebackType
 from typing import Self
@@ -23,6 +27,8 @@ from ratel_cli.units import align_up, format_bytes
 
 PAGE_BYTES = 4096
 HUGE_PAGE_BYTES = 2 << 20
+Pin = Callable[[int, int], Callable[[], None] | None]
+"""Makes memory, by address and size, such that a GPU can copy from it by itself; what undoes that, or None."""
 
 
 class Lease:
@@ -74,9 +80,10 @@ class Lease:
 class BufferPool:
     """Leases buffers and keeps the returned ones for reuse, by exact size. Safe to use from any thread."""
 
-    def __init__(self, limit_bytes: int | None) -> None:
+    def __init__(self, limit_bytes: int | None, *, pin: Pin | None = None) -> None:
         assert limit_bytes is None or limit_bytes >= 0
         self.limit_bytes = limit_bytes
+        self._pin = pin
         self._lock = Lock()
         self._leased_bytes = 0
         self._idle_bytes = 0
@@ -105,7 +112,7 @@ class BufferPool:
             region = self._take_idle(size_bytes)
             if region is None:
                 self._make_room(size_bytes, purpose)
-                region = _Region(size_bytes, purpose)
+                region = _Region(size_bytes, purpose, self._pin)
             self._leased_bytes += size_bytes
             self._peak_bytes = max(self._peak_bytes, self._leased_bytes + self._idle_bytes)
         return Lease(self, region, num_bytes)
@@ -177,9 +184,9 @@ class BufferPool:
 
 
 class _Region:
-    """One mapping. It has no close(): the last view of it unmaps it."""
+    """One mapping. It has no close(): the last view of it unmaps it. Before that it is unpinned."""
 
-    def __init__(self, size_bytes: int, purpose: str) -> None:
+    def __init__(self, size_bytes: int, purpose: str, pin: Pin | None) -> None:
         self.size_bytes = size_bytes
         if size_bytes == 0:
             self.memory = memoryview(bytearray())
@@ -200,6 +207,10 @@ class _Region:
             # Whole huge pages only: one that reaches beyond the end would cost up to 2 MiB that no limit counts.
             _advise_huge_pages(mapping, start, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
         self.memory = memoryview(mapping)[start : start + size_bytes]
+        unpin = pin(address_of(self.memory), size_bytes) if pin is not None else None
+        if unpin is not None:
+            # Called when the pool lets go of the region: no transfer uses it any more, though a view of it may live on.
+            weakref.finalize(self, unpin).atexit = False
 
 
 def address_of(memory: memoryview) -> int:

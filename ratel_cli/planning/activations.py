@@ -14,14 +14,17 @@ from dataclasses import dataclass
 
 from ratel_cli.model.spec import BlockSpec, ModelSpec, ParameterSpec
 from ratel_cli.planning.placement import SPILL_WINDOW_UNITS
-from ratel_cli.planning.workload import StateBytes
-from ratel_cli.units import align_up
+from ratel_cli.planning.workload import StateBytes, Workload
+from ratel_cli.units import MIB, align_up
 
 PAGE_BYTES = 4096
 _ACTIVE_EXPERTS = 8
 """Of a stack of experts, those that a token visits: the most that models in use choose."""
 _WIDTHS_OF_VECTORS = 12
 """Norms, residuals, rotations and attention, in hidden sizes per token."""
+_CHUNK_LOGITS_BYTES = 64 * MIB
+_LOGITS_COPIES = 4
+"""Logits in fp32 and in the compute dtype, their softmax and their gradient (engine.loss)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,8 @@ class Aside:
     """To NVMe in forward."""
     read_bytes: int
     """From NVMe in backward."""
+    largest_unit_bytes: int
+    """Of one layer and one micro-batch."""
 
     @property
     def memory_bytes(self) -> int:
@@ -62,6 +67,7 @@ def put_aside(unit_bytes: list[int], *, num_micro_batches: int, spilled_units: i
         window_bytes=min(SPILL_WINDOW_UNITS, spilled_units) * max(page_bytes, default=0),
         written_bytes=written_bytes,
         read_bytes=written_bytes - sum(newest),
+        largest_unit_bytes=max(unit_bytes, default=0),
     )
 
 
@@ -88,6 +94,28 @@ def block_activation_bytes(spec: ModelSpec, block: BlockSpec, state: StateBytes,
     """
     width = sum(_output_width(parameter) for parameter in block.parameters if block.kind == "layer")
     return tokens * (width + _WIDTHS_OF_VECTORS * spec.hidden_size) * state.compute
+
+
+def head_chunk_tokens(spec: ModelSpec, *, tokens: int) -> int:
+    """Of a micro-batch of so many tokens, those whose logits exist at once."""
+    return min(tokens, max(16, _CHUNK_LOGITS_BYTES // (4 * spec.vocab_size)))
+
+
+def logits_bytes(spec: ModelSpec, *, tokens: int) -> int:
+    """Of one chunk, with all that is made of it."""
+    return _LOGITS_COPIES * 4 * head_chunk_tokens(spec, tokens=tokens) * spec.vocab_size
+
+
+def tied_bytes(spec: ModelSpec, state: StateBytes, workload: Workload) -> int:
+    """What waits for the embedding's own gradient, where it is the head's too.
+
+    The head's part of it, in fp32; and, in the compute dtype, its rows of the step's distinct tokens, once for each
+    micro-batch.
+    """
+    if not spec.tied:
+        return 0
+    rows = workload.num_micro_batches * min(workload.tokens, spec.vocab_size)
+    return 4 * spec.blocks[0].num_elements + rows * spec.hidden_size * state.compute
 
 
 def passing_bytes(spec: ModelSpec, state: StateBytes, *, tokens: int, sequence_len: int) -> int:

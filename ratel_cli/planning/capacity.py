@@ -4,7 +4,8 @@ Used by `planning.choose`. An estimate from shapes, made before anything is writ
 leased within the same limit, so an estimate that is too low shows as a clear error and never as a
 killed process. Pure.
 
-What is put aside for backward (planning/activations.py) is counted as if it were there all along.
+What is put aside for backward (planning/activations.py) is counted as if it were there all along. Where a GPU computes,
+activations and sums of gradients are in its memory (planning/gpu_memory.py), and only what goes up or comes down here.
 A step is followed through its stages: forward, block by block, with deferred updates beneath it; then in
 the order in which gradients arrive: head, layers downwards, embedding; then what is left to update. Each
 needs memory of its own, beside what stays all along and the gradients held so far. Invariant: the split
@@ -21,7 +22,15 @@ from itertools import accumulate
 
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.model.spec import BlockSpec, ModelSpec
-from ratel_cli.planning.activations import Aside, block_activation_bytes, passing_bytes
+from ratel_cli.planning.activations import (
+    Aside,
+    block_activation_bytes,
+    head_chunk_tokens,
+    logits_bytes,
+    passing_bytes,
+    tied_bytes,
+)
+from ratel_cli.planning.gpu_memory import gpu_memory_bytes
 from ratel_cli.planning.placement import Overlap, Placement, Stage
 from ratel_cli.planning.uses import step_uses, window_bytes
 from ratel_cli.planning.workload import StateBytes, Workload
@@ -31,9 +40,6 @@ _RUNTIME_BYTES = 64 * MIB
 """What torch takes at its first step, kernels' code above all (11 to 17 MiB for a model of next to nothing), and
 what an import leaves in the heap (up to 30 MiB). With it, models of 1M to 85M parameters in bf16 stayed 2 to 33 %
 below the estimate, process not counted (2-core Xeon, 2026-11, before anything overlapped)."""
-_CHUNK_LOGITS_BYTES = 64 * MIB
-_LOGITS_COPIES = 4
-"""Logits in fp32 and in the compute dtype, their softmax and their gradient (engine.loss)."""
 GROUP_ELEMENTS = 1 << 21
 _NUM_GROUPS = 3
 """Of the optimizer (engine.pipeline): one is read, one updated, one written."""
@@ -58,7 +64,8 @@ class HostMemory:
     held_gradients: int
     """All that are kept in memory. Where the peak comes before the last of them, it does not hold them all."""
     device: int
-    """What the compute device takes of it: weights that pass through, gradients and the working set, at their peak."""
+    """What the compute device takes at its peak: of a GPU's memory; where the CPU computes, of this: weights that pass
+    through, gradients and the working set."""
     total: int
 
 
@@ -73,6 +80,7 @@ def host_memory(
     process_bytes: int,
     limit_bytes: int,
     overlap: Overlap = "optimized",
+    on_gpu: bool = False,
 ) -> tuple[HostMemory, int]:
     """What a step needs, and how many blocks' held gradients must go to NVMe. Raises DoesNotFit.
 
@@ -82,9 +90,13 @@ def host_memory(
     updates = [
         placement.update_stage(block.index, holds_gradients=holds_gradients, overlap=overlap) for block in spec.blocks
     ]
-    stages = _Step(spec, state, workload, placement, updates).stages()
+    stages = _Step(spec, state, workload, placement, updates, on_gpu=on_gpu).stages()
     resident_bytes = _resident_bytes(spec, state, placement)
     hidden_bytes = passing_bytes(spec, state, tokens=workload.tokens, sequence_len=workload.sequence_len)
+    gpu_bytes = 0
+    if on_gpu:
+        hidden_bytes = 0
+        gpu_bytes = gpu_memory_bytes(spec, state, workload, largest_unit_bytes=aside.largest_unit_bytes)
     always = process_bytes + hidden_bytes + resident_bytes + aside.memory_bytes
     arriving = [
         0 if stage == "backward" else block.num_elements * state.gradient
@@ -105,7 +117,7 @@ def host_memory(
             block=peak.block,
             working_set=peak.working_set,
             held_gradients=held_bytes[num_in_memory],
-            device=max(stage.block + stage.working_set for stage in stages),
+            device=gpu_bytes or max(stage.block + stage.working_set for stage in stages),
             total=total(peak),
         )
 
@@ -151,23 +163,23 @@ class _Step:
         workload: Workload,
         placement: Placement,
         updates: Sequence[Stage],
+        *,
+        on_gpu: bool,
     ) -> None:
         self._spec = spec
         self._state = state
         self._workload = workload
         self._placement = placement
         self._updates = updates
+        self._on_gpu = on_gpu
         self._uses = step_uses(spec)
         tokens = workload.micro_batch_tokens
-        self._activation_bytes = [block_activation_bytes(spec, block, state, tokens=tokens) for block in spec.blocks]
+        self._activation_bytes = [
+            0 if on_gpu else block_activation_bytes(spec, block, state, tokens=tokens) for block in spec.blocks
+        ]
         largest = max(block.num_elements for block in spec.blocks)
         self._group_bytes = _NUM_GROUPS * state.record * min(GROUP_ELEMENTS, largest)
-        # The head's part of a tied embedding's gradient waits, in fp32, for the embedding's own.
-        # So do, in the compute dtype, its rows of the step's distinct tokens, once for each micro-batch.
-        self._tied_bytes = 0
-        if spec.tied:
-            rows = workload.num_micro_batches * min(workload.tokens, spec.vocab_size)
-            self._tied_bytes = 4 * spec.blocks[0].num_elements + rows * spec.hidden_size * state.compute
+        self._tied_bytes = 0 if on_gpu else tied_bytes(spec, state, workload)
 
     def stages(self) -> list[_Stage]:
         num_blocks = len(self._spec.blocks)
@@ -197,17 +209,16 @@ class _Step:
     def _head(self) -> _Stage:
         spec, state, tokens = self._spec, self._state, self._workload.micro_batch_tokens
         embedding, head = spec.blocks[0], spec.blocks[-1]
-        chunk_tokens = min(tokens, max(16, _CHUNK_LOGITS_BYTES // (4 * spec.vocab_size)))
         # The chunks' gradients of a tied weight are added up in fp32 before they become one.
-        tied_part = 4 * embedding.num_elements if spec.tied and chunk_tokens < tokens else 0
+        tied_part = 4 * embedding.num_elements if spec.tied and head_chunk_tokens(spec, tokens=tokens) < tokens else 0
         multiplied = head.num_elements + (embedding.num_elements if spec.tied else 0)
         computing = multiplied * state.compute + 4 * head.num_elements + tied_part
-        logits = _LOGITS_COPIES * 4 * chunk_tokens * spec.vocab_size
+        logits = 0 if self._on_gpu else logits_bytes(spec, tokens=tokens)
         return _Stage(
             num_held=0,
             block=self._window(len(spec.blocks) - 1, num_open=2 if spec.tied else 1)
             + self._tied_bytes
-            + max(computing, self._handing_over(head, sum_bytes=4))
+            + self._gradient(head, computing, sum_bytes=4)
             + self._groups_beneath_backward(),
             working_set=_RUNTIME_BYTES + logits + 2 * self._activation_bytes[head.index],
         )
@@ -226,7 +237,7 @@ class _Step:
             num_held=num_arrived - len(pending),
             block=self._window(len(self._uses) - len(spec.blocks) + num_arrived)
             + (0 if is_embedding else self._tied_bytes)
-            + max(computing, self._handing_over(block, sum_bytes=sum_bytes))
+            + self._gradient(block, computing, sum_bytes=sum_bytes)
             + self._pending(pending)
             + self._groups_beneath_backward(),
             working_set=_RUNTIME_BYTES + 2 * self._activation_bytes[block.index],
@@ -247,7 +258,8 @@ class _Step:
         is_head = position == len(self._spec.blocks) - 1
         return _Stage(
             num_held=len(self._spec.blocks),
-            block=self._window(position) + (4 * block.num_elements + self._tied_bytes if is_head else 0),
+            block=self._window(position)
+            + (4 * block.num_elements + self._tied_bytes if is_head and not self._on_gpu else 0),
             working_set=_RUNTIME_BYTES + self._activation_bytes[block.index],
         )
 
@@ -272,11 +284,13 @@ class _Step:
         """Where all gradients are held, the engine may still speculate that nothing will be clipped."""
         return 0 if self._updates[0] == "update" else self._group_bytes
 
-    def _handing_over(self, block: BlockSpec, *, sum_bytes: int) -> int:
-        """The sum, its rounding and one parameter's norm."""
+    def _gradient(self, block: BlockSpec, computing: int, *, sum_bytes: int) -> int:
+        """What making it takes, or handing it over: the sum, its rounding and one parameter's norm."""
+        if self._on_gpu:
+            return block.num_elements * self._state.gradient
         rounded = self._state.gradient if sum_bytes != self._state.gradient else 0
         norm = 4 * max((parameter.num_elements for parameter in block.parameters), default=0)
-        return block.num_elements * (sum_bytes + rounded) + norm
+        return max(computing, block.num_elements * (sum_bytes + rounded) + norm)
 
 
 def _resident_bytes(spec: ModelSpec, state: StateBytes, placement: Placement) -> int:

@@ -314,6 +314,7 @@ def _memory(case: Case, placement: Placement, aside: Aside) -> tuple[HostMemory,
         process_bytes=case.process_bytes,
         limit_bytes=case.limit_bytes,
         overlap=case.overlap,
+        on_gpu=case.hardware.link is not None,
     )
 
 

@@ -7,14 +7,15 @@ Invariant: a plan fits; what does not is refused by `make_plan`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.errors import DoesNotFit
+from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES, HardwareProfile
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import Aside
 from ratel_cli.planning.capacity import HostMemory, check_device_memory
-from ratel_cli.planning.choose import Case, choose, curve
+from ratel_cli.planning.choose import Case, Choice, choose, curve
 from ratel_cli.planning.costs import StageTime, StepTime
 from ratel_cli.planning.model_profile import ModelProfile, Source
 from ratel_cli.planning.placement import Activations, Overlap, Placement
@@ -96,6 +97,12 @@ class Plan:
     def held_in_memory_bytes(self) -> int | None:
         """The limit on held gradients in memory; None when all of them fit."""
         return self.memory.held_gradients if self.spilled_blocks else None
+
+    @property
+    def device_allocation_bytes(self) -> int | None:
+        """What of the limit on a GPU's memory is left to allocate."""
+        limit_bytes = self.decisions.device_limit_bytes
+        return None if limit_bytes is None else max(0, limit_bytes - GPU_CONTEXT_BYTES)
 
     @property
     def case(self) -> Literal[1, 2, 3]:
@@ -194,8 +201,7 @@ def make_plan(
         process_bytes=process_bytes,
         limit_bytes=decisions.host_limit_bytes,
     )
-    choice = choose(case)
-    check_device_memory(choice.memory, decisions.device_limit_bytes)
+    choice = _choose(case, decisions.device_limit_bytes)
     spilled_bytes = gradient_bytes(spec, state, num_blocks=choice.spilled_blocks)
     number, layers = workload.num_micro_batches, [profile.profiles[index] for index in profile.layers]
     inter_block_bytes = number * sum(layer.input_bytes for layer in layers)
@@ -222,6 +228,19 @@ def make_plan(
         traffic=choice.traffic,
         time=choice.time,
     )
+
+
+def _choose(case: Case, device_limit_bytes: int | None) -> Choice:
+    """The best choice, or, if a GPU has no room for what that swaps, the best that swaps nothing but inputs."""
+    choice = choose(case)
+    try:
+        check_device_memory(choice.memory, device_limit_bytes)
+    except DoesNotFit:
+        if case.hardware.link is None or case.activations != "auto":
+            raise
+        choice = choose(replace(case, activations="recompute"))
+        check_device_memory(choice.memory, device_limit_bytes)
+    return choice
 
 
 def _swapped_operators(order: Order, swap: Swap, num_micro_batches: int) -> Iterator[SwappedOperator]:

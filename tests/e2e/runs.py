@@ -68,6 +68,7 @@ SETTINGS: dict[str, object] = {
     "weight_decay": 0.1,
     "max_grad_norm": 1.0,
     "dtype": "float32",
+    "device": "cpu",
     "storage": {"engine": "threads"},
     "limits": {"host_memory": "20GiB"},
 }

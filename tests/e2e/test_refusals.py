@@ -76,6 +76,15 @@ def test_too_little_memory_is_known_before_anything_is_written(make_config: Make
     assert not store_of(config).parent.exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_gpu_that_is_not_there(make_config: MakeConfig) -> None:
+    config = make_config(device="cuda")
+    ended = finetune(config)
+    refused(ended, 3, "device: cuda, but there is no CUDA device here")
+    assert "hint: set device: cpu" in ended.told
+    assert not store_of(config).parent.exists()
+
+
 def test_pickles_are_never_loaded(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
     directory, canary = copy_base(base, tmp_path / "pickled"), tmp_path / "canary"
 

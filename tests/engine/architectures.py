@@ -70,6 +70,27 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
 ARCHITECTURES = tuple(_ARCHITECTURES)
 
 
+_LARGER: dict[str, object] = {
+    "vocab_size": 128,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "head_dim": 64,
+    "n_embd": 256,
+    "d_model": 256,
+    "ffn_dim": 512,
+    "word_embed_proj_dim": 256,
+    "rotary_dim": 32,
+}
+
+
+def larger_config(architecture: str, **changes: object) -> PretrainedConfig:
+    """The same with sizes that GPUs like: every parameter takes a multiple of 256 bytes, as in models that are used."""
+    _, values = _ARCHITECTURES[architecture]
+    larger = {name: value for name, value in _LARGER.items() if name in values}
+    return tiny_config(architecture, **{**larger, **changes})
+
+
 def tiny_config(architecture: str, **changes: object) -> PretrainedConfig:
     """A fresh configuration; `changes` are laid over it."""
     class_name, values = _ARCHITECTURES[architecture]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ratel_cli import _native
 from ratel_cli.engine.adamw import AdamWSettings
+from ratel_cli.engine.device import Device, open_device
 from ratel_cli.engine.opening import open_engine
 from ratel_cli.engine.pipeline import GROUP_ELEMENTS
 from ratel_cli.engine.state import StepOutcome
@@ -22,7 +23,7 @@ from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.load import import_weights
 from ratel_cli.model.skeleton import build_skeleton, supported_attention
 from ratel_cli.model.spec import DtypeName
-from ratel_cli.movement.buffers import BufferPool
+from ratel_cli.movement.buffers import BufferPool, Pin
 from ratel_cli.movement.checksums import CHUNK_ELEMENTS
 from ratel_cli.movement.copies import view_field
 from ratel_cli.movement.durable import Barrier
@@ -179,6 +180,10 @@ def progress_at(step: int) -> Progress:
     return Progress(step=step, updates=step, loss_scale=1.0, good_steps=0, tokens=0)
 
 
+def _the_cpu(timeline: Timeline) -> AbstractContextManager[Device]:
+    return open_device(torch.device("cpu"), timeline)
+
+
 @contextmanager
 def machine(
     directory: Path,
@@ -199,6 +204,8 @@ def machine(
     placement: Placement = NOTHING_AHEAD,
     group_elements: int = GROUP_ELEMENTS,
     activation_bytes: int = 1 << 26,
+    devices: Callable[[Timeline], AbstractContextManager[Device]] = _the_cpu,
+    pin: Pin | None = None,
 ) -> Iterator[Machine]:
     """A machine on a new store, or, without `weights`, on the store that an earlier one left in `directory`.
 
@@ -211,7 +218,7 @@ def machine(
     elements = [block.num_elements for block in model.spec.blocks]
     with ExitStack() as resources:
         queue = queue or resources.enter_context(open_queue(io_engine, notice=lambda text: None))
-        pool = resources.enter_context(BufferPool(None))
+        pool = resources.enter_context(BufferPool(None, pin=pin))
         if weights is None:
             store = resources.enter_context(Store.open(paths, queue=queue, identity=IDENTITY, barrier=barrier))
         else:
@@ -237,6 +244,7 @@ def machine(
             resources.enter_context(Scratch(paths, activation_bytes, queue)) if placement.spilled_units else None
         )
         timeline = Timeline()
+        device = resources.enter_context(devices(timeline))
         adamw = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=recipe.weight_decay)
         settings = UpdateSettings(
             gradient_dtype=recipe.gradient_dtype or recipe.dtype,
@@ -256,7 +264,7 @@ def machine(
                     updates=settings,
                     placement=placement,
                     seed=recipe.seed,
-                    device=torch.device("cpu"),
+                    device=device,
                     timeline=timeline,
                     scratch=scratch,
                     activation_scratch=activation_scratch,

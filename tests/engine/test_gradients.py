@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from ratel_cli.engine.device import HostDevice
 from ratel_cli.engine.gradients import GradientSum, TiedSum, clip_coefficient, total_norm
+from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.model.spec import BlockSpec, lay_out_block
 from ratel_cli.movement.buffers import BufferPool
 from ratel_cli.movement.queue import open_queue
 from ratel_cli.movement.scratch import Scratch
 
+HOST = HostDevice(Timeline())
 SHAPES = [("a", (3, 5)), ("b", (7,)), ("c", (64, 33)), ("d", (1,))]
 
 
@@ -34,7 +37,7 @@ def random_gradients(seed: int, dtype: torch.dtype) -> list[torch.Tensor | None]
 def test_sum_in_fp32_rounded_once(block: BlockSpec, dtype: torch.dtype, contributions: int) -> None:
     parts = [random_gradients(seed, dtype) for seed in range(contributions)]
     with BufferPool(None) as pool:
-        total = GradientSum(block, pool, dtype=dtype, single=contributions == 1)
+        total = GradientSum(block, pool, HOST, dtype=dtype, single=contributions == 1)
         for part in parts:
             total.add(part)
         gradient = total.finish()
@@ -52,12 +55,12 @@ def test_sum_in_fp32_rounded_once(block: BlockSpec, dtype: torch.dtype, contribu
 
 def test_none_stays_none(block: BlockSpec) -> None:
     with BufferPool(None) as pool:
-        total = GradientSum(block, pool, dtype=torch.float32, single=False)
+        total = GradientSum(block, pool, HOST, dtype=torch.float32, single=False)
         total.add([None, torch.ones(7), None, None])
         total.add([None, torch.ones(7), torch.ones(64, 33), None])
         gradient = total.finish()
         assert gradient.present == (False, True, True, False)
-        assert set(gradient.norms(1.0)) == {"b", "c"}
+        assert set(gradient.norms) == {"b", "c"}
         gradient.release()
 
 
@@ -75,10 +78,10 @@ def test_norm_and_coefficient_are_torchs(block: BlockSpec, dtype: torch.dtype, m
     before = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
     wanted = nn.utils.clip_grad_norm_(parameters, max_norm)
     with BufferPool(None) as pool:
-        total = GradientSum(block, pool, dtype=dtype, single=True)
+        total = GradientSum(block, pool, HOST, dtype=dtype, single=True)
         total.add(parts)
-        gradient = total.finish()
-        norm = total_norm(gradient.norms(scale), ["a", "b", "c", "d"])
+        gradient = total.finish(scale)
+        norm = total_norm(gradient.norms, ["a", "b", "c", "d"])
         gradient.release()
     assert torch.equal(norm, wanted)
     coefficient = clip_coefficient(norm, max_norm)
@@ -103,7 +106,7 @@ def test_spilled_and_fetched_is_unchanged(block: BlockSpec, tmp_path: Path) -> N
         open_queue("threads", notice=print) as queue,
         Scratch([tmp_path], 1 << 20, queue) as scratch,
     ):
-        total = GradientSum(block, pool, dtype=torch.float32, single=True)
+        total = GradientSum(block, pool, HOST, dtype=torch.float32, single=True)
         total.add(random_gradients(5, torch.float32))
         gradient = total.finish()
         wanted = gradient.flat.clone()
@@ -136,7 +139,7 @@ def test_tied_sum_adds_in_the_order_of_plain_pytorch(dtype: torch.dtype, num_mic
     for head, embedding in zip(heads, embeddings, strict=True):
         wanted = wanted + (head + embedding).float()
     with BufferPool(None) as pool:
-        total = GradientSum(block, pool, dtype=torch.float32, single=False)
+        total = GradientSum(block, pool, HOST, dtype=torch.float32, single=False)
         rows = TiedSum(total, ids)
         for head in heads:
             rows.add_head(head)

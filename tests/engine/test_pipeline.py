@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ratel_cli.engine.adamw import AdamWSettings, AdamWUpdate, GroupAdamW
+from ratel_cli.engine.device import HostDevice
 from ratel_cli.engine.gradients import BlockGradient, GradientSum
 from ratel_cli.engine.groups import BlockUpdate, Group, GroupWork
 from ratel_cli.engine.pipeline import GroupOrder, UpdatePipeline
@@ -23,6 +24,7 @@ from ratel_cli.movement.store import Store
 from tests.fakes import Fault, FaultyQueue
 from tests.movement.stores import create_store, progress_of
 
+HOST = HostDevice(Timeline())
 ADAMW = AdamWUpdate(number=1, learning_rate=1e-3, gradient_scale=1.0)
 
 
@@ -36,7 +38,7 @@ def blocks_of(*num_groups: int) -> list[BlockSpec]:
 
 
 def update_of(block: BlockSpec, pool: BufferPool) -> BlockUpdate:
-    total = GradientSum(block, pool, dtype=torch.bfloat16, single=True)
+    total = GradientSum(block, pool, HOST, dtype=torch.bfloat16, single=True)
     total.add([torch.ones(parameter.shape, dtype=torch.bfloat16) for parameter in block.parameters])
     return BlockUpdate(gradient=total.finish(), weights=None, adamw=ADAMW)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ratel_cli.engine.recording import StepRecording
+from ratel_cli.engine.tape import PACKED_ALIGNMENT
 from ratel_cli.engine.telemetry import Span
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import put_aside
@@ -43,7 +44,7 @@ def recorded(ratel: Machine, recipe: Recipe, batches: list[Batch]) -> ModelProfi
         recording.units(),
         seconds_of(spec, ratel.timeline.take().spans),
         num_blocks=len(spec.blocks),
-        input_bytes=align_up(tokens * spec.hidden_size * 2, 64),
+        input_bytes=align_up(tokens * spec.hidden_size * 2, PACKED_ALIGNMENT),
         flops_head=0,
         micro_batch_tokens=tokens,
         sequence_len=tokens,

@@ -13,6 +13,7 @@ from ratel_cli.engine.tape import Recorder, Replayer, Tape
 from ratel_cli.errors import RatelError
 from ratel_cli.planning.liveness import Decision
 
+ATTENTION = tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
 Block = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -165,3 +166,50 @@ def test_another_forward_is_refused(weights: list[nn.Parameter], hidden: torch.T
         gradients(lambda x: torch.tanh(x @ weights[0]).sin(), hidden, [weights[0]], tape)
     with pytest.raises(RatelError, match="now it is the end"):
         gradients(lambda x: x @ weights[0], hidden, [weights[0]], tape)
+
+
+def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.1, True)[0]
+    return output
+
+
+def _efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, None, True)[0]
+    return output
+
+
+def _cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, True)[0]
+    return output
+
+
+@pytest.mark.parametrize("attend", [_flash, _efficient, _cudnn])
+def test_attention_on_a_gpu_is_swapped_whole(attend: Callable[..., torch.Tensor]) -> None:
+    """Without values, as there is no GPU: its tuple comes back with the very integers that its backward is to get."""
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return attend(x * 2, x * 3, x * 4).tanh()
+
+    hidden = torch.empty(1, 2, 8, 16, dtype=torch.bfloat16, device="meta")
+    recorder = Recorder(swapped=[f"aten.{name}.default#0" for name in ATTENTION])
+    with recorder.recording():
+        block(hidden.detach().requires_grad_())
+    tape, aside = recorder.finish()
+    [(position, tensors)] = aside.items()
+    assert tape.decisions[position] is Decision.SWAP
+    assert tensors and all(tensor.is_floating_point() for tensor in tensors)
+    returned = tape.outputs[position]
+    assert returned is not None and len(returned) > len(tensors)
+    leaf = hidden.detach().requires_grad_()
+    with Replayer(tape, aside) as replayer:
+        output = block(leaf)
+    replayer.check_complete()
+    [gradient] = torch.autograd.grad(output, [leaf], torch.empty_like(output))
+    assert gradient.shape == hidden.shape
+    # Recomputed, it draws what it drew: its position is among those whose generator's state is kept.
+    recorder = Recorder()
+    with recorder.recording():
+        block(hidden.detach().requires_grad_())
+    again, _ = recorder.finish()
+    assert again.decisions[position] is Decision.EXEC
+    assert position in again.random_states

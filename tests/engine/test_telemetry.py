@@ -90,6 +90,32 @@ def test_waits_add_up_by_cause() -> None:
     assert set(waited.values()) == {0.0}
 
 
+def test_a_wait_counts_as_far_as_nothing_computed() -> None:
+    """Where a GPU computes, what drives it may stand still while it goes on."""
+    timeline = Timeline()
+    record(timeline, ("compute", 1, 3), ("compute", 4, 5), ("nvme read", 0, 9))
+    timeline.stood_still("nvme read", 2, 6)
+    timeline.stood_still("up", 1, 2.5)
+    timeline.stood_still("down", 0, 10)
+    timeline.stood_still("optimizer", 6, 7)
+    waited = timeline.take().waited
+    assert (waited["nvme read"], waited["up"], waited["down"], waited["optimizer"]) == (2, 0, 7, 1)
+
+
+def test_a_wait_counts_as_far_as_nothing_computed_by_brute_force() -> None:
+    draw = random.Random(11)
+    for _ in range(100):
+        timeline, moments = Timeline(), sorted(draw.sample(range(60), 2 * draw.randrange(8)))
+        computing = list(zip(moments[::2], moments[1::2], strict=True))
+        draw.shuffle(computing)
+        record(timeline, *(("compute", start, end) for start, end in computing))
+        waits = [(start, start + draw.randrange(9)) for start in draw.choices(range(60), k=draw.randrange(6))]
+        for start, end in waits:
+            timeline.stood_still("up", start, end)
+        busy = {second for start, end in computing for second in range(start, end)}
+        assert timeline.take().waited["up"] == sum(len(set(range(*wait)) - busy) for wait in waits)
+
+
 def test_a_span_tells_what_it_is_about() -> None:
     timeline = Timeline()
     before = perf_counter()

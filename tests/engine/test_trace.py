@@ -141,6 +141,29 @@ def test_arrows_tell_what_waited_for_what(tmp_path: Path, num_blocks: int, num_g
     assert sorted(arrows_of(events)) == sorted(expected)
 
 
+def test_arrows_over_the_link_to_a_gpu(tmp_path: Path) -> None:
+    events = draw(
+        tmp_path / "trace.json",
+        [
+            span("nvme read", 0, 1, stage="backward"),
+            span("up", 1, 2, stage="backward"),
+            span("compute", 2, 3, stage="backward"),
+            span("down", 3, 4, stage="backward"),
+            span("optimizer", 4, 5, stage="update"),
+        ],
+    )
+    assert arrows_of(events) == [
+        ("nvme read backward 0.0", "up backward 0.0"),
+        ("up backward 0.0", "compute backward 0.0"),
+        ("compute backward 0.0", "down backward 0.0"),
+        ("down backward 0.0", "optimizer update 0.0"),
+    ]
+
+
+def test_activations_that_leave_in_forward_have_no_arrow(tmp_path: Path) -> None:
+    assert arrows_of(draw(tmp_path / "trace.json", [span("compute", 0, 1), span("down", 1, 2)])) == []
+
+
 def test_arrows_reach_from_step_to_step(tmp_path: Path) -> None:
     """The update of a step may run beneath the forward of the next."""
     events = draw(
@@ -180,7 +203,7 @@ def test_an_arrow_without_another_end_is_left_out(tmp_path: Path) -> None:
             span("compute", 1, 2, block=2),
             span("compute", 2, 3, block=1, stage="backward"),
             span("nvme write", 3, 4, block=1, stage="backward"),
-            span("up", 4, 5, block=1),
+            span("up", 4, 5, block=3),
             span("down", 5, 6, block=1),
         ],
     )

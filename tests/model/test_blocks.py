@@ -195,3 +195,25 @@ def test_models_without_a_head_are_refused() -> None:
 
     with pytest.raises(BadInput, match="has no output head"):
         find_blocks(Bare(), name="odd")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "olmo"])
+def test_what_is_no_weight_is_placed_where_computing_is(architecture: str) -> None:
+    """Buffers, and what rests outside the layers; bound weights are where they are given."""
+    model = find_blocks(
+        build_skeleton(tiny_config(architecture), dtype="bfloat16", attn_implementation="sdpa"), name="m"
+    )
+    shapes = {name: parameter.shape for name, parameter in model.skeleton.named_parameters()}
+    buffers = dict(model.skeleton.named_buffers())
+    assert not any(buffer.is_meta for buffer in buffers.values())
+    model.place(torch.device("cpu"))
+    assert all(buffer is buffers[name] for name, buffer in model.skeleton.named_buffers())
+    model.place(torch.device("meta"))
+    assert all(buffer.is_meta for buffer in model.skeleton.buffers())
+    assert all(parameter.is_meta for parameter in model.skeleton.parameters())
+    assert {name: parameter.shape for name, parameter in model.skeleton.named_parameters()} == shapes
+    embedding = model.spec.blocks[0]
+    bound = model.bind(embedding, torch.zeros(embedding.num_elements, dtype=torch.bfloat16))
+    assert model.skeleton.get_input_embeddings().weight is bound[0]
+    model.release(embedding)
+    assert model.skeleton.get_input_embeddings().weight.is_meta

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -236,3 +237,64 @@ def test_many_threads_never_share_a_buffer_or_pass_the_limit() -> None:
             thread.join()
         assert not wrong
         assert pool.leased_bytes == 0 and pool.peak_bytes <= limit_bytes
+
+
+class Pins:
+    """Notes what is pinned and unpinned, and that whatever is unpinned is still mapped."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self._refuses = refuses
+        self.sizes: dict[int, int] = {}
+        self.unpinned: list[int] = []
+
+    def __call__(self, address: int, num_bytes: int) -> Callable[[], None] | None:
+        if self._refuses:
+            return None
+        assert address % PAGE_BYTES == 0 and address not in self.sizes
+        self.sizes[address] = num_bytes
+        return lambda: self._unpin(address)
+
+    def _unpin(self, address: int) -> None:
+        assert mappings_of(address, PAGE_BYTES), "was unmapped first"
+        self.unpinned.append(self.sizes.pop(address))
+
+
+@pytest.mark.parametrize("num_bytes", [1, PAGE_BYTES, 3 * MIB + 5])
+def test_what_is_pinned_is_the_memory_and_no_byte_more(num_bytes: int) -> None:
+    pins = Pins()
+    with BufferPool(None, pin=pins) as pool:
+        lease = pool.lease(num_bytes, "test")
+        size_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+        assert pins.sizes == {address_of(lease.memory): size_bytes}
+        lease.release()
+        pool.lease(num_bytes, "again").release()
+        assert len(pins.sizes) == 1 and not pins.unpinned, "what is kept stays pinned"
+        pool.trim()
+        assert pins.unpinned == [size_bytes] and not pins.sizes
+
+
+def test_nothing_is_pinned_of_an_empty_lease() -> None:
+    pins = Pins()
+    with BufferPool(None, pin=pins) as pool, pool.lease(0, "test"):
+        assert not pins.sizes
+
+
+def test_memory_is_unpinned_before_it_is_unmapped() -> None:
+    pins = Pins()
+    pool = BufferPool(2 * PAGE_BYTES, pin=pins)
+    first = pool.lease(PAGE_BYTES, "a")
+    view = first.memory[:3]
+    first.release()
+    second = pool.lease(2 * PAGE_BYTES, "b")  # makes room
+    assert pins.unpinned == [PAGE_BYTES]
+    view[:] = b"abc"  # still mapped, for whoever looks
+    pool.close()
+    assert pins.unpinned == [PAGE_BYTES]
+    second.release()
+    assert pins.unpinned == [PAGE_BYTES, 2 * PAGE_BYTES]
+
+
+def test_memory_that_cannot_be_pinned_is_as_good() -> None:
+    with BufferPool(None, pin=Pins(refuses=True)) as pool, pool.lease(PAGE_BYTES, "test") as lease:
+        lease.memory[0] = 7
+        assert lease.memory[0] == 7

@@ -88,6 +88,7 @@ def walk(unit_bytes: list[int], num_micro_batches: int, spilled_units: int) -> A
         window_bytes=found.window_bytes if len(set(spilled)) > 1 else most_leased,
         written_bytes=sum(spilled),
         read_bytes=read_bytes,
+        largest_unit_bytes=max(unit_bytes),
     )
 
 

@@ -12,7 +12,7 @@ from ratel_cli.engine.pipeline import GROUP_ELEMENTS
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning import capacity
-from ratel_cli.planning.activations import Aside, block_activation_bytes, put_aside
+from ratel_cli.planning.activations import Aside, block_activation_bytes, head_chunk_tokens, put_aside
 from ratel_cli.planning.capacity import HostMemory, check_device_memory, host_memory
 from ratel_cli.planning.placement import Overlap, Placement
 from ratel_cli.planning.workload import StateBytes, Workload
@@ -270,4 +270,5 @@ def test_a_model_of_one_billion_parameters_fits_where_it_must() -> None:
 def test_its_constants_are_those_of_the_engine() -> None:
     assert capacity.GROUP_ELEMENTS == GROUP_ELEMENTS
     for vocab_size in (1, 4096, 262144, 10_000_000):
-        assert tokens_per_chunk(vocab_size) == max(16, capacity._CHUNK_LOGITS_BYTES // (4 * vocab_size))
+        spec = replace(gpt(), vocab_size=vocab_size)
+        assert tokens_per_chunk(vocab_size) == head_chunk_tokens(spec, tokens=1 << 40)

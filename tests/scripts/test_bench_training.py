@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 TINY = ("--shape", "tiny", "--tokens", "16", "--micro-batches", "2", "--steps", "4", "--rounds", "1")
@@ -85,6 +86,35 @@ def test_what_durability_costs(tmp_path: Path) -> None:
     assert "for durability and checksums" in output
     assert len(summary["durable_seconds"]) == len(summary["bare_seconds"]) > 0  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_benchmark_of_a_gpu_runs(tmp_path: Path) -> None:
+    """On the CPU, which shows that all its parts are there."""
+    shape = ("--shape", "tiny", "--tokens", "32", "--rows", "2", "--micro-batches", "1", "--steps", "1")
+    where = ("--device", "cpu", "--directory", str(tmp_path), "--host-memory-gib", "3")
+    output, summary = run("bench_gpu", *shape, *where)
+    assert "planned point, slower than the best one measured" in output
+    assert [point["name"] for point in summary["steps"]] == ["ratel, 24 GiB", "ratel, 16 GiB"]  # type: ignore[index]
+    assert [point["name"] for point in summary["overlap"]] == ["optimized", "naive", "separate"]  # type: ignore[index]
+    assert [point["name"] for point in summary["sweep"]] == ["planned", "0%", "25%", "50%", "100%"]  # type: ignore[index]
+    assert summary["largest"].keys() == {"24.0", "16.0"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_benchmark_of_a_gpu_leaves_out_what_it_has_no_time_for(tmp_path: Path) -> None:
+    shape = ("--shape", "tiny", "--tokens", "32", "--rows", "2", "--micro-batches", "1", "--minutes", "0")
+    where = ("--device", "cpu", "--directory", str(tmp_path), "--host-memory-gib", "3")
+    output, summary = run("bench_gpu", *shape, *where)
+    assert output.count("left out, for lack of time") == 2 + 2 + 3 + 5
+    assert not summary["plain"] and not summary["steps"] and not summary["sweep"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_benchmark_of_a_gpu_wants_one() -> None:
+    command = [sys.executable, "-m", "scripts.bench_gpu"]
+    refused = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert refused.returncode == 1
+    assert "there is no CUDA device here" in refused.stderr and "Traceback" not in refused.stderr
 
 
 def test_the_optimizer_alone(tmp_path: Path) -> None:

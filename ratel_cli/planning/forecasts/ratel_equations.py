@@ -22,7 +22,7 @@ from ratel_cli.planning.papers.prefix import Operator
 from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.traffic import Traffic, step_traffic
 
-_NOTHING_ASIDE = Aside(total_bytes=0, host_bytes=0, window_bytes=0, written_bytes=0, read_bytes=0)
+_NOTHING_ASIDE = Aside(total_bytes=0, host_bytes=0, window_bytes=0, written_bytes=0, read_bytes=0, largest_unit_bytes=0)
 _NO_TRAFFIC = Traffic(
     forward_read_bytes=0,
     forward_written_bytes=0,
@@ -74,6 +74,7 @@ class RatelEquations:
             window_bytes=0,
             written_bytes=spilled_bytes,
             read_bytes=spilled_bytes,
+            largest_unit_bytes=0,
         )
         level = max(0, bisect_right(self._level_bytes, self.host_room_bytes - aside.host_bytes) - 1)
         placement, traffic = self._at_level(level)

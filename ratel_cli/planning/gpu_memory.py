@@ -1,0 +1,118 @@
+"""Will it fit on the GPU: its memory at the peak of a step. Used by `planning.capacity`. Pure.
+
+All micro-batches' hidden states and gradients of them stay there. A step is followed use by use (planning/uses.py);
+each takes the weights of its block and room for those of the next (engine/weights.py), the activations of a layer,
+the unit that leaves or comes beneath it (engine/activations.py), and in backward gradients, their sum in fp32 and what
+of the block before is still on its way down (engine/cuda.py).
+"""
+
+from __future__ import annotations
+
+from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
+from ratel_cli.model.spec import BlockSpec, ModelSpec
+from ratel_cli.planning.activations import (
+    block_activation_bytes,
+    head_chunk_tokens,
+    logits_bytes,
+    passing_bytes,
+    tied_bytes,
+)
+from ratel_cli.planning.uses import Use, step_uses
+from ratel_cli.planning.workload import StateBytes, Workload
+from ratel_cli.units import MIB
+
+_WORKSPACE_BYTES = 128 * MIB
+"""Of cuBLAS, and what the allocator rounds up."""
+
+
+def gpu_memory_bytes(spec: ModelSpec, state: StateBytes, workload: Workload, *, largest_unit_bytes: int) -> int:
+    """The most that a step takes. `largest_unit_bytes` is what one layer puts aside for one micro-batch."""
+    step = _GpuStep(spec, state, workload, largest_unit_bytes)
+    always = passing_bytes(spec, state, tokens=workload.tokens, sequence_len=workload.sequence_len)
+    return GPU_CONTEXT_BYTES + _WORKSPACE_BYTES + always + max(step.bytes_at(place) for place in range(step.num_uses))
+
+
+class _GpuStep:
+    """The uses of one step, and what each takes."""
+
+    def __init__(self, spec: ModelSpec, state: StateBytes, workload: Workload, largest_unit_bytes: int) -> None:
+        self._spec = spec
+        self._state = state
+        self._workload = workload
+        self._uses = step_uses(spec)
+        self._head_position = len(spec.blocks) - 1
+        # One is computed with or leaves, one is put aside or comes.
+        self._unit_bytes = 2 * largest_unit_bytes
+        self._tied_bytes = tied_bytes(spec, state, workload)
+
+    @property
+    def num_uses(self) -> int:
+        return len(self._uses)
+
+    def bytes_at(self, position: int) -> int:
+        """Beside what stays all along."""
+        if position < self._head_position:
+            return self._forward(position)
+        if position == self._head_position:
+            return self._head()
+        if self._spec.tied and position == self._head_position + 1:
+            return 0  # the embedding is open beside the head
+        return self._backward(position)
+
+    def _forward(self, position: int) -> int:
+        # The embedding's gradient is the last one to go down, and held until the first unit does.
+        leaving = self._uses[0].block.num_elements * self._state.gradient if position < 2 else 0
+        return self._window(position) + leaving + self._activations(self._uses[position].block) + self._unit_bytes
+
+    def _head(self) -> int:
+        spec, state, tokens = self._spec, self._state, self._workload.micro_batch_tokens
+        head, embedding = spec.blocks[-1], spec.blocks[0]
+        multiplied = head.num_elements + (embedding.num_elements if spec.tied else 0)
+        # The chunks' gradients of a tied weight are added up in fp32 before they become one.
+        tied_part = 4 * embedding.num_elements if spec.tied and head_chunk_tokens(spec, tokens=tokens) < tokens else 0
+        computing = multiplied * state.compute + 4 * head.num_elements + tied_part
+        return (
+            self._window(self._head_position, num_open=2 if spec.tied else 1)
+            + self._tied_bytes
+            + max(computing, self._handing_over(head, sum_bytes=4))
+            + logits_bytes(spec, tokens=tokens)
+            + 2 * self._activations(head)
+            + self._unit_bytes
+        )
+
+    def _backward(self, position: int) -> int:
+        state, use = self._state, self._uses[position]
+        is_embedding = position == len(self._uses) - 1
+        is_summed = self._workload.num_micro_batches > 1 or (self._spec.tied and is_embedding)
+        sum_bytes = 4 if is_summed else state.gradient
+        computing = use.block.num_elements * (state.compute + sum_bytes)
+        before = self._arrived_before(use)
+        return (
+            self._window(position)
+            + (0 if is_embedding else self._tied_bytes)
+            + max(computing, self._handing_over(use.block, sum_bytes=sum_bytes))
+            + before.num_elements * state.gradient
+            + 2 * self._activations(use.block)
+            + self._unit_bytes
+        )
+
+    def _arrived_before(self, use: Use) -> BlockSpec:
+        return self._spec.blocks[use.block.index + 1]
+
+    def _window(self, position: int, *, num_open: int = 1) -> int:
+        """Weights of the uses that are open, and room for those of the next."""
+        coming = self._uses[position : position + num_open + 1]
+        return self._state.compute * sum(use.block.num_elements for use in coming)
+
+    def _activations(self, block: BlockSpec) -> int:
+        """Of one micro-batch; and its mask, as attention makes it."""
+        workload = self._workload
+        tokens = workload.micro_batch_tokens
+        mask_bytes = tokens * workload.sequence_len * self._state.compute if block.kind == "layer" else 0
+        return block_activation_bytes(self._spec, block, self._state, tokens=tokens) + mask_bytes
+
+    def _handing_over(self, block: BlockSpec, *, sum_bytes: int) -> int:
+        """The sum and its rounding; then that and one parameter in fp32, twice where it is scaled."""
+        rounded = self._state.gradient if sum_bytes != self._state.gradient else 0
+        norm = 8 * max((parameter.num_elements for parameter in block.parameters), default=0)
+        return max(block.num_elements * (sum_bytes + rounded), block.num_elements * self._state.gradient + norm)

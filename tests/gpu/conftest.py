@@ -1,0 +1,26 @@
+"""What every test on a GPU needs: kernels that give the same bits each time, and memory that is free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils import deterministic
+
+# Before anything is multiplied on a GPU; a run does the same (hardware/gpu.py).
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@pytest.fixture(autouse=True)
+def _deterministic_like_a_run() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

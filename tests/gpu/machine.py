@@ -1,0 +1,56 @@
+"""Ratel's engine on a GPU, for tests: a tiny model, a real store, pinned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from ratel_cli.engine.device import Device, open_device
+from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.model.spec import DtypeName
+from ratel_cli.movement.pinning import CudaPinning
+from tests.engine.machine import Batch, Machine, initial_weights, machine
+from tests.reference import Recipe, Trained, train_in_memory
+
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def on_gpu(timeline: Timeline, *, limit_bytes: int | None = None) -> AbstractContextManager[Device]:
+    """The device of a run."""
+    return open_device(torch.device("cuda"), timeline, limit_bytes=limit_bytes)
+
+
+@contextmanager
+def gpu_machine(
+    directory: Path,
+    config: PretrainedConfig,
+    recipe: Recipe,
+    *,
+    dtype: DtypeName = "bfloat16",
+    weights: Mapping[str, torch.Tensor] | None = None,
+    limit_bytes: int | None = None,
+    **settings: object,
+) -> Iterator[Machine]:
+    """`machine` on the GPU, with these weights or the usual ones."""
+    with machine(
+        directory,
+        config,
+        recipe,
+        dtype=dtype,
+        weights=initial_weights(config) if weights is None else weights,
+        devices=lambda timeline: on_gpu(timeline, limit_bytes=limit_bytes),
+        pin=CudaPinning(pytest.fail),
+        **settings,  # type: ignore[arg-type]
+    ) as ratel:
+        yield ratel
+
+
+def gpu_reference(config: PretrainedConfig, steps: list[list[Batch]], recipe: Recipe) -> Trained:
+    """Plain PyTorch on the GPU."""
+    return train_in_memory(config, initial_weights(config), steps, replace(recipe, device="cuda"))

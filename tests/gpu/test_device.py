@@ -1,0 +1,204 @@
+"""The CUDA device keeps what `engine.device` promises: order, lifetime of memory, times; and its memory is pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ratel_cli.engine.cuda import CudaDevice
+from ratel_cli.engine.device import About
+from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.errors import BadInput, DoesNotFit
+from ratel_cli.movement.buffers import BufferPool, address_of
+from ratel_cli.movement.copies import view
+from ratel_cli.movement.pinning import CudaPinning
+from ratel_cli.units import MIB
+from tests.gpu.machine import NEEDS_GPU
+
+pytestmark = NEEDS_GPU
+
+ABOUT = About(label="bytes", block=1, stage="backward")
+LARGE = 256 * MIB
+
+
+@pytest.fixture
+def pool() -> Iterator[BufferPool]:
+    with BufferPool(None, pin=CudaPinning(pytest.fail)) as pool:
+        yield pool
+
+
+@pytest.fixture
+def timeline() -> Timeline:
+    return Timeline()
+
+
+@pytest.fixture
+def device(timeline: Timeline) -> Iterator[CudaDevice]:
+    with CudaDevice(torch.device("cuda"), timeline) as device:
+        yield device
+
+
+def keep_busy(device: CudaDevice) -> torch.Tensor:
+    """Tens of milliseconds of work for the stream that computes."""
+    matrix = torch.ones(8192, 8192, device=device.torch_device)
+    for _ in range(10):
+        matrix = matrix @ matrix * 1e-9
+    return matrix
+
+
+def test_what_goes_up_is_there_when_it_is_opened(device: CudaDevice, pool: BufferPool) -> None:
+    with pool.lease(LARGE, "test") as lease:
+        sent = view(lease.memory, torch.uint8)
+        for number in range(1, 6):
+            sent.fill_(number)
+            arrival = device.upload(lease.memory, device.reserve(LARGE), ABOUT)
+            found = arrival.open().clone()
+            arrival.wait()
+            sent.fill_(0)  # from now on that may be
+            assert bool((found == number).all())
+
+
+def test_what_comes_down_is_there_when_it_was_waited_for(device: CudaDevice, pool: BufferPool) -> None:
+    with pool.lease(LARGE, "one") as one, pool.lease(LARGE, "two") as two:
+        for number in range(1, 6):
+            keep_busy(device)
+            departures = [
+                device.download(
+                    [(torch.full((LARGE,), number + each, dtype=torch.uint8, device="cuda"), lease.memory)], ABOUT
+                )
+                for each, lease in enumerate((one, two))
+            ]
+            for departure in departures:
+                departure.wait()
+                assert departure.done
+            assert bool((view(one.memory, torch.uint8) == number).all())
+            assert bool((view(two.memory, torch.uint8) == number + 1).all())
+
+
+def test_what_leaves_may_come_back_at_once(device: CudaDevice, pool: BufferPool) -> None:
+    with pool.lease(LARGE, "test") as lease:
+        for number in range(1, 6):
+            leaving = torch.full((LARGE,), number, dtype=torch.uint8, device="cuda")
+            departure = device.download([(leaving, lease.memory)], ABOUT)
+            del leaving
+            arrival = device.upload(lease.memory, device.reserve(LARGE), ABOUT, after=departure)
+            assert bool((arrival.open() == number).all())
+            arrival.wait()
+
+
+def test_memory_is_given_out_anew_only_behind_its_last_use(device: CudaDevice, pool: BufferPool) -> None:
+    """Rooms and leaving tensors come and go on the host, far ahead of the GPU; no byte is overwritten too early."""
+    with pool.lease(LARGE, "up") as up, pool.lease(LARGE, "down") as down:
+        view(up.memory, torch.uint8).fill_(7)
+        arrivals, sums = [], []
+        keep_busy(device)
+        for _ in range(8):
+            arrival = device.upload(up.memory, device.reserve(LARGE), ABOUT)
+            values = arrival.open()
+            sums.append(values.sum(dtype=torch.int64))
+            departure = device.download([(values + 1, down.memory)], ABOUT)
+            arrivals.append(arrival)
+            del values, arrival
+        assert [int(each) for each in sums] == [7 * LARGE] * 8
+        departure.wait()
+        assert bool((view(down.memory, torch.uint8) == 8).all())
+        for arrival in arrivals:
+            arrival.wait()
+
+
+def test_it_takes_no_more_memory_however_far_it_is_behind(device: CudaDevice, pool: BufferPool) -> None:
+    with pool.lease(LARGE, "up") as up, pool.lease(LARGE, "down") as down:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        busy = keep_busy(device)
+        torch.cuda.reset_peak_memory_stats()
+        matrices = torch.cuda.memory_allocated() - before
+        for _ in range(20):
+            room = device.reserve(LARGE)
+            arrival = device.upload(up.memory, room, ABOUT)
+            device.download([(arrival.open(), down.memory)], ABOUT)
+            del room, arrival
+        assert torch.cuda.max_memory_allocated() - before - matrices <= 3 * LARGE
+        del busy
+        torch.cuda.synchronize()
+
+
+def test_times_are_those_of_the_gpu(device: CudaDevice, pool: BufferPool, timeline: Timeline) -> None:
+    with pool.lease(LARGE, "test") as lease:
+        before = device.mark()
+        with device.computing(About(label="products", block=2, stage="forward")):
+            keep_busy(device)
+        middle = device.mark()
+        arrival = device.upload(lease.memory, device.reserve(LARGE), ABOUT)
+        arrival.open()
+        arrival.wait()
+        device.collect()
+    assert middle() - before() > 1e-3
+    times = timeline.take()
+    by_name = {span.resource: span for span in times.spans}
+    compute, up = by_name["compute"], by_name["up"]
+    assert (compute.label, compute.block, compute.stage) == ("products", 2, "forward")
+    assert (up.label, up.block, up.stage) == ("bytes", 1, "backward")
+    assert before() - 1e-3 < compute.start < compute.end < middle() + 1e-3
+    # The copy waited for the products, since its room was reserved behind them; computing waited for the copy.
+    assert up.start > compute.end - 1e-3
+    assert times.waited["up"] == pytest.approx(up.end - up.start, rel=0.5)
+
+
+def test_a_limit_is_a_limit_and_ends_with_the_device(timeline: Timeline) -> None:
+    reserved = torch.cuda.memory_reserved()
+    with CudaDevice(torch.device("cuda"), timeline, limit_bytes=reserved + 64 * MIB) as device:
+        with pytest.raises(DoesNotFit, match="gpu memory") as raised, device.refusing():
+            torch.empty(1024 * MIB, dtype=torch.uint8, device="cuda")
+        assert raised.value.shortfall_bytes == 1024 * MIB
+        assert raised.value.hint is not None and "limits.gpu_memory" in raised.value.hint
+    assert torch.empty(1024 * MIB, dtype=torch.uint8, device="cuda").numel() == 1024 * MIB
+
+
+def test_what_is_not_deterministic_is_refused_with_the_key_to_change(device: CudaDevice) -> None:
+    values = torch.ones(8, device="cuda")
+    with pytest.raises(BadInput, match="not deterministic") as raised, device.refusing():
+        values.kthvalue(1)
+    assert raised.value.hint is not None and "deterministic: false" in raised.value.hint
+    with pytest.raises(RuntimeError, match="size"), device.refusing():
+        values @ torch.ones(3, device="cuda")
+
+
+def test_the_pool_is_pinned_and_copies_run_beside_the_host(device: CudaDevice, pool: BufferPool) -> None:
+    with pool.lease(LARGE, "test") as lease:
+        assert view(lease.memory, torch.uint8).is_pinned()
+        keep_busy(device)
+        departure = device.download([(torch.zeros(LARGE, dtype=torch.uint8, device="cuda"), lease.memory)], ABOUT)
+        assert not departure.done, "the host stood still for the copy"
+        departure.wait()
+
+
+def test_memory_that_was_unpinned_can_be_pinned_again(pool: BufferPool) -> None:
+    for _ in range(3):
+        pool.lease(LARGE, "test").release()
+        pool.trim()
+
+
+def test_a_refusal_is_told_once_and_copies_are_as_correct(timeline: Timeline) -> None:
+    told: list[str] = []
+    pinning = CudaPinning(told.append)
+    with BufferPool(None) as other, other.lease(MIB, "test") as lease:
+        undo = pinning(address_of(lease.memory), MIB)
+        assert undo is not None
+        assert pinning(address_of(lease.memory), MIB) is None, "it is registered already"
+        undo()
+    assert len(told) == 1 and "cannot pin" in told[0]
+    with (
+        BufferPool(None, pin=pinning) as pool,
+        pool.lease(LARGE, "pageable") as lease,
+        CudaDevice(torch.device("cuda"), timeline) as device,
+    ):
+        assert not view(lease.memory, torch.uint8).is_pinned()
+        device.download([(torch.full((LARGE,), 3, dtype=torch.uint8, device="cuda"), lease.memory)], ABOUT).wait()
+        arrival = device.upload(lease.memory, device.reserve(LARGE), ABOUT)
+        assert bool((arrival.open() == 3).all())
+        arrival.wait()
+    assert len(told) == 1

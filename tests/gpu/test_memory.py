@@ -1,0 +1,147 @@
+"""A step takes of the GPU's memory no more than was planned, whatever the depth; its link works beneath computing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from ratel_cli.engine.telemetry import Span
+from ratel_cli.errors import DoesNotFit
+from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
+from ratel_cli.planning.gpu_memory import gpu_memory_bytes
+from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.workload import StateBytes, Workload
+from ratel_cli.units import MIB
+from tests.engine.architectures import VOCAB_SIZE, tiny_config
+from tests.engine.machine import Batch, Machine, initial_weights_of_zeros, random_steps
+from tests.engine.swaps import EVERYTHING
+from tests.engine.test_exactness import AHEAD
+from tests.engine.test_swap import recorded
+from tests.gpu.machine import NEEDS_GPU, gpu_machine
+from tests.reference import Recipe
+
+pytestmark = NEEDS_GPU
+
+RECIPE = Recipe(dtype=torch.bfloat16)
+STATE = StateBytes(compute=2, record=12, num_fields=4, gradient=2)
+EVERY_BLOCK = frozenset(range(99))
+
+
+def config_of(*, num_layers: int, hidden_size: int = 512, tied: bool = False) -> PretrainedConfig:
+    return tiny_config(
+        "llama",
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 64,
+        num_key_value_heads=hidden_size // 64,
+        vocab_size=8192,
+        max_position_embeddings=8192,
+        tie_word_embeddings=tied,
+    )
+
+
+def batches_of(num_micro_batches: int, *, rows: int, tokens: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(5)
+
+    def batch() -> Batch:
+        ids = torch.randint(0, VOCAB_SIZE, (rows, tokens), generator=generator)
+        positions = torch.arange(tokens).expand(rows, -1).contiguous()
+        return Batch(input_ids=ids, targets=ids.clone(), position_ids=positions, num_targets=ids.numel())
+
+    return [batch() for _ in range(num_micro_batches)]
+
+
+def peak_bytes(ratel: Machine, batches: list[Batch]) -> int:
+    """What two steps take at most."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    ratel.train([batches, batches], RECIPE)
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("swaps", [False, True])
+def test_it_takes_no_more_than_was_planned(tmp_path: Path, tied: bool, num_micro_batches: int, swaps: bool) -> None:
+    config = config_of(num_layers=4, tied=tied)
+    placement = replace(AHEAD, swapped=EVERYTHING) if swaps else AHEAD
+    rows, tokens = 2, 1024
+    with gpu_machine(tmp_path, config, RECIPE, weights=initial_weights_of_zeros(), placement=placement) as ratel:
+        batches = batches_of(num_micro_batches, rows=rows, tokens=tokens)
+        found = peak_bytes(ratel, batches)
+        outcome = ratel.engine.run(batches, step=2, update=3, learning_rate=0.0)
+        units = ratel.model.spec.num_layers * num_micro_batches
+        workload = Workload(micro_batch_size=rows, num_micro_batches=num_micro_batches, sequence_len=tokens)
+        planned = gpu_memory_bytes(ratel.model.spec, STATE, workload, largest_unit_bytes=outcome.swapped_bytes // units)
+    assert found <= planned - GPU_CONTEXT_BYTES
+
+
+def test_it_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
+    peaks = []
+    for num_layers in (3, 9):
+        config = config_of(num_layers=num_layers)
+        with gpu_machine(
+            tmp_path / str(num_layers), config, RECIPE, weights=initial_weights_of_zeros(), placement=AHEAD
+        ) as ratel:
+            peaks.append(peak_bytes(ratel, batches_of(2, rows=2, tokens=512)))
+    assert peaks[1] <= peaks[0] + MIB
+
+
+def test_what_does_not_fit_is_told_with_what_is_missing(tmp_path: Path) -> None:
+    config = config_of(num_layers=3)
+    reserved = torch.cuda.memory_reserved()
+    with gpu_machine(
+        tmp_path, config, RECIPE, weights=initial_weights_of_zeros(), limit_bytes=reserved + 32 * MIB
+    ) as ratel:
+        with pytest.raises(DoesNotFit, match="gpu memory: a step takes more") as raised:
+            ratel.train([batches_of(1, rows=2, tokens=2048)], RECIPE)
+        assert raised.value.shortfall_bytes > 0
+        assert ratel.pool.leased_bytes == 0
+
+
+def test_attention_is_a_candidate_for_swapping(tmp_path: Path) -> None:
+    config = config_of(num_layers=3)
+    with gpu_machine(tmp_path, config, RECIPE, weights=initial_weights_of_zeros()) as ratel:
+        [steps] = random_steps(1, 2, packed=False, num_tokens=128)
+        profile = recorded(ratel, RECIPE, steps)
+    [layer] = profile.profiles
+    assert any("attention" in candidate.operator for candidate in layer.candidates)
+    assert all(candidate.seconds is not None and candidate.seconds > 0 for candidate in layer.candidates)
+
+
+def test_copies_lie_beneath_computing(tmp_path: Path) -> None:
+    """All but the first ones of a step, where enough is computed with each block."""
+    config = config_of(num_layers=3, hidden_size=2048)
+    placement = Placement(
+        prefetch_blocks=2, pending_updates=2, resident_weights=EVERY_BLOCK, resident_states=EVERY_BLOCK
+    )
+    with gpu_machine(tmp_path, config, RECIPE, weights=initial_weights_of_zeros(), placement=placement) as ratel:
+        batches = batches_of(1, rows=8, tokens=4096)
+        ratel.train([batches] * 2, RECIPE)
+        ratel.timeline.take()
+        ratel.train([batches] * 3, RECIPE)
+        spans = ratel.timeline.take().spans
+    layers = range(2, 4)
+    up = [span for span in spans if span.resource == "up" and span.block in layers and span.stage == "forward"]
+    down = [span for span in spans if span.resource == "down" and span.block in layers]
+    assert len(up) == 2 and down
+    assert beneath(up, spans) > 0.8
+    assert beneath(down, spans) > 0.8
+
+
+def beneath(transfers: Sequence[Span], spans: Sequence[Span]) -> float:
+    """The share of their time in which the GPU computed."""
+    computing = [span for span in spans if span.resource == "compute"]
+    hidden = sum(
+        max(0.0, min(transfer.end, span.end) - max(transfer.start, span.start))
+        for transfer in transfers
+        for span in computing
+    )
+    return hidden / sum(span.end - span.start for span in transfers)

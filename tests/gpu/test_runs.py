@@ -1,0 +1,109 @@
+"""`ratel` itself on a GPU: the config that ran on the CPU, limits, resuming, profiling and planning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.cli.app import main
+from tests.e2e.runs import (
+    curve,
+    export_hash,
+    exported,
+    finetune,
+    metrics,
+    output_of,
+    run_to_the_kill,
+    save_base,
+    store_of,
+    succeed,
+    write_config,
+    write_rows,
+)
+from tests.gpu.machine import NEEDS_GPU
+
+pytestmark = NEEDS_GPU
+
+BFLOAT16 = {"device": "cuda", "dtype": "bfloat16", "deterministic": True}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base(tmp_path_factory.mktemp("models") / "base", hidden_size=128)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("data") / "rows.jsonl")
+
+
+def test_the_config_that_ran_on_the_cpu_runs_on_the_gpu(tmp_path: Path, base: Path, rows: Path) -> None:
+    on_cpu = write_config(tmp_path / "cpu", base=base, rows=rows, learning_rate=1e-4)
+    on_gpu = write_config(tmp_path / "gpu", base=base, rows=rows, learning_rate=1e-4, device="auto")
+    succeed(on_cpu)
+    told = succeed(on_gpu)
+    assert "TFLOP/s; one block at a time" in told
+    assert all(line["gpu_peak_bytes"] > 0 for line in metrics(on_gpu))
+    for (step, loss, _), (other_step, other_loss, _) in zip(curve(on_cpu), curve(on_gpu), strict=True):
+        assert (step, loss) == (other_step, pytest.approx(other_loss, rel=1e-3))
+    for name, found in exported(on_gpu).items():
+        # Four steps of AdamW, each of 1e-4 at most, which rounding may turn where a gradient is next to nothing.
+        assert float((found - exported(on_cpu)[name]).abs().max()) <= 8.1e-4, name
+
+
+@pytest.mark.parametrize("activations", ["recompute", "swap_all"])
+def test_the_plan_changes_no_bit(tmp_path: Path, base: Path, rows: Path, activations: str) -> None:
+    plain = write_config(tmp_path / "plain", base=base, rows=rows, **BFLOAT16)
+    other = write_config(tmp_path / "other", base=base, rows=rows, activations=activations, **BFLOAT16)
+    succeed(plain)
+    succeed(other)
+    assert curve(plain) == curve(other)
+    assert export_hash(plain) == export_hash(other)
+
+
+def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, base: Path, rows: Path) -> None:
+    plain = write_config(tmp_path / "plain", base=base, rows=rows, **BFLOAT16)
+    killed = write_config(tmp_path / "killed", base=base, rows=rows, **BFLOAT16)
+    succeed(plain)
+    run_to_the_kill(killed, kill_at="commit.written:3")
+    assert "recovered step" in succeed(killed)
+    assert curve(plain) == curve(killed)
+    assert export_hash(plain) == export_hash(killed)
+
+
+def test_too_little_gpu_memory_is_known_before_anything_is_written(tmp_path: Path, base: Path, rows: Path) -> None:
+    config = write_config(
+        tmp_path, base=base, rows=rows, limits={"gpu_memory": "300MiB", "host_memory": "20GiB"}, **BFLOAT16
+    )
+    ended = finetune(config)
+    assert ended.code == 3, ended.told
+    assert len(ended.errors) == 1 and "gpu memory: need" in ended.errors[0] and "have 300 MiB" in ended.errors[0]
+    assert "hint: raise limits.gpu_memory" in ended.told
+    assert not store_of(config).parent.exists()
+
+
+def test_a_limit_is_kept(tmp_path: Path, base: Path, rows: Path) -> None:
+    limit_bytes = 2 << 30
+    config = write_config(
+        tmp_path, base=base, rows=rows, limits={"gpu_memory": limit_bytes, "host_memory": "20GiB"}, **BFLOAT16
+    )
+    succeed(config)
+    assert max(line["gpu_peak_bytes"] for line in metrics(config)) <= limit_bytes
+    plan = json.loads((output_of(config) / "run" / "plan.json").read_text())
+    assert plan["memory"]["gpu_bytes"] <= limit_bytes
+
+
+def test_profile_and_plan_know_the_gpu(
+    tmp_path: Path, base: Path, rows: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = write_config(tmp_path / "run", base=base, rows=rows, **BFLOAT16)
+    assert main(["profile", str(config), "-o", str(tmp_path / "hardware.json")]) == 0
+    told = capsys.readouterr().out
+    assert "GPU memory" in told and "to the GPU" in told
+    assert main(["plan", str(config), "--hardware", str(tmp_path / "hardware.json"), "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["time"]["forward"]["up"] > 0 and planned["time"]["backward"]["down"] > 0
+    assert planned["memory"]["gpu_bytes"] > 0

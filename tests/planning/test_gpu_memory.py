@@ -1,0 +1,159 @@
+"""GPU memory: a step counted anew, use by use; what it must not depend on; and what is left to host memory then."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.activations import block_activation_bytes, put_aside
+from ratel_cli.planning.capacity import HostMemory, host_memory
+from ratel_cli.planning.gpu_memory import gpu_memory_bytes
+from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.workload import StateBytes, Workload
+from ratel_cli.units import MIB
+from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, WORKLOAD, gpt
+
+NOTHING_ASIDE = put_aside([0], num_micro_batches=1, spilled_units=0)
+
+
+def walk(spec: ModelSpec, state: StateBytes, workload: Workload, unit_bytes: int) -> int:
+    """Written anew: what is on the GPU at each use of a step, in order."""
+    size = [block.num_elements for block in spec.blocks]
+    largest = [max(parameter.num_elements for parameter in block.parameters) for block in spec.blocks]
+    num_layers, tokens = spec.num_layers, workload.micro_batch_tokens
+    head, summed = num_layers + 1, 4 if workload.num_micro_batches > 1 else state.gradient
+    order = [*range(num_layers + 1), head, *([0] if spec.tied else []), *range(num_layers, -1, -1)]
+
+    def weights(position: int, num_open: int) -> int:
+        return sum(state.compute * size[i] for i in order[position : position + num_open + 1])
+
+    def vectors(i: int) -> int:
+        mask = tokens * workload.sequence_len * state.compute if 0 < i < head else 0
+        return block_activation_bytes(spec, spec.blocks[i], state, tokens=tokens) + mask
+
+    def gradient(i: int, sum_bytes: int) -> int:
+        """While it is added up; when it is rounded; when its norms are taken."""
+        rounded = 0 if sum_bytes == state.gradient else state.gradient
+        return max(
+            size[i] * (state.compute + sum_bytes),
+            size[i] * (sum_bytes + rounded),
+            size[i] * state.gradient + 8 * largest[i],
+        )
+
+    tied = 0
+    if spec.tied:
+        rows = workload.num_micro_batches * min(workload.tokens, spec.vocab_size)
+        tied = 4 * size[0] + rows * spec.hidden_size * state.compute
+    stages = []
+    for i in range(num_layers + 1):
+        leaving = state.gradient * size[0] if i < 2 else 0
+        stages.append(weights(i, 1) + vectors(i) + 2 * unit_bytes + leaving)
+    chunk = min(tokens, max(16, (64 * MIB) // (4 * spec.vocab_size)))
+    both = size[head] + (size[0] if spec.tied else 0)
+    parts = 4 * size[0] if spec.tied and chunk < tokens else 0
+    stages.append(
+        weights(head, 2 if spec.tied else 1)
+        + tied
+        + max(state.compute * both + 4 * size[head] + parts, gradient(head, 4))
+        + 16 * chunk * spec.vocab_size
+        + 2 * vectors(head)
+        + 2 * unit_bytes
+    )
+    first = len(order) - num_layers - 1
+    for number, i in enumerate(range(num_layers, -1, -1)):
+        stages.append(
+            weights(first + number, 1)
+            + (tied if i else 0)
+            + gradient(i, 4 if spec.tied and not i else summed)
+            + state.gradient * size[i + 1]
+            + 2 * vectors(i)
+            + 2 * unit_bytes
+        )
+    hidden = 2 * workload.tokens * spec.hidden_size * state.compute + workload.tokens * workload.sequence_len
+    return GPU_CONTEXT_BYTES + 128 * MIB + hidden + max(stages)
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_is_the_most_that_a_use_takes(seed: int, tied: bool) -> None:
+    choice = random.Random(seed)
+    spec = gpt(
+        num_layers=choice.randint(1, 6),
+        hidden_size=choice.choice([32, 256, 1024]),
+        vocab_size=choice.choice([100, 5000, 50000]),
+        tied=tied,
+    )
+    workload = Workload(
+        micro_batch_size=choice.randint(1, 4),
+        num_micro_batches=choice.randint(1, 4),
+        sequence_len=choice.choice([64, 1024]),
+    )
+    state, unit_bytes = choice.choice([BFLOAT16, FLOAT16, FLOAT32]), choice.choice([0, 1, 10**6, 10**9])
+    found = gpu_memory_bytes(spec, state, workload, largest_unit_bytes=unit_bytes)
+    assert found == walk(spec, state, workload, unit_bytes)
+
+
+def test_it_does_not_grow_with_the_number_of_layers() -> None:
+    few, many = (
+        gpu_memory_bytes(gpt(num_layers=number), BFLOAT16, WORKLOAD, largest_unit_bytes=MIB) for number in (3, 96)
+    )
+    assert few == many
+
+
+def test_micro_batches_cost_their_hidden_states_alone() -> None:
+    spec = gpt()
+    two, three = (
+        gpu_memory_bytes(spec, BFLOAT16, replace(WORKLOAD, num_micro_batches=number), largest_unit_bytes=MIB)
+        for number in (2, 3)
+    )
+    tokens = WORKLOAD.micro_batch_tokens
+    assert three - two == tokens * (2 * 2 * spec.hidden_size + WORKLOAD.sequence_len)
+
+
+def need(spec: ModelSpec, *, on_gpu: bool, tokens: int = 128, num_micro_batches: int = 3) -> HostMemory:
+    aside = put_aside([MIB] * spec.num_layers, num_micro_batches=num_micro_batches, spilled_units=0)
+    return host_memory(
+        spec,
+        BFLOAT16,
+        Workload(micro_batch_size=1, num_micro_batches=num_micro_batches, sequence_len=tokens),
+        Placement(prefetch_blocks=2, pending_updates=2),
+        aside,
+        holds_gradients=True,
+        process_bytes=MIB,
+        limit_bytes=1 << 50,
+        on_gpu=on_gpu,
+    )[0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_host_memory_has_what_goes_up_and_comes_down_alone(tied: bool) -> None:
+    spec = gpt(num_layers=4, hidden_size=256, vocab_size=5000, tied=tied)
+    on_gpu, on_cpu = need(spec, on_gpu=True), need(spec, on_gpu=False)
+    assert on_gpu.total < on_cpu.total
+    assert (on_gpu.hidden_states, on_gpu.activations) == (0, on_cpu.activations)
+    assert on_gpu.device == gpu_memory_bytes(
+        spec,
+        BFLOAT16,
+        Workload(micro_batch_size=1, num_micro_batches=3, sequence_len=128),
+        largest_unit_bytes=MIB,
+    )
+
+
+def test_host_memory_does_not_depend_on_tokens_where_a_gpu_computes() -> None:
+    spec = gpt(num_layers=4, hidden_size=256, vocab_size=5000)
+    short, long = (need(spec, on_gpu=True, tokens=tokens) for tokens in (64, 4096))
+    assert replace(short, device=0) == replace(long, device=0)
+    assert short.device < long.device
+
+
+def test_nothing_put_aside_is_nothing_on_the_way() -> None:
+    assert NOTHING_ASIDE.largest_unit_bytes == 0
+    spec = gpt()
+    without, with_some = (
+        gpu_memory_bytes(spec, BFLOAT16, WORKLOAD, largest_unit_bytes=number) for number in (0, 5 * MIB)
+    )
+    assert with_some - without == 2 * 5 * MIB
