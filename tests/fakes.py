@@ -146,27 +146,30 @@ def _flip(memory: memoryview, bit: int) -> None:
 
 
 class FaultyBarrier:
-    """Makes bytes durable, but for one call; its number counts syncs and pages, from 0.
+    """A drive that makes bytes durable, but for one call. A second try would succeed, and lie.
 
-    A second try would succeed, and lie.
+    `failing_call` counts syncs and pages, from 0; `fails` is the name of the method whose next call fails.
     """
 
     def __init__(self, failing_call: int | None = None) -> None:
-        self.num_calls = 0
+        self.fails: str | None = None
+        self.calls: list[str] = []
         self._failing_call = failing_call
         self._kernel = KernelBarrier()
 
     def sync(self, fd: int) -> None:
-        self._count()
+        self._call("sync")
         self._kernel.sync(fd)
 
     def write_through(self, fd: int, offset: int, page: memoryview) -> None:
-        self._count()
+        self._call("write_through")
         self._kernel.write_through(fd, offset, page)
 
-    def _count(self) -> None:
-        self.num_calls += 1
-        if self.num_calls - 1 == self._failing_call:
+    def _call(self, name: str) -> None:
+        number = len(self.calls)
+        self.calls.append(name)
+        if name == self.fails or number == self._failing_call:
+            self.fails = None
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 

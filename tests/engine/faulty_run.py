@@ -158,7 +158,7 @@ class Bench:
                 host_peak_bytes=lambda: 0,
             )
             curve = {metrics.step: (metrics.loss, metrics.grad_norm) for metrics in loop.steps()}
-            num_calls, num_barriers = len(queue.calls), barrier.num_calls
+            num_calls, num_barriers = len(queue.calls), len(barrier.calls)
             assert ratel.store.progress.step == NUM_STEPS
             return Finished(state=state_of(ratel), curve=curve, num_calls=num_calls, num_barriers=num_barriers)
 

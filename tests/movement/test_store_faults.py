@@ -14,13 +14,12 @@ import pytest
 
 from ratel_cli.errors import BadInput, IntegrityFailure
 from ratel_cli.movement.buffers import PAGE_BYTES, BufferPool
-from ratel_cli.movement.durable import KernelBarrier
 from ratel_cli.movement.lock import DATA_FILE_NAME
 from ratel_cli.movement.manifest import FORMAT_VERSION
 from ratel_cli.movement.queue import IoQueue
 from ratel_cli.movement.store import Store
 from ratel_cli.movement.tickets import Ticket
-from tests.fakes import Fault, FaultyQueue, filled
+from tests.fakes import Fault, FaultyBarrier, FaultyQueue, filled
 from tests.movement.stores import (
     IDENTITY,
     check_generation,
@@ -31,29 +30,6 @@ from tests.movement.stores import (
     run_step,
     write_generation,
 )
-
-
-class FailingBarrier:
-    """A drive that works until told otherwise."""
-
-    def __init__(self) -> None:
-        self.fails: str | None = None
-        self.calls: list[str] = []
-        self._kernel = KernelBarrier()
-
-    def sync(self, fd: int) -> None:
-        self._call("sync")
-        self._kernel.sync(fd)
-
-    def write_through(self, fd: int, offset: int, page: memoryview) -> None:
-        self._call("write_through")
-        self._kernel.write_through(fd, offset, page)
-
-    def _call(self, name: str) -> None:
-        self.calls.append(name)
-        if name == self.fails:
-            self.fails = None  # a second call would succeed, and lie
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 @pytest.fixture
@@ -211,7 +187,7 @@ def test_a_manifest_that_a_drive_lost_is_noticed(paths: list[Path], queue: IoQue
 @pytest.mark.parametrize("fails", ["sync", "write_through"])
 @pytest.mark.parametrize("action", ["import", "step"])
 def test_a_failed_commit_is_final(tmp_path: Path, queue: IoQueue, fails: str, action: str) -> None:
-    barrier = FailingBarrier()
+    barrier = FaultyBarrier()
     with create_store([tmp_path], queue, barrier=barrier, num_slots=3) as store:
         if action == "step":
             import_all(store)
@@ -237,7 +213,7 @@ def test_a_failed_commit_is_final(tmp_path: Path, queue: IoQueue, fails: str, ac
 
 
 def test_a_failed_sync_writes_no_manifest(tmp_path: Path, queue: IoQueue) -> None:
-    barrier = FailingBarrier()
+    barrier = FaultyBarrier()
     with import_all(create_store([tmp_path], queue, barrier=barrier)) as store:
         store.begin_step()
         write_generation(store, 1)
@@ -249,7 +225,7 @@ def test_a_failed_sync_writes_no_manifest(tmp_path: Path, queue: IoQueue) -> Non
 
 
 def test_a_failed_creation_write_is_an_integrity_failure(tmp_path: Path, queue: IoQueue) -> None:
-    barrier = FailingBarrier()
+    barrier = FaultyBarrier()
     barrier.fails = "write_through"
     with pytest.raises(IntegrityFailure, match="could not be written: Input/output error"):
         create_store([tmp_path], queue, barrier=barrier)
