@@ -14,8 +14,8 @@ computes, what stays is left where it is. All others are packed into a leased bu
 
 (SSDTrain section III-C: forwarding of what is still being stored; here it never depends on timing.)
 
-Invariants: what is fetched are the bytes that were put; which bytes move depends on the order of units
-alone; no more buffers are leased for spilled units than the window, whatever the number of layers.
+Invariants: what is fetched are the bytes that were put, or there is an IntegrityFailure; which bytes move depends on
+the order of units alone; no more buffers are leased for spilled units than the window, whatever the number of layers.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from ratel_cli.engine.tape import PACKED_ALIGNMENT
 from ratel_cli.engine.telemetry import Resource, Stage, Timeline
 from ratel_cli.errors import RatelError
 from ratel_cli.movement.buffers import PAGE_BYTES, BufferPool, Lease
+from ratel_cli.movement.checksums import Seal
 from ratel_cli.movement.scratch import Scratch
 from ratel_cli.movement.tickets import Ticket
 from ratel_cli.planning.placement import SPILL_WINDOW_UNITS
@@ -99,6 +100,8 @@ class _PackedUnit:
         self.lease: Lease | None = None
         self.departure: Departure | None = None
         self.transfer: Ticket | None = None
+        self.seal: Seal | None = None
+        """Of what was written."""
         self.is_being_read = False
         self.room: Room | None = None
         self.arrival: Arrival | None = None
@@ -221,6 +224,7 @@ class Activations:
         with self._timeline.waiting("down"):
             packed.departure.wait()
         packed.transfer = self._scratch.write(packed.offset, packed.memory)
+        packed.seal = Seal(packed.memory)  # while the drive works
 
     def _bring_to_memory(self, packed: _PackedUnit) -> None:
         if packed.lease is None:
@@ -286,6 +290,9 @@ class Activations:
         with self._timeline.waiting(resource):
             transfer.wait()
         self._timeline.transfer(resource, about.label, transfer, block=about.block, stage=about.stage)
+        if packed.is_being_read:
+            assert packed.seal is not None
+            packed.seal.check(packed.memory, about.label)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

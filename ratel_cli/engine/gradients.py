@@ -21,6 +21,7 @@ import torch
 from ratel_cli.engine.device import About, Departure, Device
 from ratel_cli.model.spec import BlockSpec
 from ratel_cli.movement.buffers import BufferPool, Lease
+from ratel_cli.movement.checksums import Seal
 from ratel_cli.movement.copies import to_host, view
 from ratel_cli.movement.scratch import Scratch
 
@@ -168,6 +169,7 @@ class BlockGradient:
         self._departure = departure
         """What fills the host memory, as long as nobody has waited for it."""
         self._scratch: Scratch | None = None
+        self._seal: Seal | None = None
         self._offset_bytes = 0
 
     @property
@@ -185,7 +187,9 @@ class BlockGradient:
         """Move the values to `scratch` at `offset_bytes` and give the host memory back."""
         self._arrive()
         assert self._lease is not None
-        scratch.write(offset_bytes, self._lease.memory).wait()
+        write = scratch.write(offset_bytes, self._lease.memory)
+        self._seal = Seal(self._lease.memory)  # while the drive works
+        write.wait()
         self._lease.release()
         self._lease, self._scratch, self._offset_bytes = None, scratch, offset_bytes
 
@@ -193,9 +197,10 @@ class BlockGradient:
         """Bring the values to host memory, from wherever they are."""
         self._arrive()
         if self._lease is None:
-            assert self._scratch is not None
+            assert self._scratch is not None and self._seal is not None
             self._lease = pool.lease(self.num_bytes, f"gradient of {self.block.name}")
             self._scratch.read(self._offset_bytes, self._lease.memory).wait()
+            self._seal.check(self._lease.memory, f"gradient of {self.block.name}")
 
     def release(self) -> None:
         """The update is done, or will not happen."""

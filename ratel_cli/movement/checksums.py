@@ -1,4 +1,4 @@
-"""Checksums of the store's chunks: which chunk has which place in a generation's table, and what the table is good for.
+"""Checksums: of the store's chunks, with their places in a generation's table; and of what goes to scratch and returns.
 
 A chunk is `chunk_elements` consecutive elements of one field of one block (1 MiB of fp32), the last one of
 a field what is left. `generation` checks what is read against the table of the generation that it is read from;
@@ -149,6 +149,18 @@ class ChunkTable:
 
     def _digest(self, block: int, field: str, first: int, part: memoryview) -> int:
         return xxhash.xxh3_64_intdigest(part, seed=self._chunks.seed(self._store_id, self._step, block, field, first))
+
+
+class Seal:
+    """The checksum of bytes that go to a drive and come back in the same run."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._digest = xxhash.xxh3_64_intdigest(memory)
+
+    def check(self, memory: memoryview, what: str) -> None:
+        """Raise IntegrityFailure unless the bytes are the same; `what` they are is for the message."""
+        if xxhash.xxh3_64_intdigest(memory) != self._digest:
+            raise IntegrityFailure(f"{what}: what was read is not what was written", "check the drive, then resume")
 
 
 def _root(content: memoryview) -> str:

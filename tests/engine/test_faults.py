@@ -78,8 +78,9 @@ def test_updated_on_arrival(directory: Path, name: str) -> None:
     check_every_call(Bench(directory, ON_ARRIVAL), KINDS[name])
 
 
-def test_gradients_and_activations_on_disk(directory: Path) -> None:
-    check_every_call(Bench(directory, HELD_ON_DISK), KINDS["EIO"])
+@pytest.mark.parametrize("name", ["EIO", "a flipped bit", "lost"])
+def test_gradients_and_activations_on_disk(directory: Path, name: str) -> None:
+    check_every_call(Bench(directory, HELD_ON_DISK), KINDS[name])
 
 
 def test_in_place_what_was_being_written_may_be_lost(directory: Path) -> None:
