@@ -6,8 +6,9 @@ changed in place, may not overlap, and have one length. Wrong types raise TypeEr
 lengths, names and overlaps raise ValueError; nothing has been written then. The GIL is released.
 
 `isa` names the instruction set ("baseline", "avx2", "avx512"); None is RATEL_FORCE_ISA if set, else the widest
-the processor runs. All give the same bits. `square_root` says how AdamW's square root is rounded: "correct" or
-"mkl_avx512" (as torch's MKL does on Intel's AVX-512 processors); None is native_square_root().
+the processor runs. All give the same bits. `square_root` says how AdamW's square root is rounded: "correct",
+"mkl_avx512" (as torch's MKL does on Intel's AVX-512 processors) or "mkl_sse" (as it does on AMD's; x86 only); None is
+native_square_root().
 
 bf16 layout: the fp32 master is hi16 (the bf16 weight, rounded to nearest even) and lo16 (its low half). Where
 lo16 is 0x8000, a tie, the sign of v32 is set if hi16 was rounded up; v itself is never negative.
@@ -15,7 +16,7 @@ lo16 is 0x8000, a tie, the sign of v32 is set if hi16 was rounded up; v itself i
 
 from typing import Literal, Protocol, TypeAlias
 
-_SquareRoot: TypeAlias = Literal["correct", "mkl_avx512"]
+_SquareRoot: TypeAlias = Literal["correct", "mkl_avx512", "mkl_sse"]
 
 class _Array(Protocol):
     """What torch tensors and numpy arrays have in common."""

@@ -13,20 +13,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ratel_cli import _native
 from ratel_cli.hardware.host import memory_bytes, processor_name
 from ratel_cli.units import GIB
 
 ROOT = Path(__file__).parents[1]
 NOTES = "## Notes"
+_SAID_BY_ALL = ("processor", "cpu", "core", "gen", "with", "graphics")
 PICTURE = "PICTURE"
 """As an argument: the SVG beside the file."""
 
+_FEW_TOKENS = ("--shape", "1b", "--tokens", "128", "--micro-batches", "1")
 _TINY = ("--shape", "tiny", "--tokens", "16", "--micro-batches", "1", "--steps", "3", "--rounds", "1")
 BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "io": (("bench_io",), ("--smoke",)),
@@ -34,11 +36,13 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "optimizer": (("bench_optimizer",), ("--parameters", "200000", "--rounds", "1")),
     "overlap": (("bench_overlap",), _TINY),
     "step": (("bench_step", "--host-memory-gib", "2.2"), _TINY),
+    "kept": (("bench_step", "--contestants", "plain-kept", "ratel"), _TINY),
     "nvme": (
-        ("bench_step", "--shape", "1b", "--micro-batches", "1", "--contestants", "ratel", "--host-memory-gib", "2.2"),
+        ("bench_step", *_FEW_TOKENS, "--contestants", "ratel", "--host-memory-gib", "2.2"),
         _TINY,
     ),
     "python": (("bench_step", "--shape", "narrow", "--tokens", "16", "--micro-batches", "16"), _TINY),
+    "durability": (("bench_durability",), ("--shape", "tiny", "--tokens", "16", "--steps", "4")),
     "plan": (
         ("bench_plan", "--picture", PICTURE),
         ("--shape", "tiny", "--tokens", "16", "--points", "2", "--rounds", "1", "--steps", "1"),
@@ -59,14 +63,15 @@ def main() -> None:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
     for name in arguments.names or BENCHMARKS:
         (script, *given), smoke = BENCHMARKS[name]
-        path = arguments.results / f"{name}_{machine_name()}_{datetime.now(tz=UTC):%Y%m}.md"
+        path = arguments.results / f"{name}_{machine_name(processor_name())}_{datetime.now(tz=UTC):%Y%m}.md"
         write(path, name, [script, *given, *(smoke if arguments.smoke else ())])
         print(f"{name}: {path}", flush=True)
 
 
-def machine_name() -> str:
-    """Short, for file names."""
-    return f"{os.cpu_count()}core-{_native.active_isa()}"
+def machine_name(processor: str) -> str:
+    """Short, for file names: cores, and the words of the processor's name that tell it from others."""
+    words = re.findall(r"[a-z0-9]+", re.sub(r"\(\w+\)|@.*", "", processor.lower()))
+    return "-".join([f"{os.cpu_count()}core", *(word for word in words if word not in _SAID_BY_ALL)])
 
 
 def write(path: Path, name: str, command: list[str]) -> None:

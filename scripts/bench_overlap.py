@@ -39,7 +39,9 @@ def main() -> None:
     for number in range(arguments.rounds):
         for mode in MODES if number % 2 == 0 else reversed(MODES):
             is_drawn = mode == "optimized" and number == 0
-            task = replace(task_of(arguments, "ratel", overlap=mode), trace=arguments.trace if is_drawn else None)
+            task = replace(
+                task_of(arguments, "ratel-recompute", overlap=mode), trace=arguments.trace if is_drawn else None
+            )
             measured[mode].append(run_process(task))
     report(arguments, measured)
 

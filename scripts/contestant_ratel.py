@@ -24,7 +24,7 @@ from scripts.ratel_run import RatelRun, Step, open_run
 
 def run_ratel(task: Task) -> Measured:
     """The first step is recorded, the others are planned from it."""
-    activations: Activations = "recompute" if task.contestant == "ratel" else "auto"
+    activations: Activations = "recompute" if task.contestant == "ratel-recompute" else "auto"
     limit_bytes = default_limit_bytes() if task.host_memory_gib is None else int(task.host_memory_gib * GIB)
     with ExitStack() as resources:
         run = resources.enter_context(open_run(task, limit_bytes=limit_bytes, activations=activations))

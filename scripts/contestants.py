@@ -6,9 +6,9 @@ that every measurement has its own peak memory; those print one line of JSON. Co
     plain           PyTorch with activation checkpointing; bf16 weights, fp32 master and moments in memory; torch's
                     fused AdamW, one parameter at a time, so that no fp32 copy of all gradients is needed
     plain-kept      the same without checkpointing
-    ratel           `engine.step` on a store in a temporary directory, within a limit on host memory,
-                    activations recomputed
-    ratel-kept      the same with what memory is free, as a run without limits has it
+    ratel           `engine.step` on a store in a temporary directory, as planned: within a limit on host memory if
+                    one is given, activations swapped or recomputed as is fastest
+    ratel-recompute the same, with no more put aside than inputs of layers
     zero            DeepSpeed's ZeRO-Infinity: parameters and optimizer on NVMe, activations recomputed
     zero-optimizer  the same with the parameters in memory
 
@@ -32,7 +32,7 @@ from transformers import LlamaConfig
 
 from ratel_cli.planning.placement import Overlap
 
-Contestant = Literal["plain", "plain-kept", "ratel", "ratel-kept", "zero", "zero-optimizer"]
+Contestant = Literal["plain", "plain-kept", "ratel", "ratel-recompute", "zero", "zero-optimizer"]
 CONTESTANTS: tuple[Contestant, ...] = get_args(Contestant)
 REQUIRED = tuple(name for name in CONTESTANTS if not name.startswith("zero"))
 """What they need is there wherever Ratel is."""

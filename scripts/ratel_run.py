@@ -33,6 +33,8 @@ from ratel_cli.model.initialise import RandomSource
 from ratel_cli.model.load import import_weights
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.movement.buffers import BufferPool
+from ratel_cli.movement.checksums import CHUNK_ELEMENTS
+from ratel_cli.movement.durable import Barrier
 from ratel_cli.movement.queue import IoQueue, open_queue
 from ratel_cli.movement.records import record_layout
 from ratel_cli.movement.scratch import Scratch
@@ -167,6 +169,8 @@ def open_run(
     limit_bytes: int,
     activations: Activations,
     throttled: Callable[[IoQueue], IoQueue] = lambda queue: queue,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    barrier: Barrier | None = None,
 ) -> Iterator[RatelRun]:
     """Measure the machine, and make a store."""
     return_freed_memory()
@@ -177,7 +181,7 @@ def open_run(
         pool = resources.enter_context(BufferPool(limit_bytes))
         planner = Planner(
             spec=model.spec,
-            state=StateBytes(compute=2, record=12, gradient=2),
+            state=StateBytes(compute=2, record=12, num_fields=4, gradient=2),
             workload=Workload(micro_batch_size=1, num_micro_batches=task.micro_batches, sequence_len=task.tokens),
             decisions=Decisions(
                 holds_gradients=task.clip or task.in_place,
@@ -189,29 +193,25 @@ def open_run(
             hardware=measure([directory], queue, pool, dtype=torch.bfloat16, device=_CPU),
             process_bytes=resident_bytes(),
         )
-        store = resources.enter_context(_create_store(model, planner.decisions, directory, queue, pool))
+        store = resources.enter_context(
+            Store.create(
+                [directory],
+                identity=StoreIdentity(model_hash="", config_hash="", data_hash="", seed=0, software=""),
+                layout=record_layout("bfloat16"),
+                block_elements=[block.num_elements for block in model.spec.blocks],
+                num_slots=planner.decisions.num_slots,
+                in_place=planner.decisions.in_place,
+                queue=queue,
+                chunk_elements=chunk_elements,
+                barrier=barrier,
+            )
+        )
+        import_weights(model.spec, RandomSource(model.skeleton, 0), store, pool, progress=lambda count: None)
+        store.commit_import(_progress(0))
+        pool.trim()
         yield RatelRun(
             task=task, model=model, planner=planner, directory=directory, queue=queue, pool=pool, store=store
         )
-
-
-def _create_store(
-    model: DecoderModel, decisions: Decisions, directory: Path, queue: IoQueue, pool: BufferPool
-) -> Store:
-    """With random weights."""
-    store = Store.create(
-        [directory],
-        identity=StoreIdentity(model_hash="", config_hash="", data_hash="", seed=0, software=""),
-        layout=record_layout("bfloat16"),
-        block_elements=[block.num_elements for block in model.spec.blocks],
-        num_slots=decisions.num_slots,
-        in_place=decisions.in_place,
-        queue=queue,
-    )
-    import_weights(model.spec, RandomSource(model.skeleton, 0), store, pool, progress=lambda count: None)
-    store.commit_import(_progress(0))
-    pool.trim()
-    return store
 
 
 def _progress(step: int) -> Progress:

@@ -1,7 +1,7 @@
 // The kernels, written once and compiled for each instruction set.
 //
 // For: isa_*.cpp, which include it after lanes.h and their own widen, narrow, multiply_add,
-// correct_square_root, reciprocal_root_estimate, Divisor, has_nan, from_float16 and to_float16. Invariant: every
+// correct_square_root, reciprocal_root_estimate, coarse_reciprocal_root_estimate, Divisor, has_nan, from_float16 and to_float16. Invariant: every
 // instruction set computes the same bits, and those of torch.optim.AdamW (single-tensor, fp32, CPU). So each
 // rounding below is torch's, fused multiply-adds included, and -ffp-contract=off keeps the compiler from adding
 // its own.
@@ -31,12 +31,33 @@ RATEL_INLINE Floats mkl_square_root(Floats value) {
   return is_small ? refined * 0x1p-32f : refined;
 }
 
-template <SquareRoot kind>
-RATEL_INLINE Floats finite_square_root(Floats value) {
-  return kind == SquareRoot::correct ? correct_square_root(value) : mkl_square_root(value);
+// Goldschmidt's iteration from the 12-bit estimate and a last correction, without fused multiply-adds, as MKL's code
+// for any x86 does it. Zero, subnormal and the largest values, which that code leaves to another, are correct.
+RATEL_INLINE Floats mkl_sse_square_root(Floats value) {
+  const Floats estimate = coarse_reciprocal_root_estimate(value);
+  const Floats rough = value * estimate;
+  const Floats half = estimate * 0.5f;
+  const Floats error = 0.5f - rough * half;
+  const Floats root = rough * error + rough;
+  const Floats half_reciprocal = half * error + half;
+  const Floats refined = (value - root * root) * half_reciprocal + root;
+  const auto is_common = (value >= all_lanes(0x1p-126f)) & (value <= all_lanes(0x1.ffep+127f));
+  return is_common ? refined : correct_square_root(value);
 }
 
-// For every value: negative ones, infinity and NaN are the processor's, which are the same in both kinds.
+template <SquareRoot kind>
+RATEL_INLINE Floats finite_square_root(Floats value) {
+  switch (kind) {
+    case SquareRoot::correct:
+      return correct_square_root(value);
+    case SquareRoot::mkl_avx512:
+      return mkl_square_root(value);
+    case SquareRoot::mkl_sse:
+      return mkl_sse_square_root(value);
+  }
+}
+
+// For every value: negative ones, infinity and NaN are the processor's, which are the same in all kinds.
 template <SquareRoot kind>
 RATEL_INLINE Floats any_square_root(Floats value) {
   const auto is_ordinary = (value > all_lanes(0.0f)) & (value < all_lanes(__builtin_inff()));
@@ -177,10 +198,13 @@ void adamw_loop(const State& state, TypedGradient gradient, const AdamWScalars& 
 template <class State>
 void adamw(State state, Gradient gradient, const AdamWScalars& scalars, size_t count) {
   with_gradient(gradient, [&](auto typed) {
-    if (scalars.square_root == SquareRoot::correct) {
-      adamw_loop<SquareRoot::correct>(state, typed, scalars, count);
-    } else {
-      adamw_loop<SquareRoot::mkl_avx512>(state, typed, scalars, count);
+    switch (scalars.square_root) {
+      case SquareRoot::correct:
+        return adamw_loop<SquareRoot::correct>(state, typed, scalars, count);
+      case SquareRoot::mkl_avx512:
+        return adamw_loop<SquareRoot::mkl_avx512>(state, typed, scalars, count);
+      case SquareRoot::mkl_sse:
+        return adamw_loop<SquareRoot::mkl_sse>(state, typed, scalars, count);
     }
   });
 }
@@ -240,13 +264,23 @@ void join_bfloat16(Bfloat16State state, float* w32, size_t count) {
   });
 }
 
-void square_root(float* values, SquareRoot kind, size_t count) {
+template <SquareRoot kind>
+void square_roots(float* values, size_t count) {
   for_each_vector(count, [=](size_t at, size_t length) RATEL_LAMBDA {
     const Floats value = load<Floats>(values + at, length);
-    const Floats root = kind == SquareRoot::correct ? correct_square_root(value)
-                                                    : any_square_root<SquareRoot::mkl_avx512>(value);
-    store(values + at, canonical(root), length);
+    store(values + at, canonical(any_square_root<kind>(value)), length);
   });
+}
+
+void square_root(float* values, SquareRoot kind, size_t count) {
+  switch (kind) {
+    case SquareRoot::correct:
+      return square_roots<SquareRoot::correct>(values, count);
+    case SquareRoot::mkl_avx512:
+      return square_roots<SquareRoot::mkl_avx512>(values, count);
+    case SquareRoot::mkl_sse:
+      return square_roots<SquareRoot::mkl_sse>(values, count);
+  }
 }
 
 }  // namespace

@@ -62,9 +62,12 @@ const Kernels& select_kernels(const std::optional<std::string>& isa) {
 
 SquareRoot native_square_root() {
 #if defined(__x86_64__)
-  // MKL takes its AVX-512 code on Intel's processors only.
+  // MKL takes its AVX-512 code on Intel's processors only, and its code for any x86 on AMD's.
   if (__builtin_cpu_is("intel") && runs_avx512()) {
     return SquareRoot::mkl_avx512;
+  }
+  if (__builtin_cpu_is("amd")) {
+    return SquareRoot::mkl_sse;
   }
 #endif
   return SquareRoot::correct;

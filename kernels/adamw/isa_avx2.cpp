@@ -27,6 +27,8 @@ RATEL_INLINE Floats correct_square_root(Floats value) { return (Floats)_mm256_sq
 
 RATEL_INLINE Floats reciprocal_root_estimate(Floats value) { return reciprocal_root_estimate_in_software(value); }
 
+RATEL_INLINE Floats coarse_reciprocal_root_estimate(Floats value) { return (Floats)_mm256_rsqrt_ps((__m256)value); }
+
 RATEL_INLINE Floats from_float16(Halves halves) { return (Floats)_mm256_cvtph_ps((__m128i)halves); }
 
 RATEL_INLINE Halves to_float16(Floats floats) {

@@ -25,6 +25,12 @@ RATEL_INLINE Floats reciprocal_root_estimate(Floats value) {
   return (Floats)_mm512_rsqrt14_ps(_mm512_max_ps((__m512)value, _mm512_set1_ps(0x1p-126f)));
 }
 
+RATEL_INLINE Floats coarse_reciprocal_root_estimate(Floats value) {
+  const __m256 low = _mm256_rsqrt_ps(_mm512_castps512_ps256((__m512)value));
+  const __m256 high = _mm256_rsqrt_ps(_mm512_extractf32x8_ps((__m512)value, 1));
+  return (Floats)_mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
+}
+
 RATEL_INLINE Floats from_float16(Halves halves) { return (Floats)_mm512_cvtph_ps((__m256i)halves); }
 
 RATEL_INLINE Halves to_float16(Floats floats) {

@@ -27,6 +27,9 @@ RATEL_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 
 RATEL_INLINE Floats correct_square_root(Floats value) { return (Floats)vsqrtq_f32((float32x4_t)value); }
 
+// For a root that nobody may ask for here.
+RATEL_INLINE Floats coarse_reciprocal_root_estimate(Floats value) { return (Floats)vrsqrteq_f32((float32x4_t)value); }
+
 #else
 
 RATEL_INLINE Words widen(Halves halves) {
@@ -63,6 +66,8 @@ RATEL_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 }
 
 RATEL_INLINE Floats correct_square_root(Floats value) { return (Floats)_mm_sqrt_ps((__m128)value); }
+
+RATEL_INLINE Floats coarse_reciprocal_root_estimate(Floats value) { return (Floats)_mm_rsqrt_ps((__m128)value); }
 
 #endif
 

@@ -25,20 +25,34 @@ namespace {
 
 using Name = std::optional<std::string>;
 
+#if defined(__x86_64__)
+constexpr SquareRoot kSquareRoots[] = {SquareRoot::correct, SquareRoot::mkl_avx512, SquareRoot::mkl_sse};
+#else
+constexpr SquareRoot kSquareRoots[] = {SquareRoot::correct, SquareRoot::mkl_avx512};
+#endif
+
 const char* square_root_name(SquareRoot square_root) {
-  return square_root == SquareRoot::correct ? "correct" : "mkl_avx512";
+  switch (square_root) {
+    case SquareRoot::correct:
+      return "correct";
+    case SquareRoot::mkl_avx512:
+      return "mkl_avx512";
+    case SquareRoot::mkl_sse:
+      return "mkl_sse";
+  }
+  throw std::logic_error("square_root: no such kind");
 }
 
 SquareRoot square_root_for(const Name& name) {
   if (!name) {
     return native_square_root();
   }
-  for (const SquareRoot square_root : {SquareRoot::correct, SquareRoot::mkl_avx512}) {
+  for (const SquareRoot square_root : kSquareRoots) {
     if (*name == square_root_name(square_root)) {
       return square_root;
     }
   }
-  throw std::invalid_argument("square_root: must be 'correct' or 'mkl_avx512', is '" + *name + "'");
+  throw std::invalid_argument("square_root: must be 'correct', 'mkl_avx512' or, on x86, 'mkl_sse', is '" + *name + "'");
 }
 
 // Doubles become floats here, as torch rounds the scalars of its operations.

@@ -20,6 +20,7 @@ def state_bytes(config: RunConfig) -> StateBytes:
     return StateBytes(
         compute=layout.compute_field.bytes_per_element,
         record=layout.bytes_per_parameter,
+        num_fields=len(layout.fields),
         gradient=record_layout(config.resolved_gradient_dtype).compute_field.bytes_per_element,
     )
 

@@ -68,6 +68,27 @@ def _check_fits(store: Store, config: RunConfig, resume: str) -> None:
         raise BadInput(f"--resume {resume}: no generation of that step is kept; kept are: {kept}")
 
 
+def go_on_from(store: Store, resume: str, pool: BufferPool, stop: StopRequest, log: RunLog) -> None:
+    """Make the generation that `resume` asks for the current one, and check every byte of it before it is used.
+
+    A crash may have left the newest damaged, on a drive that lies about flushes: then the one before may be whole.
+    """
+    with log.bar("checking the store", store.slot_bytes) as bar:
+
+        def checked(num_bytes: int) -> None:
+            stop.check()
+            bar.advance(num_bytes)
+
+        if resume == "auto":
+            store.ensure_whole(pool, progress=checked, notice=log.notice)
+        else:
+            store.kept(int(resume)).check_all(pool, progress=checked)
+            store.rewind(int(resume))
+    pool.trim()
+    if store.progress.step:
+        log.say(f"recovered step {store.progress.step}")
+
+
 def make_store(
     config: RunConfig,
     inputs: Inputs,

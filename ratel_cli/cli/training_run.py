@@ -27,7 +27,7 @@ from ratel_cli.cli.render import opening
 from ratel_cli.cli.run_plan import estimated_profile, make_planner, measure_hardware
 from ratel_cli.cli.run_settings import taken_bytes
 from ratel_cli.cli.run_steps import Training
-from ratel_cli.cli.run_store import find_store, make_store
+from ratel_cli.cli.run_store import find_store, go_on_from, make_store
 from ratel_cli.config.load import to_yaml
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import EnvironmentFailure
@@ -71,10 +71,8 @@ def carry_out(config: RunConfig, log: RunLog, *, resume: str, dry_run: bool) -> 
         stop = resources.enter_context(StopRequest())
         if store is None:
             store = resources.enter_context(make_store(config, inputs, hardware, queue, pool, resume, stop, log))
-        elif resume != "auto":
-            store.rewind(int(resume))
-        if store.progress.step:
-            log.say(f"recovered step {store.progress.step}")
+        else:
+            go_on_from(store, resume, pool, stop, log)
 
         def planned(plan: Plan, profile: ModelProfile) -> None:
             _write_run_files(config, kept.content(inputs.model.spec, profile), hardware, plan, log)

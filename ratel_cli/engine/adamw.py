@@ -5,6 +5,8 @@ numbers that AdamW derives from the step are computed here in Python floats, exa
 does; the kernel (`ratel_cli._native`) does the rest. It releases the GIL and has no threads of its own: where
 the plan wants several, each takes a part of the group.
 
+A group goes chunk by chunk, so that whoever checks and seals the chunks (`Chunks`) finds them in the caches.
+
 Invariants: the bits do not depend on the number of threads; a parameter without a gradient, and the gaps
 between parameters, keep their bits.
 """
@@ -26,10 +28,7 @@ from ratel_cli.movement.copies import FIELD_DTYPES, view_field
 from ratel_cli.movement.records import ComputeDtype
 from ratel_cli.units import align_up
 
-_TELLING, _TELLING_ROOT = 1.000680923461914, 1.000340461730957
-"""A value whose root the two ways round differently, and its root if rounded correctly."""
-
-SquareRoot = Literal["correct", "mkl_avx512"]
+SquareRoot = Literal["correct", "mkl_avx512", "mkl_sse"]
 
 
 class _Kernel(Protocol):
@@ -48,6 +47,23 @@ class _Kernel(Protocol):
     ) -> None: ...
 
 
+class Chunks(Protocol):
+    """Told of each chunk of a group, on the thread that updates it."""
+
+    @property
+    def num_elements(self) -> int:
+        """Of a chunk; they begin at multiples of it."""
+        ...
+
+    def check(self, start: int, stop: int) -> None:
+        """Elements [start, stop) are about to be used."""
+        ...
+
+    def seal(self, start: int, stop: int) -> None:
+        """They have been updated."""
+        ...
+
+
 _KERNELS: dict[ComputeDtype, _Kernel] = {
     "bfloat16": cast(_Kernel, _native.adamw_bfloat16),
     "float32": cast(_Kernel, _native.adamw_float32),
@@ -56,8 +72,15 @@ _KERNELS: dict[ComputeDtype, _Kernel] = {
 
 
 def square_root_of_torch() -> SquareRoot:
-    """How torch rounds square roots here: on some processors MKL's are 1 ulp low now and then (kernels/README.md)."""
-    return "correct" if float(torch.tensor([_TELLING]).sqrt()) == _TELLING_ROOT else "mkl_avx512"
+    """How torch rounds square roots here: on many processors MKL's are 1 ulp off now and then (kernels/README.md)."""
+    values = torch.arange(0x3F800000, 0x40800000, 4099, dtype=torch.int32).view(torch.float32)  # [1, 4)
+    kinds: tuple[SquareRoot, ...] = (_native.native_square_root(), "correct", "mkl_avx512")
+    for kind in kinds:
+        roots = values.clone()
+        _native.square_root(roots, square_root=kind)
+        if torch.equal(roots, values.sqrt()):
+            return kind
+    return "correct"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,20 +122,32 @@ class GroupAdamW:
         *,
         start: int,
         stop: int,
+        chunks: Chunks | None = None,
     ) -> None:
         """Update elements [start, stop) of the gradient's block in place. `memories` has every field of the record."""
         fields = [view_field(memories[name], name, stop - start) for name in FIELD_DTYPES if name in memories]
         flat = gradient.flat
 
+        def update_range(first: int, last: int) -> None:
+            for begin, end, decay in _segments(gradient.block, gradient.present, first, last):
+                own = [field[begin - start : end - start] for field in fields]
+                self._call(own, flat[begin:end], update, decay=decay)
+
         def update_part(part: tuple[int, int]) -> None:
-            for first, last, decay in _segments(gradient.block, gradient.present, *part):
-                own = [field[first - start : last - start] for field in fields]
-                self._call(own, flat[first:last], update, decay=decay)
+            if chunks is None:
+                update_range(*part)
+                return
+            for first in range(*part, chunks.num_elements):
+                last = min(first + chunks.num_elements, part[1])
+                chunks.check(first, last)
+                update_range(first, last)
+                chunks.seal(first, last)
 
         if self._threads is None:
             update_part((start, stop))
             return
-        for _ in self._threads.map(update_part, _parts(start, stop, self._num_threads)):
+        alignment = PARAMETER_ALIGNMENT if chunks is None else chunks.num_elements
+        for _ in self._threads.map(update_part, _parts(start, stop, self._num_threads, alignment)):
             pass  # what a thread raised is raised here
 
     def close(self) -> None:
@@ -147,9 +182,9 @@ class GroupAdamW:
         )
 
 
-def _parts(start: int, stop: int, number: int) -> list[tuple[int, int]]:
-    """[start, stop) in so many parts of nearly equal size, on boundaries of cache lines; fewer if it is short."""
-    size = align_up(max(1, -(-(stop - start) // number)), PARAMETER_ALIGNMENT)
+def _parts(start: int, stop: int, number: int, alignment: int) -> list[tuple[int, int]]:
+    """[start, stop) in so many parts of nearly equal size, a multiple of `alignment`; fewer if it is short."""
+    size = align_up(max(1, -(-(stop - start) // number)), alignment)
     return [(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 

@@ -6,7 +6,8 @@ then updated and written where they lie.
 
 Invariants: what is read is the current generation and what is written goes to the shadow, so that an
 update can be repeated until it is committed (resident states must be forgotten for that); no buffer is
-given back while a transfer uses it.
+given back while a transfer uses it; what was read is checked, and what is written sealed, chunk by chunk in the
+pass of the update.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ class Group:
     with_weights: bool
     """The compute field is among the group's own buffers."""
     memories: dict[str, memoryview] = field(default_factory=dict)
+    unchecked: tuple[str, ...] = ()
+    """Fields that come from the drive."""
     leases: list[Lease] = field(default_factory=list)
     read: Ticket | None = None
     write: Ticket | None = None
@@ -104,11 +107,10 @@ class GroupWork:
                 group.leases.append(self._pool.lease(num_bytes, f"optimizer state {each.name}"))
                 group.memories[each.name] = group.leases[-1].memory
         if fields:
+            group.unchecked = tuple(each.name for each in fields)
+            read = self._store.current().read_unchecked
             group.read = join(
-                [
-                    self._store.read(block.index, each.name, group.start, group.stop, group.memories[each.name])
-                    for each in fields
-                ]
+                [read(block.index, name, group.start, group.stop, group.memories[name]) for name in group.unchecked]
             )
 
     def compute(self, group: Group, update: BlockUpdate) -> None:
@@ -122,15 +124,23 @@ class GroupWork:
             size = compute.bytes_per_element
             group.memories[compute.name] = update.weights.memory[group.start * size : group.stop * size]
         with self._timeline.during("optimizer", f"AdamW of {block.name}", stage="update", **place):
-            self._adamw.update(group.memories, update.gradient, update.adamw, start=group.start, stop=group.stop)
+            self._adamw.update(
+                group.memories,
+                update.gradient,
+                update.adamw,
+                start=group.start,
+                stop=group.stop,
+                chunks=_GroupChunks(self._store, group) if self._store.chunk_elements else None,
+            )
         if group.is_last and block.index in self._resident:
             self._valid.add(block.index)
 
     def write(self, group: Group) -> None:
         """Start writing every field to the shadow."""
+        write = self._store.shadow().write
         group.write = join(
             [
-                self._store.write(group.block.index, each.name, group.start, group.stop, group.memories[each.name])
+                write(group.block.index, each.name, group.start, group.stop, group.memories[each.name])
                 for each in self._store.layout.fields
             ]
         )
@@ -197,3 +207,30 @@ class GroupWork:
             ]
             for each in self._store.layout.state_fields
         }
+
+
+class _GroupChunks:
+    """Checks the chunks of one group against the current generation, and seals them for the shadow."""
+
+    def __init__(self, store: Store, group: Group) -> None:
+        self._store = store
+        self._group = group
+        self._current = store.current()
+        self._shadow = store.shadow()
+
+    @property
+    def num_elements(self) -> int:
+        return self._store.chunk_elements
+
+    def check(self, start: int, stop: int) -> None:
+        for name in self._group.unchecked:
+            self._current.check(self._group.block.index, name, start, stop, self._memory(name, start, stop))
+
+    def seal(self, start: int, stop: int) -> None:
+        for each in self._store.layout.fields:
+            memory = self._memory(each.name, start, stop)
+            self._shadow.seal(self._group.block.index, each.name, start, stop, memory)
+
+    def _memory(self, name: str, start: int, stop: int) -> memoryview:
+        size, first = self._store.layout.field(name).bytes_per_element, self._group.start
+        return self._group.memories[name][(start - first) * size : (stop - first) * size]

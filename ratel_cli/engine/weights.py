@@ -217,9 +217,11 @@ class WeightReader:
     def _read(self, block: BlockSpec) -> HostWeights:
         field = self._store.layout.compute_field
         lease = self._pool.lease(block.num_elements * field.bytes_per_element, f"weights of {block.name}")
-        read = self._store.read_shadow if self._updates.is_in_shadow(block) else self._store.read
+        in_shadow = self._updates.is_in_shadow(block)
+        newest = self._store.shadow().generation if in_shadow else self._store.current()
         try:
-            return HostWeights(block, lease, read(block.index, field.name, 0, block.num_elements, lease.memory))
+            read = newest.read(block.index, field.name, 0, block.num_elements, lease.memory)
+            return HostWeights(block, lease, read)
         except BaseException:
             lease.release()
             raise

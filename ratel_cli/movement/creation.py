@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ratel_cli.errors import BadInput, IntegrityFailure
-from ratel_cli.movement.buffers import BufferPool
+from ratel_cli.movement.buffers import PAGE_BYTES, BufferPool
 from ratel_cli.movement.durable import Barrier, reach
 from ratel_cli.movement.files import SpaceNeed, StripedFiles, check_space, make_directory, reserve
 from ratel_cli.movement.geometry import IDENTIFICATION_OFFSET
@@ -37,11 +37,10 @@ def make_files(
     file_bytes: Sequence[int],
     store_id: bytes,
     overwrite: bool,
-    page: memoryview,
     barrier: Barrier,
     lock_wait_seconds: float,
 ) -> StoreLock:
-    """Files that are locked, reserved and identified, without a valid manifest. `page` is an aligned page to use.
+    """Files that are locked, reserved and identified, without a valid manifest.
 
     1 check what is there, and the space; nothing is created yet
     2 create the directories, lock the files, check again what is there
@@ -66,13 +65,8 @@ def make_files(
         _reserve_all(lock, file_bytes)
         reach("create.reserved")
         try:
-            erase_headers(lock.fds, headers, page, barrier)
-            reach("create.erased")
-            for index, (fd, num_bytes) in enumerate(zip(lock.fds, file_bytes, strict=True)):
-                os.ftruncate(fd, num_bytes)
-                name = Identification(store_id=store_id, file_index=index, num_files=len(paths))
-                page[:] = name.page()
-                barrier.write_through(fd, IDENTIFICATION_OFFSET, page)
+            with BufferPool(None) as pool, pool.lease(PAGE_BYTES, "a page of the header") as page:
+                _identify(lock, headers, file_bytes, store_id, page.memory, barrier)
             for directory in directories:
                 _sync_directory(directory, barrier)
         except OSError as exc:
@@ -102,6 +96,22 @@ def fill_with_zeros(files: StripedFiles, num_bytes: int, progress: Callable[[int
         finally:
             files.settle()
     reach("create.filled")
+
+
+def _identify(
+    lock: StoreLock,
+    headers: Sequence[Header],
+    file_bytes: Sequence[int],
+    store_id: bytes,
+    page: memoryview,
+    barrier: Barrier,
+) -> None:
+    erase_headers(lock.fds, headers, page, barrier)
+    reach("create.erased")
+    for index, (fd, num_bytes) in enumerate(zip(lock.fds, file_bytes, strict=True)):
+        os.ftruncate(fd, num_bytes)
+        page[:] = Identification(store_id=store_id, file_index=index, num_files=len(lock.fds)).page()
+        barrier.write_through(fd, IDENTIFICATION_OFFSET, page)
 
 
 def _finish(write: tuple[Ticket, int], progress: Callable[[int], None]) -> None:

@@ -18,6 +18,18 @@ from typing import Protocol
 from ratel_cli.errors import BadInput
 
 KILL_VARIABLE = "RATEL_KILL_AT"
+KILL_POINTS = (
+    "create.reserved",
+    "create.erased",
+    "create.identified",
+    "create.filled",
+    "commit.written",
+    "commit.synced",
+    "commit.published",
+    "manifest.ready",
+    "manifest.published",
+)
+"""Arguments of `reach`; the manifest points are passed by every change of state, commits included."""
 
 
 def reach(point: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ratel_cli.movement.buffers import PAGE_BYTES
+from ratel_cli.movement.checksums import ChunkMap
 from ratel_cli.movement.extents import StripeMap
 from ratel_cli.movement.records import ComputeDtype, RecordMap, record_layout
 
@@ -30,6 +31,8 @@ class Geometry:
     """One for each file; see extents.py."""
     stripe_bytes: int
     in_place: bool
+    chunk_elements: int
+    """Of a field; each chunk has a checksum. 0: there are none."""
 
     def __post_init__(self) -> None:
         assert self.num_slots == 1 if self.in_place else self.num_slots >= 2, "a step needs a slot besides the current"
@@ -38,7 +41,16 @@ class Geometry:
 
     def records(self) -> RecordMap:
         """Logical addresses of all elements."""
-        return RecordMap(record_layout(self.dtype), self.block_elements)
+        chunks = self.chunks()
+        return RecordMap(
+            record_layout(self.dtype), self.block_elements, table_bytes=chunks.table_bytes if chunks is not None else 0
+        )
+
+    def chunks(self) -> ChunkMap | None:
+        """What has a checksum each; None: nothing has."""
+        if not self.chunk_elements:
+            return None
+        return ChunkMap(record_layout(self.dtype), self.block_elements, self.chunk_elements)
 
     def stripes(self) -> StripeMap:
         """From logical addresses to the files."""

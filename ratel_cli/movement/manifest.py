@@ -19,17 +19,18 @@ import math
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Final
 
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.movement.buffers import PAGE_BYTES
 from ratel_cli.movement.geometry import Geometry
-from ratel_cli.movement.records import ComputeDtype
+from ratel_cli.movement.records import ELEMENT_ALIGNMENT, ComputeDtype
 
-FORMAT_VERSION: Final = 2
+FORMAT_VERSION: Final = 3
+_WITHOUT_CHECKSUMS: Final = 2
 _WITHOUT_WEIGHTS: Final = 1
-"""The format in which every file had the same share of the stripes; still read."""
+"""Formats before, still read: the one without checksums, and the one with equal shares of the stripes for all files."""
 MANIFEST_MAGIC: Final = b"RATELMAN"
 _HEAD: Final = struct.Struct("<8sII16sQ32s")
 _CRC: Final = struct.Struct("<I")
@@ -37,6 +38,7 @@ _MAX_PAYLOAD_BYTES: Final = PAGE_BYTES - _HEAD.size - _CRC.size
 EMPTY_PAGE: Final = bytes(PAGE_BYTES)
 NO_PREVIOUS: Final = bytes(32)
 _MAX_BLOCKS: Final = 1 << 16
+_LARGEST: Final = 1 << 53
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +69,12 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """A generation that is kept: a checkpoint."""
+    """A generation and where it lies: one that is kept, a checkpoint, or the one before the current."""
 
     slot: int
     progress: Progress
+    root_checksum: str
+    """Of the slot's table of checksums; empty: this store has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +93,19 @@ class Manifest:
     step_in_place: int | None
     """The step that is being written over the only slot; while it is set, the slot holds no whole step."""
     root_checksum: str
-    """Root of the chunk checksums of `slot`; empty: this store has none."""
+    """As that of a pin, of `slot`."""
+    before: Pin | None
+    """The generation that this one followed. Its slot is overwritten by the next step, unless it is pinned; until then
+    the store can fall back on it."""
+
+    @property
+    def current(self) -> Pin:
+        """Where the valid generation lies."""
+        return Pin(slot=self.slot, progress=self.progress, root_checksum=self.root_checksum)
+
+    def at(self, pin: Pin) -> Manifest:
+        """The same with another generation as the valid one."""
+        return replace(self, slot=pin.slot, progress=pin.progress, root_checksum=pin.root_checksum)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -100,9 +116,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
             "geometry": asdict(manifest.geometry) | {"block_elements": _run_lengths(manifest.geometry.block_elements)},
             "progress": _progress_row(manifest.progress),
             "slot": manifest.slot,
-            "pins": [[pin.slot, *_progress_row(pin.progress)] for pin in manifest.pins],
+            "pins": [_pin_row(pin) for pin in manifest.pins],
             "step_in_place": manifest.step_in_place,
             "root_checksum": manifest.root_checksum,
+            "before": None if manifest.before is None else _pin_row(manifest.before),
         },
         separators=(",", ":"),
     ).encode("ascii")
@@ -127,7 +144,7 @@ def decode_manifest(page: bytes) -> Manifest | None:
     magic, version, payload_bytes, store_id, generation, previous_sha256 = _HEAD.unpack(body[: _HEAD.size])
     if magic != MANIFEST_MAGIC:
         return None
-    if version not in (_WITHOUT_WEIGHTS, FORMAT_VERSION):
+    if not _WITHOUT_WEIGHTS <= version <= FORMAT_VERSION:
         raise BadInput(
             f"format_version: the store has format {version}, this program reads formats up to {FORMAT_VERSION}",
             "continue with the version of Ratel that wrote it, or start over with --resume no",
@@ -142,11 +159,12 @@ def decode_manifest(page: bytes) -> Manifest | None:
             geometry=_geometry(payload.row("geometry"), version),
             progress=_progress(payload.items("progress")),
             slot=payload.integer("slot"),
-            pins=tuple(_pin(row) for row in payload.items("pins")),
+            pins=tuple(_pin(row, version) for row in payload.items("pins")),
             step_in_place=None if payload.value("step_in_place") is None else payload.integer("step_in_place"),
             root_checksum=payload.text("root_checksum"),
+            before=_before(payload, version),
         )
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as exc:
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as exc:
         raise IntegrityFailure(f"the store's manifest is intact but cannot be read: {exc}") from exc
 
 
@@ -176,6 +194,36 @@ def choose_manifest(pages: Sequence[bytes]) -> tuple[Manifest | None, bool]:
             "a drive lost a write that it had confirmed, or files of two stores were mixed"
         )
     return newest, damaged > 0
+
+
+def first_manifest(store_id: bytes, identity: StoreIdentity, geometry: Geometry) -> Manifest:
+    """Of a store that nothing was imported into. Raises EnvironmentFailure if a later one may not fit on its page."""
+    first = Manifest(
+        store_id=store_id,
+        generation=0,
+        previous_sha256=NO_PREVIOUS,
+        identity=identity,
+        geometry=geometry,
+        progress=Progress(step=0, updates=0, loss_scale=1.0, good_steps=0, tokens=0),
+        slot=0,
+        pins=(),
+        step_in_place=None,
+        root_checksum="",
+        before=None,
+    )
+    progress = Progress(step=_LARGEST, updates=_LARGEST, loss_scale=1 / 3, good_steps=_LARGEST, tokens=_LARGEST)
+    largest = [Pin(slot=slot, progress=progress, root_checksum="0" * 32) for slot in range(geometry.num_slots)]
+    encode_manifest(
+        replace(
+            first,
+            progress=progress,
+            pins=tuple(largest[2:]),
+            step_in_place=_LARGEST,
+            root_checksum="0" * 32,
+            before=largest[0],
+        )
+    )
+    return first
 
 
 def page_sha256(page: bytes) -> bytes:
@@ -251,13 +299,17 @@ def _geometry(row: _Row, version: int) -> Geometry:
         raise ValueError("num_slots, in_place or weights are none that a store has")
     if stripe_bytes <= 0 or stripe_bytes % PAGE_BYTES:
         raise ValueError("stripe_bytes are no pages")
+    chunk_elements = row.integer("chunk_elements") if version > _WITHOUT_CHECKSUMS else 0
+    if chunk_elements < 0 or chunk_elements % ELEMENT_ALIGNMENT:
+        raise ValueError("chunk_elements are none that a chunk has")
     return Geometry(
         dtype=dtypes[row.text("dtype")],
         block_elements=tuple(elements),
-        num_slots=row.integer("num_slots"),
+        num_slots=num_slots,
         weights=tuple(weights),
-        stripe_bytes=row.integer("stripe_bytes"),
+        stripe_bytes=stripe_bytes,
         in_place=row.value("in_place") is True,
+        chunk_elements=chunk_elements,
     )
 
 
@@ -288,6 +340,18 @@ def _progress(row: Sequence[object]) -> Progress:
     )
 
 
-def _pin(row: object) -> Pin:
+def _pin_row(pin: Pin) -> list[int | float | str]:
+    return [pin.slot, *_progress_row(pin.progress), pin.root_checksum]
+
+
+def _pin(row: object, version: int) -> Pin:
     slot, *progress = _checked_list(row, "pin")
-    return Pin(slot=_checked_integer(slot, "slot"), progress=_progress(progress))
+    root = progress.pop() if version > _WITHOUT_CHECKSUMS else ""
+    if not isinstance(root, str):
+        raise ValueError("the checksum of a pin is not a text")
+    return Pin(slot=_checked_integer(slot, "slot"), progress=_progress(progress), root_checksum=root)
+
+
+def _before(row: _Row, version: int) -> Pin | None:
+    value = row.value("before") if version > _WITHOUT_CHECKSUMS else None
+    return None if value is None else _pin(value, version)

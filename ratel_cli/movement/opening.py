@@ -1,10 +1,8 @@
 """Opening a store's files: locked, told apart, and checked before anything in them is believed.
 
 `Store.open` is the only caller. Each way in which a store can be the wrong one, or not whole, ends
-here with the error that names the field. `Manifest.root_checksum` is to be checked here as well, for
-the manifest that was chosen: until there are checksums, a manifest counts on the evidence of its own
-page, so that damage to the newest one *after* the next step began to overwrite the slot of the one
-before it would go unnoticed. A torn commit, which is what power cuts leave, is before that moment.
+here with the error that names the field. A manifest counts on the evidence of its own page; whether its
+slot has the bytes that it speaks of is for `Store.ensure_whole`, and for every read.
 """
 
 from __future__ import annotations

@@ -74,15 +74,26 @@ class RecordLayout:
 class RecordMap:
     """Where each element of each block lies in the store's logical addresses: slot after slot, block after block."""
 
-    def __init__(self, layout: RecordLayout, block_elements: Sequence[int]) -> None:
+    def __init__(self, layout: RecordLayout, block_elements: Sequence[int], *, table_bytes: int = 0) -> None:
+        """Behind a slot's records come the `table_bytes` of their checksums (checksums.py)."""
         self.layout = layout
         self.block_elements = tuple(block_elements)
+        self._table_bytes = table_bytes
         self._block_offsets = tuple(accumulate((layout.record_bytes(n) for n in self.block_elements), initial=0))
 
     @property
-    def slot_bytes(self) -> int:
-        """Size of one generation: every record once."""
+    def records_bytes(self) -> int:
+        """Size of all records."""
         return self._block_offsets[-1]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Size of one generation: every record once, and the table."""
+        return self.records_bytes + self._table_bytes
+
+    def table_address(self, slot: int) -> int:
+        """Logical address of the table of checksums."""
+        return slot * self.slot_bytes + self.records_bytes
 
     def address(self, slot: int, block: int, field: str, start: int) -> int:
         """Logical address of element `start` of a field."""

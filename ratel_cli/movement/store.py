@@ -8,8 +8,9 @@ page, the manifest; until that page is durable the generation before it is the v
 Invariants: the shadow is never the current slot nor a pinned one; a manifest never speaks of bytes
 that are not durable; after a failed sync or manifest write nothing more is committed.
 
-The files are made in `creation` and looked at again in `opening`; the manifest's format is in
-`manifest`, the addresses are in `geometry`.
+The files are made in `creation` and looked at again in `opening`; the manifest's format is in `manifest`, how one
+follows another in `commits`; the addresses are in `geometry`. A slot is read through a `Generation`, which checks
+every chunk (`checksums`), and filled through a `Shadow`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from dataclasses import replace
 from enum import Enum, auto
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Self
 
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
-from ratel_cli.movement.buffers import PAGE_BYTES, BufferPool
+from ratel_cli.movement.buffers import BufferPool
+from ratel_cli.movement.checksums import CHUNK_ELEMENTS
+from ratel_cli.movement.commits import Commits
 from ratel_cli.movement.creation import fill_with_zeros, make_files
-from ratel_cli.movement.durable import Barrier, KernelBarrier, reach
+from ratel_cli.movement.durable import KILL_POINTS, Barrier, KernelBarrier, reach
 from ratel_cli.movement.files import StripedFiles, check_directories, use_direct_io
-from ratel_cli.movement.geometry import NUM_MANIFESTS, STRIPE_BYTES, Geometry
+from ratel_cli.movement.generation import Generation
+from ratel_cli.movement.geometry import STRIPE_BYTES, Geometry
 from ratel_cli.movement.headers import occupant, read_header
 from ratel_cli.movement.lock import DATA_FILE_NAME, DEFAULT_WAIT_SECONDS, StoreLock
 from ratel_cli.movement.manifest import (
@@ -36,38 +40,22 @@ from ratel_cli.movement.manifest import (
     Pin,
     Progress,
     StoreIdentity,
-    encode_manifest,
+    first_manifest,
     page_sha256,
 )
 from ratel_cli.movement.opening import START_OVER, open_files
 from ratel_cli.movement.queue import IoQueue
-from ratel_cli.movement.records import ELEMENT_ALIGNMENT, RecordLayout
+from ratel_cli.movement.records import RecordLayout
+from ratel_cli.movement.shadow import Shadow
 from ratel_cli.movement.tickets import Ticket
-from ratel_cli.movement.writes import CountedWrite, StepWrites
 
 __all__ = ["KILL_POINTS", "STRIPE_BYTES", "Progress", "Store", "StoreIdentity"]
-
-KILL_POINTS = (
-    "create.reserved",
-    "create.erased",
-    "create.identified",
-    "create.filled",
-    "commit.written",
-    "commit.synced",
-    "commit.published",
-    "manifest.ready",
-    "manifest.published",
-)
-"""Arguments of `durable.reach`; the manifest points are passed by every change of state, commits included."""
-
-_LARGEST = 1 << 53
 
 
 class _Phase(Enum):
     IMPORTING = auto()
     READY = auto()
     STEPPING = auto()
-    FAILED = auto()
     CLOSED = auto()
 
 
@@ -80,14 +68,13 @@ class Store:
         """Used by `create` and `open`; takes the lock over."""
         geometry = manifest.geometry
         self._lock = lock
-        self._manifest = manifest
-        self._previous_sha256 = previous_sha256
-        self._barrier = barrier
+        self._commits = Commits(lock, manifest, previous_sha256, barrier)
         self._records = geometry.records()
+        self._chunks = geometry.chunks()
         self._files = StripedFiles(lock.fds, geometry.stripes(), queue)
-        self._writes = StepWrites()
         self._phase = _Phase.READY if manifest.generation else _Phase.IMPORTING
-        self._shadow = manifest.slot
+        self._current = self._generation(manifest.current)
+        self._shadow = self._new_shadow(manifest.slot, step=0)
 
     @classmethod
     def create(
@@ -103,6 +90,7 @@ class Store:
         overwrite: bool = False,
         weights: Sequence[int] | None = None,
         stripe_bytes: int = STRIPE_BYTES,
+        chunk_elements: int = CHUNK_ELEMENTS,
         notice: Callable[[str], None] | None = None,
         progress: Callable[[int], None] | None = None,
         lock_wait_seconds: float = DEFAULT_WAIT_SECONDS,
@@ -111,40 +99,28 @@ class Store:
         """A new store, all zeros, that becomes valid with `commit_import`. Writes every byte: minutes for a large one.
 
         `weights` are the directories' shares of the stripes, for the store's whole life; None: equal ones.
+        Every `chunk_elements` of a field have a checksum; 0: there are none.
         `progress` is told the bytes of each part written, `num_slots * slot_bytes` in all.
         """
-        directories = check_directories(paths)
-        manifest = Manifest(
-            store_id=os.urandom(16),
-            generation=0,
-            previous_sha256=NO_PREVIOUS,
-            identity=identity,
-            geometry=Geometry(
-                dtype=layout.dtype,
-                block_elements=tuple(block_elements),
-                num_slots=num_slots,
-                weights=tuple(weights or [1] * len(directories)),
-                stripe_bytes=stripe_bytes,
-                in_place=in_place,
-            ),
-            progress=Progress(step=0, updates=0, loss_scale=1.0, good_steps=0, tokens=0),
-            slot=0,
-            pins=(),
-            step_in_place=None,
-            root_checksum="",
+        directories, barrier = check_directories(paths), barrier or KernelBarrier()
+        geometry = Geometry(
+            dtype=layout.dtype,
+            block_elements=tuple(block_elements),
+            num_slots=num_slots,
+            weights=tuple(weights or [1] * len(directories)),
+            stripe_bytes=stripe_bytes,
+            in_place=in_place,
+            chunk_elements=chunk_elements,
         )
-        encode_manifest(_largest(manifest))
-        barrier = barrier or KernelBarrier()
-        with BufferPool(None) as pool, pool.lease(PAGE_BYTES, "a page of the header") as page:
-            lock = make_files(
-                directories,
-                file_bytes=manifest.geometry.file_bytes(),
-                store_id=manifest.store_id,
-                overwrite=overwrite,
-                page=page.memory,
-                barrier=barrier,
-                lock_wait_seconds=lock_wait_seconds,
-            )
+        manifest = first_manifest(os.urandom(16), identity, geometry)
+        lock = make_files(
+            directories,
+            file_bytes=geometry.file_bytes(),
+            store_id=manifest.store_id,
+            overwrite=overwrite,
+            barrier=barrier,
+            lock_wait_seconds=lock_wait_seconds,
+        )
         try:
             use_direct_io(lock.fds, lock.paths, notice or _ignore_text)
             store = cls(lock, manifest, NO_PREVIOUS, queue=queue, barrier=barrier)
@@ -190,26 +166,26 @@ class Store:
     @property
     def num_slots(self) -> int:
         """Generations that there is room for, the one being written included."""
-        return self._manifest.geometry.num_slots
+        return self._commits.manifest.geometry.num_slots
 
     @property
     def in_place(self) -> bool:
         """Whether there is one slot only, and a step that fails while it writes loses the store."""
-        return self._manifest.geometry.in_place
+        return self._commits.manifest.geometry.in_place
 
     @property
     def identity(self) -> StoreIdentity:
-        return self._manifest.identity
+        return self._commits.manifest.identity
 
     @property
     def progress(self) -> Progress:
         """Of the current generation."""
-        return self._manifest.progress
+        return self._commits.manifest.progress
 
     @property
     def pinned_steps(self) -> tuple[int, ...]:
         """The steps whose generations are kept, oldest first."""
-        return tuple(sorted(pin.progress.step for pin in self._manifest.pins))
+        return tuple(sorted(pin.progress.step for pin in self._commits.manifest.pins))
 
     @property
     def slot_bytes(self) -> int:
@@ -219,106 +195,145 @@ class Store:
     @property
     def nvme_bytes(self) -> int:
         """Space that the data files take."""
-        return sum(self._manifest.geometry.file_bytes())
+        return sum(self._commits.manifest.geometry.file_bytes())
+
+    @property
+    def chunk_elements(self) -> int:
+        """Elements of a field that have a checksum together; 0: there are none."""
+        return self._commits.manifest.geometry.chunk_elements
+
+    def current(self) -> Generation:
+        """The last committed generation, to be read until the step after the next begins to write."""
+        assert self._phase is not _Phase.CLOSED
+        return self._current
+
+    def kept(self, step: int) -> Generation:
+        """A pinned generation, to be read until it is unpinned. Raises BadInput if none of that step is kept."""
+        return self._generation(self._pin_of(step))
 
     def read(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
-        """Elements ``[start, stop)`` of a field, from the current generation."""
-        assert self._phase is not _Phase.CLOSED
-        return self._files.read(self._address(self._manifest.slot, block, field, start, stop, memory), memory)
+        """Elements ``[start, stop)`` of a field, from the current generation, checked (generation.py)."""
+        return self.current().read(block, field, start, stop, memory)
 
-    def read_shadow(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
-        """As `read`, from the generation being written. What it names must have been written and waited for."""
-        assert self._phase is _Phase.STEPPING
-        return self._files.read(self._address(self._shadow, block, field, start, stop, memory), memory)
+    def shadow(self) -> Shadow:
+        """The generation in the making, to be filled between `begin_step` (or `create`) and the commit."""
+        assert self._phase in (_Phase.IMPORTING, _Phase.STEPPING), "write between begin_step and commit"
+        return self._shadow
 
     def write(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
-        """Elements ``[start, stop)`` of a field, into the shadow. Every one of these tickets must be waited for."""
-        assert self._phase in (_Phase.IMPORTING, _Phase.STEPPING), "write between begin_step and commit"
-        address = self._address(self._shadow, block, field, start, stop, memory)
-        return CountedWrite(self._files.write(address, memory), self._writes, len(memory))
+        """Seal and write elements ``[start, stop)`` of a field. Every one of these tickets must be waited for."""
+        shadow = self.shadow()
+        shadow.seal(block, field, start, stop, memory)
+        return shadow.write(block, field, start, stop, memory)
 
     def commit_import(self, progress: Progress) -> None:
         """Make what was written since `create` the first generation; what was not written is zero."""
         assert self._phase is _Phase.IMPORTING
-        self._commit(replace(self._manifest, progress=progress))
+        self._shadow.leave_zeros()
+        self._commit(replace(self._commits.manifest, progress=progress))
 
     def begin_step(self) -> None:
         """Choose the shadow. In place: first commit that the only generation is about to be overwritten."""
-        self._check_usable()
+        self._commits.check_usable()
         assert self._phase is _Phase.READY
-        self._writes = StepWrites()
-        if self._manifest.geometry.in_place:
-            self._publish(replace(self._manifest, step_in_place=self.progress.step + 1))
+        slot, step = self._commits.manifest.slot, self.progress.step + 1
+        if self.in_place:
+            self._publish(replace(self._commits.manifest, step_in_place=step))
         else:
-            self._shadow = min(self._free_slots())
+            slot = min(self._free_slots())
+        self._shadow = self._new_shadow(slot, step=step)
         self._phase = _Phase.STEPPING
 
     def commit(self, progress: Progress) -> None:
         """Make the shadow the current generation. In phases:
 
         1 every write of the step was waited for, and every byte of every record was written
-        2 fdatasync each file: now the shadow is durable, and still nobody's
-        3 the manifest, durable, to the place of the one before the current: now the shadow is current
-        4 the slot that was current is free for the next step, unless it is pinned
+        2 the table of checksums, behind the records
+        3 fdatasync each file: now the shadow is durable, and still nobody's
+        4 the manifest, durable, to the place of the one before the current: now the shadow is current
+        5 the slot that was current is free for the next step, unless it is pinned
         """
-        self._check_usable()
+        self._commits.check_usable()
         assert self._phase is _Phase.STEPPING
-        assert self._writes.confirmed_bytes == self.slot_bytes, "a step writes every byte of every record once"
-        self._commit(replace(self._manifest, progress=progress, slot=self._shadow, step_in_place=None))
+        self._shadow.check_written()
+        before = None if self.in_place else self._commits.manifest.current
+        self._commit(replace(self._commits.manifest, progress=progress, step_in_place=None, before=before))
 
     def commit_progress(self, progress: Progress) -> None:
         """Commit a step that was not applied: the same generation, further in the data."""
-        self._check_usable()
+        self._commits.check_usable()
         assert self._phase is _Phase.READY
-        self._publish(replace(self._manifest, progress=progress))
+        self._publish(replace(self._commits.manifest, progress=progress))
 
     def discard(self) -> None:
         """Abandon the step; the current generation stays, and the shadow is free again."""
-        self._check_usable()
+        self._commits.check_usable()
         assert self._phase is _Phase.STEPPING
         self._files.settle()
-        if self._manifest.geometry.in_place:
-            if self._writes.submitted_bytes:
-                self._phase = _Phase.FAILED
+        if self.in_place:
+            if self._shadow.submitted_bytes:
+                self._commits.refuse_more()
                 raise IntegrityFailure(
                     f"step {self.progress.step + 1} cannot be abandoned: it was partly written in place", START_OVER
                 )
-            self._publish(replace(self._manifest, step_in_place=None))
+            self._publish(replace(self._commits.manifest, step_in_place=None))
         self._phase = _Phase.READY
 
     def pin(self) -> None:
         """Keep the current generation until `unpin`. Costs a slot, and no copy."""
-        self._check_usable()
+        self._commits.check_usable()
         assert self._phase in (_Phase.READY, _Phase.STEPPING)
-        current = Pin(slot=self._manifest.slot, progress=self.progress)
-        if current in self._manifest.pins:
+        current = self._commits.manifest.current
+        if current in self._commits.manifest.pins:
             return
-        num_slots = self._manifest.geometry.num_slots
-        kept = {pin.slot for pin in (*self._manifest.pins, current)}
-        if len(kept) + 2 > num_slots:
+        kept = {pin.slot for pin in (*self._commits.manifest.pins, current)}
+        if len(kept) + 2 > self.num_slots:
             raise EnvironmentFailure(
-                f"step {current.progress.step} cannot be kept: the store has {num_slots} slots, a step needs 2, "
+                f"step {current.progress.step} cannot be kept: the store has {self.num_slots} slots, a step needs 2, "
                 f"and {len(kept) - 1} are kept already",
                 "lower save_total_limit, or start over with a larger storage.keep_generations",
             )
-        self._publish(replace(self._manifest, pins=(*self._manifest.pins, current)))
+        self._publish(replace(self._commits.manifest, pins=(*self._commits.manifest.pins, current)))
 
     def unpin(self, step: int) -> None:
         """Let a kept generation go; its slot is used again."""
-        self._check_usable()
+        self._commits.check_usable()
         assert step in self.pinned_steps, step
-        self._publish(replace(self._manifest, pins=tuple(p for p in self._manifest.pins if p.progress.step != step)))
+        self._publish(
+            replace(
+                self._commits.manifest, pins=tuple(p for p in self._commits.manifest.pins if p.progress.step != step)
+            )
+        )
 
     def rewind(self, step: int) -> None:
         """Make a kept generation the current one. Later ones are let go: going on from here makes them again."""
-        self._check_usable()
+        self._commits.check_usable()
         assert self._phase is _Phase.READY
-        kept = [pin for pin in self._manifest.pins if pin.progress.step <= step]
-        chosen = [pin for pin in kept if pin.progress.step == step]
-        if not chosen:
-            steps = ", ".join(map(str, self.pinned_steps)) or "none"
-            raise BadInput(f"--resume {step}: no generation of that step is kept; kept are: {steps}")
-        self._publish(replace(self._manifest, slot=chosen[0].slot, progress=chosen[0].progress, pins=tuple(kept)))
+        self._go_to(self._pin_of(step))
+
+    def ensure_whole(self, pool: BufferPool, *, progress: Callable[[int], None], notice: Callable[[str], None]) -> None:
+        """Check every byte of the current generation before training goes on from it.
+
+        If it is damaged, the one before becomes the current one, with a notice, if that is whole: no step began to
+        write since. Raises IntegrityFailure, naming block and field, if neither is. `progress` as in
+        `Generation.check_all`.
+        """
+        self._commits.check_usable()
+        assert self._phase is _Phase.READY
+        try:
+            self._current.check_all(pool, progress=progress)
+        except IntegrityFailure as failure:
+            before = self._commits.manifest.before
+            if before is None:
+                raise
+            try:
+                self._generation(before).check_all(pool, progress=progress)
+            except IntegrityFailure:
+                raise failure from None
+            notice(
+                f"step {self.progress.step} is damaged ({failure.message}); going on from step {before.progress.step}"
+            )
+            self._go_to(before)
 
     def close(self) -> None:
         """Wait for transfers in flight, and unlock. Commits nothing. Idempotent."""
@@ -335,60 +350,46 @@ class Store:
     ) -> None:
         self.close()
 
-    def _address(self, slot: int, block: int, field: str, start: int, stop: int, memory: memoryview) -> int:
-        assert start <= stop <= self.block_elements[block] and stop % ELEMENT_ALIGNMENT == 0, (start, stop)
-        assert len(memory) == (stop - start) * self.layout.field(field).bytes_per_element, len(memory)
-        return self._records.address(slot, block, field, start)
-
     def _free_slots(self) -> set[int]:
-        taken = {self._manifest.slot, *(pin.slot for pin in self._manifest.pins)}
-        return set(range(self._manifest.geometry.num_slots)) - taken
+        taken = {self._commits.manifest.slot, *(pin.slot for pin in self._commits.manifest.pins)}
+        return set(range(self.num_slots)) - taken
+
+    def _generation(self, pin: Pin) -> Generation:
+        return Generation(self._files, self._records, self._chunks, self._commits.manifest.store_id, pin)
+
+    def _new_shadow(self, slot: int, *, step: int) -> Shadow:
+        manifest = self._commits.manifest
+        place = replace(manifest.current, slot=slot)
+        return Shadow(self._files, self._records, self._chunks, manifest.store_id, place, step=step)
 
     def _commit(self, manifest: Manifest) -> None:
-        assert self._writes.confirmed_bytes == self._writes.submitted_bytes, "a write was not waited for, or failed"
+        """Phases 1 to 4 of `commit`."""
+        self._shadow.check_waited()
         reach("commit.written")
-        for fd, path in zip(self._lock.fds, self._lock.paths, strict=True):
-            try:
-                self._barrier.sync(fd)
-            except OSError as exc:
-                self._fail(f"{path}: step {manifest.progress.step} could not be made durable: {exc.strerror}", exc)
+        root = self._shadow.write_table()
+        self._commits.sync(manifest.progress.step)
         reach("commit.synced")
-        self._publish(manifest)
+        self._publish(replace(manifest, slot=self._shadow.slot, root_checksum=root), self._shadow.generation)
         reach("commit.published")
         self._phase = _Phase.READY
 
-    def _publish(self, manifest: Manifest) -> None:
-        """Write the next manifest beside the current one; in memory it counts once it is durable."""
-        generation = self._manifest.generation + 1
-        manifest = replace(manifest, generation=generation, previous_sha256=self._previous_sha256)
-        content = encode_manifest(manifest)
-        with BufferPool(None) as pool, pool.lease(PAGE_BYTES, "the manifest") as page:
-            page.memory[:] = content
-            reach("manifest.ready")
-            try:
-                self._barrier.write_through(self._lock.fds[0], generation % NUM_MANIFESTS * PAGE_BYTES, page.memory)
-            except OSError as exc:
-                self._fail(f"{self._lock.paths[0]}: the manifest could not be written: {exc.strerror}", exc)
-        reach("manifest.published")
-        self._manifest, self._previous_sha256 = manifest, page_sha256(content)
+    def _pin_of(self, step: int) -> Pin:
+        for pin in self._commits.manifest.pins:
+            if pin.progress.step == step:
+                return pin
+        steps = ", ".join(map(str, self.pinned_steps)) or "none"
+        raise BadInput(f"no generation of step {step} is kept; kept are: {steps}")
 
-    def _fail(self, message: str, cause: OSError) -> NoReturn:
-        self._phase = _Phase.FAILED
-        raise IntegrityFailure(f"{message}; nothing more is committed", "check the drive, then resume") from cause
+    def _go_to(self, pin: Pin) -> None:
+        """Make an earlier generation the current one, and let later ones go."""
+        manifest = self._commits.manifest.at(pin)
+        pins = tuple(kept for kept in manifest.pins if kept.progress.step <= pin.progress.step)
+        self._publish(replace(manifest, pins=pins, before=None), self._generation(pin))
 
-    def _check_usable(self) -> None:
-        if self._phase is _Phase.FAILED:
-            raise IntegrityFailure(
-                "the store takes no more commits: an earlier one failed", "check the drive, then resume"
-            )
-
-
-def _largest(manifest: Manifest) -> Manifest:
-    """The largest manifest that this store can come to need, to see in advance whether it fits on its page."""
-    progress = Progress(step=_LARGEST, updates=_LARGEST, loss_scale=1 / 3, good_steps=_LARGEST, tokens=_LARGEST)
-    slots = range(manifest.geometry.num_slots - 2)
-    pins = tuple(Pin(slot=slot, progress=progress) for slot in slots)
-    return replace(manifest, progress=progress, pins=pins, step_in_place=_LARGEST, root_checksum="0" * 64)
+    def _publish(self, manifest: Manifest, generation: Generation | None = None) -> None:
+        """The current generation is then `generation`, or the one it was."""
+        self._commits.publish(manifest)
+        self._current = (generation or self._current).committed(self._commits.manifest.current)
 
 
 def _ignore_text(_: str) -> None:

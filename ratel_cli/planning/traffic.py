@@ -9,6 +9,7 @@ a tied embedding once more, for the head. When a block is updated changes where 
     in next forward   the update reads the weights and hands the new ones on: forward, and the head, read nothing
     in between        the update reads the weights once more: 2 bytes on top (28)
 
+With every commit goes the table of checksums, 8 bytes for a chunk of a field (movement/checksums.py).
 Weights and states that stay in memory are not read, nor are weights that are still there (planning/uses.py).
 Spilled activations are written in forward and read in backward, all but the last (planning/activations.py).
 
@@ -19,12 +20,19 @@ they belong to the step whose gradients it applies.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Final
 
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import Aside
 from ratel_cli.planning.placement import Overlap, Placement, Stage
 from ratel_cli.planning.uses import needs_read, step_uses
 from ratel_cli.planning.workload import StateBytes
+from ratel_cli.units import align_up
+
+CHUNK_ELEMENTS: Final = 1 << 18
+"""Equal to `movement.checksums.CHUNK_ELEMENTS`, which this layer may not import."""
+_CHECKSUM_BYTES: Final = 8
+_PAGE_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +109,7 @@ def step_traffic(
         if needs_read(uses, position, placement):
             is_handed_on = use.block is head and head_stage == "forward"
             read["forward" if is_handed_on else use.stage] += use.block.num_elements * state.compute
+    written["forward"] += checksum_bytes(spec, state)  # what a step leaves to write is committed beneath the next one
     return Traffic(
         forward_read_bytes=read["forward"],
         forward_written_bytes=written["forward"],
@@ -118,5 +127,12 @@ def gradient_bytes(spec: ModelSpec, state: StateBytes, *, num_blocks: int) -> in
 
 
 def store_bytes(spec: ModelSpec, state: StateBytes, *, num_slots: int) -> int:
-    """Space of the store's records; three pages of header in each file come on top."""
-    return num_slots * state.record * sum(block.num_elements for block in spec.blocks)
+    """Space of the store's records and checksums; three pages of header in each file come on top."""
+    records_bytes = state.record * sum(block.num_elements for block in spec.blocks)
+    return num_slots * (records_bytes + checksum_bytes(spec, state))
+
+
+def checksum_bytes(spec: ModelSpec, state: StateBytes) -> int:
+    """The table of one generation, in whole pages: an entry for each chunk, and one on top."""
+    num_chunks = sum(-(-block.num_elements // CHUNK_ELEMENTS) for block in spec.blocks)
+    return align_up(_CHECKSUM_BYTES * (1 + state.num_fields * num_chunks), _PAGE_BYTES)

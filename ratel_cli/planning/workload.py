@@ -31,4 +31,6 @@ class StateBytes:
     """The field that the device computes with (P16)."""
     record: int
     """All fields together: 12 in bf16 and fp32, 14 in fp16."""
+    num_fields: int
+    """4, 3 and 4; each chunk of each has a checksum."""
     gradient: int

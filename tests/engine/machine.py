@@ -23,6 +23,7 @@ from ratel_cli.model.load import import_weights
 from ratel_cli.model.skeleton import build_skeleton, supported_attention
 from ratel_cli.model.spec import DtypeName
 from ratel_cli.movement.buffers import BufferPool
+from ratel_cli.movement.checksums import CHUNK_ELEMENTS
 from ratel_cli.movement.copies import view_field
 from ratel_cli.movement.queue import EngineChoice, IoQueue, open_queue
 from ratel_cli.movement.records import record_layout
@@ -213,6 +214,7 @@ def machine(
                     num_slots=1 if in_place else 2,
                     queue=queue,
                     in_place=in_place,
+                    chunk_elements=min(CHUNK_ELEMENTS, group_elements),
                 )
             )
             import_weights(model.spec, Source(weights), store, pool, progress=lambda count: None)

@@ -15,7 +15,7 @@ from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import DtypeName, ModelSpec
 from ratel_cli.planning.activations import put_aside
 from ratel_cli.planning.placement import Placement
-from ratel_cli.planning.traffic import step_traffic
+from ratel_cli.planning.traffic import checksum_bytes, step_traffic
 from ratel_cli.planning.workload import StateBytes
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import Batch, Machine, initial_weights, machine, progress_at, random_steps
@@ -24,9 +24,9 @@ from tests.reference import Recipe
 
 NOTHING_SPILLED = put_aside([0], num_micro_batches=1, spilled_units=0)
 STATE_BYTES = {
-    "float32": StateBytes(compute=4, record=12, gradient=4),
-    "bfloat16": StateBytes(compute=2, record=12, gradient=2),
-    "float16": StateBytes(compute=2, record=14, gradient=2),
+    "float32": StateBytes(compute=4, record=12, num_fields=3, gradient=4),
+    "bfloat16": StateBytes(compute=2, record=12, num_fields=4, gradient=2),
+    "float16": StateBytes(compute=2, record=14, num_fields=4, gradient=2),
 }
 
 
@@ -55,7 +55,7 @@ def moved_by_each_step(ratel: Machine, recipe: Recipe, steps: Sequence[Sequence[
         )
         ratel.decided = step + 1
         before, num_quiet = -1, 0
-        while num_quiet < 3:  # on a busy machine a thread may be held up for longer than one wait
+        while num_quiet < 5:  # on a busy machine a thread may be held up for longer than one wait
             time.sleep(0.02)
             is_quiet = before == (before := ratel.queue.read_bytes + ratel.queue.written_bytes)
             num_quiet = num_quiet + 1 if is_quiet else 0
@@ -134,7 +134,8 @@ def test_a_layer_moves_26_bytes_per_parameter_in_bf16(tmp_path: Path, max_grad_n
     with machine(tmp_path, config, recipe, dtype="bfloat16", weights=initial_weights(config)) as ratel:
         *_, (read, written) = moved_by_each_step(ratel, recipe, random_steps(3, 2))
         *others, head = (block.num_elements for block in ratel.model.spec.blocks)
-        assert read + written == 26 * sum(others) + 24 * head
+        checksums = checksum_bytes(ratel.model.spec, STATE_BYTES["bfloat16"])
+        assert read + written == 26 * sum(others) + 24 * head + checksums
 
 
 def test_every_buffer_is_given_back(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ where it does not.
 
 from __future__ import annotations
 
+import platform
 from typing import Literal, TypedDict
 
 import pytest
@@ -18,7 +19,11 @@ LEARNING_RATE = 1e-3
 BETA1 = 0.9
 BETA2 = 0.999
 EPSILON = 1e-8
+_SquareRoot = Literal["correct", "mkl_avx512", "mkl_sse"]
 ISAS = _native.supported_isas()
+SQUARE_ROOTS: tuple[_SquareRoot, ...] = ("correct", "mkl_avx512", "mkl_sse")
+if platform.machine() not in ("x86_64", "AMD64"):
+    SQUARE_ROOTS = SQUARE_ROOTS[:-1]
 GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = (0, 1, 3, 15, 16, 17, 31, 33, 1000, 4096, 4097)
 
@@ -132,9 +137,6 @@ class Ratel:
         """Weight, m and v, as the oracle has them."""
         v = self.v32.abs() if self.layout == "bfloat16" else self.v32
         return self.master(), self.m32, v
-
-
-_SquareRoot = Literal["correct", "mkl_avx512"]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -169,6 +169,7 @@ def imported_store(
             block_elements=[block.num_elements for block in spec.blocks],
             num_slots=2,
             queue=queue,
+            chunk_elements=2048,
         ) as store,
     ):
         import_weights(spec, source, store, pool, progress=lambda count: None, group_elements=group_elements)

@@ -15,6 +15,7 @@ from ratel_cli.movement.store import Progress, Store, StoreIdentity
 from tests.fakes import filled
 
 BLOCK_ELEMENTS = (4096, 2048, 2048, 6144)
+SMALL_CHUNK = 2048
 STRIPE_BYTES = 5 * 4096  # not a divisor of any field, so that transfers are cut in odd places
 IDENTITY = StoreIdentity(model_hash="m" * 64, config_hash="c" * 64, data_hash="d" * 64, seed=42, software="ratel 1")
 
@@ -40,6 +41,7 @@ def create_store(
     identity: StoreIdentity = IDENTITY,
     weights: Sequence[int] | None = None,
     stripe_bytes: int = STRIPE_BYTES,
+    chunk_elements: int = SMALL_CHUNK,
     notice: Callable[[str], None] | None = None,
     progress: Callable[[int], None] | None = None,
     barrier: Barrier | None = None,
@@ -55,6 +57,7 @@ def create_store(
         overwrite=overwrite,
         weights=weights,
         stripe_bytes=stripe_bytes,
+        chunk_elements=chunk_elements,
         notice=notice,
         progress=progress,
         lock_wait_seconds=0.2,

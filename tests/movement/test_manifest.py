@@ -48,13 +48,16 @@ FIRST = Manifest(
         weights=(3, 1),
         stripe_bytes=4096,
         in_place=False,
+        chunk_elements=2048,
     ),
     progress=Progress(step=0, updates=0, loss_scale=1.0, good_steps=0, tokens=0),
     slot=0,
     pins=(),
     step_in_place=None,
     root_checksum="",
+    before=None,
 )
+PINS = st.builds(Pin, slot=st.integers(0, 9), progress=PROGRESS, root_checksum=st.sampled_from(["", "ab" * 16]))
 
 
 def following(manifest: Manifest) -> Manifest:
@@ -81,12 +84,13 @@ def page_with(payload: dict[str, Any], *, version: int = FORMAT_VERSION) -> byte
 @given(
     progress=PROGRESS,
     slot=st.integers(0, 9),
-    pins=st.lists(st.builds(Pin, slot=st.integers(0, 9), progress=PROGRESS), max_size=8),
+    pins=st.lists(PINS, max_size=8),
+    before=st.none() | PINS,
     in_place=st.none() | COUNT,
     elements=st.lists(st.sampled_from([0, 2048, 4096]), max_size=40),
 )
 def test_decodes_what_was_encoded(
-    progress: Progress, slot: int, pins: list[Pin], in_place: int | None, elements: list[int]
+    progress: Progress, slot: int, pins: list[Pin], before: Pin | None, in_place: int | None, elements: list[int]
 ) -> None:
     manifest = replace(
         FIRST,
@@ -95,7 +99,8 @@ def test_decodes_what_was_encoded(
         pins=tuple(pins),
         step_in_place=in_place,
         geometry=replace(FIRST.geometry, block_elements=tuple(elements)),
-        root_checksum="ab" * 32,
+        root_checksum="ab" * 16,
+        before=before,
     )
     page = encode_manifest(manifest)
     assert len(page) == PAGE_BYTES
@@ -152,15 +157,25 @@ def test_a_gap_is_a_write_that_a_drive_lost() -> None:
 def test_another_format_is_named() -> None:
     page = bytearray(encode_manifest(FIRST)[:-4])
     page[8:12] = struct.pack("<I", FORMAT_VERSION + 1)
-    with pytest.raises(BadInput, match="format_version: the store has format 3"):
+    with pytest.raises(BadInput, match="format_version: the store has format 4"):
         decode_manifest(with_crc(bytes(page)))
 
 
 def test_the_format_without_weights_is_still_read() -> None:
     payload = payload_of(FIRST)
     payload["geometry"]["num_files"] = len(payload["geometry"].pop("weights"))
-    equal = replace(FIRST, geometry=replace(FIRST.geometry, weights=(1, 1)))
+    del payload["geometry"]["chunk_elements"], payload["before"]
+    equal = replace(FIRST, geometry=replace(FIRST.geometry, weights=(1, 1), chunk_elements=0))
     assert decode_manifest(page_with(payload, version=1)) == equal
+
+
+def test_the_format_without_checksums_is_still_read() -> None:
+    payload = payload_of(replace(FIRST, pins=(Pin(slot=2, progress=FIRST.progress, root_checksum="ab"),)))
+    del payload["geometry"]["chunk_elements"], payload["before"]
+    payload["pins"] = [row[:-1] for row in payload["pins"]]
+    pin = Pin(slot=2, progress=FIRST.progress, root_checksum="")
+    equal = replace(FIRST, geometry=replace(FIRST.geometry, chunk_elements=0), pins=(pin,))
+    assert decode_manifest(page_with(payload, version=2)) == equal
 
 
 def test_weights_may_not_be_missing_now() -> None:
@@ -180,6 +195,8 @@ def test_another_magic_is_not_ours() -> None:
         ("slot", None, "slot is missing"),
         ("slot", "x", "slot is not a whole number"),
         ("pins", 3, "pins is not a list"),
+        ("pins", [[0, 0, 0, 1.0, 0, 0, 7]], "the checksum of a pin is not a text"),
+        ("before", 3, "pin is not a list"),
         ("root_checksum", 3, "root_checksum is not a text"),
         ("progress", [1], "progress is not five numbers"),
         ("identity", [], "expected an object"),
@@ -193,6 +210,6 @@ def test_an_unreadable_payload_is_named(key: str, value: object, reason: str) ->
 
 
 def test_too_much_for_a_page_is_an_error() -> None:
-    pins = tuple(Pin(slot=slot, progress=replace(FIRST.progress, step=2**53)) for slot in range(300))
+    pins = tuple(Pin(slot=slot, progress=replace(FIRST.progress, step=2**53), root_checksum="") for slot in range(300))
     with pytest.raises(EnvironmentFailure, match="300 kept generations"):
         encode_manifest(replace(FIRST, pins=pins))

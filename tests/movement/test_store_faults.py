@@ -166,7 +166,7 @@ def test_another_format_is_refused(paths: list[Path], queue: IoQueue) -> None:
     page = bytearray((paths[0] / DATA_FILE_NAME).read_bytes()[: PAGE_BYTES - 4])
     page[8:12] = struct.pack("<I", FORMAT_VERSION + 1)
     edit(paths[0], 0, bytes(page) + struct.pack("<I", zlib.crc32(page)))
-    with pytest.raises(BadInput, match="format_version: the store has format 3"):
+    with pytest.raises(BadInput, match="format_version: the store has format 4"):
         open_store(paths, queue)
     assert Store.exists(paths)
 

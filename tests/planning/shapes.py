@@ -8,9 +8,9 @@ from ratel_cli.hardware.spec import ComputeDevice, HardwareProfile, Host, Link, 
 from ratel_cli.model.spec import ModelSpec, lay_out_block
 from ratel_cli.planning.workload import StateBytes, Workload
 
-BFLOAT16 = StateBytes(compute=2, record=12, gradient=2)
-FLOAT32 = StateBytes(compute=4, record=12, gradient=4)
-FLOAT16 = StateBytes(compute=2, record=14, gradient=2)
+BFLOAT16 = StateBytes(compute=2, record=12, num_fields=4, gradient=2)
+FLOAT32 = StateBytes(compute=4, record=12, num_fields=3, gradient=4)
+FLOAT16 = StateBytes(compute=2, record=14, num_fields=4, gradient=2)
 WORKLOAD = Workload(micro_batch_size=2, num_micro_batches=3, sequence_len=64)
 
 

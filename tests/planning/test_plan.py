@@ -13,7 +13,7 @@ from ratel_cli.planning.costs import compute_seconds, overlapped_step
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Activations, Overlap
 from ratel_cli.planning.plan import Decisions, Plan, make_plan
-from ratel_cli.planning.traffic import step_traffic
+from ratel_cli.planning.traffic import checksum_bytes, step_traffic
 from ratel_cli.units import GIB, MIB
 from tests.planning.profiles import candidate, estimated, layer, model
 from tests.planning.shapes import BFLOAT16, WORKLOAD, gpt, machine
@@ -21,6 +21,7 @@ from tests.planning.shapes import BFLOAT16, WORKLOAD, gpt, machine
 SPEC = gpt(num_layers=6, hidden_size=1024, vocab_size=1000)
 PROFILE = estimated(SPEC)
 ELEMENTS = [block.num_elements for block in SPEC.blocks]
+TABLE = checksum_bytes(SPEC, BFLOAT16)
 INPUT_BYTES = WORKLOAD.tokens * 1024 * 2 * 6
 ROOMY, TIGHT = 8 * GIB, 500 * MIB
 """Under the second, some gradients are held in memory and some are not."""
@@ -95,7 +96,7 @@ def test_without_held_gradients_nothing_is_spilled() -> None:
     made = plan(limit_bytes=TIGHT)
     assert (made.spilled_blocks, made.spilled_bytes, made.memory.held_gradients) == (0, 0, 0)
     assert made.held_in_memory_bytes is None
-    assert made.nvme_bytes == 2 * 12 * sum(ELEMENTS) + made.aside.written_bytes
+    assert made.nvme_bytes == 2 * (12 * sum(ELEMENTS) + TABLE) + made.aside.written_bytes
 
 
 def test_held_gradients_that_fit_have_no_limit() -> None:
@@ -110,7 +111,7 @@ def test_the_limit_on_held_gradients_is_what_stays_in_memory(holds_gradients: bo
     assert 0 < made.spilled_blocks < len(ELEMENTS)
     assert made.spilled_bytes == 2 * sum(ELEMENTS[: made.spilled_blocks])
     assert made.held_in_memory_bytes == 2 * sum(ELEMENTS[made.spilled_blocks :])
-    assert made.nvme_bytes == 3 * 12 * sum(ELEMENTS) + made.spilled_bytes + made.aside.written_bytes
+    assert made.nvme_bytes == 3 * (12 * sum(ELEMENTS) + TABLE) + made.spilled_bytes + made.aside.written_bytes
     assert (made.placement.resident_weights, made.placement.resident_states) == (frozenset(), frozenset())
 
 

@@ -9,14 +9,24 @@ from dataclasses import dataclass, field
 import pytest
 
 from ratel_cli.model.spec import BlockSpec, ModelSpec
+from ratel_cli.movement.checksums import ChunkMap
+from ratel_cli.movement.records import ComputeDtype, record_layout
 from ratel_cli.planning.activations import Aside, put_aside
 from ratel_cli.planning.placement import Overlap, Placement
-from ratel_cli.planning.traffic import Traffic, gradient_bytes, step_traffic, store_bytes
+from ratel_cli.planning.traffic import (
+    CHUNK_ELEMENTS,
+    Traffic,
+    checksum_bytes,
+    gradient_bytes,
+    step_traffic,
+    store_bytes,
+)
 from ratel_cli.planning.workload import StateBytes
 from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, gpt
 
 # Elements of the blocks, with the gaps: 512 * 64, then 12 * 64^2 + 2 * 64 up to a multiple of 2048, then 513 * 64.
 EMBEDDING, LAYER, HEAD = 32768, 51200, 34816
+TABLE = 4096  # of checksums: one of each field of each block, and one on top
 NOTHING = Placement()
 NOTHING_ASIDE = put_aside([0], num_micro_batches=1, spilled_units=0)
 
@@ -125,6 +135,7 @@ def test_it_is_what_a_walk_through_a_run_counts(seed: int, overlap: Overlap, tie
     walk = Walk(spec, state, placement, aside, holds_gradients, spilled_blocks, overlap)
     for _ in range(3):
         walk.step()
+    walk.moved["forward", "written"] += checksum_bytes(spec, state)
     traffic = step_traffic(
         spec, state, placement, aside, holds_gradients=holds_gradients, spilled_blocks=spilled_blocks, overlap=overlap
     )
@@ -145,21 +156,21 @@ def test_the_blocks_are_what_the_sums_assume() -> None:
 @pytest.mark.parametrize("holds_gradients", [False, True])
 def test_bytes_per_parameter(state: StateBytes, layer: int, head: int, holds_gradients: bool) -> None:
     traffic = step_traffic(gpt(), state, NOTHING, NOTHING_ASIDE, holds_gradients=holds_gradients)
-    assert traffic.read_bytes + traffic.written_bytes == layer * (EMBEDDING + 3 * LAYER) + head * HEAD
-    assert traffic.written_bytes == state.record * (EMBEDDING + 3 * LAYER + HEAD)
+    assert traffic.read_bytes + traffic.written_bytes == layer * (EMBEDDING + 3 * LAYER) + head * HEAD + TABLE
+    assert traffic.written_bytes == state.record * (EMBEDDING + 3 * LAYER + HEAD) + TABLE
     assert (traffic.update_read_bytes, traffic.update_written_bytes, traffic.first_read_bytes) == (0, 0, 0)
 
 
 def test_updates_on_arrival_fall_in_backward() -> None:
     traffic = step_traffic(gpt(), BFLOAT16, NOTHING, NOTHING_ASIDE, holds_gradients=False)
-    assert (traffic.forward_read_bytes, traffic.forward_written_bytes) == (2 * (EMBEDDING + 3 * LAYER), 0)
+    assert (traffic.forward_read_bytes, traffic.forward_written_bytes) == (2 * (EMBEDDING + 3 * LAYER), TABLE)
     assert traffic.backward_read_bytes == 12 * (EMBEDDING + 3 * LAYER + HEAD)
 
 
 def test_held_gradients_move_the_update_to_forward() -> None:
     traffic = step_traffic(gpt(), BFLOAT16, NOTHING, NOTHING_ASIDE, holds_gradients=True)
     every = EMBEDDING + 3 * LAYER + HEAD
-    assert (traffic.forward_read_bytes, traffic.forward_written_bytes) == (12 * every, 12 * every)
+    assert (traffic.forward_read_bytes, traffic.forward_written_bytes) == (12 * every, 12 * every + TABLE)
     assert (traffic.backward_read_bytes, traffic.backward_written_bytes) == (2 * (EMBEDDING + 3 * LAYER), 0)
 
 
@@ -186,7 +197,7 @@ def test_a_tied_embedding_is_read_for_the_head_too(holds_gradients: bool) -> Non
     spec = gpt(tied=True)
     traffic = step_traffic(spec, BFLOAT16, NOTHING, NOTHING_ASIDE, holds_gradients=holds_gradients)
     norm = spec.blocks[-1].num_elements
-    assert traffic.read_bytes + traffic.written_bytes == 28 * EMBEDDING + 26 * 3 * LAYER + 24 * norm
+    assert traffic.read_bytes + traffic.written_bytes == 28 * EMBEDDING + 26 * 3 * LAYER + 24 * norm + TABLE
 
 
 @pytest.mark.parametrize(
@@ -218,10 +229,21 @@ def test_with_everything_in_memory_only_writing_is_left() -> None:
     placement = Placement(resident_weights=every, resident_states=every)
     traffic = step_traffic(gpt(), BFLOAT16, placement, NOTHING_ASIDE, holds_gradients=False)
     elements = EMBEDDING + 3 * LAYER + HEAD
-    assert (traffic.read_bytes, traffic.written_bytes) == (0, 12 * elements)
+    assert (traffic.read_bytes, traffic.written_bytes) == (0, 12 * elements + TABLE)
     assert traffic.first_read_bytes == 12 * elements
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 5])
 def test_the_store_holds_every_record_in_every_slot(num_slots: int) -> None:
-    assert store_bytes(gpt(), FLOAT16, num_slots=num_slots) == num_slots * 14 * (EMBEDDING + 3 * LAYER + HEAD)
+    records_bytes = 14 * (EMBEDDING + 3 * LAYER + HEAD)
+    assert store_bytes(gpt(), FLOAT16, num_slots=num_slots) == num_slots * (records_bytes + TABLE)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize("num_layers", [1, 3, 1000])
+def test_checksums_take_what_the_store_gives_them(dtype: ComputeDtype, num_layers: int) -> None:
+    spec = gpt(num_layers=num_layers)
+    layout = record_layout(dtype)
+    chunks = ChunkMap(layout, [block.num_elements for block in spec.blocks], CHUNK_ELEMENTS)
+    state = StateBytes(compute=2, record=12, num_fields=len(layout.fields), gradient=2)
+    assert checksum_bytes(spec, state) == chunks.table_bytes

@@ -80,6 +80,13 @@ def test_the_plan_beside_what_was_measured(tmp_path: Path) -> None:
     assert list(store.iterdir()) == []
 
 
+def test_what_durability_costs(tmp_path: Path) -> None:
+    output, summary = run("bench_durability", *TINY[:-2], "--directory", str(tmp_path))
+    assert "for durability and checksums" in output
+    assert len(summary["durable_seconds"]) == len(summary["bare_seconds"]) > 0  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_optimizer_alone(tmp_path: Path) -> None:
     _, summary = run("bench_optimizer", "--parameters", "200000", "--rounds", "2", "--directory", str(tmp_path))
     assert all(len(summary[name]["seconds"]) == 2 for name in ("NVMe", "AdamW", "optimized", "naive"))  # type: ignore[arg-type]

@@ -14,8 +14,9 @@ enum class Element { bfloat16, float16, float32 };
 
 // How a square root is rounded. AdamW's bits depend on it, see kernels/README.md.
 enum class SquareRoot {
-  correct,    // IEEE 754
-  mkl_avx512  // what torch's MKL computes on AVX-512 processors: 1 ulp low for 0.6 % of all values
+  correct,     // IEEE 754
+  mkl_avx512,  // what torch's MKL computes on Intel's AVX-512 processors: 1 ulp low for 0.6 % of all values
+  mkl_sse      // what it computes on AMD's: 1 ulp off for 17 %, by the processor's own estimate; x86 only
 };
 
 struct Gradient {

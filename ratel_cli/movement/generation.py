@@ -1,0 +1,152 @@
+"""One generation of the store's state, to be read: the current one, the shadow, or one that is kept.
+
+Handed out by `store`. `read` is for everybody: what it brings is checked before its ticket's `wait` returns. The
+optimizer reads with `read_unchecked`, and calls `check` chunk by chunk as its pass comes to them, so that
+the bytes are fetched from main memory once (engine/groups.py).
+
+Invariant: bytes that were not checked are named so by whoever asked for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+
+from ratel_cli.errors import IntegrityFailure
+from ratel_cli.movement.buffers import BufferPool
+from ratel_cli.movement.checksums import CHUNK_ELEMENTS, ChunkMap, ChunkTable
+from ratel_cli.movement.files import StripedFiles
+from ratel_cli.movement.manifest import Pin, Progress
+from ratel_cli.movement.records import ELEMENT_ALIGNMENT, RecordLayout, RecordMap
+from ratel_cli.movement.tickets import Ticket
+
+_AHEAD = 8
+"""Chunks that `check_all` reads ahead."""
+
+
+class Generation:
+    """Reads may come from two threads."""
+
+    def __init__(
+        self,
+        files: StripedFiles,
+        records: RecordMap,
+        chunks: ChunkMap | None,
+        store_id: bytes,
+        pin: Pin,
+        table: ChunkTable | None = None,
+    ) -> None:
+        """`table` None: it is read when it is needed first. A store without checksums never needs one."""
+        self._files = files
+        self._records = records
+        self._chunks = chunks
+        self._store_id = store_id
+        self._pin = pin
+        self._table = table
+        self._lock = Lock()  # for the table
+
+    @property
+    def progress(self) -> Progress:
+        return self._pin.progress
+
+    @property
+    def slot(self) -> int:
+        return self._pin.slot
+
+    @property
+    def layout(self) -> RecordLayout:
+        return self._records.layout
+
+    @property
+    def block_elements(self) -> tuple[int, ...]:
+        return self._records.block_elements
+
+    def committed(self, pin: Pin) -> Generation:
+        """The same slot as what a manifest calls it."""
+        assert pin.slot == self.slot
+        return Generation(self._files, self._records, self._chunks, self._store_id, pin, self._table)
+
+    def read(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
+        """Elements ``[start, stop)`` of a field, whole chunks. Waiting raises IntegrityFailure if they are damaged."""
+        ticket = self.read_unchecked(block, field, start, stop, memory)
+        return _CheckedRead(ticket, lambda: self.check(block, field, start, stop, memory))
+
+    def read_unchecked(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
+        """The same, to be checked by whoever asks, after waiting and before the bytes are used."""
+        return self._files.read(self.address(block, field, start, stop, memory), memory)
+
+    def check(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> None:
+        """Raise IntegrityFailure, naming block and field, unless these bytes are the generation's."""
+        if self._chunks is not None:
+            self._checksums(self._chunks).check(block, field, start, stop, memory)
+
+    def check_all(self, pool: BufferPool, *, progress: Callable[[int], None]) -> None:
+        """Read every byte and check it. `progress` is told the bytes of each chunk.
+
+        Raises IntegrityFailure for the first chunk that is damaged. Without checksums only reading is checked.
+        """
+        chunks = self._chunks or ChunkMap(self.layout, self.block_elements, CHUNK_ELEMENTS)
+        largest_bytes = 4 * chunks.chunk_elements
+        waiting: list[tuple[Ticket, int]] = []
+        with pool.lease(_AHEAD * largest_bytes, "chunks to check") as lease:
+            try:
+                for number, (block, field, start, stop) in enumerate(chunks.ranges()):
+                    if len(waiting) == _AHEAD:
+                        _finish(waiting, progress)
+                    first, num_bytes = number % _AHEAD * largest_bytes, (stop - start) * self._size(field)
+                    memory = lease.memory[first : first + num_bytes]
+                    waiting.append((self.read(block, field, start, stop, memory), num_bytes))
+                while waiting:
+                    _finish(waiting, progress)
+            finally:
+                self._files.settle()
+
+    def address(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> int:
+        """Where element `start` lies; the range must be the block's, and the memory as large."""
+        assert start <= stop <= self.block_elements[block] and stop % ELEMENT_ALIGNMENT == 0, (start, stop)
+        assert len(memory) == (stop - start) * self._size(field), len(memory)
+        return self._records.address(self.slot, block, field, start)
+
+    def _size(self, field: str) -> int:
+        return self.layout.field(field).bytes_per_element
+
+    def _checksums(self, chunks: ChunkMap) -> ChunkTable:
+        with self._lock:
+            if self._table is None:
+                with BufferPool(None) as pool, pool.lease(chunks.table_bytes, "checksums") as lease:
+                    self._files.read(self._records.table_address(self.slot), lease.memory).wait()
+                    try:
+                        self._table = ChunkTable.from_bytes(
+                            chunks, self._store_id, lease.memory, self._pin.root_checksum
+                        )
+                    except IntegrityFailure as failure:
+                        message = f"step {self.progress.step}: {failure.message}"
+                        raise IntegrityFailure(message, failure.hint) from failure
+            return self._table
+
+
+class _CheckedRead(Ticket):
+    """A read whose bytes are checked by whoever waits for it."""
+
+    def __init__(self, ticket: Ticket, check: Callable[[], None]) -> None:
+        super().__init__(num_parts=0)
+        self._ticket = ticket
+        self._check = check
+
+    @property
+    def done(self) -> bool:
+        return self._ticket.done
+
+    @property
+    def span(self) -> tuple[float, float]:
+        return self._ticket.span
+
+    def _await(self) -> None:
+        self._ticket.wait()
+        self._check()
+
+
+def _finish(waiting: list[tuple[Ticket, int]], progress: Callable[[int], None]) -> None:
+    ticket, num_bytes = waiting.pop(0)
+    ticket.wait()
+    progress(num_bytes)
