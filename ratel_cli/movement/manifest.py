@@ -25,7 +25,7 @@ from typing import Final
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.movement.buffers import PAGE_BYTES
 from ratel_cli.movement.geometry import Geometry
-from ratel_cli.movement.records import ComputeDtype
+from ratel_cli.movement.records import ELEMENT_ALIGNMENT, ComputeDtype
 
 FORMAT_VERSION: Final = 3
 _WITHOUT_CHECKSUMS: Final = 2
@@ -164,7 +164,7 @@ def decode_manifest(page: bytes) -> Manifest | None:
             root_checksum=payload.text("root_checksum"),
             before=_before(payload, version),
         )
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as exc:
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as exc:
         raise IntegrityFailure(f"the store's manifest is intact but cannot be read: {exc}") from exc
 
 
@@ -299,14 +299,17 @@ def _geometry(row: _Row, version: int) -> Geometry:
         raise ValueError("num_slots, in_place or weights are none that a store has")
     if stripe_bytes <= 0 or stripe_bytes % PAGE_BYTES:
         raise ValueError("stripe_bytes are no pages")
+    chunk_elements = row.integer("chunk_elements") if version > _WITHOUT_CHECKSUMS else 0
+    if chunk_elements < 0 or chunk_elements % ELEMENT_ALIGNMENT:
+        raise ValueError("chunk_elements are none that a chunk has")
     return Geometry(
         dtype=dtypes[row.text("dtype")],
         block_elements=tuple(elements),
-        num_slots=row.integer("num_slots"),
+        num_slots=num_slots,
         weights=tuple(weights),
-        stripe_bytes=row.integer("stripe_bytes"),
+        stripe_bytes=stripe_bytes,
         in_place=row.value("in_place") is True,
-        chunk_elements=row.integer("chunk_elements") if version > _WITHOUT_CHECKSUMS else 0,
+        chunk_elements=chunk_elements,
     )
 
 
