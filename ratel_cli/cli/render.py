@@ -44,6 +44,7 @@ def opening(
         ("data", f"{_counted(samples, 'sample')}, {format_count(data_tokens)} tokens"),
         ("step", _step(plan, num_steps, first_step)),
         ("compute", f"{gpu.name}, {gpu.flops_per_second / 1e12:.3g} TFLOP/s; one block at a time"),
+        *_gpu_memory(plan, hardware),
         ("memory", _memory(plan)),
         ("NVMe", _nvme(plan, hardware, engine=engine, paths=paths, taken_bytes=taken_bytes)),
         ("predicted", _prediction(plan, num_steps - first_step)),
@@ -128,6 +129,14 @@ def _step(plan: Plan, num_steps: int, first_step: int) -> str:
         _counted(workload.num_micro_batches, "micro-batch", "micro-batches"),
         f"of {workload.micro_batch_size} x {workload.sequence_len} = {workload.tokens} tokens; {which}",
     )
+
+
+def _gpu_memory(plan: Plan, hardware: HardwareProfile) -> list[tuple[str, str]]:
+    """Where there is a GPU, what the run takes of it."""
+    limit_bytes = plan.decisions.device_limit_bytes
+    if hardware.link is None or limit_bytes is None:
+        return []
+    return [("GPU memory", f"need {format_bytes(plan.memory.device)}, have {format_bytes(limit_bytes)}")]
 
 
 def _memory(plan: Plan) -> str:

@@ -50,6 +50,7 @@ METRICS = StepMetrics(
 
 def plan(
     *,
+    device_limit_bytes: int | None = None,
     holds_gradients: bool = False,
     num_micro_batches: int = 3,
     limit_bytes: int = GIB,
@@ -61,7 +62,13 @@ def plan(
         estimated(SPEC, workload),
         BFLOAT16,
         workload,
-        Decisions(holds_gradients=holds_gradients, num_slots=2, host_limit_bytes=limit_bytes, activations=activations),
+        Decisions(
+            holds_gradients=holds_gradients,
+            num_slots=2,
+            host_limit_bytes=limit_bytes,
+            activations=activations,
+            device_limit_bytes=device_limit_bytes,
+        ),
         machine(),
         process_bytes=200 * MIB,
     )
@@ -110,6 +117,12 @@ def test_the_opening_statement() -> None:
     assert found["predicted"].split(";")[0].endswith(f"a step, most of it {made.time.bottleneck}")
     assert found["predicted"].endswith(f" and {made.traffic.written_bytes * 10 / 1e12:.3g} TB written for the run")
     assert found["output"] == "out"
+
+
+def test_what_a_run_takes_of_a_gpu_is_told() -> None:
+    made = plan(device_limit_bytes=8 * GIB)
+    assert facts(made)["GPU memory"] == f"need {format_bytes(made.memory.device)}, have 8.00 GiB"
+    assert "GPU memory" not in facts(made, hardware=machine(num_cores=2))
 
 
 def test_a_single_thing_is_told_as_one() -> None:
