@@ -57,12 +57,19 @@ def open_run(config: RunConfig, resources: ExitStack, log: RunLog) -> OpenedRun:
             "paths in a config that are not absolute begin where the run was started; "
             "a store that is lost comes back from its snapshot with `ratel restore`",
         )
-    base = read_base(config, log)
+    base = read_base(_on_the_cpu(config), log)
     queue = resources.enter_context(open_queue(config.storage.engine, notice=log.notice))
     pool = resources.enter_context(BufferPool(config.limits.host_memory or default_limit_bytes()))
     store = resources.enter_context(Store.open(paths, queue=queue, identity=None, notice=log.notice))
     check_model(store, config, base.model.spec, paths[0])
     return OpenedRun(config=config, base=base, store=store, pool=pool)
+
+
+def _on_the_cpu(config: RunConfig) -> RunConfig:
+    """The config of a run such as computes here, where no flash attention is. Its store is the same."""
+    if not config.attn_implementation.startswith("flash"):
+        return config
+    return config.model_copy(update={"attn_implementation": "sdpa"})
 
 
 def write_export(run: OpenedRun, generation: Generation, output: Path, stop: StopRequest) -> int:

@@ -98,8 +98,14 @@ def test_json(saved: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"dtype": "float16"}, {"dtype": "float32"}, {"base": "tied"}, {"random_init": True}],
-    ids=["float16", "float32", "tied", "drawn"],
+    [
+        {"dtype": "float16"},
+        {"dtype": "float32"},
+        {"base": "tied"},
+        {"random_init": True},
+        {"attn_implementation": "flash_attention_2"},
+    ],
+    ids=["float16", "float32", "tied", "drawn", "flash"],
 )
 def test_other_runs(make_config: MakeConfig, tied_base: Path, changes: dict[str, object]) -> None:
     config = make_config(max_steps=2, **({"base": tied_base} if "base" in changes else changes))
