@@ -178,43 +178,59 @@ def _tell_machine(run: RatelRun) -> None:
 
 
 def _measure_plain(task: Task, budget: Budget) -> dict[str, Measured]:
-    """In processes of their own, whose GPU memory is free again."""
+    """In processes of their own, whose GPU memory is free again. What does not fit there is left out."""
     names: tuple[Contestant, ...] = ("plain", "plain-kept")
-    return {name: run_process(replace(task, contestant=name)) for name in names if budget.is_left(name)}
+    measured = {}
+    for name in names:
+        if budget.is_left(name):
+            try:
+                measured[str(name)] = run_process(replace(task, contestant=name))
+            except SystemExit as ended:
+                print(f"{ended}; left out", flush=True)
+    return measured
 
 
 def _measure_limits(steps: GpuSteps, arguments: argparse.Namespace, budget: Budget) -> list[Point]:
     points = []
     for limit in arguments.limits:
-        name = f"ratel, {limit:g} GiB"
-        if budget.is_left(name):
-            points.append(steps.measure(name, steps.plan(gpu_memory_gib=limit), num_steps=arguments.steps))
+        points += _measure(f"ratel, {limit:g} GiB", steps, arguments, budget, gpu_memory_gib=limit)
     return points
 
 
 def _measure_overlaps(steps: GpuSteps, arguments: argparse.Namespace, budget: Budget) -> list[Point]:
     points = []
     for overlap in _OVERLAPS:
-        if budget.is_left(overlap):
-            plan = steps.plan(gpu_memory_gib=arguments.limits[0], overlap=overlap)
-            points.append(steps.measure(overlap, plan, num_steps=arguments.steps))
+        points += _measure(overlap, steps, arguments, budget, overlap=overlap)
     return points
 
 
 def _measure_sweep(steps: GpuSteps, arguments: argparse.Namespace, budget: Budget) -> list[Point]:
-    points = []
-    wishes: list[Activations] = ["auto", *_SHARES]
-    for wish in wishes:
-        name = f"{wish:.0%}" if isinstance(wish, float) else "planned"
-        if not budget.is_left(name):
-            continue
-        try:
-            plan = steps.plan(gpu_memory_gib=arguments.limits[0], activations=wish)
-        except DoesNotFit as refusal:
-            print(f"{name}: {refusal.message}")
-            continue
-        points.append(steps.measure(name, plan, num_steps=arguments.steps))
+    points = _measure("planned", steps, arguments, budget)
+    for share in _SHARES:
+        points += _measure(f"{share:.0%}", steps, arguments, budget, activations=share)
     return points
+
+
+def _measure(
+    name: str,
+    steps: GpuSteps,
+    arguments: argparse.Namespace,
+    budget: Budget,
+    *,
+    gpu_memory_gib: float | None = None,
+    activations: Activations = "auto",
+    overlap: Overlap = "optimized",
+) -> list[Point]:
+    """One point, under the first limit if no other is given; none if there is no time for it, or no room."""
+    if not budget.is_left(name):
+        return []
+    limit = arguments.limits[0] if gpu_memory_gib is None else gpu_memory_gib
+    try:
+        plan = steps.plan(gpu_memory_gib=limit, activations=activations, overlap=overlap)
+        return [steps.measure(name, plan, num_steps=arguments.steps)]
+    except DoesNotFit as refusal:
+        print(f"{name}: {refusal.message}; left out", flush=True)
+        return []
 
 
 def _report_steps(plain: dict[str, Measured], points: Sequence[Point], ceiling: float) -> None:

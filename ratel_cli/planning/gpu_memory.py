@@ -21,8 +21,8 @@ from ratel_cli.planning.uses import Use, step_uses
 from ratel_cli.planning.workload import StateBytes, Workload
 from ratel_cli.units import MIB
 
-_WORKSPACE_BYTES = 128 * MIB
-"""Of cuBLAS, and what the allocator rounds up."""
+_WORKSPACE_BYTES = 256 * MIB
+"""Of cuBLAS, 32 MiB for each of its handles: forward and backward have their own, and so do products with a bias."""
 
 
 def gpu_memory_bytes(spec: ModelSpec, state: StateBytes, workload: Workload, *, largest_unit_bytes: int) -> int:

@@ -74,7 +74,7 @@ def walk(spec: ModelSpec, state: StateBytes, workload: Workload, unit_bytes: int
             + 2 * unit_bytes
         )
     hidden = 2 * workload.tokens * spec.hidden_size * state.compute + workload.tokens * workload.sequence_len
-    return GPU_CONTEXT_BYTES + 128 * MIB + hidden + max(stages)
+    return GPU_CONTEXT_BYTES + 256 * MIB + hidden + max(stages)
 
 
 @pytest.mark.parametrize("seed", range(60))
