@@ -22,7 +22,7 @@ from ratel_cli.engine.device import About, Departure, Device
 from ratel_cli.model.spec import BlockSpec
 from ratel_cli.movement.buffers import BufferPool, Lease
 from ratel_cli.movement.checksums import Seal
-from ratel_cli.movement.copies import to_host, view
+from ratel_cli.movement.copies import view
 from ratel_cli.movement.scratch import Scratch
 
 Norms = dict[str, float | torch.Tensor]
@@ -55,7 +55,7 @@ class GradientSum:
         values = self._views[index]
         if not self._present[index]:
             self._present[index] = True
-            to_host(gradient, values)
+            values.copy_(gradient.reshape(values.shape))
         else:
             assert not self._single, "a gradient that was to come once came twice"
             values.add_(gradient.reshape(values.shape))

@@ -1,8 +1,6 @@
-"""Copies between host memory and the compute device; the only place that knows whether they are one.
+"""How leased memory looks to torch: as bytes, or as the fields of a record.
 
-On a machine without a GPU the compute device is the CPU and nothing is copied: the block's modules
-compute straight from the buffer that the store was read into. Also the one place that knows how the
-fields of a record look to torch.
+The engine computes, copies and updates through these views (engine/device.py). Invariant: nothing is copied here.
 """
 
 from __future__ import annotations
@@ -28,13 +26,3 @@ def view(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
 def view_field(memory: memoryview, name: str, num_elements: int) -> torch.Tensor:
     """The first elements of a leased buffer, as the tensor that a field of a record is."""
     return view(memory, FIELD_DTYPES[name])[:num_elements]
-
-
-def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`host` itself on the CPU, a copy on any other device."""
-    return host if device.type == "cpu" else host.to(device)
-
-
-def to_host(tensor: torch.Tensor, into: torch.Tensor) -> None:
-    """Copy `tensor` from wherever it is into host memory of the same number of elements, converting its dtype."""
-    into.copy_(tensor.reshape(into.shape))
