@@ -58,7 +58,8 @@ def test_peaks_stay_inside_limits(make_config: MakeConfig, larger_base: Path, ma
         hashes.add(export_hash(config))
         swapped.append(lines[-1]["swapped_bytes"])
     assert len(hashes) == 1
-    assert swapped == sorted(swapped) and swapped[0] < swapped[-1]
+    # How much more depends on rates that are measured anew for each run.
+    assert swapped[0] < max(swapped)
 
 
 def test_a_budget_for_the_compute_device_is_kept(make_config: MakeConfig, larger_base: Path) -> None:

@@ -262,5 +262,5 @@ def test_a_tied_head_in_chunks_stays_within_rounding(tmp_path: Path) -> None:
         ratel.train(steps, recipe)
         weights = ratel.weights()
     for name, wanted in whole.weights.items():
-        # One step of AdamW turns a last bit of a gradient into less than a last bit of the update.
-        assert float((weights[name] - wanted).norm() / wanted.norm()) < 1e-6, name
+        # One step of AdamW turns a last bit of a gradient into about as much of an update.
+        assert float((weights[name] - wanted).norm() / wanted.norm()) < 1e-5, name
