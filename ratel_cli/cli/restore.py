@@ -27,7 +27,8 @@ def run(path: Path, overrides: Sequence[str], snapshot: Path | None, *, overwrit
     from ratel_cli.cli.restoring import restore
 
     step = restore(config, snapshot, overwrite=overwrite, log=log)
+    command = " ".join(["ratel finetune", str(path) if path.is_file() else "CONFIG", *overrides])
     log.say(
         f"restored step {step} from {snapshot} to {', '.join(map(str, config.storage.paths))}; "
-        f"`ratel finetune {path if path.is_file() else 'CONFIG'}` goes on from there"
+        f"`{command}` goes on from there"
     )

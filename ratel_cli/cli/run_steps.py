@@ -208,6 +208,7 @@ class Training:
         return LoopSettings(
             num_steps=self._inputs.num_steps,
             micro_batches_per_step=config.gradient_accumulation_steps,
+            deterministic=config.deterministic,
             scale_loss=config.dtype == "float16",
             eval_steps=config.eval_steps,
             save_steps=config.save_steps,

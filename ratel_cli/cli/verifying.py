@@ -27,7 +27,7 @@ from ratel_cli.cli.opened_run import OpenedRun, open_run
 from ratel_cli.cli.verify_table import Check
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.engine.forward import GenerationForward
-from ratel_cli.errors import BadInput, IntegrityFailure
+from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.hardware.host import default_limit_bytes, return_freed_memory
 from ratel_cli.model.checkpoint import install_buffers, open_shards, persistent_buffers
 from ratel_cli.model.directory import WEIGHTS_NAME, find_weight_files
@@ -126,13 +126,16 @@ def _check_generations(
 def _check_snapshot(run: OpenedRun, resources: ExitStack, stop: StopRequest, log: RunLog) -> list[Check]:
     """The snapshot of the run, if there is one."""
     wanted = run.config.storage.snapshot
-    if wanted is None or not Store.exists([wanted.path]):
+    if wanted is None:
         return []
+    if not Store.exists([wanted.path]):
+        told = f"there is none in {wanted.path} yet, or its drive is not there"
+        return [Check(what="snapshot", num_bytes=0, checked="presence", verdict=told)]
     queue = resources.enter_context(open_queue(run.config.storage.engine, notice=log.notice))
     try:
         store = resources.enter_context(Store.open([wanted.path], queue=queue, identity=None, notice=log.notice))
         check_model(store, run.config, run.base.model.spec, wanted.path)
-    except (BadInput, IntegrityFailure) as failure:
+    except (BadInput, EnvironmentFailure, IntegrityFailure) as failure:
         return [Check(what="snapshot", num_bytes=0, checked="manifest", verdict=failure.message, is_wrong=True)]
     return _check_generations(store, [store.current()], run.pool, stop, log, where="snapshot")
 
@@ -206,7 +209,12 @@ def _compare(
         told = f"{differing[0]} differs from step {step}, and the export is of no other step that is kept"
         return [replace(check, verdict=told, is_wrong=True)]
     equal = replace(check, verdict=f"equal to step {same.progress.step}")
-    return [equal] if model is None else [equal, _compare_logits(run, same, model, stop)]
+    if model is None:
+        return [equal]
+    try:
+        return [equal, _compare_logits(run, same, model, stop)]
+    except IntegrityFailure as failure:
+        return [equal, Check(what="logits", num_bytes=0, checked="", verdict=failure.message, is_wrong=True)]
 
 
 def _reader_of(directory: Path, model: PreTrainedModel | None, resources: ExitStack) -> _ReadValues:

@@ -183,8 +183,8 @@ class Activations:
             return
         packed = self._packed[key]
         self._bring_to_memory(packed)
+        arrival = self._upload(packed)  # before the next one's, which the same stream takes
         self._prepare()
-        arrival = self._upload(packed)
         values = arrival.open()
         yield Unit(
             leaf=packed.leaf.look(values).requires_grad_(),

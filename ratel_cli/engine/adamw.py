@@ -14,7 +14,7 @@ between parameters, keep their bits.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Protocol, Self, cast
@@ -147,8 +147,10 @@ class GroupAdamW:
             update_part((start, stop))
             return
         alignment = PARAMETER_ALIGNMENT if chunks is None else chunks.num_elements
-        for _ in self._threads.map(update_part, _parts(start, stop, self._num_threads, alignment)):
-            pass  # what a thread raised is raised here
+        parts = [self._threads.submit(update_part, part) for part in _parts(start, stop, self._num_threads, alignment)]
+        wait(parts)  # all of them: the memory is given back when one fails
+        for part in parts:
+            part.result()
 
     def close(self) -> None:
         """End the threads. Idempotent."""

@@ -1,6 +1,6 @@
 """A model's logits, computed from one generation in the store, with one block in memory at a time.
 
-`cli.checks` compares them with those of an exported model. Nothing runs ahead and nothing is updated: training and
+`cli.verifying` compares them with those of an exported model. Nothing runs ahead and nothing is updated: training and
 evaluation are in `engine.step`.
 
 Invariant: the modules, the shapes and the order of operations are those of the model's own forward, so that on one
@@ -18,7 +18,7 @@ from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.drive import last_hidden_state
 from ratel_cli.model.spec import BlockSpec
 from ratel_cli.movement.buffers import BufferPool
-from ratel_cli.movement.copies import FIELD_DTYPES, to_device, view
+from ratel_cli.movement.copies import FIELD_DTYPES, view
 from ratel_cli.movement.generation import Generation
 
 
@@ -74,7 +74,7 @@ class GenerationForward:
         field = self._generation.layout.compute_field
         with self._pool.lease(block.num_elements * field.bytes_per_element, f"weights of {block.name}") as lease:
             self._generation.read(block.index, field.name, 0, block.num_elements, lease.memory).wait()
-            weights = to_device(view(lease.memory, FIELD_DTYPES[field.name]), self._device)
+            weights = view(lease.memory, FIELD_DTYPES[field.name]).to(self._device)
             try:
                 yield self._model.bind(block, weights)
             finally:

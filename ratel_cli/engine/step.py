@@ -199,7 +199,8 @@ class StepEngine:
         loss_total = float(losses)
         if math.isfinite(loss_total):
             norm = self._updates.decide(self._model.parameter_names)
-            not_finite = self._updates.first_not_finite(self._model.parameter_names)
+            is_finite = bool(torch.isfinite(norm))
+            not_finite = None if is_finite else self._updates.first_not_finite(self._model.parameter_names)
         else:
             norm, not_finite = torch.tensor(math.nan), "the loss"
             self._updates.abandon()

@@ -224,7 +224,8 @@ class Recorder(TorchDispatchMode):
         if serial not in self.saved:
             self.saved.add(serial)
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._not_counted:
+            # A number that torch wrapped comes from no operator: whether its address is new is chance.
+            if tensor.dim() and storage._cdata not in self._not_counted:
                 self.saved_bytes += storage.nbytes()
 
 

@@ -177,16 +177,16 @@ class WeightReader:
         """Bind the block whose turn it is."""
         use = self._uses.popleft()
         assert use.block is block, f"{use.block.name} comes before {block.name}"
-        if not self._issue(use):
-            with self._timeline.waiting("nvme write"):
-                self._updates.wait_written(block)
-            assert self._issue(use)
-        for coming, _ in zip(self._uses, range(self._prefetch_blocks), strict=False):
-            if not self._issue(coming):
-                break
-        weights = use.weights
-        assert weights is not None
         try:
+            if not self._issue(use):
+                with self._timeline.waiting("nvme write"):
+                    self._updates.wait_written(block)
+                assert self._issue(use)
+            for coming, _ in zip(self._uses, range(self._prefetch_blocks), strict=False):
+                if not self._issue(coming):
+                    break
+            weights = use.weights
+            assert weights is not None
             with self._timeline.waiting("optimizer"):
                 self._updates.wait_updated(block)
             with self._timeline.waiting("nvme read"):
@@ -194,7 +194,8 @@ class WeightReader:
             arrival = use.arrival = use.arrival or self._upload(use, weights)
             self._prepare()
         except BaseException:
-            self.close(weights, use.arrival)
+            if use.weights is not None:
+                self.close(use.weights, use.arrival)
             raise
         return BlockWeights(self._model, weights, self, FIELD_DTYPES[self._store.layout.compute_field.name], arrival)
 

@@ -1,6 +1,6 @@
 """The weights of one generation, decoded from the store's records, in the order of the blocks.
 
-`model.export` writes them to files; `cli.checks` compares an export with them. Memory is one group of elements,
+`model.export` writes them to files; `cli.verifying` compares an export with them. Memory is one group of elements,
 whatever the model's size. Invariant: the values are the generation's, bit for bit in the store's compute dtype, and
 the fp32 master rounded once to any other.
 """

@@ -96,6 +96,8 @@ class LoopSettings:
     num_steps: int
     """Of the run."""
     micro_batches_per_step: int
+    deterministic: bool
+    """A step that is run again gives the same bits."""
     scale_loss: bool
     """Dynamic loss scaling: a step that overflows is skipped. Without it such a step ends the run."""
     eval_steps: int | None
@@ -274,7 +276,14 @@ class TrainingLoop:
         scale = LossScale(scale=progress.loss_scale, good_steps=progress.good_steps)
         if not outcome.applied and (not scale_loss or scale.exhausted):
             again = self._run(progress, batches, recording=None)
-            raise judge(progress.step + 1, outcome, again, batches, scale_loss=scale_loss)
+            raise judge(
+                progress.step + 1,
+                outcome,
+                again,
+                batches,
+                scale_loss=scale_loss,
+                deterministic=self._settings.deterministic,
+            )
         if scale_loss:
             scale = scale.after(applied=outcome.applied)
         return replace(

@@ -63,6 +63,8 @@ class Snapshots:
         step = self._source.progress.step
         if self._is_over or not step or step % self._every:
             return
+        if self._copy is not None and self._copy.generation.progress.step == step:
+            return
         if self._copy is not None:
             self._notice(
                 "a snapshot takes longer than the steps between two of them (storage.snapshot.every); "

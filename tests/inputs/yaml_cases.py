@@ -7,6 +7,7 @@ and the file everything that a file can be.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 
 from ratel_cli.config.aliases import SECTIONS, TOP
@@ -118,11 +119,13 @@ def _kinds() -> Iterator[Case]:
         yield _lines(f"{key}: {{no_such: 7}}", rf"`{key}(\.\w+)*`|`no_such`", name=f"a mapping as {key}")
     for section in _SECTIONS:
         for key in SECTIONS[section].model_fields:
-            inner = f"{{{key}: [[7]]}}"
-            value = f"[{inner}]" if section == "datasets" else inner
-            yield _lines(
-                f"{section}: {value}", rf"`{section}(\.\d)?\.{key}(\.\w+)*`", name=f"a list as {section}.{key}"
-            )
+            outer, *inner = section.split(".")
+            value = f"{{{key}: [[7]]}}"
+            for name in reversed(inner):
+                value = f"{{{name}: {value}}}"
+            value = f"[{value}]" if section == "datasets" else value
+            told = rf"`{re.escape(section)}(\.\d)?\.{key}(\.\w+)*`"
+            yield _lines(f"{outer}: {value}", told, name=f"a list as {section}.{key}")
 
 
 def _doubles() -> Iterator[Case]:

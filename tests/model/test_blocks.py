@@ -66,7 +66,10 @@ def test_packed_samples_really_stay_apart(architecture: str) -> None:
         first = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, 6:]
         second = model(input_ids=others, position_ids=positions, use_cache=False).logits[:, 6:]
         alone = model(input_ids=ids[:, 6:], use_cache=False).logits
-    assert torch.equal(first, second)
+    if architecture == "mixtral":  # how an expert's sums are ordered depends on how many tokens come to it
+        torch.testing.assert_close(first, second)
+    else:
+        assert torch.equal(first, second)
     torch.testing.assert_close(first, alone)
 
 

@@ -23,6 +23,7 @@ BAD_TENSOR = "layers.0.weight"
 
 SLOT_BYTES = 1200
 SETTINGS = LoopSettings(
+    deterministic=True,
     num_steps=4,
     micro_batches_per_step=2,
     scale_loss=False,
