@@ -42,7 +42,7 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         _TINY,
     ),
     "python": (("bench_step", "--shape", "narrow", "--tokens", "16", "--micro-batches", "16"), _TINY),
-    "durability": (("bench_durability",), ("--shape", "tiny", "--tokens", "16", "--steps", "4")),
+    "durability": (("bench_durability",), ("--shape", "tiny", "--tokens", "16", "--steps", "5")),
     "plan": (
         ("bench_plan", "--picture", PICTURE),
         ("--shape", "tiny", "--tokens", "16", "--points", "2", "--rounds", "1", "--steps", "1"),

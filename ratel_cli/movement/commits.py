@@ -57,6 +57,7 @@ class Commits:
 
     def publish(self, manifest: Manifest) -> None:
         """Write it as the next manifest, to the place of the one before the current."""
+        self.check_usable()
         generation = self._manifest.generation + 1
         manifest = replace(manifest, generation=generation, previous_sha256=self._previous_sha256)
         content = encode_manifest(manifest)

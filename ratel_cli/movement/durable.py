@@ -1,6 +1,6 @@
 """The two system calls that make bytes durable, and the named moments at which tests kill the process.
 
-Used by `store` and `headers`. Completion of an O_DIRECT write says that the drive has the bytes, not
+Used by `commits`, `creation` and `headers`. Completion of an O_DIRECT write says that the drive has the bytes, not
 that they survive a power cut: only what passed through a `Barrier` does. Tests pass barriers of their
 own, to record the order of writes and syncs or to let them fail.
 

@@ -25,7 +25,7 @@ _AHEAD = 8
 
 
 class Generation:
-    """Reads may come from two threads."""
+    """Reads may come from any thread."""
 
     def __init__(
         self,

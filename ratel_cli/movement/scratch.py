@@ -1,4 +1,4 @@
-"""Space on the drives that lives as long as the run: for held gradients that host memory has no room for.
+"""Space on the drives that lives as long as the run: for held gradients and swapped activations.
 
 Used by `engine`. One unlinked file on each directory, reserved when it is opened and never synced:
 whatever ends the run also frees the space.

@@ -1,9 +1,8 @@
 """The store: all model state on NVMe, in generations of which one is always whole.
 
-Opened by `cli.training_run`; filled by `model.load`, read and written by `engine`, pinned by `training.loop`, read by
-`model.export`. The files hold `num_slots` slots; a slot holds one whole generation, every block's record. A step
-writes a free slot (the shadow) and then commits it by one page, the manifest; until that page is durable the
-generation before it is the valid one.
+Opened by the commands; filled by `model.load`, read and written by `engine`, pinned by `training.loop`, read by
+`model.export`. A slot of its files holds one whole generation, every block's record. A step writes a free slot (the
+shadow) and commits it by one page, the manifest; until that is durable the generation before it is the valid one.
 
 Invariants: the shadow is never the current slot, a pinned or a held one; a manifest never speaks of bytes that are
 not durable; after a failed sync or manifest write nothing more is committed.
@@ -61,7 +60,7 @@ class _Phase(Enum):
 
 
 class Store:
-    """Use as a context manager. Reads and writes may come from two threads; all else from one at a time."""
+    """Use as a context manager. Reads and writes may come from any thread; all else from one at a time."""
 
     def __init__(
         self, lock: StoreLock, manifest: Manifest, previous_sha256: bytes, *, queue: IoQueue, barrier: Barrier
@@ -336,6 +335,10 @@ class Store:
                 f"step {self.progress.step} is damaged ({failure.message}); going on from step {before.progress.step}"
             )
             self._go_to(before)
+
+    def refuse_more(self) -> None:
+        """Commit nothing from now on, whatever another thread is about to. From any thread."""
+        self._commits.refuse_more()
 
     def close(self) -> None:
         """Wait for transfers in flight, and unlock. Commits nothing. Idempotent."""

@@ -26,6 +26,8 @@ from ratel_cli.movement.replica import COPY_BYTES, copy_generation
 from ratel_cli.movement.store import Store
 
 _POLL_SECONDS = 0.05
+_PATIENCE_SECONDS = 10.0
+"""For a copy that was told to stop. Transfers end in time, but a device may hang in making them durable."""
 
 
 class Snapshots:
@@ -41,6 +43,7 @@ class Snapshots:
         bytes_per_second: float,
         notice: Callable[[str], None],
         warn: Callable[[str], None],
+        patience_seconds: float = _PATIENCE_SECONDS,
     ) -> None:
         """`target` holds an earlier snapshot of this run, or `is_new`, nothing was committed to it yet."""
         assert every > 0 and bytes_per_second > 0
@@ -51,6 +54,7 @@ class Snapshots:
         self._bytes_per_second = bytes_per_second
         self._notice = notice
         self._warn = warn
+        self._patience_seconds = patience_seconds
         self._pool = BufferPool(COPY_BYTES)
         self._stop = Event()
         self._copy: _Copy | None = None
@@ -86,10 +90,14 @@ class Snapshots:
     def close(self) -> None:
         """Give up the copy that is under way; the snapshot before it stays. Idempotent."""
         self._stop.set()
-        if self._copy is not None:
-            self._copy.join(None)
-            self._source.release(self._copy.generation)
-            self._copy = None
+        copy, self._copy = self._copy, None
+        if copy is not None:
+            copy.join(self._patience_seconds)
+            if copy.is_alive:  # what it uses stays with it
+                self._target.refuse_more()
+                self._warn("the snapshot's device does not answer; the snapshot before it stays")
+                return
+            self._source.release(copy.generation)
         self._pool.close()
 
     def __enter__(self) -> Self:
@@ -170,7 +178,7 @@ class _Copy:
         self._pace = pace
         self._stop = stop
         self._is_first = is_first
-        self._thread = Thread(target=self._run, name="snapshot")
+        self._thread = Thread(target=self._run, name="ratel-snapshot", daemon=True)
         self._thread.start()
 
     @property

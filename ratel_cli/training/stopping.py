@@ -1,6 +1,6 @@
 """Stops a run in an orderly way when SIGINT or SIGTERM asks for it.
 
-Opened by `cli.training_run`. The first signal is noted, and whoever drives long work calls `check` at
+Opened by the commands that take long. The first signal is noted, and whoever drives long work calls `check` at
 its next safe place: between blocks, between import groups. The committed state stands; the step in
 flight is dropped. A second signal ends the process, which the store survives like any crash.
 

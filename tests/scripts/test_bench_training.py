@@ -82,7 +82,7 @@ def test_the_plan_beside_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_what_durability_costs(tmp_path: Path) -> None:
-    output, summary = run("bench_durability", *TINY[:-2], "--directory", str(tmp_path))
+    output, summary = run("bench_durability", *TINY[:-2], "--turn", "2", "--directory", str(tmp_path))
     assert "for durability and checksums" in output
     assert len(summary["durable_seconds"]) == len(summary["bare_seconds"]) > 0  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []

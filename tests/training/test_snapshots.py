@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from ratel_cli.errors import Interrupted
+from ratel_cli.movement.durable import KernelBarrier
 from ratel_cli.movement.lock import DATA_FILE_NAME
 from ratel_cli.movement.queue import IoQueue, open_queue
 from ratel_cli.movement.store import Store
@@ -31,11 +34,20 @@ class Machine:
         self._resources = resources
         self.source = resources.enter_context(import_all(create_store([directory / "a"], queue, num_slots=num_slots)))
 
-    def begin(self, target: Store, *, every: int = 2, bytes_per_second: float = 1e12, is_new: bool = True) -> Snapshots:
+    def begin(
+        self,
+        target: Store,
+        *,
+        every: int = 2,
+        bytes_per_second: float = 1e12,
+        is_new: bool = True,
+        patience_seconds: float = 10.0,
+    ) -> Snapshots:
         return self._resources.enter_context(
             Snapshots(
                 self.source,
                 target,
+                patience_seconds=patience_seconds,
                 is_new=is_new,
                 every=every,
                 bytes_per_second=bytes_per_second,
@@ -229,3 +241,36 @@ def test_it_is_no_faster_than_it_was_told(machine: Machine, target: Store) -> No
     machine.run(snapshots, 1)
     wait_for(target, 1)
     assert time.monotonic() - began >= 0.5
+
+
+class HangingBarrier(KernelBarrier):
+    """A device that hangs in making bytes durable, until `answers` is set; creation passes."""
+
+    def __init__(self) -> None:
+        self.hangs = False
+        self.answers = Event()
+        self.has_begun = Event()
+
+    def sync(self, fd: int) -> None:
+        if self.hangs:
+            self.has_begun.set()
+            self.answers.wait()
+        super().sync(fd)
+
+
+def test_a_device_that_hangs_costs_a_warning(machine: Machine, queue: IoQueue) -> None:
+    barrier = HangingBarrier()
+    with create_store([machine.target_path], queue, barrier=barrier) as target:
+        barrier.hangs = True
+        snapshots = machine.begin(target, patience_seconds=0.05)
+        machine.run(snapshots, 2)
+        assert barrier.has_begun.wait(20)
+        started = time.monotonic()
+        snapshots.close()
+        assert time.monotonic() - started < 5
+        assert machine.told == ["warning: the snapshot's device does not answer; the snapshot before it stays"]
+        [thread] = [thread for thread in threading.enumerate() if thread.name == "ratel-snapshot"]
+        barrier.answers.set()
+        thread.join(20)
+        assert target.progress.step == 0  # it came too late to commit
+    run_step(machine.source)
