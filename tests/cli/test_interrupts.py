@@ -50,6 +50,7 @@ def test_plan(tmp_path: Path, number: signal.Signals, code: int, said: str) -> N
     config = tmp_path / "run.yaml"
     os.mkfifo(config)
     with start("plan", str(config), cache=tmp_path) as process, held_up(config, process):
+        time.sleep(0.2)  # from opening to reading: a signal in between is only looked at when something was read
         process.send_signal(number)
         _, told = process.communicate(timeout=20)
     assert (process.returncode, told.splitlines()) == (code, [said])
