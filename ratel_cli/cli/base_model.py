@@ -89,8 +89,8 @@ def hub_id(config: RunConfig) -> str | None:
 
 
 def model_hash(config: RunConfig, spec: ModelSpec) -> str:
-    """What a store says of the model that it was made for."""
-    shapes = [(p.name, p.shape) for block in spec.blocks for p in block.parameters]
+    """What a store says of the model that it was made for: where each parameter lies in it, too."""
+    shapes = [(p.name, p.shape, p.start) for block in spec.blocks for p in block.parameters]
     return hash_of([spec.architecture, shapes, config.dtype, str(config.base_model), config.random_init])
 
 
