@@ -224,8 +224,7 @@ class Recorder(TorchDispatchMode):
         if serial not in self.saved:
             self.saved.add(serial)
             storage = tensor.untyped_storage()
-            # A number that torch wrapped comes from no operator: whether its address is new is chance.
-            if tensor.dim() and storage._cdata not in self._not_counted:
+            if storage._cdata not in self._not_counted:
                 self.saved_bytes += storage.nbytes()
 
 

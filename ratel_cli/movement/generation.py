@@ -18,7 +18,7 @@ from ratel_cli.movement.checksums import CHUNK_ELEMENTS, ChunkMap, ChunkTable
 from ratel_cli.movement.files import StripedFiles
 from ratel_cli.movement.manifest import Pin, Progress
 from ratel_cli.movement.records import ELEMENT_ALIGNMENT, RecordLayout, RecordMap
-from ratel_cli.movement.tickets import Ticket
+from ratel_cli.movement.tickets import Ticket, follow
 
 _AHEAD = 8
 """Chunks that `check_all` reads ahead."""
@@ -69,7 +69,7 @@ class Generation:
     def read(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
         """Elements ``[start, stop)`` of a field, whole chunks. Waiting raises IntegrityFailure if they are damaged."""
         ticket = self.read_unchecked(block, field, start, stop, memory)
-        return _CheckedRead(ticket, lambda: self.check(block, field, start, stop, memory))
+        return follow(ticket, lambda: self.check(block, field, start, stop, memory))
 
     def read_unchecked(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
         """The same, to be checked by whoever asks, after waiting and before the bytes are used."""
@@ -123,27 +123,6 @@ class Generation:
                         message = f"step {self.progress.step}: {failure.message}"
                         raise IntegrityFailure(message, failure.hint) from failure
             return self._table
-
-
-class _CheckedRead(Ticket):
-    """A read whose bytes are checked by whoever waits for it."""
-
-    def __init__(self, ticket: Ticket, check: Callable[[], None]) -> None:
-        super().__init__(num_parts=0)
-        self._ticket = ticket
-        self._check = check
-
-    @property
-    def done(self) -> bool:
-        return self._ticket.done
-
-    @property
-    def span(self) -> tuple[float, float]:
-        return self._ticket.span
-
-    def _await(self) -> None:
-        self._ticket.wait()
-        self._check()
 
 
 def _finish(waiting: list[tuple[Ticket, int]], progress: Callable[[int], None]) -> None:

@@ -15,7 +15,7 @@ from ratel_cli.movement.generation import Generation
 from ratel_cli.movement.manifest import Pin
 from ratel_cli.movement.records import RecordMap
 from ratel_cli.movement.tickets import Ticket
-from ratel_cli.movement.writes import CountedWrite, StepWrites
+from ratel_cli.movement.writes import StepWrites
 
 
 class Shadow:
@@ -56,7 +56,7 @@ class Shadow:
     def write(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
         """Elements ``[start, stop)`` of a field, sealed and not changed since. The ticket must be waited for."""
         address = self.generation.address(block, field, start, stop, memory)
-        return CountedWrite(self._files.write(address, memory), self._writes, len(memory))
+        return self._writes.count(self._files.write(address, memory), len(memory))
 
     def leave_zeros(self) -> None:
         """What was not written is zero, as the store was made; for an import."""

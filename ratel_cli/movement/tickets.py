@@ -8,7 +8,7 @@ flight can be unmapped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Event, Lock
 from time import perf_counter
 
@@ -97,6 +97,30 @@ class _JoinedTicket(Ticket):
                 first = first or error
         if first is not None:
             raise first
+
+
+class _FollowedTicket(Ticket):
+    def __init__(self, ticket: Ticket, action: Callable[[], None]) -> None:
+        super().__init__(num_parts=0)
+        self._ticket = ticket
+        self._action = action
+
+    @property
+    def done(self) -> bool:
+        return self._ticket.done
+
+    @property
+    def span(self) -> tuple[float, float]:
+        return self._ticket.span
+
+    def _await(self) -> None:
+        self._ticket.wait()
+        self._action()
+
+
+def follow(ticket: Ticket, action: Callable[[], None]) -> Ticket:
+    """The same transfer, after which whoever waits for it carries out `action`, if it succeeded. Takes over waiting."""
+    return _FollowedTicket(ticket, action)
 
 
 def join(tickets: Sequence[Ticket]) -> Ticket:

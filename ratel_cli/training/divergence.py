@@ -26,7 +26,7 @@ def judge(
     batches: Sequence[MicroBatch],
     *,
     scale_loss: bool,
-    deterministic: bool = True,
+    deterministic: bool,
 ) -> RatelError:
     """The error that ends the run; `step` counts from 1, and `first` was not applied."""
     samples = _named_samples(batches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import shutil
 from dataclasses import replace
@@ -17,6 +18,7 @@ from ratel_cli.movement.lock import DATA_FILE_NAME
 from ratel_cli.movement.queue import IoQueue
 from ratel_cli.movement.records import RecordMap, record_layout
 from ratel_cli.movement.store import Store
+from tests.fakes import Fault, FaultyQueue
 from tests.movement.stores import (
     BLOCK_ELEMENTS,
     SMALL_CHUNK,
@@ -287,3 +289,15 @@ def test_a_store_may_have_none(tmp_path: Path, queue: IoQueue, pool: BufferPool)
         checked: list[int] = []
         store.ensure_whole(pool, progress=checked.append, notice=pytest.fail)
         assert sum(checked) == 12 * sum(BLOCK_ELEMENTS)
+
+
+def test_without_checksums_nothing_is_fallen_back_on(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
+    """Nobody could say whether the slot before is whole: a step may have begun to write it."""
+    with import_all(create_store([tmp_path], queue, chunk_elements=0)) as store:
+        run_step(store)
+    with (
+        FaultyQueue({0: Fault(error_number=errno.EIO)}) as broken,
+        open_store([tmp_path], broken) as store,
+        pytest.raises(IntegrityFailure),
+    ):
+        store.ensure_whole(pool, progress=lambda num_bytes: None, notice=pytest.fail)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from dataclasses import replace
 
 import pytest
 
@@ -29,8 +30,11 @@ def outcome(loss: float, norm: float, first_not_finite: str | None = BAD_TENSOR)
     )
 
 
-def judged(first: StepOutcome, second: StepOutcome, *, scale_loss: bool = False) -> RatelError:
-    return judge(3, first, second, [micro_batch(4, 9), micro_batch(4, 2)], scale_loss=scale_loss)
+def judged(
+    first: StepOutcome, second: StepOutcome, *, scale_loss: bool = False, deterministic: bool = True
+) -> RatelError:
+    batches = [micro_batch(4, 9), micro_batch(4, 2)]
+    return judge(3, first, second, batches, scale_loss=scale_loss, deterministic=deterministic)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +53,14 @@ def test_the_same_bits_twice_are_divergence(twice: StepOutcome, what: str) -> No
     assert error.message.startswith(f"step 3: {what}")
     assert error.message.endswith("step 2 stands (samples 2, 4, 9)")
     assert error.hint is not None and "float16" not in error.hint
+
+
+def test_without_determinism_other_bits_are_divergence_too() -> None:
+    first, second = outcome(0.5, math.inf), outcome(0.25, math.nan)
+    assert isinstance(judged(first, second), IntegrityFailure)
+    assert isinstance(judged(first, second, deterministic=False), Diverged)
+    finite = replace(second, grad_norm=1.0, applied=True)
+    assert isinstance(judged(first, finite, deterministic=False), IntegrityFailure)
 
 
 def test_with_loss_scaling_the_dtype_is_named() -> None:
@@ -84,7 +96,9 @@ def test_a_nan_of_other_bits_is_another_result() -> None:
 
 def test_many_samples_are_cut_short() -> None:
     batches = [micro_batch(*range(30))]
-    error = judge(1, outcome(math.nan, math.nan), outcome(math.nan, math.nan), batches, scale_loss=False)
+    error = judge(
+        1, outcome(math.nan, math.nan), outcome(math.nan, math.nan), batches, scale_loss=False, deterministic=True
+    )
     assert error.message.endswith("(samples " + ", ".join(map(str, range(20))) + ", ...)")
 
 
