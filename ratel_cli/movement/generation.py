@@ -10,6 +10,7 @@ Invariant: bytes that were not checked are named so by whoever asked for them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from threading import Lock
 
 from ratel_cli.errors import IntegrityFailure
@@ -24,23 +25,23 @@ _AHEAD = 8
 """Chunks that `check_all` reads ahead."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSlots:
+    """What all generations of one store share: where their slots lie, and what has a checksum."""
+
+    files: StripedFiles
+    records: RecordMap
+    chunks: ChunkMap | None
+    """None: nothing has."""
+    store_id: bytes
+
+
 class Generation:
     """Reads may come from any thread."""
 
-    def __init__(
-        self,
-        files: StripedFiles,
-        records: RecordMap,
-        chunks: ChunkMap | None,
-        store_id: bytes,
-        pin: Pin,
-        table: ChunkTable | None = None,
-    ) -> None:
+    def __init__(self, slots: StoreSlots, pin: Pin, table: ChunkTable | None = None) -> None:
         """`table` None: it is read when it is needed first. A store without checksums never needs one."""
-        self._files = files
-        self._records = records
-        self._chunks = chunks
-        self._store_id = store_id
+        self._slots = slots
         self._pin = pin
         self._table = table
         self._lock = Lock()  # for the table
@@ -55,16 +56,16 @@ class Generation:
 
     @property
     def layout(self) -> RecordLayout:
-        return self._records.layout
+        return self._slots.records.layout
 
     @property
     def block_elements(self) -> tuple[int, ...]:
-        return self._records.block_elements
+        return self._slots.records.block_elements
 
     def committed(self, pin: Pin) -> Generation:
         """The same slot as what a manifest calls it."""
         assert pin.slot == self.slot
-        return Generation(self._files, self._records, self._chunks, self._store_id, pin, self._table)
+        return Generation(self._slots, pin, self._table)
 
     def read(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
         """Elements ``[start, stop)`` of a field, whole chunks. Waiting raises IntegrityFailure if they are damaged."""
@@ -73,19 +74,19 @@ class Generation:
 
     def read_unchecked(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
         """The same, to be checked by whoever asks, after waiting and before the bytes are used."""
-        return self._files.read(self.address(block, field, start, stop, memory), memory)
+        return self._slots.files.read(self.address(block, field, start, stop, memory), memory)
 
     def check(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> None:
         """Raise IntegrityFailure, naming block and field, unless these bytes are the generation's."""
-        if self._chunks is not None:
-            self._checksums(self._chunks).check(block, field, start, stop, memory)
+        if self._slots.chunks is not None:
+            self._checksums(self._slots.chunks).check(block, field, start, stop, memory)
 
     def check_all(self, pool: BufferPool, *, progress: Callable[[int], None]) -> None:
         """Read every byte and check it. `progress` is told the bytes of each chunk.
 
         Raises IntegrityFailure for the first chunk that is damaged. Without checksums only reading is checked.
         """
-        chunks = self._chunks or ChunkMap(self.layout, self.block_elements, CHUNK_ELEMENTS)
+        chunks = self._slots.chunks or ChunkMap(self.layout, self.block_elements, CHUNK_ELEMENTS)
         largest_bytes = 4 * chunks.chunk_elements
         waiting: list[tuple[Ticket, int]] = []
         with pool.lease(_AHEAD * largest_bytes, "chunks to check") as lease:
@@ -99,13 +100,13 @@ class Generation:
                 while waiting:
                     _finish(waiting, progress)
             finally:
-                self._files.settle()
+                self._slots.files.settle()
 
     def address(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> int:
         """Where element `start` lies; the range must be the block's, and the memory as large."""
         assert start <= stop <= self.block_elements[block] and stop % ELEMENT_ALIGNMENT == 0, (start, stop)
         assert len(memory) == (stop - start) * self._size(field), len(memory)
-        return self._records.address(self.slot, block, field, start)
+        return self._slots.records.address(self.slot, block, field, start)
 
     def _size(self, field: str) -> int:
         return self.layout.field(field).bytes_per_element
@@ -114,10 +115,10 @@ class Generation:
         with self._lock:
             if self._table is None:
                 with BufferPool(None) as pool, pool.lease(chunks.table_bytes, "checksums") as lease:
-                    self._files.read(self._records.table_address(self.slot), lease.memory).wait()
+                    self._slots.files.read(self._slots.records.table_address(self.slot), lease.memory).wait()
                     try:
                         self._table = ChunkTable.from_bytes(
-                            chunks, self._store_id, lease.memory, self._pin.root_checksum
+                            chunks, self._slots.store_id, lease.memory, self._pin.root_checksum
                         )
                     except IntegrityFailure as failure:
                         message = f"step {self.progress.step}: {failure.message}"

@@ -9,11 +9,9 @@ Invariant: nothing is committed whose writes were not waited for, or whose chunk
 from __future__ import annotations
 
 from ratel_cli.movement.buffers import BufferPool
-from ratel_cli.movement.checksums import ChunkMap, ChunkTable
-from ratel_cli.movement.files import StripedFiles
-from ratel_cli.movement.generation import Generation
+from ratel_cli.movement.checksums import ChunkTable
+from ratel_cli.movement.generation import Generation, StoreSlots
 from ratel_cli.movement.manifest import Pin
-from ratel_cli.movement.records import RecordMap
 from ratel_cli.movement.tickets import Ticket
 from ratel_cli.movement.writes import StepWrites
 
@@ -21,23 +19,12 @@ from ratel_cli.movement.writes import StepWrites
 class Shadow:
     """One slot that is being filled. Chunks may come from two threads."""
 
-    def __init__(
-        self,
-        files: StripedFiles,
-        records: RecordMap,
-        chunks: ChunkMap | None,
-        store_id: bytes,
-        pin: Pin,
-        *,
-        step: int,
-    ) -> None:
+    def __init__(self, slots: StoreSlots, pin: Pin, *, step: int) -> None:
         """In the slot of `pin`, by `step` (0: the import)."""
-        self._files = files
-        self._records = records
-        self._chunks = chunks
-        self._table = None if chunks is None else ChunkTable(chunks, store_id, step)
+        self._slots = slots
+        self._table = None if slots.chunks is None else ChunkTable(slots.chunks, slots.store_id, step)
         self._writes = StepWrites()
-        self.generation = Generation(files, records, chunks, store_id, pin, self._table)
+        self.generation = Generation(slots, pin, self._table)
         """To read what was written and waited for."""
 
     @property
@@ -56,7 +43,7 @@ class Shadow:
     def write(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
         """Elements ``[start, stop)`` of a field, sealed and not changed since. The ticket must be waited for."""
         address = self.generation.address(block, field, start, stop, memory)
-        return self._writes.count(self._files.write(address, memory), len(memory))
+        return self._writes.count(self._slots.files.write(address, memory), len(memory))
 
     def leave_zeros(self) -> None:
         """What was not written is zero, as the store was made; for an import."""
@@ -65,7 +52,7 @@ class Shadow:
 
     def check_written(self) -> None:
         """Every byte of every record was written once; anything else is a bug."""
-        assert self._writes.confirmed_bytes == self._records.records_bytes, (
+        assert self._writes.confirmed_bytes == self._slots.records.records_bytes, (
             "a step writes every byte of every record once"
         )
 
@@ -76,9 +63,9 @@ class Shadow:
 
     def write_table(self) -> str:
         """Write the checksums behind the records. Returns their root."""
-        if self._table is None or self._chunks is None:
+        if self._table is None or self._slots.chunks is None:
             return ""
-        with BufferPool(None) as pool, pool.lease(self._chunks.table_bytes, "checksums") as lease:
+        with BufferPool(None) as pool, pool.lease(self._slots.chunks.table_bytes, "checksums") as lease:
             root = self._table.store_into(lease.memory)
-            self._files.write(self._records.table_address(self.slot), lease.memory).wait()
+            self._slots.files.write(self._slots.records.table_address(self.slot), lease.memory).wait()
         return root

@@ -29,7 +29,7 @@ from ratel_cli.movement.commits import Commits
 from ratel_cli.movement.creation import fill_with_zeros, make_files
 from ratel_cli.movement.durable import KILL_POINTS, Barrier, KernelBarrier, reach
 from ratel_cli.movement.files import StripedFiles, check_directories, use_direct_io
-from ratel_cli.movement.generation import Generation
+from ratel_cli.movement.generation import Generation, StoreSlots
 from ratel_cli.movement.geometry import STRIPE_BYTES, Geometry
 from ratel_cli.movement.headers import occupant, read_header
 from ratel_cli.movement.lock import DATA_FILE_NAME, DEFAULT_WAIT_SECONDS, StoreLock
@@ -70,8 +70,10 @@ class Store:
         self._lock = lock
         self._commits = Commits(lock, manifest, previous_sha256, barrier)
         self._records = geometry.records()
-        self._chunks = geometry.chunks()
         self._files = StripedFiles(lock.fds, geometry.stripes(), queue)
+        self._slots = StoreSlots(
+            files=self._files, records=self._records, chunks=geometry.chunks(), store_id=manifest.store_id
+        )
         self._held: list[Generation] = []
         self._phase = _Phase.READY if manifest.generation else _Phase.IMPORTING
         self._current = self._generation(manifest.current)
@@ -325,7 +327,7 @@ class Store:
             self._current.check_all(pool, progress=progress)
         except IntegrityFailure as failure:
             before = self._commits.manifest.before
-            if before is None or self._chunks is None:  # without checksums nobody knows whether it is whole
+            if before is None or not self.chunk_elements:  # without checksums nobody knows whether it is whole
                 raise
             try:
                 self._generation(before).check_all(pool, progress=progress)
@@ -359,12 +361,10 @@ class Store:
         return set(range(self.num_slots)) - kept_slots(self._commits.manifest, self._held)
 
     def _generation(self, pin: Pin) -> Generation:
-        return Generation(self._files, self._records, self._chunks, self._commits.manifest.store_id, pin)
+        return Generation(self._slots, pin)
 
     def _new_shadow(self, slot: int, *, step: int) -> Shadow:
-        manifest = self._commits.manifest
-        place = replace(manifest.current, slot=slot)
-        return Shadow(self._files, self._records, self._chunks, manifest.store_id, place, step=step)
+        return Shadow(self._slots, replace(self._commits.manifest.current, slot=slot), step=step)
 
     def _commit(self, manifest: Manifest) -> None:
         """Phases 1 to 4 of `commit`."""
