@@ -47,9 +47,12 @@ class EnvironmentFailure(RatelError):
 class DoesNotFit(EnvironmentFailure):
     """A memory tier is too small for the run."""
 
-    def __init__(self, message: str, hint: str | None = None, *, shortfall_bytes: int) -> None:
+    def __init__(
+        self, message: str, hint: str | None = None, *, shortfall_bytes: int, is_gpu_memory: bool = False
+    ) -> None:
         super().__init__(message, hint)
         self.shortfall_bytes = shortfall_bytes
+        self.is_gpu_memory = is_gpu_memory
 
 
 class IntegrityFailure(RatelError):

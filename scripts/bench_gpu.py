@@ -260,11 +260,12 @@ def _report_overlaps(points: Sequence[Point]) -> None:
 
 
 def _report_sweep(points: Sequence[Point]) -> None:
-    print(f"\n{'swapped':<16}{'GiB':>8}{'on NVMe':>9}{'predicted':>11}{'measured':>10}{'error':>8}")
+    print(f"\n{'swapped':<16}{'GiB':>8}{'on NVMe':>9}{'kept':>7}{'predicted':>11}{'measured':>10}{'error':>8}")
     for point in points:
         seconds = median(point.seconds)
         print(
             f"{point.name:<16}{point.swapped_bytes / GIB:>8.1f}{point.spilled_bytes / GIB:>9.1f}"
+            f"{point.kept_bytes / GIB:>7.1f}"
             f"{point.predicted_seconds:>11.2f}{seconds:>10.2f}{point.predicted_seconds / seconds - 1:>+8.0%}"
         )
     planned = [point for point in points if point.name == "planned"]

@@ -63,6 +63,10 @@ class Point:
     """With the context."""
     swapped_bytes: int
     spilled_bytes: int
+    kept_bytes: int
+    """Of activations, on the GPU."""
+    kept_layers: int
+    """Whose weights stay there too."""
     resident_blocks: tuple[int, int]
     """Whose weights and whose states stay in main memory."""
     busy_seconds: dict[str, float] = field(default_factory=dict)
@@ -120,6 +124,8 @@ class GpuSteps:
             planned_gpu_bytes=plan.memory.device,
             swapped_bytes=plan.aside.total_bytes,
             spilled_bytes=plan.aside.written_bytes,
+            kept_bytes=plan.aside.kept_bytes,
+            kept_layers=len(plan.placement.kept_weights),
             resident_blocks=(len(plan.placement.resident_weights), len(plan.placement.resident_states)),
             busy_seconds=_named(busy),
             waited_seconds=_named(waited),

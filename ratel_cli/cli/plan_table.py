@@ -144,6 +144,8 @@ def _swapped(forecast: Forecast) -> str:
     fact = f"{format_bytes(forecast.swapped_bytes)} of {format_bytes(forecast.swappable_bytes)} of activations"
     if forecast.swapped_to_nvme_bytes:
         fact += f", {format_bytes(forecast.swapped_to_nvme_bytes)} of it to NVMe"
+    if forecast.kept_on_gpu_bytes:
+        fact += f", {format_bytes(forecast.kept_on_gpu_bytes)} of it kept on the GPU"
     return (
         f"{fact}; {format_bytes(forecast.inter_block_bytes)} are layers' inputs, which always are; "
         f"{_CASES[forecast.case]} (case {forecast.case})"

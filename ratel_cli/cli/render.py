@@ -162,6 +162,8 @@ def swap_line(plan: Plan) -> str:
     put = f"{format_bytes(aside.total_bytes)} of {format_bytes(plan.swappable_bytes)} of activations are put aside"
     if aside.written_bytes:
         put += f", {format_bytes(aside.written_bytes)} of them on NVMe"
+    if aside.kept_bytes:
+        put += f", {format_bytes(aside.kept_bytes)} kept on the GPU"
     operators = len(plan.swapped)
     what = _counted(operators, "operator", "operators") if operators else "layers' inputs alone"
     prediction = f"{format_seconds(plan.time.total)} a step, most of it {plan.time.bottleneck}"

@@ -1,9 +1,10 @@
 """What forward leaves behind for backward: every layer's input, and the operator outputs that the plan swaps.
 
 `engine.step` puts one unit for each (layer, micro-batch) in forward and fetches it once in backward, in the
-opposite order. The first units of a step, as many as the placement says, are spilled to NVMe, the others
-stay in host memory; the last layer's, which backward wants at once, are always among those. Where the CPU
-computes, what stays is left where it is. All others are packed into a leased buffer. Their phases:
+opposite order. The first units of a step, as many as the placement says, are spilled to NVMe, the last ones stay on
+the device that computes, if it has room, the others in host memory; the last layer's, which backward wants at once,
+are never spilled. What stays on the device, or computes on the CPU, is left where it is. All others are packed
+into a leased buffer. Their phases:
 
     1. put      start the copy of the unit's tensors into its buffer
     2. write    start the write, if the unit is spilled, when the copy is over: at the latest as the next one is put
@@ -35,7 +36,7 @@ from ratel_cli.movement.buffers import PAGE_BYTES, BufferPool, Lease
 from ratel_cli.movement.checksums import Seal
 from ratel_cli.movement.scratch import Scratch
 from ratel_cli.movement.tickets import Ticket
-from ratel_cli.planning.placement import SPILL_WINDOW_UNITS
+from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Placement
 from ratel_cli.units import align_up
 
 
@@ -123,12 +124,13 @@ class Activations:
     """The units of one step at a time. Belongs to the compute thread."""
 
     def __init__(
-        self, pool: BufferPool, scratch: Scratch | None, *, spilled_units: int, device: Device, timeline: Timeline
+        self, pool: BufferPool, scratch: Scratch | None, placement: Placement, *, device: Device, timeline: Timeline
     ) -> None:
-        assert scratch is not None or not spilled_units
+        assert scratch is not None or not placement.spilled_units
         self._pool = pool
         self._scratch = scratch
-        self._spilled_units = spilled_units
+        self._spilled_units = placement.spilled_units
+        self._kept_from = placement.spilled_units if device.is_host else placement.kept_from
         self._device = device
         self._timeline = timeline
         self._order: list[tuple[int, int]] = []
@@ -148,11 +150,13 @@ class Activations:
     def put(self, block: int, micro_batch: int, unit: Unit) -> None:
         """Keep it until it is fetched."""
         key = block, micro_batch
-        is_spilled = len(self._order) < self._spilled_units
+        number = len(self._order)
+        is_spilled = number < self._spilled_units
+        is_kept = self._kept_from is not None and number >= self._kept_from
         self._order.append(key)
         self.put_bytes += unit.num_bytes
         self._start_writing()
-        if self._device.is_host and not is_spilled:
+        if is_kept:
             self._in_place[key] = Unit(leaf=unit.leaf.detach(), aside=unit.aside)
             return
         packed = self._packed[key] = _PackedUnit(block, unit, self._end if is_spilled else None)
@@ -179,6 +183,7 @@ class Activations:
         unit = self._in_place.pop(key, None)
         if unit is not None:
             self._read_ahead()
+            self._prepare()
             yield Unit(leaf=unit.leaf.requires_grad_(), aside=unit.aside)
             return
         packed = self._packed[key]
@@ -238,7 +243,9 @@ class Activations:
         """Phase 5, for a device with memory of its own."""
         if self._device.is_host or not self._order:
             return
-        coming = self._packed[self._order[-1]]
+        coming = self._packed.get(self._order[-1])
+        if coming is None:  # it is on the device
+            return
         coming.room = self._device.reserve(coming.num_bytes)
         if coming.lease is not None and not coming.is_being_read:
             coming.arrival = self._upload(coming)

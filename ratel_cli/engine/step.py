@@ -83,9 +83,7 @@ class StepEngine:
         self._chunk_tokens = chunk_tokens or tokens_per_chunk(model.spec.vocab_size)
         self._resident = ResidentWeights(placement.resident_weights)
         self._swapped = placement.swapped
-        self._activations = Activations(
-            pool, activation_scratch, spilled_units=placement.spilled_units, device=device, timeline=timeline
-        )
+        self._activations = Activations(pool, activation_scratch, placement, device=device, timeline=timeline)
         self._updates = Updates(
             settings,
             placement,
@@ -104,6 +102,7 @@ class StepEngine:
             self._updates,
             self._resident,
             prefetch_blocks=placement.prefetch_blocks,
+            kept=placement.kept_weights,
             device=device,
             timeline=timeline,
         )

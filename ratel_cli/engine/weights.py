@@ -9,7 +9,8 @@ the next ones while one computes. For each use, in phases:
     3. close   unbind; the buffer goes back to the pool with its last user
 
 A GPU has room for the block that computes and for the next one, whose copy runs beneath that: from the opening of
-the one before on, or from its own opening, if it is still being read or updated then.
+the one before on, or from its own opening, if it is still being read or updated then. If it has more room, the
+last layers stay there from forward to backward (`kept`), and are not copied again.
 
 Nothing is read that is in memory: blocks in `resident_weights` are read once and stay, since the update
 changes them in place; and a block that is used again before it was closed (the last layer, at the turn
@@ -154,6 +155,7 @@ class WeightReader:
         resident: ResidentWeights,
         *,
         prefetch_blocks: int,
+        kept: frozenset[int],
         device: Device,
         timeline: Timeline,
     ) -> None:
@@ -163,11 +165,14 @@ class WeightReader:
         self._updates = updates
         self._resident = resident
         self._prefetch_blocks = prefetch_blocks
+        self._keeps = frozenset() if device.is_host else kept
         self._device = device
         self._timeline = timeline
         self._uses: deque[_Use] = deque()
         self._shared: dict[int, HostWeights] = {}
         """What is open or issued, by block."""
+        self._kept: dict[int, Arrival] = {}
+        """What is on the device, for a use to come, by block."""
 
     def expect(self, blocks: Sequence[BlockSpec], stage: Stage) -> None:
         """Announce the next uses, in order. Those that come first are issued as soon as a block is opened."""
@@ -191,7 +196,9 @@ class WeightReader:
                 self._updates.wait_updated(block)
             with self._timeline.waiting("nvme read"):
                 weights.wait(self._timeline, use.stage)
-            arrival = use.arrival = use.arrival or self._upload(use, weights)
+            arrival = use.arrival = use.arrival or self._kept.pop(block.index, None) or self._upload(use, weights)
+            if block.index in self._keeps and any(coming.block is block for coming in self._uses):
+                self._kept[block.index] = arrival
             self._prepare()
         except BaseException:
             if use.weights is not None:
@@ -215,6 +222,7 @@ class WeightReader:
             if use.weights is not None:
                 self.close(use.weights, use.arrival)
         self._uses.clear()
+        self._kept.clear()
 
     def _issue(self, use: _Use) -> bool:
         """Phase 1. False if the block can neither be shared nor be read now."""
@@ -244,6 +252,8 @@ class WeightReader:
         if self._device.is_host or not self._uses:
             return
         coming = self._uses[0]
+        if coming.block.index in self._kept:
+            return
         coming.room = self._device.reserve(self._num_bytes(coming.block))
         weights = coming.weights
         if weights is not None and weights.is_read and self._updates.is_updated(coming.block):

@@ -34,7 +34,7 @@ class Aside:
     total_bytes: int
     """Inputs included."""
     host_bytes: int
-    """Those that stay in memory."""
+    """Those that stay in host memory."""
     window_bytes: int
     """Buffers for those that do not."""
     written_bytes: int
@@ -43,6 +43,13 @@ class Aside:
     """From NVMe in backward."""
     largest_unit_bytes: int
     """Of one layer and one micro-batch."""
+    kept_bytes: int = 0
+    """Those that stay in a GPU's memory."""
+
+    @property
+    def linked_bytes(self) -> int:
+        """What a GPU sends down, and gets back."""
+        return self.total_bytes - self.kept_bytes
 
     @property
     def memory_bytes(self) -> int:
@@ -50,8 +57,12 @@ class Aside:
         return self.host_bytes + self.window_bytes
 
 
-def put_aside(unit_bytes: list[int], *, num_micro_batches: int, spilled_units: int) -> Aside:
+def put_aside(
+    unit_bytes: list[int], *, num_micro_batches: int, spilled_units: int, kept_from: int | None = None
+) -> Aside:
     """`unit_bytes` is for each layer; units go layer by layer, and within one micro-batch by micro-batch."""
+    num_units = num_micro_batches * len(unit_bytes)
+    assert kept_from is None or spilled_units <= kept_from <= num_units, (spilled_units, kept_from, num_units)
     full_layers, rest = divmod(spilled_units, num_micro_batches)
     spilled = [num_micro_batches] * full_layers + ([rest] if rest else [])
     raw_bytes = sum(number * size for number, size in zip(spilled, unit_bytes, strict=False))
@@ -61,13 +72,18 @@ def put_aside(unit_bytes: list[int], *, num_micro_batches: int, spilled_units: i
         size for number, size in zip(spilled, page_bytes, strict=True) for _ in range(min(number, SPILL_WINDOW_UNITS))
     ][-SPILL_WINDOW_UNITS:]
     total_bytes = num_micro_batches * sum(unit_bytes)
+    kept_bytes = 0
+    if kept_from is not None:
+        layer, before = divmod(kept_from, num_micro_batches)
+        kept_bytes = num_micro_batches * sum(unit_bytes[layer:]) - before * sum(unit_bytes[layer : layer + 1])
     return Aside(
         total_bytes=total_bytes,
-        host_bytes=total_bytes - raw_bytes,
+        host_bytes=total_bytes - raw_bytes - kept_bytes,
         window_bytes=min(SPILL_WINDOW_UNITS, spilled_units) * max(page_bytes, default=0),
         written_bytes=written_bytes,
         read_bytes=written_bytes - sum(newest),
         largest_unit_bytes=max(unit_bytes, default=0),
+        kept_bytes=kept_bytes,
     )
 
 

@@ -30,7 +30,7 @@ from ratel_cli.planning.activations import (
     passing_bytes,
     tied_bytes,
 )
-from ratel_cli.planning.gpu_memory import gpu_memory_bytes
+from ratel_cli.planning.gpu_memory import gpu_memory_bytes, kept_weight_bytes
 from ratel_cli.planning.placement import Overlap, Placement, Stage
 from ratel_cli.planning.uses import step_uses, window_bytes
 from ratel_cli.planning.workload import StateBytes, Workload
@@ -97,6 +97,7 @@ def host_memory(
     if on_gpu:
         hidden_bytes = 0
         gpu_bytes = gpu_memory_bytes(spec, state, workload, largest_unit_bytes=aside.largest_unit_bytes)
+        gpu_bytes += aside.kept_bytes + kept_weight_bytes(spec, state, placement.kept_weights)
     always = process_bytes + hidden_bytes + resident_bytes + aside.memory_bytes
     arriving = [
         0 if stage == "backward" else block.num_elements * state.gradient
@@ -141,6 +142,7 @@ def check_device_memory(memory: HostMemory, limit_bytes: int | None) -> None:
         f"have {format_bytes(limit_bytes)}: {format_bytes(shortfall_bytes)} too few",
         "raise limits.gpu_memory, or lower micro_batch_size or sequence_len",
         shortfall_bytes=shortfall_bytes,
+        is_gpu_memory=True,
     )
 
 

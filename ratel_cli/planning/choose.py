@@ -6,7 +6,7 @@
     2. residency   of weights from the first block upwards (a byte of memory saves two of traffic), then of states
                    (a byte saves one): a level for each block more
     3. swapping    for each level, the prefix of all candidates with the least time (planning/swap.py), in the memory
-                   that the level leaves, the rest on NVMe
+                   that a GPU has left over (planning/gpu_memory.py), then in what the level leaves, the rest on NVMe
     4. deferral    of updates to the next forward where gradients are not held anyway, from the last block
                    downwards (those can wait longest), while the prediction falls: 2 bytes of memory (G16)
                    take 22 bytes of traffic from the stage that is short of it; then 2 and 3 once more
@@ -32,8 +32,10 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import Aside, fewest_spilled_units, put_aside
 from ratel_cli.planning.capacity import HostMemory, host_memory
 from ratel_cli.planning.costs import ComputeSeconds, StepTime, compute_seconds, overlapped_step
+from ratel_cli.planning.gpu_memory import Kept, keep
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Activations, Overlap, Placement
+from ratel_cli.planning.search import last, least
 from ratel_cli.planning.swap import Order, Swap
 from ratel_cli.planning.traffic import Traffic, step_traffic
 from ratel_cli.planning.workload import StateBytes, Workload
@@ -45,8 +47,6 @@ are alike; a second one evens out embedding and head."""
 _LEAST_GAIN = 0.02
 """Of a step's time: what deferral must save to be worth it."""
 _AS_GOOD = 1.005
-_TRIED = 16
-"""Levels around the best one that are all tried: whole blocks and whole units make the time rise and fall a little."""
 _STATE_BYTES_MOVED = 22
 """Per parameter: optimizer states read, the record written."""
 
@@ -65,6 +65,8 @@ class Case:
     activations: Activations
     process_bytes: int
     limit_bytes: int
+    device_limit_bytes: int | None = None
+    """Of a GPU's memory, to keep things in; that they fit otherwise is for the caller to see."""
 
     @cached_property
     def order(self) -> Order:
@@ -75,6 +77,20 @@ class Case:
     def compute(self) -> ComputeSeconds:
         """With nothing swapped but inputs."""
         return compute_seconds(self.profile, self.workload, self.hardware)
+
+    @cached_property
+    def kept(self) -> Callable[[int], Kept | None]:
+        """What the GPU keeps when that prefix is swapped. None where there is no memory of its own to keep it in."""
+        limit_bytes = None if self.hardware.link is None else self.device_limit_bytes
+
+        @cache
+        def kept(num_outputs: int) -> Kept | None:
+            if limit_bytes is None:
+                return None
+            unit_bytes = self.order.unit_bytes(num_outputs)
+            return keep(self.spec, self.state, self.workload, unit_bytes, limit_bytes=limit_bytes)
+
+        return kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +125,8 @@ def choose(case: Case) -> Choice:
 
 def evaluate(case: Case, placement: Placement, *, num_outputs: int = 0) -> Choice:
     """What follows from a placement when that prefix is swapped. Raises DoesNotFit."""
-    aside = put_aside(
-        case.order.unit_bytes(num_outputs),
-        num_micro_batches=case.workload.num_micro_batches,
-        spilled_units=placement.spilled_units,
-    )
+    placement = _keeping(case, placement, num_outputs)
+    aside = _aside(case, num_outputs, spilled_units=placement.spilled_units)
     memory, spilled_blocks = _memory(case, placement, aside)
     swap = case.order.at(num_outputs)
     traffic = _traffic(case, placement, aside, spilled_blocks=spilled_blocks)
@@ -137,8 +150,9 @@ def curve(case: Case, choice: Choice) -> list[tuple[int, float]]:
         fitting = _fitting(case, num_outputs, room_bytes)
         if fitting is not None:
             _, aside = fitting
-            traffic = _traffic(case, choice.placement, aside, spilled_blocks=choice.spilled_blocks)
-            time = _time(case, choice.placement, traffic, case.order.at(num_outputs), aside)
+            placement = _keeping(case, choice.placement, num_outputs)
+            traffic = _traffic(case, placement, aside, spilled_blocks=choice.spilled_blocks)
+            time = _time(case, placement, traffic, case.order.at(num_outputs), aside)
             points.append((aside.total_bytes, time.total))
     return points
 
@@ -179,9 +193,8 @@ def _with_fewest_spilled(case: Case, placement: Placement, num_outputs: int) -> 
         if case.activations == "keep":
             raise
         shortfall_bytes = refusal.shortfall_bytes
-    unit_bytes, number = case.order.unit_bytes(num_outputs), case.workload.num_micro_batches
-    room_bytes = number * sum(unit_bytes) - shortfall_bytes
-    spilled_units = fewest_spilled_units(unit_bytes, num_micro_batches=number, room_bytes=room_bytes)
+    aside = _aside(case, num_outputs)
+    spilled_units = _fewest_spilled(case, num_outputs, aside.host_bytes - shortfall_bytes, aside)
     return evaluate(case, replace(placement, spilled_units=spilled_units), num_outputs=num_outputs)
 
 
@@ -217,9 +230,9 @@ def _best_level(case: Case, start: Choice) -> Choice:
     def seconds(level: int) -> float:
         return _seconds(at(level))
 
-    highest = _last(lambda level: at(level) is not None, 0, 2 * num_blocks)
-    best = _least(seconds, 0, highest)
-    choice = at(_last(lambda level: seconds(level) <= _AS_GOOD * seconds(best), best, highest))
+    highest = last(lambda level: at(level) is not None, 0, 2 * num_blocks)
+    best = least(seconds, 0, highest)
+    choice = at(last(lambda level: seconds(level) <= _AS_GOOD * seconds(best), best, highest))
     assert choice is not None
     return choice
 
@@ -258,7 +271,8 @@ def _best_swap(case: Case, placement: Placement) -> Choice | None:
         if found is None:
             return inf
         _, aside = found
-        return _time(case, placement, traffic.beside(aside), case.order.at(num_outputs), aside).total
+        swap, kept = case.order.at(num_outputs), _keeping(case, placement, num_outputs)
+        return _time(case, kept, traffic.beside(aside), swap, aside).total
 
     wanted = _wanted(case)
     num_outputs = case.order.least(seconds) if wanted is None else wanted
@@ -284,12 +298,38 @@ def _wanted(case: Case) -> int | None:
 
 def _fitting(case: Case, num_outputs: int, room_bytes: int) -> tuple[int, Aside] | None:
     """How many units of a prefix must be spilled, and what that means; None if there is no room for the rest."""
-    unit_bytes, number = case.order.unit_bytes(num_outputs), case.workload.num_micro_batches
-    spilled_units = 0
+    spilled_units, aside = 0, _aside(case, num_outputs)
     if case.activations != "keep":
-        spilled_units = fewest_spilled_units(unit_bytes, num_micro_batches=number, room_bytes=room_bytes)
-    aside = put_aside(unit_bytes, num_micro_batches=number, spilled_units=spilled_units)
+        spilled_units = _fewest_spilled(case, num_outputs, room_bytes, aside)
+        aside = _aside(case, num_outputs, spilled_units=spilled_units)
     return (spilled_units, aside) if aside.memory_bytes <= room_bytes else None
+
+
+def _fewest_spilled(case: Case, num_outputs: int, room_bytes: int, unspilled: Aside) -> int:
+    """Units that must go to NVMe for the others to fit into so much host memory, if they can."""
+    kept, number = case.kept(num_outputs), case.workload.num_micro_batches
+    spilled_units = fewest_spilled_units(
+        case.order.unit_bytes(num_outputs), num_micro_batches=number, room_bytes=room_bytes + unspilled.kept_bytes
+    )
+    return spilled_units if kept is None else min(spilled_units, kept.units_from)
+
+
+def _aside(case: Case, num_outputs: int, *, spilled_units: int = 0) -> Aside:
+    kept = case.kept(num_outputs)
+    return put_aside(
+        case.order.unit_bytes(num_outputs),
+        num_micro_batches=case.workload.num_micro_batches,
+        spilled_units=spilled_units,
+        kept_from=None if kept is None else max(spilled_units, kept.units_from),
+    )
+
+
+def _keeping(case: Case, placement: Placement, num_outputs: int) -> Placement:
+    """With what the GPU keeps if that prefix is swapped."""
+    kept = case.kept(num_outputs)
+    if kept is None:
+        return placement
+    return replace(placement, kept_from=max(placement.spilled_units, kept.units_from), kept_weights=kept.weights)
 
 
 def _attempt(case: Case, placement: Placement, num_outputs: int) -> Choice | None:
@@ -348,23 +388,3 @@ def _time(case: Case, placement: Placement, traffic: Traffic, swap: Swap, aside:
 
 def _moved_bytes(choice: Choice) -> int:
     return choice.traffic.read_bytes + choice.traffic.written_bytes
-
-
-def _last(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The greatest number from `low` to `high` for which it holds, if it holds up to some number and not beyond.
-
-    `low` is taken on trust.
-    """
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle - 1)
-    return low
-
-
-def _least(value: Callable[[int], float], low: int, high: int) -> int:
-    """Where a function is least that is convex but for single steps: the last few are all tried."""
-    while high - low > _TRIED:
-        left = low + (high - low) // 3
-        right = high - (high - low) // 3
-        low, high = (low, right) if value(left) <= value(right) else (left, high)
-    return min(range(low, high + 1), key=value)

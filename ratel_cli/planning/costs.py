@@ -6,7 +6,7 @@ decides:
 
     compute     forward FLOPs, or measured seconds (Eq. 2, 5); backward twice that and what is recomputed
     up, down    weights once for all micro-batches, what was put aside, gradients, at the link's rates, both ways
-                at once (Eq. 2, 5); nothing where the CPU computes
+                at once (Eq. 2, 5), but for what the GPU keeps; nothing where the CPU computes
     nvme        bytes of `planning.traffic`, spilled activations among them (Eq. 2-5)
     optimizer   AdamW on the CPU (Fuyou's T_o; the paper leaves it out)
     memory      what all of these move through main memory (about 66 bytes per parameter and step)
@@ -27,6 +27,7 @@ from ratel_cli.hardware.spec import HardwareProfile, Nvme
 from ratel_cli.model.spec import BlockSpec, ModelSpec
 from ratel_cli.planning.activations import Aside
 from ratel_cli.planning.capacity import GROUP_ELEMENTS
+from ratel_cli.planning.gpu_memory import kept_weight_bytes
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Overlap, Placement, Stage
 from ratel_cli.planning.traffic import Traffic
@@ -149,12 +150,13 @@ def overlapped_step(
         updated[stage] += block.num_elements
     elements = sum(block.num_elements for block in spec.blocks)
     weight_bytes, gradient_bytes = elements * state.compute, elements * state.gradient
+    kept_bytes = kept_weight_bytes(spec, state, placement.kept_weights)
     reads_ahead = placement.prefetch_blocks > 0
     stages = _Stages(hardware, overlap, adamw_threads=placement.adamw_threads)
     forward = stages.time(
         compute=compute.forward,
         up_bytes=weight_bytes,
-        down_bytes=aside.total_bytes,
+        down_bytes=aside.linked_bytes,
         read_bytes=traffic.forward_read_bytes,
         written_bytes=traffic.forward_written_bytes,
         aside_written_bytes=aside.written_bytes,
@@ -166,7 +168,7 @@ def overlapped_step(
         forward=forward,
         backward=stages.time(
             compute=backward_seconds,
-            up_bytes=weight_bytes + aside.total_bytes,
+            up_bytes=weight_bytes - kept_bytes + aside.linked_bytes,
             down_bytes=gradient_bytes,
             read_bytes=traffic.backward_read_bytes,
             written_bytes=traffic.backward_written_bytes,

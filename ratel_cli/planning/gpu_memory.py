@@ -1,12 +1,19 @@
-"""Will it fit on the GPU: its memory at the peak of a step. Used by `planning.capacity`. Pure.
+"""Will it fit on the GPU: its memory at the peak of a step, and what to do with the rest. Used by `planning.capacity`
+and `planning.choose`. Pure.
 
 All micro-batches' hidden states and gradients of them stay there. A step is followed use by use (planning/uses.py);
 each takes the weights of its block and room for those of the next (engine/weights.py), the activations of a layer,
 the unit that leaves or comes beneath it (engine/activations.py), and in backward gradients, their sum in fp32 and what
 of the block before is still on its way down (engine/cuda.py).
+
+What is left over keeps units, then weights, of the last layers from forward to backward: a byte of a unit spares the
+link one down and one up, a byte of weights one up. They count as if they were there all along.
 """
 
 from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.model.spec import BlockSpec, ModelSpec
@@ -24,12 +31,51 @@ from ratel_cli.units import MIB
 _WORKSPACE_BYTES = 256 * MIB
 """Of cuBLAS, 32 MiB for each of its handles: forward and backward have their own, and so do products with a bias."""
 
+_KEPT_SHARE = 0.9
+"""Of what is left over. What lies there for long, among what comes and goes, leaves gaps that nothing fits into."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What a GPU keeps from forward to backward: parts of a `Placement`."""
+
+    units_from: int
+    """In forward order; the number of all units if none is kept."""
+    weights: frozenset[int]
+
 
 def gpu_memory_bytes(spec: ModelSpec, state: StateBytes, workload: Workload, *, largest_unit_bytes: int) -> int:
     """The most that a step takes. `largest_unit_bytes` is what one layer puts aside for one micro-batch."""
     step = _GpuStep(spec, state, workload, largest_unit_bytes)
     always = passing_bytes(spec, state, tokens=workload.tokens, sequence_len=workload.sequence_len)
     return GPU_CONTEXT_BYTES + _WORKSPACE_BYTES + always + max(step.bytes_at(place) for place in range(step.num_uses))
+
+
+def keep(
+    spec: ModelSpec, state: StateBytes, workload: Workload, unit_bytes: Sequence[int], *, limit_bytes: int
+) -> Kept:
+    """What is best kept in the memory that is left over; `unit_bytes` is for each layer."""
+    taken_bytes = gpu_memory_bytes(spec, state, workload, largest_unit_bytes=max(unit_bytes))
+    room_bytes = int(_KEPT_SHARE * max(0, limit_bytes - taken_bytes))
+    units_from = workload.num_micro_batches * len(unit_bytes)
+    for size in reversed(unit_bytes):
+        fitting = min(workload.num_micro_batches, room_bytes // size)
+        units_from -= fitting
+        room_bytes -= fitting * size
+        if fitting < workload.num_micro_batches:
+            break
+    weights = []
+    for block in reversed(spec.blocks[1:-1]):
+        room_bytes -= block.num_elements * state.compute
+        if room_bytes < 0:
+            break
+        weights.append(block.index)
+    return Kept(units_from=units_from, weights=frozenset(weights))
+
+
+def kept_weight_bytes(spec: ModelSpec, state: StateBytes, blocks: Collection[int]) -> int:
+    """Of compute weights that stay on the GPU."""
+    return sum(block.num_elements for block in spec.blocks if block.index in blocks) * state.compute
 
 
 class _GpuStep:

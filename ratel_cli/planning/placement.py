@@ -40,6 +40,10 @@ class Placement:
     spilled_units: int = 0
     """What so many units, one for each layer and micro-batch, put aside goes to NVMe: the first in forward
     order, whose turn in backward comes last. The others' stays in host memory."""
+    kept_from: int | None = None
+    """Units from this one on, counted as above, stay in a GPU's memory: backward begins with them."""
+    kept_weights: frozenset[int] = frozenset()
+    """Layers whose compute weights stay in a GPU's memory from forward to backward: the last ones."""
     adamw_threads: int = 1
     """Each updates a part of a group: as many as the drives can keep busy."""
     deferred: frozenset[int] = frozenset()

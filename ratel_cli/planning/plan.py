@@ -129,6 +129,7 @@ class Plan:
                 "inter_block_bytes": self.inter_block_bytes,
                 "swapped_bytes": self.aside.total_bytes,
                 "swapped_to_nvme_bytes": self.aside.written_bytes,
+                "kept_on_gpu_bytes": self.aside.kept_bytes,
                 "swap_set": [asdict(operator) for operator in self.swapped],
                 "recompute_flops": self.flops_recomputed,
                 "source": self.profile_source,
@@ -139,6 +140,8 @@ class Plan:
                 "resident_weights": sorted(placement.resident_weights),
                 "resident_states": sorted(placement.resident_states),
                 "spilled_units": placement.spilled_units,
+                "kept_from": placement.kept_from,
+                "kept_weights": sorted(placement.kept_weights),
                 "deferred": sorted(placement.deferred),
             },
             "time": {
@@ -200,8 +203,9 @@ def make_plan(
         activations=decisions.activations,
         process_bytes=process_bytes,
         limit_bytes=decisions.host_limit_bytes,
+        device_limit_bytes=decisions.device_limit_bytes,
     )
-    choice = _choose(case, decisions.device_limit_bytes)
+    choice = _choose(case)
     spilled_bytes = gradient_bytes(spec, state, num_blocks=choice.spilled_blocks)
     number, layers = workload.num_micro_batches, [profile.profiles[index] for index in profile.layers]
     inter_block_bytes = number * sum(layer.input_bytes for layer in layers)
@@ -230,16 +234,16 @@ def make_plan(
     )
 
 
-def _choose(case: Case, device_limit_bytes: int | None) -> Choice:
+def _choose(case: Case) -> Choice:
     """The best choice, or, if a GPU has no room for what that swaps, the best that swaps nothing but inputs."""
     choice = choose(case)
     try:
-        check_device_memory(choice.memory, device_limit_bytes)
+        check_device_memory(choice.memory, case.device_limit_bytes)
     except DoesNotFit:
         if case.hardware.link is None or case.activations != "auto":
             raise
         choice = choose(replace(case, activations="recompute"))
-        check_device_memory(choice.memory, device_limit_bytes)
+        check_device_memory(choice.memory, case.device_limit_bytes)
     return choice
 
 

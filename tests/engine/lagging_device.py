@@ -44,7 +44,9 @@ class _Arrival:
         self._sent = None if after is not None and not after.done else view(memory, torch.uint8).clone()
 
     def open(self) -> torch.Tensor:
-        self._values.copy_(self._unchanged())
+        with self._lock:
+            if not self._is_over:  # else it was opened before: it stays on the device for another use
+                self._values.copy_(self._unchanged())
         self._opened.append(self)
         return self._values
 
@@ -104,6 +106,8 @@ class LaggingDevice(HostDevice):
         super().__init__(timeline)
         self._leaving: _Departure | None = None
         self._opened: list[_Arrival] = []
+        self.went_up: list[About] = []
+        self.went_down: list[About] = []
 
     def reserve(self, num_bytes: int) -> _Room:
         return _Room(num_bytes)
@@ -117,9 +121,11 @@ class LaggingDevice(HostDevice):
         after: Departure | None = None,
     ) -> _Arrival:
         assert isinstance(room, _Room)
+        self.went_up.append(about)
         return _Arrival(memory, room, after, self._opened)
 
     def download(self, pieces: Sequence[tuple[torch.Tensor, memoryview]], about: About) -> _Departure:
+        self.went_down.append(about)
         if self._leaving is not None:
             self._leaving.wait()
         self._leaving = _Departure(pieces, self._opened)

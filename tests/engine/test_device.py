@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,6 +124,58 @@ def test_swapping_changes_no_bit_behind_a_link(
     ) as ratel:
         steps = random_steps(2, 2, packed=ratel.model.packs)
         assert_same_training(ratel.train(steps, recipe), ratel.weights(), reference(config, steps, recipe))
+
+
+@pytest.mark.parametrize(("kept_from", "kept_weights"), [(None, ()), (6, ()), (5, (3,)), (3, (2, 3)), (0, (1, 2, 3))])
+@pytest.mark.parametrize("prefetch_blocks", [0, 2])
+def test_what_is_kept_goes_neither_down_nor_up_again(
+    tmp_path: Path, prefetch_blocks: int, kept_from: int | None, kept_weights: tuple[int, ...]
+) -> None:
+    """Three layers and two micro-batches: units 0 and 1 are the first layer's, blocks 1 to 3 are layers."""
+    config, recipe = tiny_config("llama", num_hidden_layers=3), Recipe(dtype=torch.bfloat16)
+    placement = Placement(
+        prefetch_blocks=prefetch_blocks,
+        swapped=EVERYTHING,
+        kept_from=kept_from,
+        kept_weights=frozenset(kept_weights),
+    )
+    devices: list[LaggingDevice] = []
+
+    @contextmanager
+    def watched(timeline: Timeline) -> Iterator[LaggingDevice]:
+        with open_lagging_device(timeline) as device:
+            devices.append(device)
+            yield device
+
+    with machine(
+        tmp_path,
+        config,
+        recipe,
+        dtype="bfloat16",
+        weights=initial_weights(config),
+        placement=placement,
+        devices=watched,
+    ) as ratel:
+        steps = random_steps(2, 2)
+        assert_same_training(ratel.train(steps, recipe), ratel.weights(), reference(config, steps, recipe))
+    [device] = devices
+    not_kept = Counter({f"activations of block {number // 2 + 1}": 0 for number in range(6)})
+    not_kept.update(
+        f"activations of block {number // 2 + 1}" for number in range(6 if kept_from is None else kept_from)
+    )
+
+    def of_activations(abouts: Sequence[About]) -> Counter[str]:
+        return Counter(about.label for about in abouts if about.label.startswith("activations"))
+
+    twice = Counter({label: 2 * number for label, number in not_kept.items() if number})
+    assert of_activations(device.went_down) == of_activations(device.went_up) == twice
+    layers = {block.name: block.index for block in ratel.model.spec.blocks[1:-1]}
+    again = [
+        layers[about.label.removeprefix("weights of ")]
+        for about in device.went_up
+        if about.stage == "backward" and about.label.removeprefix("weights of ") in layers
+    ]
+    assert Counter(again) == Counter({number: 2 for number in (1, 2, 3) if number not in kept_weights})
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])

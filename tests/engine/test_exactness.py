@@ -126,6 +126,12 @@ PLACEMENTS: dict[str, dict[str, object]] = {
     "everything swapped to NVMe": {"placement": replace(AHEAD, swapped=EVERYTHING, spilled_units=99)},
     "some operators, some on NVMe": {"placement": replace(AHEAD, swapped=ChosenEverywhere(0.5), spilled_units=3)},
     "inputs on NVMe": {"placement": Placement(spilled_units=99)},
+    "all kept on a GPU": {"placement": replace(AHEAD, swapped=EVERYTHING, kept_from=0, kept_weights=EVERY_BLOCK)},
+    "some kept on a GPU": {
+        "placement": replace(
+            AHEAD, swapped=ChosenEverywhere(0.5), spilled_units=1, kept_from=3, kept_weights=frozenset((2, 3))
+        )
+    },
     "some deferred": {"placement": replace(AHEAD, deferred=frozenset((1, 2)))},
     "all deferred": {"placement": replace(AHEAD, deferred=EVERY_BLOCK)},
     "naive": {"placement": AHEAD, "overlap": "naive", "group_elements": BLOCK_ALIGNMENT},

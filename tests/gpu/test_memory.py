@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from ratel_cli.engine.telemetry import Span
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
-from ratel_cli.planning.gpu_memory import gpu_memory_bytes
+from ratel_cli.planning.gpu_memory import gpu_memory_bytes, kept_weight_bytes
 from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.workload import StateBytes, Workload
 from ratel_cli.units import MIB
@@ -69,9 +69,14 @@ def peak_bytes(ratel: Machine, batches: list[Batch]) -> int:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("swaps", [False, True])
-def test_it_takes_no_more_than_was_planned(tmp_path: Path, tied: bool, num_micro_batches: int, swaps: bool) -> None:
+@pytest.mark.parametrize("kept_layers", [0, 2, 4])
+def test_it_takes_no_more_than_was_planned(
+    tmp_path: Path, tied: bool, num_micro_batches: int, swaps: bool, kept_layers: int
+) -> None:
     config = config_of(num_layers=4, tied=tied)
-    placement = replace(AHEAD, swapped=EVERYTHING) if swaps else AHEAD
+    kept_weights = frozenset(range(5 - kept_layers, 5))
+    placement = replace(AHEAD, kept_from=(4 - kept_layers) * num_micro_batches, kept_weights=kept_weights)
+    placement = replace(placement, swapped=EVERYTHING) if swaps else placement
     rows, tokens = 2, 1024
     with gpu_machine(tmp_path, config, RECIPE, weights=initial_weights_of_zeros(), placement=placement) as ratel:
         batches = batches_of(num_micro_batches, rows=rows, tokens=tokens)
@@ -79,7 +84,10 @@ def test_it_takes_no_more_than_was_planned(tmp_path: Path, tied: bool, num_micro
         outcome = ratel.engine.run(batches, step=2, update=3, learning_rate=0.0)
         units = ratel.model.spec.num_layers * num_micro_batches
         workload = Workload(micro_batch_size=rows, num_micro_batches=num_micro_batches, sequence_len=tokens)
-        planned = gpu_memory_bytes(ratel.model.spec, STATE, workload, largest_unit_bytes=outcome.swapped_bytes // units)
+        unit_bytes = outcome.swapped_bytes // units
+        planned = gpu_memory_bytes(ratel.model.spec, STATE, workload, largest_unit_bytes=unit_bytes)
+        planned += kept_layers * num_micro_batches * unit_bytes
+        planned += kept_weight_bytes(ratel.model.spec, STATE, kept_weights)
     assert found <= planned - GPU_CONTEXT_BYTES
 
 

@@ -104,6 +104,23 @@ def test_what_is_put_aside_is_what_the_engine_moves(seed: int) -> None:
         assert found.memory_bytes == found.host_bytes + found.window_bytes
 
 
+@pytest.mark.parametrize("seed", range(50))
+def test_what_a_gpu_keeps_is_neither_in_memory_nor_on_the_link(seed: int) -> None:
+    choice = random.Random(seed)
+    num_micro_batches = choice.randint(1, 5)
+    unit_bytes = [choice.randint(1, 50_000) for _ in range(choice.randint(1, 8))]
+    units = [size for size in unit_bytes for _ in range(num_micro_batches)]
+    spilled_units = choice.randint(0, num_micro_batches * (len(unit_bytes) - 1))
+    without = put_aside(unit_bytes, num_micro_batches=num_micro_batches, spilled_units=spilled_units)
+    for kept_from in range(spilled_units, len(units) + 1):
+        found = put_aside(
+            unit_bytes, num_micro_batches=num_micro_batches, spilled_units=spilled_units, kept_from=kept_from
+        )
+        kept_bytes = sum(units[kept_from:])
+        assert (found.kept_bytes, found.linked_bytes) == (kept_bytes, sum(units[:kept_from]))
+        assert found == replace(without, kept_bytes=kept_bytes, host_bytes=without.host_bytes - kept_bytes)
+
+
 def test_the_last_units_are_not_read() -> None:
     found = put_aside([4000, 5000, 9000], num_micro_batches=2, spilled_units=4)
     assert (found.written_bytes, found.read_bytes) == (2 * 4096 + 2 * 8192, 4096)

@@ -11,6 +11,7 @@ import pytest
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.choose import Case, Choice, choose, curve, evaluate
+from ratel_cli.planning.gpu_memory import gpu_memory_bytes
 from ratel_cli.planning.placement import Activations, Overlap, Placement
 from ratel_cli.planning.workload import Workload
 from ratel_cli.units import GIB, MIB
@@ -69,12 +70,14 @@ def case_by_chance(choice: random.Random) -> Case:
     profile = estimated(spec, workload)
     if choice.random() < 0.4:
         profile = by_chance(choice, num_layers=spec.num_layers, most_kib=4000, most_flops=10**10)
+    gpu_bytes = gpu_memory_bytes(spec, BFLOAT16, workload, largest_unit_bytes=0)
     return Case(
         spec=spec,
         state=BFLOAT16,
         workload=workload,
         profile=profile,
         hardware=machine_by_chance(choice),
+        device_limit_bytes=gpu_bytes + choice.randint(0, 100 * MIB) if choice.random() < 0.5 else None,
         holds_gradients=choice.random() < 0.4,
         overlap=choice.choice(["optimized", "optimized", "naive", "separate"]),
         activations="auto",

@@ -11,7 +11,7 @@ from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import block_activation_bytes, put_aside
 from ratel_cli.planning.capacity import HostMemory, host_memory
-from ratel_cli.planning.gpu_memory import gpu_memory_bytes
+from ratel_cli.planning.gpu_memory import gpu_memory_bytes, keep, kept_weight_bytes
 from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.workload import StateBytes, Workload
 from ratel_cli.units import MIB
@@ -112,6 +112,28 @@ def test_micro_batches_cost_their_hidden_states_alone() -> None:
     )
     tokens = WORKLOAD.micro_batch_tokens
     assert three - two == tokens * (2 * 2 * spec.hidden_size + WORKLOAD.sequence_len)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_units_and_then_weights_are_kept_while_there_is_room(seed: int) -> None:
+    choice = random.Random(seed)
+    spec = gpt(num_layers=choice.randint(1, 8), hidden_size=256)
+    workload = replace(WORKLOAD, num_micro_batches=choice.randint(1, 4))
+    unit_bytes = [choice.randint(1, 10 * MIB) for _ in range(spec.num_layers)]
+    needed = gpu_memory_bytes(spec, BFLOAT16, workload, largest_unit_bytes=max(unit_bytes))
+    limit_bytes = needed + choice.choice([-MIB, 0, choice.randint(0, 200 * MIB)])
+    kept = keep(spec, BFLOAT16, workload, unit_bytes, limit_bytes=limit_bytes)
+    units = [size for size in unit_bytes for _ in range(workload.num_micro_batches)]
+    weights = [BFLOAT16.compute * block.num_elements for block in spec.blocks]
+    room_bytes = 0.9 * max(0, limit_bytes - needed)
+    units_bytes = sum(units[kept.units_from :])
+    assert units_bytes + kept_weight_bytes(spec, BFLOAT16, kept.weights) <= room_bytes
+    assert kept.weights == frozenset(range(spec.num_layers + 1 - len(kept.weights), spec.num_layers + 1))
+    if kept.units_from:
+        assert units_bytes + units[kept.units_from - 1] > room_bytes - 1, "one unit more does not fit"
+    if len(kept.weights) < spec.num_layers:
+        one_more = weights[spec.num_layers - len(kept.weights)]
+        assert units_bytes + kept_weight_bytes(spec, BFLOAT16, kept.weights) + one_more > room_bytes - 1
 
 
 def need(spec: ModelSpec, *, on_gpu: bool, tokens: int = 128, num_micro_batches: int = 3) -> HostMemory:

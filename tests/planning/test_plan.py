@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ratel_cli.errors import DoesNotFit
+from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.capacity import host_memory
 from ratel_cli.planning.costs import compute_seconds, overlapped_step
 from ratel_cli.planning.model_profile import ModelProfile
@@ -15,6 +16,7 @@ from ratel_cli.planning.placement import Activations, Overlap
 from ratel_cli.planning.plan import Decisions, Plan, make_plan
 from ratel_cli.planning.traffic import checksum_bytes, step_traffic
 from ratel_cli.units import GIB, MIB
+from tests.hardware.profiles import WITH_GPU
 from tests.planning.profiles import candidate, estimated, layer, model
 from tests.planning.shapes import BFLOAT16, WORKLOAD, gpt, machine
 
@@ -36,6 +38,7 @@ def plan(
     overlap: Overlap = "optimized",
     device_limit_bytes: int | None = None,
     profile: ModelProfile = PROFILE,
+    hardware: HardwareProfile | None = None,
 ) -> Plan:
     decisions = Decisions(
         holds_gradients=holds_gradients,
@@ -45,7 +48,7 @@ def plan(
         overlap=overlap,
         device_limit_bytes=device_limit_bytes,
     )
-    return make_plan(SPEC, profile, BFLOAT16, WORKLOAD, decisions, machine(), process_bytes=200 * MIB)
+    return make_plan(SPEC, profile, BFLOAT16, WORKLOAD, decisions, hardware or machine(), process_bytes=200 * MIB)
 
 
 @pytest.mark.parametrize("overlap", ["optimized", "naive", "separate"])
@@ -181,6 +184,32 @@ def test_what_the_device_has_no_room_for_has_no_plan() -> None:
         plan(device_limit_bytes=needed - 1)
 
 
+@pytest.mark.parametrize("activations", ["auto", "recompute", "swap_all"])
+def test_what_a_gpu_has_to_spare_keeps_the_last_layers(activations: Activations) -> None:
+    """More and more of them: never more than there is room for, never slower, and less in host memory."""
+    least: Activations = "recompute" if activations == "auto" else activations
+    needed = plan(hardware=WITH_GPU, activations=least).memory.device
+    before, kept = None, set()
+    for spare_bytes in range(0, 300 * MIB, 5 * MIB):
+        made = plan(hardware=WITH_GPU, activations=activations, device_limit_bytes=needed + spare_bytes)
+        placement = made.placement
+        assert made.memory.device <= needed + spare_bytes
+        assert placement.kept_from is not None
+        if placement.kept_weights:
+            assert placement.kept_from == 0, "units first"
+            assert max(placement.kept_weights) == 6 and len(placement.kept_weights) == 7 - min(placement.kept_weights)
+        if before is not None and activations != "auto":
+            assert made.time.total <= before.time.total
+            assert made.memory.activations <= before.memory.activations
+            assert made.aside.kept_bytes >= before.aside.kept_bytes
+        before = made
+        kept.add((placement.kept_from, len(placement.kept_weights)))
+    assert before is not None
+    assert before.placement.kept_weights == frozenset(range(1, 7)) and before.memory.activations == 0
+    assert before.time.forward.down == 0.0
+    assert len(kept) > 7
+
+
 def test_json_has_the_promised_keys() -> None:
     made = plan(holds_gradients=True, limit_bytes=TIGHT)
     found = json.loads(json.dumps(made.to_json(), allow_nan=False))
@@ -221,6 +250,7 @@ def test_json_has_the_promised_keys() -> None:
         "inter_block_bytes": INPUT_BYTES,
         "swapped_bytes": made.aside.total_bytes,
         "swapped_to_nvme_bytes": made.aside.written_bytes,
+        "kept_on_gpu_bytes": 0,
         "swap_set": [],
         "recompute_flops": made.flops_recomputed,
         "source": "analytic",
@@ -238,6 +268,8 @@ def test_json_lists_what_stays_in_order() -> None:
         "resident_weights": list(range(8)),
         "resident_states": list(range(8)),
         "spilled_units": 0,
+        "kept_from": None,
+        "kept_weights": [],
         "deferred": sorted(made.placement.deferred),
     }
     assert found["activations"]["swapped_bytes"] == made.memory.activations > 0

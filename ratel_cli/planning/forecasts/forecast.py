@@ -78,6 +78,7 @@ class Forecast:
     inter_block_bytes: int
     swapped_bytes: int
     swapped_to_nvme_bytes: int
+    kept_on_gpu_bytes: int
     swap_set: tuple[SwappedOperator, ...]
     recompute_flops: int
     case: Case
@@ -153,6 +154,7 @@ class Forecast:
                 "inter_block_bytes": self.inter_block_bytes,
                 "swapped_bytes": self.swapped_bytes,
                 "swapped_to_nvme_bytes": self.swapped_to_nvme_bytes,
+                "kept_on_gpu_bytes": self.kept_on_gpu_bytes,
                 "swap_set": [asdict(operator) for operator in self.swap_set],
                 "recompute_flops": self.recompute_flops,
                 "source": self.source,

@@ -57,6 +57,7 @@ class PaperForecaster:
             inter_block_bytes=shape.inter_block_bytes,
             swapped_bytes=point.swapped_bytes,
             swapped_to_nvme_bytes=point.spilled_bytes,
+            kept_on_gpu_bytes=0,
             swap_set=tuple(_swapped(operator) for operator in found.swapped(count)),
             recompute_flops=point.recomputed_flops,
             case=found.case,

@@ -42,7 +42,9 @@ class RatelEquations:
     placement: Placement
     """With nothing resident."""
     host_room_bytes: int
-    """For activations, and then for what stays."""
+    """For activations, and then for what stays; and what the GPU keeps."""
+    kept_bytes: int = 0
+    """Of activations, on the GPU: as much for every strategy."""
     spilled_blocks: int = 0
     moves_states: bool = True
 
@@ -67,16 +69,18 @@ class RatelEquations:
 
     def seconds(self, *, swapped_bytes: int, spilled_bytes: int, recomputed_flops: int) -> float:
         """Of one step."""
-        case = self.case
+        case, kept_bytes = self.case, min(self.kept_bytes, swapped_bytes - spilled_bytes)
         aside = Aside(
             total_bytes=swapped_bytes,
-            host_bytes=swapped_bytes - spilled_bytes,
+            host_bytes=swapped_bytes - spilled_bytes - kept_bytes,
             window_bytes=0,
             written_bytes=spilled_bytes,
             read_bytes=spilled_bytes,
             largest_unit_bytes=0,
+            kept_bytes=kept_bytes,
         )
-        level = max(0, bisect_right(self._level_bytes, self.host_room_bytes - aside.host_bytes) - 1)
+        room_bytes = self.host_room_bytes - self.kept_bytes - aside.host_bytes
+        level = max(0, bisect_right(self._level_bytes, room_bytes) - 1)
         placement, traffic = self._at_level(level)
         return overlapped_step(
             case.spec if self.moves_states else replace(case.spec, blocks=()),

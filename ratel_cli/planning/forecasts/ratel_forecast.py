@@ -42,20 +42,25 @@ class RatelForecaster:
 
     def plan(self, setting: Setting) -> Plan:
         """The plan that a forecast is made of."""
-        limit_bytes = host_limit_bytes(setting)
+        limit_bytes, device_limit_bytes = host_limit_bytes(setting), self._device_limit_bytes(setting)
         while True:
+            decisions = replace(self.decisions, host_limit_bytes=limit_bytes, device_limit_bytes=device_limit_bytes)
             try:
                 return make_plan(
                     self.spec,
                     self._profile(setting),
                     self.state,
                     setting.workload,
-                    replace(self.decisions, host_limit_bytes=limit_bytes, device_limit_bytes=None),
+                    decisions,
                     setting.hardware,
                     process_bytes=self.process_bytes,
                 )
             except DoesNotFit as refusal:
-                limit_bytes += refusal.shortfall_bytes
+                if refusal.is_gpu_memory:
+                    assert device_limit_bytes is not None
+                    device_limit_bytes += refusal.shortfall_bytes
+                else:
+                    limit_bytes += refusal.shortfall_bytes
 
     def equations(self, setting: Setting) -> Equations:
         """With transfers as planned. Memory that the plan gives to what stays is activations', if they want it."""
@@ -66,12 +71,14 @@ class RatelForecaster:
             resident_weights=frozenset(),
             resident_states=frozenset(),
             spilled_units=self._spillable_units(setting),
+            kept_from=None,
         )
-        memory = evaluate(case, bare).memory
+        memory, kept_bytes = evaluate(case, bare).memory, plan.aside.kept_bytes
         return RatelEquations(
             case=case,
             placement=bare,
-            host_room_bytes=case.limit_bytes - memory.total + memory.activations,
+            host_room_bytes=case.limit_bytes - memory.total + memory.activations + kept_bytes,
+            kept_bytes=kept_bytes,
             spilled_blocks=plan.spilled_blocks,
         )
 
@@ -171,6 +178,7 @@ def _forecast(plan: Plan, setting: Setting, *, device_limit_bytes: int | None) -
         inter_block_bytes=plan.inter_block_bytes,
         swapped_bytes=plan.aside.total_bytes,
         swapped_to_nvme_bytes=plan.aside.written_bytes,
+        kept_on_gpu_bytes=plan.aside.kept_bytes,
         swap_set=plan.swapped,
         recompute_flops=plan.flops_recomputed,
         case=plan.case,

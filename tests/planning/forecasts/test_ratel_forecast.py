@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from ratel_cli.hardware.spec import margin_bytes
 from ratel_cli.planning.estimate.analytic import analytic_profile
 from ratel_cli.planning.estimate.shapes import LayerTraits
 from ratel_cli.planning.forecasts.ratel_forecast import RatelForecaster, host_limit_bytes
@@ -18,12 +19,17 @@ from tests.planning.shapes import BFLOAT16
 
 def test_a_forecast_is_the_plan_of_a_run() -> None:
     forecaster, asked = ratel_forecaster(), setting(num_steps=10)
+    memory_bytes = asked.hardware.gpu.memory_bytes
     plan = make_plan(
         forecaster.spec,
         forecaster.profile,
         forecaster.state,
         asked.workload,
-        replace(forecaster.decisions, host_limit_bytes=64 * GIB),
+        replace(
+            forecaster.decisions,
+            host_limit_bytes=64 * GIB,
+            device_limit_bytes=memory_bytes - margin_bytes(memory_bytes),
+        ),
         asked.hardware,
         process_bytes=forecaster.process_bytes,
     )
@@ -36,6 +42,7 @@ def test_a_forecast_is_the_plan_of_a_run() -> None:
         plan.traffic.written_bytes,
     )
     assert (forecast.swap_set, forecast.curve) == (plan.swapped, plan.curve)
+    assert forecast.kept_on_gpu_bytes == plan.aside.kept_bytes > 0
     told, planned = forecast.to_json(), plan.to_json()
     assert told["activations"] == planned["activations"]
     assert told["throughput"] == planned["throughput"]
@@ -128,21 +135,25 @@ def test_the_optimizer_after_backward_counts_as_backward() -> None:
     plan, forecast = forecaster.plan(asked), forecaster.forecast(asked)
     assert forecast.backward.optimizer == plan.time.update.optimizer > 0
     assert forecast.backward.total == plan.time.backward.total + plan.time.update.total
-    assert forecast.step_seconds == plan.time.total
+    assert forecast.step_seconds == pytest.approx(plan.time.total, rel=1e-12)
 
 
 @pytest.mark.parametrize("holds_gradients", [True, False])
 def test_the_deepest_fits_and_a_deeper_one_does_not(holds_gradients: bool) -> None:
-    """In memory that is just enough, where nothing stays that can be on NVMe."""
+    """In memory that is just enough, where nothing stays that can be on NVMe, and the GPU keeps nothing."""
     machine = paper_machine()
     machine = replace(machine, nvme=replace(machine.nvme, free_bytes=20 * GIB))
-    small = ratel_forecaster(holds_gradients=holds_gradients)
+    gpu_bytes = ratel_forecaster(device_limit_bytes=MIB).forecast(setting(machine)).gpu_bytes
+    small = ratel_forecaster(holds_gradients=holds_gradients, device_limit_bytes=gpu_bytes)
     limit_bytes = small.forecast(setting(machine, host_limit_bytes=MIB)).host_bytes
     asked = setting(machine, host_limit_bytes=limit_bytes)
     depth = small.deepest(asked)
     assert depth is not None
     at, beyond = (
-        ratel_forecaster(num_layers=depth.num_layers + more, holds_gradients=holds_gradients) for more in (0, 1)
+        ratel_forecaster(
+            num_layers=depth.num_layers + more, holds_gradients=holds_gradients, device_limit_bytes=gpu_bytes
+        )
+        for more in (0, 1)
     )
     assert at.spec.num_parameters == depth.num_parameters
     assert at.forecast(asked).fits
