@@ -87,6 +87,83 @@ def adamw_float16(
 ) -> None:
     """One AdamW update of the fp32 master, then w16 = its fp16 copy; w16 is only written. See adamw_bfloat16."""
 
+def update_bfloat16(
+    hi16: _Array,
+    lo16: _Array,
+    m32: _Array,
+    v32: _Array,
+    gradient: _Array,
+    *,
+    segments: list[tuple[int, int, bool]],
+    chunk_elements: int,
+    seeds_before: list[int | None],
+    seeds_after: list[int | None],
+    decay_factor: float,
+    one_minus_beta1: float,
+    beta2: float,
+    one_minus_beta2: float,
+    step_size: float,
+    bias_correction2_sqrt: float,
+    epsilon: float,
+    gradient_scale: float,
+    square_root: _SquareRoot | None = None,
+    isa: str | None = None,
+) -> tuple[list[int | None], list[int | None]]:
+    """adamw_bfloat16 on segments of the arrays: (first, last, whether decay_factor applies), in order; and checksums.
+
+    A chunk is `chunk_elements` of the arrays (a multiple of 512), the last one what is left. For each chunk, and in it
+    for each field in the order above, `seeds_before` and `seeds_after` have the seed of a checksum to take before or
+    after the update, or None; an empty list wants none. Returns the checksums in the same order: XXH3-64 of the field's
+    bytes in the chunk, as xxhash.xxh3_64_intdigest computes it. Arrays with checksums have a multiple of 512 elements.
+    """
+
+def update_float32(
+    w32: _Array,
+    m32: _Array,
+    v32: _Array,
+    gradient: _Array,
+    *,
+    segments: list[tuple[int, int, bool]],
+    chunk_elements: int,
+    seeds_before: list[int | None],
+    seeds_after: list[int | None],
+    decay_factor: float,
+    one_minus_beta1: float,
+    beta2: float,
+    one_minus_beta2: float,
+    step_size: float,
+    bias_correction2_sqrt: float,
+    epsilon: float,
+    gradient_scale: float,
+    square_root: _SquareRoot | None = None,
+    isa: str | None = None,
+) -> tuple[list[int | None], list[int | None]]:
+    """adamw_float32 on segments, with checksums; see update_bfloat16."""
+
+def update_float16(
+    w16: _Array,
+    w32: _Array,
+    m32: _Array,
+    v32: _Array,
+    gradient: _Array,
+    *,
+    segments: list[tuple[int, int, bool]],
+    chunk_elements: int,
+    seeds_before: list[int | None],
+    seeds_after: list[int | None],
+    decay_factor: float,
+    one_minus_beta1: float,
+    beta2: float,
+    one_minus_beta2: float,
+    step_size: float,
+    bias_correction2_sqrt: float,
+    epsilon: float,
+    gradient_scale: float,
+    square_root: _SquareRoot | None = None,
+    isa: str | None = None,
+) -> tuple[list[int | None], list[int | None]]:
+    """adamw_float16 on segments, with checksums; see update_bfloat16."""
+
 def stream_bfloat16(
     hi16: _Array, lo16: _Array, m32: _Array, v32: _Array, gradient: _Array, *, isa: str | None = None
 ) -> None:

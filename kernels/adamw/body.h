@@ -1,12 +1,13 @@
 // The kernels, written once and compiled for each instruction set.
 //
-// For: isa_*.cpp, which include it after lanes.h and their own widen, narrow, multiply_add,
-// correct_square_root, reciprocal_root_estimate, coarse_reciprocal_root_estimate, Divisor, has_nan, from_float16 and to_float16. Invariant: every
-// instruction set computes the same bits, and those of torch.optim.AdamW (single-tensor, fp32, CPU). So each
-// rounding below is torch's, fused multiply-adds included, and -ffp-contract=off keeps the compiler from adding
-// its own.
+// For: isa_*.cpp, which include it after lanes.h and their own widen, narrow, multiply_add, correct_square_root,
+// reciprocal_root_estimate, coarse_reciprocal_root_estimate, Divisor, has_nan, from_float16, to_float16,
+// multiply_low_words and swap_neighbours. Invariant: every instruction set computes the same bits, and those of
+// torch.optim.AdamW (single-tensor, fp32, CPU). So each rounding below is torch's, fused multiply-adds included, and
+// -ffp-contract=off keeps the compiler from adding its own.
 #pragma once
 
+#include "../checksum/stripes.h"
 #include "ratel/kernels.h"
 
 namespace {
@@ -288,5 +289,5 @@ void square_root(float* values, SquareRoot kind, size_t count) {
 #define RATEL_KERNELS(isa)                                                                                \
   {                                                                                                       \
     isa, adamw<Bfloat16State>, adamw<Float32State>, adamw<Float16State>, stream<Bfloat16State>,           \
-        stream<Float32State>, stream<Float16State>, split_bfloat16, join_bfloat16, square_root            \
+        stream<Float32State>, stream<Float16State>, split_bfloat16, join_bfloat16, square_root, absorb    \
   }

@@ -35,6 +35,10 @@ RATEL_INLINE Halves to_float16(Floats floats) {
   return (Halves)_mm256_cvtps_ph((__m256)floats, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
+RATEL_INLINE Longs multiply_low_words(Longs a, Longs b) { return (Longs)_mm256_mul_epu32((__m256i)a, (__m256i)b); }
+
+RATEL_INLINE Longs swap_neighbours(Longs longs) { return (Longs)_mm256_shuffle_epi32((__m256i)longs, 0x4e); }
+
 }  // namespace
 
 #include "divisor_fused.h"

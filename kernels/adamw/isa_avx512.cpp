@@ -37,6 +37,12 @@ RATEL_INLINE Halves to_float16(Floats floats) {
   return (Halves)_mm512_cvtps_ph((__m512)floats, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 
+RATEL_INLINE Longs multiply_low_words(Longs a, Longs b) { return (Longs)_mm512_mul_epu32((__m512i)a, (__m512i)b); }
+
+RATEL_INLINE Longs swap_neighbours(Longs longs) {
+  return (Longs)_mm512_shuffle_epi32((__m512i)longs, (_MM_PERM_ENUM)0x4e);
+}
+
 }  // namespace
 
 #include "divisor_fused.h"

@@ -27,6 +27,12 @@ RATEL_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 
 RATEL_INLINE Floats correct_square_root(Floats value) { return (Floats)vsqrtq_f32((float32x4_t)value); }
 
+RATEL_INLINE Longs multiply_low_words(Longs a, Longs b) {
+  return (Longs)vmull_u32(vmovn_u64((uint64x2_t)a), vmovn_u64((uint64x2_t)b));
+}
+
+RATEL_INLINE Longs swap_neighbours(Longs longs) { return (Longs)vextq_u64((uint64x2_t)longs, (uint64x2_t)longs, 1); }
+
 // For a root that nobody may ask for here.
 RATEL_INLINE Floats coarse_reciprocal_root_estimate(Floats value) { return (Floats)vrsqrteq_f32((float32x4_t)value); }
 
@@ -64,6 +70,10 @@ RATEL_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
   const LongWords toward_error = 1u - ((((LongWords)error ^ bits) >> 63) << 1);  // +1 or -1
   return __builtin_convertvector((Doubles)(bits + (is_inexact & is_even & toward_error)), Floats);
 }
+
+RATEL_INLINE Longs multiply_low_words(Longs a, Longs b) { return (Longs)_mm_mul_epu32((__m128i)a, (__m128i)b); }
+
+RATEL_INLINE Longs swap_neighbours(Longs longs) { return (Longs)_mm_shuffle_epi32((__m128i)longs, 0x4e); }
 
 RATEL_INLINE Floats correct_square_root(Floats value) { return (Floats)_mm_sqrt_ps((__m128)value); }
 

@@ -21,15 +21,17 @@ constexpr size_t kLanes = RATEL_LANES;
 typedef float Floats __attribute__((vector_size(4 * RATEL_LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * RATEL_LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * RATEL_LANES)));
+typedef uint64_t Longs __attribute__((vector_size(4 * RATEL_LANES)));
 
 // How far ahead of each load its stream is fetched: without it the kernels are about a fifth slower, and 1 to 4 KiB
-// are alike within the noise (2-core Xeon with AVX-512, huge pages, 2026-11). Past the end it does nothing.
-constexpr size_t kPrefetchBytes = 2048;
+// are alike within the noise (2-core Xeon with AVX-512, huge pages, 2026-11). So many elements are one tile of
+// adamw/chunk.cpp, which finds the next one in the caches. Past the end it does nothing.
+constexpr size_t kPrefetchElements = 1024;
 
 // `count` is the constant kLanes in the main loop (one vector move) and less in the tail.
 template <class Vector, class Item>
 RATEL_INLINE Vector load(const Item* from, size_t count) {
-  __builtin_prefetch(reinterpret_cast<const char*>(from) + kPrefetchBytes);
+  __builtin_prefetch(reinterpret_cast<const char*>(from) + kPrefetchElements * sizeof(Item));
   Vector vector{};
   __builtin_memcpy(&vector, from, count * sizeof(Item));
   return vector;

@@ -5,7 +5,8 @@ numbers that AdamW derives from the step are computed here in Python floats, exa
 does; the kernel (`ratel_cli._native`) does the rest. It releases the GIL and has no threads of its own: where
 the plan wants several, each takes a part of the group.
 
-A group goes chunk by chunk, so that whoever checks and seals the chunks (`Chunks`) finds them in the caches.
+Checksums are taken in the same pass (`Chunks`), since the bytes are in the caches then: of what was read, just
+before it is updated, and of what is to be written.
 
 Invariants: the bits do not depend on the number of threads; a parameter without a gradient, and the gaps
 between parameters, keep their bits.
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Protocol, Self, cast
+from typing import Literal, Protocol, Self, TypedDict, cast
 
 import torch
 
@@ -29,12 +30,21 @@ from ratel_cli.movement.records import ComputeDtype
 from ratel_cli.units import align_up
 
 SquareRoot = Literal["correct", "mkl_avx512", "mkl_sse"]
+_WITHOUT_CHUNKS = 1 << 20
+"""Elements at once, where nothing depends on it."""
+
+
+_Numbers = list[int | None]
 
 
 class _Kernel(Protocol):
     def __call__(
         self,
         *arrays: torch.Tensor,
+        segments: list[tuple[int, int, bool]],
+        chunk_elements: int,
+        seeds_before: _Numbers,
+        seeds_after: _Numbers,
         decay_factor: float,
         one_minus_beta1: float,
         beta2: float,
@@ -44,30 +54,40 @@ class _Kernel(Protocol):
         epsilon: float,
         gradient_scale: float,
         square_root: SquareRoot,
-    ) -> None: ...
+    ) -> tuple[_Numbers, _Numbers]: ...
+
+
+class _Scalars(TypedDict):
+    decay_factor: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    step_size: float
+    bias_correction2_sqrt: float
+    epsilon: float
+    gradient_scale: float
+    square_root: SquareRoot
 
 
 class Chunks(Protocol):
-    """Told of each chunk of a group, on the thread that updates it."""
+    """Checksums of a group's chunks. Numbers go chunk by chunk, one for each field. Called on the updating threads."""
 
-    @property
-    def num_elements(self) -> int:
-        """Of a chunk; they begin at multiples of it."""
+    num_elements: int
+    """Of a chunk; they begin at multiples of it."""
+
+    def seeds(self, start: int, stop: int) -> tuple[_Numbers, _Numbers]:
+        """For the checksums of elements [start, stop) before and after their update; None, or no list: not wanted."""
         ...
 
-    def check(self, start: int, stop: int) -> None:
-        """Elements [start, stop) are about to be used."""
-        ...
-
-    def seal(self, start: int, stop: int) -> None:
-        """They have been updated."""
+    def take(self, start: int, stop: int, before: _Numbers, after: _Numbers) -> None:
+        """These are they. Raises IntegrityFailure if the group was made of other bytes than it should be."""
         ...
 
 
 _KERNELS: dict[ComputeDtype, _Kernel] = {
-    "bfloat16": cast(_Kernel, _native.adamw_bfloat16),
-    "float32": cast(_Kernel, _native.adamw_float32),
-    "float16": cast(_Kernel, _native.adamw_float16),
+    "bfloat16": cast(_Kernel, _native.update_bfloat16),
+    "float32": cast(_Kernel, _native.update_float32),
+    "float16": cast(_Kernel, _native.update_float16),
 }
 
 
@@ -128,20 +148,20 @@ class GroupAdamW:
         fields = [view_field(memories[name], name, stop - start) for name in FIELD_DTYPES if name in memories]
         flat = gradient.flat
 
-        def update_range(first: int, last: int) -> None:
-            for begin, end, decay in _segments(gradient.block, gradient.present, first, last):
-                own = [field[begin - start : end - start] for field in fields]
-                self._call(own, flat[begin:end], update, decay=decay)
-
         def update_part(part: tuple[int, int]) -> None:
-            if chunks is None:
-                update_range(*part)
-                return
-            for first in range(*part, chunks.num_elements):
-                last = min(first + chunks.num_elements, part[1])
-                chunks.check(first, last)
-                update_range(first, last)
-                chunks.seal(first, last)
+            first, last = part
+            before, after = ([], []) if chunks is None else chunks.seeds(first, last)
+            found = self._kernel(
+                *(field[first - start : last - start] for field in fields),
+                flat[first:last],
+                segments=_segments(gradient.block, gradient.present, first, last),
+                chunk_elements=_WITHOUT_CHUNKS if chunks is None else chunks.num_elements,
+                seeds_before=before,
+                seeds_after=after,
+                **self._scalars(update),
+            )
+            if chunks is not None:
+                chunks.take(first, last, *found)
 
         if self._threads is None:
             update_part((start, stop))
@@ -165,23 +185,21 @@ class GroupAdamW:
     ) -> None:
         self.close()
 
-    def _call(self, fields: list[torch.Tensor], gradient: torch.Tensor, update: AdamWUpdate, *, decay: bool) -> None:
+    def _scalars(self, update: AdamWUpdate) -> _Scalars:
         settings = self._settings
         bias_correction1 = 1 - settings.beta1**update.number
         bias_correction2 = 1 - settings.beta2**update.number
-        self._kernel(
-            *fields,
-            gradient,
-            decay_factor=1 - update.learning_rate * settings.weight_decay if decay else 1.0,
-            one_minus_beta1=1 - settings.beta1,
-            beta2=settings.beta2,
-            one_minus_beta2=1 - settings.beta2,
-            step_size=update.learning_rate / bias_correction1,
-            bias_correction2_sqrt=bias_correction2**0.5,
-            epsilon=settings.epsilon,
-            gradient_scale=update.gradient_scale,
-            square_root=self._square_root,
-        )
+        return {
+            "decay_factor": 1 - update.learning_rate * settings.weight_decay,
+            "one_minus_beta1": 1 - settings.beta1,
+            "beta2": settings.beta2,
+            "one_minus_beta2": 1 - settings.beta2,
+            "step_size": update.learning_rate / bias_correction1,
+            "bias_correction2_sqrt": bias_correction2**0.5,
+            "epsilon": settings.epsilon,
+            "gradient_scale": update.gradient_scale,
+            "square_root": self._square_root,
+        }
 
 
 def _parts(start: int, stop: int, number: int, alignment: int) -> list[tuple[int, int]]:
@@ -191,10 +209,10 @@ def _parts(start: int, stop: int, number: int, alignment: int) -> list[tuple[int
 
 
 def _segments(block: BlockSpec, present: tuple[bool, ...], start: int, stop: int) -> list[tuple[int, int, bool]]:
-    """Element ranges of the group [start, stop) to update, with whether weight decay applies."""
+    """What of [start, stop) is to be updated, counted from its start, with whether weight decay applies."""
     segments = []
     for parameter, has_gradient in zip(block.parameters, present, strict=True):
         first, last = max(start, parameter.start), min(stop, parameter.stop)
         if has_gradient and first < last:
-            segments.append((first, last, parameter.decay))
+            segments.append((first - start, last - start, parameter.decay))
     return segments

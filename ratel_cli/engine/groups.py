@@ -6,13 +6,14 @@ then updated and written where they lie.
 
 Invariants: what is read is the current generation and what is written goes to the shadow, so that an
 update can be repeated until it is committed (resident states must be forgotten for that); no buffer is
-given back while a transfer uses it; what was read is checked, and what is written sealed, chunk by chunk in the
-pass of the update.
+given back while a transfer uses it; the checksums of what was read and of what is written are taken in the pass of the
+update, and nothing is written or handed on that was made of bytes which are not those that were sealed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import cycle
 
 from ratel_cli.engine.adamw import AdamWUpdate, GroupAdamW
 from ratel_cli.engine.gradients import BlockGradient
@@ -210,27 +211,28 @@ class GroupWork:
 
 
 class _GroupChunks:
-    """Checks the chunks of one group against the current generation, and seals them for the shadow."""
+    """The checksums of one group's chunks: of what was read as the current generation has it, and for the shadow."""
 
     def __init__(self, store: Store, group: Group) -> None:
-        self._store = store
         self._group = group
+        self._fields = [field.name for field in store.layout.fields]
         self._current = store.current()
         self._shadow = store.shadow()
+        self.num_elements = store.chunk_elements
 
-    @property
-    def num_elements(self) -> int:
-        return self._store.chunk_elements
+    def seeds(self, start: int, stop: int) -> tuple[list[int | None], list[int | None]]:
+        block, unchecked = self._group.block.index, self._group.unchecked
+        if not unchecked:
+            return [], [*self._shadow.seeds(block, start, stop)]
+        names = cycle(self._fields)
+        before = [
+            seed if name in unchecked else None
+            for seed, name in zip(self._current.seeds(block, start, stop), names, strict=False)
+        ]
+        return before, [*self._shadow.seeds(block, start, stop)]
 
-    def check(self, start: int, stop: int) -> None:
-        for name in self._group.unchecked:
-            self._current.check(self._group.block.index, name, start, stop, self._memory(name, start, stop))
-
-    def seal(self, start: int, stop: int) -> None:
-        for each in self._store.layout.fields:
-            memory = self._memory(each.name, start, stop)
-            self._shadow.seal(self._group.block.index, each.name, start, stop, memory)
-
-    def _memory(self, name: str, start: int, stop: int) -> memoryview:
-        size, first = self._store.layout.field(name).bytes_per_element, self._group.start
-        return self._group.memories[name][(start - first) * size : (stop - first) * size]
+    def take(self, start: int, stop: int, before: list[int | None], after: list[int | None]) -> None:
+        block = self._group.block.index
+        if self._group.unchecked:
+            self._current.compare(block, start, stop, before)
+        self._shadow.take(block, start, stop, [digest for digest in after if digest is not None])

@@ -8,7 +8,8 @@ table's own checksum, its root, so that a table counts only if a commit spoke of
 A table is the step that wrote the slot, then one XXH3-64 a chunk, little-endian, zeros to the end of the page. Each
 is seeded with store, step, block, field and chunk: bytes of another place, step or store do not pass for these, not
 even if the table that vouches for them was moved along with them. The library hashes at 25 GB/s from main memory and
-at 90 to 120 GB/s from the caches (2-core virtual machine, AVX-512, 2026-11), without the GIL.
+at 90 to 120 GB/s from the caches (2-core virtual machine, AVX-512, 2026-11), without the GIL; where AdamW has the
+bytes in the caches, its kernel computes the same numbers (engine/adamw.py).
 
 Invariant: a chunk passes only if it has the bytes that were sealed.
 """
@@ -66,6 +67,13 @@ class ChunkMap:
         first = self._firsts[block] + self._field_index[field] * self._chunks_of[block]
         for chunk in range(start // size, -(-stop // size)):
             yield first + chunk, chunk * size, min((chunk + 1) * size, stop)
+
+    def columns(self, block: int, start: int, stop: int) -> Iterator[tuple[int, str, int, int]]:
+        """(place, field, first element, last) of every field of every chunk in [start, stop), chunk by chunk."""
+        fields = [list(self.parts(block, field.name, start, stop)) for field in self.layout.fields]
+        for chunk in zip(*fields, strict=True):
+            for field, (place, first, last) in zip(self.layout.fields, chunk, strict=True):
+                yield place, field.name, first, last
 
     def seed(self, store_id: bytes, step: int, block: int, field: str, start: int) -> int:
         """What the checksum of the chunk that begins at `start` is seeded with."""
@@ -127,13 +135,26 @@ class ChunkTable:
     def check(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> None:
         """Raise IntegrityFailure unless these are the bytes that were sealed."""
         for place, first, last, part in self._parts(block, field, start, stop, memory):
-            assert self._is_sealed[place], "a chunk is read before it was written"
-            if self._digest(block, field, first, part) != self._digests[place]:
-                raise IntegrityFailure(
-                    f"block {block}, {field}: elements {first} to {last} are not what step {self._step} wrote "
-                    "(a flipped bit, or a chunk of another place or time)",
-                    _HINT,
-                )
+            self._compare(place, self._digest(block, field, first, part), f"block {block}, {field}", first, last)
+
+    def seeds(self, block: int, start: int, stop: int) -> list[int]:
+        """For whoever takes checksums itself, as `columns` has the chunks; `take` and `compare` want the digests so."""
+        columns = self._chunks.columns(block, start, stop)
+        return [self._chunks.seed(self._store_id, self._step, block, field, first) for _, field, first, _ in columns]
+
+    def take(self, block: int, start: int, stop: int, digests: Sequence[int]) -> None:
+        """Like `seal`, of all fields."""
+        columns = self._chunks.columns(block, start, stop)
+        for (place, _, _, _), digest in zip(columns, digests, strict=True):
+            self._digests[place] = digest
+            self._is_sealed[place] = 1
+
+    def compare(self, block: int, start: int, stop: int, digests: Sequence[int | None]) -> None:
+        """Like `check`, of those that were taken."""
+        columns = self._chunks.columns(block, start, stop)
+        for (place, field, first, last), digest in zip(columns, digests, strict=True):
+            if digest is not None:
+                self._compare(place, digest, f"block {block}, {field}", first, last)
 
     def store_into(self, memory: memoryview) -> str:
         """Fill `memory` (`table_bytes`) with the table as it is stored. Returns its root."""
@@ -146,6 +167,15 @@ class ChunkTable:
         size = self._chunks.layout.field(field).bytes_per_element
         for place, first, last in self._chunks.parts(block, field, start, stop):
             yield place, first, last, memory[(first - start) * size : (last - start) * size]
+
+    def _compare(self, place: int, digest: int, what: str, first: int, last: int) -> None:
+        assert self._is_sealed[place], "a chunk is read before it was written"
+        if digest != self._digests[place]:
+            raise IntegrityFailure(
+                f"{what}: elements {first} to {last} are not what step {self._step} wrote "
+                "(a flipped bit, or a chunk of another place or time)",
+                _HINT,
+            )
 
     def _digest(self, block: int, field: str, first: int, part: memoryview) -> int:
         return xxhash.xxh3_64_intdigest(part, seed=self._chunks.seed(self._store_id, self._step, block, field, first))

@@ -1,15 +1,15 @@
 """One generation of the store's state, to be read: the current one, the shadow, or one that is kept.
 
 Handed out by `store`. `read` is for everybody: what it brings is checked before its ticket's `wait` returns. The
-optimizer reads with `read_unchecked`, and calls `check` chunk by chunk as its pass comes to them, so that
-the bytes are fetched from main memory once (engine/groups.py).
+optimizer reads with `read_unchecked`, takes the checksums in its own pass, so that the bytes are fetched from main
+memory once, and has them compared (engine/groups.py).
 
 Invariant: bytes that were not checked are named so by whoever asked for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 
@@ -79,7 +79,15 @@ class Generation:
     def check(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> None:
         """Raise IntegrityFailure, naming block and field, unless these bytes are the generation's."""
         if self._slots.chunks is not None:
-            self._checksums(self._slots.chunks).check(block, field, start, stop, memory)
+            self._table_of_checksums().check(block, field, start, stop, memory)
+
+    def seeds(self, block: int, start: int, stop: int) -> list[int]:
+        """For the checksums of all fields of whole chunks, taken elsewhere. Only where there are checksums."""
+        return self._table_of_checksums().seeds(block, start, stop)
+
+    def compare(self, block: int, start: int, stop: int, digests: Sequence[int | None]) -> None:
+        """Raise IntegrityFailure unless these are they; None: not taken."""
+        self._table_of_checksums().compare(block, start, stop, digests)
 
     def check_all(self, pool: BufferPool, *, progress: Callable[[int], None]) -> None:
         """Read every byte and check it. `progress` is told the bytes of each chunk.
@@ -111,7 +119,9 @@ class Generation:
     def _size(self, field: str) -> int:
         return self.layout.field(field).bytes_per_element
 
-    def _checksums(self, chunks: ChunkMap) -> ChunkTable:
+    def _table_of_checksums(self) -> ChunkTable:
+        chunks = self._slots.chunks
+        assert chunks is not None
         with self._lock:
             if self._table is None:
                 with BufferPool(None) as pool, pool.lease(chunks.table_bytes, "checksums") as lease:

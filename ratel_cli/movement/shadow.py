@@ -8,6 +8,8 @@ Invariant: nothing is committed whose writes were not waited for, or whose chunk
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ratel_cli.movement.buffers import BufferPool
 from ratel_cli.movement.checksums import ChunkTable
 from ratel_cli.movement.generation import Generation, StoreSlots
@@ -39,6 +41,16 @@ class Shadow:
         """Take the checksums of what is about to be written: whole chunks."""
         if self._table is not None:
             self._table.seal(block, field, start, stop, memory)
+
+    def seeds(self, block: int, start: int, stop: int) -> list[int]:
+        """For the checksums of all fields of whole chunks, taken elsewhere. Only where there are checksums."""
+        assert self._table is not None
+        return self._table.seeds(block, start, stop)
+
+    def take(self, block: int, start: int, stop: int, digests: Sequence[int]) -> None:
+        """Those checksums: like `seal`."""
+        assert self._table is not None
+        self._table.take(block, start, stop, digests)
 
     def write(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
         """Elements ``[start, stop)`` of a field, sealed and not changed since. The ticket must be waited for."""

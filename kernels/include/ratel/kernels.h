@@ -1,12 +1,14 @@
 // What the kernels compute on, and the table of one instruction set's kernels.
 //
-// For: adamw/isa_*.cpp (fill one table each), adamw/dispatch.cpp (chooses a table), bindings/module.cpp
-// (checks arrays, calls). Plain C structs and no STL: files compiled for AVX-512 must not emit a weak
+// For: adamw/isa_*.cpp (fill one table each), adamw/dispatch.cpp (chooses a table), adamw/chunk.cpp and bindings/
+// (check arrays, call). Plain C structs and no STL: files compiled for AVX-512 must not emit a weak
 // symbol that the linker could hand to code running on an older processor.
 #pragma once
 
 #include <stddef.h>
 #include <stdint.h>
+
+#include "ratel/checksum.h"
 
 namespace ratel {
 
@@ -72,6 +74,9 @@ struct Kernels {
   void (*split_bfloat16)(const float* w32, Bfloat16State state, size_t count);
   void (*join_bfloat16)(Bfloat16State state, float* w32, size_t count);
   void (*square_root)(float* values, SquareRoot square_root, size_t count);
+
+  // Whole blocks into a checksum, none of them the last.
+  void (*absorb)(Checksum* checksum, const uint8_t* data, size_t num_blocks);
 };
 
 extern const Kernels kBaselineKernels;
