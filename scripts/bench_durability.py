@@ -72,7 +72,7 @@ class Contestant:
 def main() -> None:
     """Parse arguments; run the steps; report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    add_arguments(parser, shape="0.35b", tokens=512, micro_batches=4, steps=13)
+    add_arguments(parser, shape="0.35b", tokens=512, micro_batches=4, steps=21)
     parser.add_argument("--turn", type=int, default=4, help="steps of a turn, the one that is not counted included")
     arguments = parser.parse_args()
     task = task_of(arguments, "ratel")

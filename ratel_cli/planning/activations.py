@@ -10,7 +10,9 @@ Invariant: for full micro-batches, `put_aside` counts what the engine moves, to 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ratel_cli.model.spec import BlockSpec, ModelSpec, ParameterSpec
 from ratel_cli.planning.placement import SPILL_WINDOW_UNITS
@@ -27,6 +29,17 @@ _LOGITS_COPIES = 4
 """Logits in fp32 and in the compute dtype, their softmax and their gradient (engine.loss)."""
 
 
+class Units(NamedTuple):
+    """Some that lie on NVMe, all of one size."""
+
+    number: int
+    unit_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.number * self.unit_bytes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aside:
     """All units of one step."""
@@ -37,14 +50,24 @@ class Aside:
     """Those that stay in host memory."""
     window_bytes: int
     """Buffers for those that do not."""
-    written_bytes: int
+    num_units: int
+    """Wherever they go."""
+    written_units: tuple[Units, ...]
     """To NVMe in forward."""
-    read_bytes: int
+    read_units: tuple[Units, ...]
     """From NVMe in backward."""
     largest_unit_bytes: int
     """Of one layer and one micro-batch."""
     kept_bytes: int = 0
     """Those that stay in a GPU's memory."""
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(units.num_bytes for units in self.written_units)
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(units.num_bytes for units in self.read_units)
 
     @property
     def linked_bytes(self) -> int:
@@ -67,10 +90,7 @@ def put_aside(
     spilled = [num_micro_batches] * full_layers + ([rest] if rest else [])
     raw_bytes = sum(number * size for number, size in zip(spilled, unit_bytes, strict=False))
     page_bytes = [align_up(size, PAGE_BYTES) for size in unit_bytes[: len(spilled)]]
-    written_bytes = sum(number * size for number, size in zip(spilled, page_bytes, strict=True))
-    newest = [
-        size for number, size in zip(spilled, page_bytes, strict=True) for _ in range(min(number, SPILL_WINDOW_UNITS))
-    ][-SPILL_WINDOW_UNITS:]
+    written = [Units(number, size) for number, size in zip(spilled, page_bytes, strict=True)]
     total_bytes = num_micro_batches * sum(unit_bytes)
     kept_bytes = 0
     if kept_from is not None:
@@ -80,8 +100,9 @@ def put_aside(
         total_bytes=total_bytes,
         host_bytes=total_bytes - raw_bytes - kept_bytes,
         window_bytes=min(SPILL_WINDOW_UNITS, spilled_units) * max(page_bytes, default=0),
-        written_bytes=written_bytes,
-        read_bytes=written_bytes - sum(newest),
+        num_units=num_units,
+        written_units=tuple(written),
+        read_units=tuple(_without_newest(written, SPILL_WINDOW_UNITS)),
         largest_unit_bytes=max(unit_bytes, default=0),
         kept_bytes=kept_bytes,
     )
@@ -137,6 +158,15 @@ def tied_bytes(spec: ModelSpec, state: StateBytes, workload: Workload) -> int:
 def passing_bytes(spec: ModelSpec, state: StateBytes, *, tokens: int, sequence_len: int) -> int:
     """Of all micro-batches: the current hidden states and their gradients; a mask for every row."""
     return 2 * tokens * spec.hidden_size * state.compute + tokens * sequence_len
+
+
+def _without_newest(written: Sequence[Units], num_newest: int) -> Iterator[Units]:
+    """All but so many of those that come last."""
+    left = sum(units.number for units in written) - num_newest
+    for units in written:
+        if left > 0:
+            yield Units(min(left, units.number), units.unit_bytes)
+            left -= units.number
 
 
 def _memory_by_spilled_layers(unit_bytes: list[int], num_micro_batches: int) -> list[int]:

@@ -14,22 +14,26 @@ decides:
 Where the CPU computes, the optimizer's thread and copies take a core's share of its time. What does not run ahead
 does not overlap either: without prefetch the weights, without pending updates the optimizer, stand in computing's
 way; what was put aside never does. Backward's updates begin with the first gradient and end after the last
-(`_Edges`); how a stage fills and drains is left out otherwise.
+(`_Edges`). Only some layers' activations are spilled, and a few buffers do not carry them from the turn of one layer
+to another's: beneath forward and backward they are a matter of those layers alone (`_Stages.spilling`). How a stage
+fills and drains is left out otherwise.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from ratel_cli.hardware.spec import HardwareProfile, Nvme
 from ratel_cli.model.spec import BlockSpec, ModelSpec
-from ratel_cli.planning.activations import Aside
+from ratel_cli.planning.activations import Aside, Units
 from ratel_cli.planning.capacity import GROUP_ELEMENTS
 from ratel_cli.planning.gpu_memory import kept_weight_bytes
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Overlap, Placement, Stage
+from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Overlap, Placement, Stage
 from ratel_cli.planning.traffic import Traffic
 from ratel_cli.planning.workload import StateBytes, Workload
 
@@ -153,41 +157,49 @@ def overlapped_step(
     kept_bytes = kept_weight_bytes(spec, state, placement.kept_weights)
     reads_ahead = placement.prefetch_blocks > 0
     stages = _Stages(hardware, overlap, adamw_threads=placement.adamw_threads)
-    forward = stages.time(
-        compute=compute.forward,
-        up_bytes=weight_bytes,
-        down_bytes=aside.linked_bytes,
-        read_bytes=traffic.forward_read_bytes,
-        written_bytes=traffic.forward_written_bytes,
-        aside_written_bytes=aside.written_bytes,
-        num_updated=updated["forward"],
-        runs_ahead=reads_ahead,
+    forward = stages.spilling(
+        _Work(
+            compute=compute.forward,
+            up_bytes=weight_bytes,
+            down_bytes=aside.linked_bytes,
+            read_bytes=traffic.forward_read_bytes,
+            written_bytes=traffic.forward_written_bytes - aside.written_bytes,
+            num_updated=updated["forward"],
+            runs_ahead=reads_ahead,
+        ),
+        aside.written_units,
+        num_parts=aside.num_units,
+        direction="written",
     )
     backward_seconds = max(0.0, compute.backward - not_recomputed_seconds)
-    return StepTime(
-        forward=forward,
-        backward=stages.time(
+    edges = _NO_EDGES
+    if updated["backward"]:
+        edges = _edges(
+            spec,
+            state,
+            placement,
+            hardware.nvme,
+            head_seconds=compute.head,
+            backward_seconds=backward_seconds,
+            spare_seconds=_spare_seconds(forward, aside),
+        )
+    backward = stages.spilling(
+        _Work(
             compute=backward_seconds,
             up_bytes=weight_bytes - kept_bytes + aside.linked_bytes,
             down_bytes=gradient_bytes,
-            read_bytes=traffic.backward_read_bytes,
+            read_bytes=traffic.backward_read_bytes - aside.read_bytes,
             written_bytes=traffic.backward_written_bytes,
-            aside_read_bytes=aside.read_bytes,
             num_updated=updated["backward"],
             runs_ahead=reads_ahead and (placement.pending_updates > 0 or updated["backward"] == 0),
-            edges=_edges(
-                spec,
-                state,
-                placement,
-                hardware.nvme,
-                head_seconds=compute.head,
-                backward_seconds=backward_seconds,
-                spare_seconds=forward.total - forward.nvme,
-            )
-            if updated["backward"]
-            else _NO_EDGES,
+            edges=edges,
         ),
-        update=stages.time(
+        aside.read_units,
+        num_parts=_parts_of_backward(spec, aside),
+        direction="read",
+    )
+    update = stages.time(
+        _Work(
             compute=0.0,
             up_bytes=0,
             down_bytes=0,
@@ -195,8 +207,26 @@ def overlapped_step(
             written_bytes=traffic.update_written_bytes,
             num_updated=updated["update"],
             runs_ahead=reads_ahead,
-        ),
+        )
     )
+    return StepTime(forward=forward, backward=backward, update=update)
+
+
+def _spare_seconds(forward: StageTime, aside: Aside) -> float:
+    """Of the drive, for what the step before has left to write.
+
+    Spilled units are written behind that, and once their buffers are full, computing waits for both.
+    """
+    spare = forward.total - forward.nvme
+    if sum(units.number for units in aside.written_units) <= SPILL_WINDOW_UNITS:
+        return spare
+    return min(spare, SPILL_WINDOW_UNITS * forward.compute / aside.num_units)
+
+
+def _parts_of_backward(spec: ModelSpec, aside: Aside) -> int:
+    """In units: head and embedding, which have none, take as long as a layer each."""
+    num_layers = len(spec.blocks) - 2
+    return aside.num_units * (num_layers + 2) // num_layers if num_layers > 0 else aside.num_units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +281,20 @@ def _edges(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What one stage has to do, but for spilled activations."""
+
+    compute: float
+    up_bytes: int
+    down_bytes: int
+    read_bytes: int
+    written_bytes: int
+    num_updated: int
+    runs_ahead: bool
+    edges: _Edges = _NO_EDGES
+
+
 class _Stages:
     """One machine's times."""
 
@@ -259,25 +303,36 @@ class _Stages:
         self._adamw_threads = adamw_threads
         self._is_serial = overlap == "naive"
 
-    def time(
-        self,
-        *,
-        compute: float,
-        up_bytes: int,
-        down_bytes: int,
-        read_bytes: int,
-        written_bytes: int,
-        num_updated: int,
-        runs_ahead: bool,
-        aside_read_bytes: int = 0,
-        aside_written_bytes: int = 0,
-        edges: _Edges = _NO_EDGES,
+    def spilling(
+        self, work: _Work, spilled: Sequence[Units], *, num_parts: int, direction: Literal["read", "written"]
     ) -> StageTime:
-        """Of the bytes read and written, `aside_*` are spilled activations: they run ahead in any case.
+        """The time of a stage of equal parts, some of which read or write a spilled unit each.
+
+        A part takes its share of what the stage would if all parts were like it, since what the drive could still do
+        beside one is of no use to another. The sum of so many maxima is no less than the maximum of the sums, and as
+        convex; where nothing is spilled, or everything, they are the same.
+        """
+        parts = Counter({0: num_parts - sum(units.number for units in spilled)})
+        for units in spilled:
+            parts[units.unit_bytes] += units.number
+        times: list[tuple[float, StageTime]] = []
+        for unit_bytes, number in parts.items():
+            if number:
+                aside_bytes = num_parts * unit_bytes
+                read_bytes, written_bytes = (aside_bytes, 0) if direction == "read" else (0, aside_bytes)
+                time = self.time(work, aside_read_bytes=read_bytes, aside_written_bytes=written_bytes)
+                times.append((number / num_parts, time))
+        return StageTime(
+            **{each.name: sum(share * getattr(time, each.name) for share, time in times) for each in fields(StageTime)}
+        )
+
+    def time(self, work: _Work, *, aside_read_bytes: int = 0, aside_written_bytes: int = 0) -> StageTime:
+        """With so many bytes of spilled activations besides, which run ahead in any case.
 
         Those written are packed into buffers by the compute thread, where the CPU computes.
         """
-        host, link = self._hardware.host, self._hardware.link
+        host, link, edges = self._hardware.host, self._hardware.link, work.edges
+        compute, num_updated = work.compute, work.num_updated
         optimizer = num_updated / (host.adam_parameters_per_second * self._adamw_threads)
         memory_rate = host.memory_bytes_per_second or math.inf
         if link is None:
@@ -286,20 +341,21 @@ class _Stages:
             shared = optimizer * self._adamw_threads / host.num_cores if compute else 0.0
             compute += shared + aside_written_bytes / memory_rate
         else:
-            up, down = up_bytes / link.to_gpu_bytes_per_second, down_bytes / link.from_gpu_bytes_per_second
-            linked_bytes = up_bytes + down_bytes
+            up, down = work.up_bytes / link.to_gpu_bytes_per_second, work.down_bytes / link.from_gpu_bytes_per_second
+            linked_bytes = work.up_bytes + work.down_bytes
+        read_bytes, written_bytes = work.read_bytes + aside_read_bytes, work.written_bytes + aside_written_bytes
         moved_bytes = read_bytes + written_bytes + linked_bytes + _ADAMW_MEMORY_BYTES * num_updated
         memory = moved_bytes / memory_rate
         read, write = self._nvme(read_bytes, written_bytes)
         others = max(up, down, memory)
-        if runs_ahead:
+        if work.runs_ahead:
             drained = (read + write) * edges.drained_bytes / max(1, read_bytes + written_bytes)
             updating = self._updating(read + write - min(drained, edges.drained_seconds), optimizer)
             total = max(compute + edges.rest, edges.begin + updating, others)
         else:
-            stored = sum(self._nvme(read_bytes - aside_read_bytes, written_bytes - aside_written_bytes))
-            beside = max(self._updating(read + write, optimizer), others)
-            total = max(compute + max(self._updating(stored, optimizer), others), beside)
+            stored = sum(self._nvme(work.read_bytes, work.written_bytes))
+            in_turn = compute + max(self._updating(stored, optimizer), others)
+            total = max(in_turn, edges.begin + self._updating(read + write, optimizer), others)
         return StageTime(
             compute=compute,
             up=up,

@@ -11,6 +11,7 @@ import pytest
 from ratel_cli.model.spec import lay_out_block
 from ratel_cli.planning.activations import (
     Aside,
+    Units,
     block_activation_bytes,
     fewest_spilled_units,
     passing_bytes,
@@ -73,10 +74,10 @@ def walk(unit_bytes: list[int], num_micro_batches: int, spilled_units: int) -> A
         if len(window) == SPILL_WINDOW_UNITS:
             to_read.append(window.popleft())
         lease(number)
-    read_bytes = 0
+    read: list[Units] = []
     for number in reversed(range(spilled_units)):
         while to_read and len(window) < SPILL_WINDOW_UNITS:
-            read_bytes += spilled[to_read[-1]]
+            read.append(Units(1, spilled[to_read[-1]]))
             lease(to_read.pop())
         window.remove(number)
     assert not window
@@ -86,10 +87,18 @@ def walk(unit_bytes: list[int], num_micro_batches: int, spilled_units: int) -> A
         total_bytes=sum(units),
         host_bytes=sum(units[spilled_units:]),
         window_bytes=found.window_bytes if len(set(spilled)) > 1 else most_leased,
-        written_bytes=sum(spilled),
-        read_bytes=read_bytes,
+        num_units=len(units),
+        written_units=tuple(Units(1, size) for size in spilled),
+        read_units=tuple(reversed(read)),
         largest_unit_bytes=max(unit_bytes),
     )
+
+
+def one_by_one(aside: Aside) -> Aside:
+    def singles(groups: tuple[Units, ...]) -> tuple[Units, ...]:
+        return tuple(Units(1, units.unit_bytes) for units in groups for _ in range(units.number))
+
+    return replace(aside, written_units=singles(aside.written_units), read_units=singles(aside.read_units))
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -100,7 +109,7 @@ def test_what_is_put_aside_is_what_the_engine_moves(seed: int) -> None:
     unit_bytes = [choice.choice(sizes) for _ in range(choice.randint(1, 8))]
     for spilled_units in range(num_micro_batches * (len(unit_bytes) - 1) + 1):
         found = put_aside(unit_bytes, num_micro_batches=num_micro_batches, spilled_units=spilled_units)
-        assert found == walk(unit_bytes, num_micro_batches, spilled_units)
+        assert one_by_one(found) == walk(unit_bytes, num_micro_batches, spilled_units)
         assert found.memory_bytes == found.host_bytes + found.window_bytes
 
 

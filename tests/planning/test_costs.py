@@ -31,6 +31,12 @@ DEEP = Placement(prefetch_blocks=2, pending_updates=2)
 COMPUTE = ComputeSeconds(forward=0.5, backward=1.25, head=0.0, is_measured=False)
 NOTHING_ASIDE = put_aside([0], num_micro_batches=1, spilled_units=0)
 SPILLED = put_aside([40_960, 40_960, 8192], num_micro_batches=3, spilled_units=6)
+MOVED = (
+    "forward_read_bytes",
+    "forward_written_bytes",
+    "backward_read_bytes",
+    "backward_written_bytes",
+)
 SLOW = (
     "read_bytes_per_second",
     "write_bytes_per_second",
@@ -172,15 +178,16 @@ def longest(stage: StageTime) -> float:
 def test_every_resource_has_its_work() -> None:
     traffic, time = traffic_of(aside=SPILLED), step_time(machine(memory_bytes_per_second=1e10), aside=SPILLED)
     forward, backward = time.forward, time.backward
-    assert (forward.compute, backward.compute) == (0.5, 1.25)
-    assert (forward.up, backward.up) == (2 * ELEMENTS / 1e10, (2 * ELEMENTS + SPILLED.total_bytes) / 1e10)
-    assert (forward.down, backward.down) == (SPILLED.total_bytes / 1e10, 2 * ELEMENTS / 1e10)
+    assert [forward.compute, backward.compute] == pytest.approx([0.5, 1.25], rel=1e-12)
+    linked = SPILLED.total_bytes
+    assert [forward.up, backward.up] == pytest.approx([2 * ELEMENTS / 1e10, (2 * ELEMENTS + linked) / 1e10], rel=1e-12)
+    assert [forward.down, backward.down] == pytest.approx([linked / 1e10, 2 * ELEMENTS / 1e10], rel=1e-12)
     nvme = traffic.read_bytes / 2e9 + traffic.written_bytes / 1e9
     assert forward.nvme + backward.nvme == pytest.approx(nvme, rel=1e-12)
     assert traffic.forward_written_bytes == SPILLED.written_bytes + checksum_bytes(SPEC, BFLOAT16)
     written = traffic.forward_written_bytes / 1e9
     assert forward.nvme == pytest.approx(traffic.forward_read_bytes / 2e9 + written, rel=1e-12)
-    assert (forward.optimizer, backward.optimizer) == (0, ELEMENTS / 1e9)
+    assert [forward.optimizer, backward.optimizer] == pytest.approx([0, ELEMENTS / 1e9], rel=1e-12)
     linked = 6 * ELEMENTS + 2 * SPILLED.total_bytes
     moved = traffic.read_bytes + traffic.written_bytes + linked + 26 * ELEMENTS
     assert forward.memory + backward.memory == pytest.approx(moved / 1e10, rel=1e-12)
@@ -207,7 +214,7 @@ def test_what_is_swapped_is_not_recomputed() -> None:
 @pytest.mark.parametrize("slow", SLOW)
 @pytest.mark.parametrize("holds_gradients", [False, True])
 def test_in_each_stage_the_slowest_resource_decides(slow: str, holds_gradients: bool) -> None:
-    time = step_time(machine_with(slow, 1e5), holds_gradients=holds_gradients, aside=SPILLED)
+    time = step_time(machine_with(slow, 1e5), holds_gradients=holds_gradients)
     for stage in (time.forward, time.backward):
         assert stage.total == longest(stage)
     assert time.total > COMPUTE.forward + COMPUTE.backward
@@ -270,6 +277,20 @@ def test_pending_updates_end_beneath_the_next_forward(spare: float) -> None:
     assert time.backward.total == pytest.approx(time.backward.nvme - min(spare_of_drive, pending), rel=1e-5)
 
 
+@pytest.mark.parametrize(("spilled_units", "drained_share"), [(0, 1.0), (3, 1.0), (4, 0.5), (8, 0.5)])
+def test_what_is_spilled_is_written_behind_pending_updates(spilled_units: int, drained_share: float) -> None:
+    """Computing goes on for three of twelve units; here forward is twice as long as what is pending takes."""
+    slow = machine_with("write_bytes_per_second", 1e7)
+    placement = replace(DEEP, resident_weights=frozenset({0}))
+    aside = put_aside([64, 64, 64], num_micro_batches=4, spilled_units=spilled_units)
+    plain, traffic = step_time(slow, placement=placement).backward, traffic_of(placement)
+    moved_bytes = traffic.backward_read_bytes + traffic.backward_written_bytes
+    pending = 12 * sum(block.num_elements for block in SPEC.blocks[:2]) / moved_bytes * plain.nvme
+    compute = replace(COMPUTE, forward=2 * pending, backward=0.0)
+    backward = step_time(slow, compute=compute, placement=placement, aside=aside).backward
+    assert backward.total == pytest.approx(backward.nvme - drained_share * pending, rel=2e-2)
+
+
 @pytest.mark.parametrize("overlap", ["optimized", "naive"])
 def test_what_does_not_run_ahead_stands_in_the_way(overlap: Overlap) -> None:
     time = step_time(machine(), placement=Placement(), overlap=overlap)
@@ -281,6 +302,47 @@ def test_what_does_not_run_ahead_stands_in_the_way(overlap: Overlap) -> None:
     assert without_pending.backward.total > without_pending.backward.compute
     held = step_time(machine(), placement=Placement(prefetch_blocks=1), overlap=overlap, holds_gradients=True)
     assert held.backward.total == max(held.backward.compute, held.backward.nvme)
+
+
+@pytest.mark.parametrize("placement", [DEEP, Placement()])
+def test_spilled_activations_are_beneath_the_computing_of_their_own_layers(placement: Placement) -> None:
+    """Two layers of three in forward, of five blocks in backward, where the last three units are still in buffers."""
+    aside = put_aside([4096, 4096, 4096], num_micro_batches=4, spilled_units=8)
+    assert (aside.num_units, aside.written_bytes, aside.read_bytes) == (12, 8 * 4096, 5 * 4096)
+    time = overlapped_step(
+        SPEC,
+        BFLOAT16,
+        placement,
+        replace(traffic_of(), **dict.fromkeys(MOVED, 0)).beside(aside),
+        machine(read_bytes_per_second=5 * 4096 / 0.9, write_bytes_per_second=8 * 4096 / 0.9),
+        compute=ComputeSeconds(forward=1.0, backward=1.0, head=0.0, is_measured=False),
+        aside=aside,
+        not_recomputed_seconds=0.0,
+        holds_gradients=True,
+    )
+    assert time.forward.total == pytest.approx(0.9 + 4 / 12, rel=1e-3)
+    assert time.backward.total == pytest.approx(0.9 + 15 / 20, rel=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_spilling_more_never_takes_less_and_running_ahead_never_more(seed: int) -> None:
+    choice = random.Random(seed)
+    hardware = machine(
+        read_bytes_per_second=10 ** choice.uniform(4, 8),
+        write_bytes_per_second=10 ** choice.uniform(4, 8),
+        mixed_bytes_per_second=10 ** choice.uniform(4, 8),
+        num_cores=choice.choice([None, 2]),
+        memory_bytes_per_second=1e10,
+    )
+    compute = replace(COMPUTE, head=choice.uniform(0, 1))
+    unit_bytes, number = [choice.randint(1, 50_000) for _ in range(3)], choice.randint(1, 5)
+    seconds = 0.0
+    for spilled_units in range(2 * number + 1):
+        aside = put_aside(unit_bytes, num_micro_batches=number, spilled_units=spilled_units)
+        deep = step_time(hardware, aside=aside, compute=compute).total
+        assert seconds <= deep * (1 + 1e-12)
+        assert deep <= step_time(hardware, aside=aside, compute=compute, placement=Placement()).total * (1 + 1e-12)
+        seconds = deep
 
 
 @pytest.mark.parametrize(

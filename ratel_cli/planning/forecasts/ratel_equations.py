@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from ratel_cli.planning.activations import Aside
+from ratel_cli.planning.activations import Aside, Units, put_aside
 from ratel_cli.planning.choose import Case
 from ratel_cli.planning.costs import overlapped_step
 from ratel_cli.planning.model_profile import SwapCandidate
@@ -22,7 +22,7 @@ from ratel_cli.planning.papers.prefix import Operator
 from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.traffic import Traffic, step_traffic
 
-_NOTHING_ASIDE = Aside(total_bytes=0, host_bytes=0, window_bytes=0, written_bytes=0, read_bytes=0, largest_unit_bytes=0)
+_NOTHING_ASIDE = put_aside([0], num_micro_batches=1, spilled_units=0)
 _NO_TRAFFIC = Traffic(
     forward_read_bytes=0,
     forward_written_bytes=0,
@@ -70,12 +70,14 @@ class RatelEquations:
     def seconds(self, *, swapped_bytes: int, spilled_bytes: int, recomputed_flops: int) -> float:
         """Of one step."""
         case, kept_bytes = self.case, min(self.kept_bytes, swapped_bytes - spilled_bytes)
+        spilled = (Units(spilled_bytes, 1),)
         aside = Aside(
             total_bytes=swapped_bytes,
             host_bytes=swapped_bytes - spilled_bytes - kept_bytes,
             window_bytes=0,
-            written_bytes=spilled_bytes,
-            read_bytes=spilled_bytes,
+            num_units=max(1, swapped_bytes),
+            written_units=spilled,
+            read_units=spilled,
             largest_unit_bytes=0,
             kept_bytes=kept_bytes,
         )
