@@ -14,6 +14,7 @@ bf16 layout: the fp32 master is hi16 (the bf16 weight, rounded to nearest even) 
 lo16 is 0x8000, a tie, the sign of v32 is set if hi16 was rounded up; v itself is never negative.
 """
 
+from collections.abc import Sequence
 from typing import Literal, Protocol, TypeAlias
 
 _SquareRoot: TypeAlias = Literal["correct", "mkl_avx512", "mkl_sse"]
@@ -94,10 +95,10 @@ def update_bfloat16(
     v32: _Array,
     gradient: _Array,
     *,
-    segments: list[tuple[int, int, bool]],
+    segments: Sequence[tuple[int, int, bool]],
     chunk_elements: int,
-    seeds_before: list[int | None],
-    seeds_after: list[int | None],
+    seeds_before: Sequence[int | None],
+    seeds_after: Sequence[int | None],
     decay_factor: float,
     one_minus_beta1: float,
     beta2: float,
@@ -123,10 +124,10 @@ def update_float32(
     v32: _Array,
     gradient: _Array,
     *,
-    segments: list[tuple[int, int, bool]],
+    segments: Sequence[tuple[int, int, bool]],
     chunk_elements: int,
-    seeds_before: list[int | None],
-    seeds_after: list[int | None],
+    seeds_before: Sequence[int | None],
+    seeds_after: Sequence[int | None],
     decay_factor: float,
     one_minus_beta1: float,
     beta2: float,
@@ -147,10 +148,10 @@ def update_float16(
     v32: _Array,
     gradient: _Array,
     *,
-    segments: list[tuple[int, int, bool]],
+    segments: Sequence[tuple[int, int, bool]],
     chunk_elements: int,
-    seeds_before: list[int | None],
-    seeds_after: list[int | None],
+    seeds_before: Sequence[int | None],
+    seeds_after: Sequence[int | None],
     decay_factor: float,
     one_minus_beta1: float,
     beta2: float,

@@ -1,7 +1,7 @@
 // The arrays of one kernel call: 1-D, contiguous, on the CPU, of the expected element types and one length.
 //
-// For: module.cpp. Invariant: a kernel gets pointers only after every check has passed. No two arrays of a
-// call overlap, since kernels read and write whole vectors. Holds a reference to each array while it lives.
+// For: the files beside it. Invariant: a kernel gets pointers only after every check has passed. No two arrays of
+// a call overlap, since kernels read and write whole vectors. Holds a reference to each array while it lives.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -72,7 +72,7 @@ std::pair<Numbers, Numbers> update(Arrays& arrays, const State& state, std::vect
     throw std::invalid_argument("chunk_elements: must be a multiple of " + std::to_string(kChunkGrain) + ", is " +
                                 std::to_string(chunk_elements));
   }
-  const size_t num_chunks = (count + chunk_elements - 1) / chunk_elements;
+  const size_t num_chunks = count / chunk_elements + (count % chunk_elements != 0);
   check_seeds("seeds_before", seeds_before, num_chunks * fields.size(), count);
   check_seeds("seeds_after", seeds_after, num_chunks * fields.size(), count);
   const Kernels& kernels = select_kernels(isa);

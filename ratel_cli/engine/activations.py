@@ -3,8 +3,8 @@
 `engine.step` puts one unit for each (layer, micro-batch) in forward and fetches it once in backward, in the
 opposite order. The first units of a step, as many as the placement says, are spilled to NVMe, the last ones stay on
 the device that computes, if it has room, the others in host memory; the last layer's, which backward wants at once,
-are never spilled. What stays on the device, or computes on the CPU, is left where it is. All others are packed
-into a leased buffer. Their phases:
+are never spilled. What stays on the device is left where it is, and so is what stays in host memory if the CPU
+computes. All others are packed into a leased buffer. Their phases:
 
     1. put      start the copy of the unit's tensors into its buffer
     2. write    start the write, if the unit is spilled, when the copy is over: at the latest as the next one is put

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Protocol, Self, TypedDict, cast
+from typing import Literal, Protocol, Self, TypedDict, Unpack, cast
 
 import torch
 
@@ -32,29 +32,7 @@ from ratel_cli.units import align_up
 SquareRoot = Literal["correct", "mkl_avx512", "mkl_sse"]
 _WITHOUT_CHUNKS = 1 << 20
 """Elements at once, where nothing depends on it."""
-
-
 _Numbers = list[int | None]
-
-
-class _Kernel(Protocol):
-    def __call__(
-        self,
-        *arrays: torch.Tensor,
-        segments: list[tuple[int, int, bool]],
-        chunk_elements: int,
-        seeds_before: _Numbers,
-        seeds_after: _Numbers,
-        decay_factor: float,
-        one_minus_beta1: float,
-        beta2: float,
-        one_minus_beta2: float,
-        step_size: float,
-        bias_correction2_sqrt: float,
-        epsilon: float,
-        gradient_scale: float,
-        square_root: SquareRoot,
-    ) -> tuple[_Numbers, _Numbers]: ...
 
 
 class _Scalars(TypedDict):
@@ -69,8 +47,23 @@ class _Scalars(TypedDict):
     square_root: SquareRoot
 
 
+class _Kernel(Protocol):
+    def __call__(
+        self,
+        *arrays: torch.Tensor,
+        segments: list[tuple[int, int, bool]],
+        chunk_elements: int,
+        seeds_before: _Numbers,
+        seeds_after: _Numbers,
+        **scalars: Unpack[_Scalars],
+    ) -> tuple[_Numbers, _Numbers]: ...
+
+
 class Chunks(Protocol):
-    """Checksums of a group's chunks. Numbers go chunk by chunk, one for each field. Called on the updating threads."""
+    """Checksums of a group's chunks. Called on the updating threads.
+
+    Numbers go chunk by chunk, and within one field by field, in the order of the record, which is the kernel's too.
+    """
 
     num_elements: int
     """Of a chunk; they begin at multiples of it."""

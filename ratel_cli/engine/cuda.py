@@ -248,6 +248,7 @@ def _does_not_fit(error: BaseException) -> DoesNotFit:
         f"gpu memory: a step takes more than was planned: {what}",
         "raise limits.gpu_memory, or lower micro_batch_size or sequence_len",
         shortfall_bytes=parse_bytes(asked[1]) if asked else 0,
+        is_gpu_memory=True,
     )
 
 

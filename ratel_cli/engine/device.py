@@ -40,7 +40,7 @@ class Arrival(Protocol):
     """Bytes on their way up. Whoever uploads them waits for them, opened or not, before letting go."""
 
     def open(self) -> torch.Tensor:
-        """The bytes on the device, for what is computed from here on."""
+        """The bytes on the device, for what is computed from here on. Any number of times."""
         ...
 
     def wait(self) -> None:

@@ -13,7 +13,6 @@ update, and nothing is written or handed on that was made of bytes which are not
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import cycle
 
 from ratel_cli.engine.adamw import AdamWUpdate, GroupAdamW
 from ratel_cli.engine.gradients import BlockGradient
@@ -215,24 +214,17 @@ class _GroupChunks:
 
     def __init__(self, store: Store, group: Group) -> None:
         self._group = group
-        self._fields = [field.name for field in store.layout.fields]
         self._current = store.current()
         self._shadow = store.shadow()
         self.num_elements = store.chunk_elements
 
     def seeds(self, start: int, stop: int) -> tuple[list[int | None], list[int | None]]:
         block, unchecked = self._group.block.index, self._group.unchecked
-        if not unchecked:
-            return [], [*self._shadow.seeds(block, start, stop)]
-        names = cycle(self._fields)
-        before = [
-            seed if name in unchecked else None
-            for seed, name in zip(self._current.seeds(block, start, stop), names, strict=False)
-        ]
-        return before, [*self._shadow.seeds(block, start, stop)]
+        before = self._current.seeds(block, start, stop, unchecked) if unchecked else []
+        return before, self._shadow.seeds(block, start, stop)
 
     def take(self, start: int, stop: int, before: list[int | None], after: list[int | None]) -> None:
         block = self._group.block.index
         if self._group.unchecked:
             self._current.compare(block, start, stop, before)
-        self._shadow.take(block, start, stop, [digest for digest in after if digest is not None])
+        self._shadow.take(block, start, stop, after)

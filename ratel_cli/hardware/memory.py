@@ -10,6 +10,7 @@ import torch
 from ratel_cli import _native
 from ratel_cli.hardware.effort import best_seconds
 from ratel_cli.movement.buffers import BufferPool
+from ratel_cli.movement.checksums import CHUNK_ELEMENTS
 
 _ADAM_PARAMETERS = 1 << 21
 """As many as the optimizer's group, and more than caches hold."""
@@ -29,19 +30,25 @@ def memory_rate(pool: BufferPool, num_bytes: int, seconds: float) -> float:
 
 
 def adam_rate(seconds: float) -> float:
-    """Parameters per second of the bf16 update on one thread."""
+    """Parameters per second of the bf16 update on one thread, with the checksums that training takes."""
     weights = torch.zeros(_ADAM_PARAMETERS, dtype=torch.bfloat16)
     low = torch.zeros(_ADAM_PARAMETERS, dtype=torch.int16)
     m, v = torch.zeros(_ADAM_PARAMETERS), torch.zeros(_ADAM_PARAMETERS)
     gradient = torch.ones(_ADAM_PARAMETERS, dtype=torch.bfloat16)
 
+    num_chunks = _ADAM_PARAMETERS // CHUNK_ELEMENTS
+
     def update() -> None:
-        _native.adamw_bfloat16(
+        _native.update_bfloat16(
             weights,
             low,
             m,
             v,
             gradient,
+            segments=[(0, _ADAM_PARAMETERS, True)],
+            chunk_elements=CHUNK_ELEMENTS,
+            seeds_before=num_chunks * [None, 1, 1, 1],
+            seeds_after=num_chunks * [1, 1, 1, 1],
             decay_factor=1.0,
             one_minus_beta1=0.1,
             beta2=0.999,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate, pairwise
 from struct import Struct
 from typing import Final, Self
@@ -137,15 +137,21 @@ class ChunkTable:
         for place, first, last, part in self._parts(block, field, start, stop, memory):
             self._compare(place, self._digest(block, field, first, part), f"block {block}, {field}", first, last)
 
-    def seeds(self, block: int, start: int, stop: int) -> list[int]:
-        """For whoever takes checksums itself, as `columns` has the chunks; `take` and `compare` want the digests so."""
-        columns = self._chunks.columns(block, start, stop)
-        return [self._chunks.seed(self._store_id, self._step, block, field, first) for _, field, first, _ in columns]
+    def seeds(self, block: int, start: int, stop: int, fields: Collection[str]) -> list[int | None]:
+        """For whoever takes checksums itself, as `columns` has the chunks; `take` and `compare` want the digests so.
 
-    def take(self, block: int, start: int, stop: int, digests: Sequence[int]) -> None:
+        None for other fields than these.
+        """
+        return [
+            self._chunks.seed(self._store_id, self._step, block, field, first) if field in fields else None
+            for _, field, first, _ in self._chunks.columns(block, start, stop)
+        ]
+
+    def take(self, block: int, start: int, stop: int, digests: Sequence[int | None]) -> None:
         """Like `seal`, of all fields."""
         columns = self._chunks.columns(block, start, stop)
         for (place, _, _, _), digest in zip(columns, digests, strict=True):
+            assert digest is not None
             self._digests[place] = digest
             self._is_sealed[place] = 1
 

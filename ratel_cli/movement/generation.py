@@ -9,7 +9,7 @@ Invariant: bytes that were not checked are named so by whoever asked for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from threading import Lock
 
@@ -70,20 +70,15 @@ class Generation:
     def read(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
         """Elements ``[start, stop)`` of a field, whole chunks. Waiting raises IntegrityFailure if they are damaged."""
         ticket = self.read_unchecked(block, field, start, stop, memory)
-        return follow(ticket, lambda: self.check(block, field, start, stop, memory))
+        return follow(ticket, lambda: self._check(block, field, start, stop, memory))
 
     def read_unchecked(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
-        """The same, to be checked by whoever asks, after waiting and before the bytes are used."""
+        """The same, unchecked: whoever asks compares checksums before anything made of it is written or handed on."""
         return self._slots.files.read(self.address(block, field, start, stop, memory), memory)
 
-    def check(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> None:
-        """Raise IntegrityFailure, naming block and field, unless these bytes are the generation's."""
-        if self._slots.chunks is not None:
-            self._table_of_checksums().check(block, field, start, stop, memory)
-
-    def seeds(self, block: int, start: int, stop: int) -> list[int]:
-        """For the checksums of all fields of whole chunks, taken elsewhere. Only where there are checksums."""
-        return self._table_of_checksums().seeds(block, start, stop)
+    def seeds(self, block: int, start: int, stop: int, fields: Collection[str]) -> list[int | None]:
+        """For checksums of these fields of whole chunks, taken elsewhere. Only where there are checksums."""
+        return self._table_of_checksums().seeds(block, start, stop, fields)
 
     def compare(self, block: int, start: int, stop: int, digests: Sequence[int | None]) -> None:
         """Raise IntegrityFailure unless these are they; None: not taken."""
@@ -118,6 +113,10 @@ class Generation:
 
     def _size(self, field: str) -> int:
         return self.layout.field(field).bytes_per_element
+
+    def _check(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> None:
+        if self._slots.chunks is not None:
+            self._table_of_checksums().check(block, field, start, stop, memory)
 
     def _table_of_checksums(self) -> ChunkTable:
         chunks = self._slots.chunks

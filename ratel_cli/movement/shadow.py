@@ -42,12 +42,12 @@ class Shadow:
         if self._table is not None:
             self._table.seal(block, field, start, stop, memory)
 
-    def seeds(self, block: int, start: int, stop: int) -> list[int]:
+    def seeds(self, block: int, start: int, stop: int) -> list[int | None]:
         """For the checksums of all fields of whole chunks, taken elsewhere. Only where there are checksums."""
         assert self._table is not None
-        return self._table.seeds(block, start, stop)
+        return self._table.seeds(block, start, stop, [field.name for field in self.generation.layout.fields])
 
-    def take(self, block: int, start: int, stop: int, digests: Sequence[int]) -> None:
+    def take(self, block: int, start: int, stop: int, digests: Sequence[int | None]) -> None:
         """Those checksums: like `seal`."""
         assert self._table is not None
         self._table.take(block, start, stop, digests)

@@ -1,10 +1,9 @@
-"""Will it fit on the GPU: its memory at the peak of a step, and what to do with the rest. Used by `planning.capacity`
-and `planning.choose`. Pure.
+"""Will it fit on the GPU: its memory at the peak of a step, and what the rest is used for. Pure.
 
-All micro-batches' hidden states and gradients of them stay there. A step is followed use by use (planning/uses.py);
-each takes the weights of its block and room for those of the next (engine/weights.py), the activations of a layer,
-the unit that leaves or comes beneath it (engine/activations.py), and in backward gradients, their sum in fp32 and what
-of the block before is still on its way down (engine/cuda.py).
+Used by `planning.capacity` and `planning.choose`. All micro-batches' hidden states and gradients of them stay there. A
+step is followed use by use (planning/uses.py); each takes the weights of its block and room for those of the next
+(engine/weights.py), the activations of a layer, the unit that leaves or comes beneath it (engine/activations.py), and in
+backward gradients, their sum in fp32 and what of the block before is still on its way down (engine/cuda.py).
 
 What is left over keeps units, then weights, of the last layers from forward to backward: a byte of a unit spares the
 link one down and one up, a byte of weights one up. They count as if they were there all along.
@@ -54,7 +53,10 @@ def gpu_memory_bytes(spec: ModelSpec, state: StateBytes, workload: Workload, *, 
 def keep(
     spec: ModelSpec, state: StateBytes, workload: Workload, unit_bytes: Sequence[int], *, limit_bytes: int
 ) -> Kept:
-    """What is best kept in the memory that is left over; `unit_bytes` is for each layer."""
+    """What is best kept in the memory that is left over; `unit_bytes` is for each layer.
+
+    The first unit goes down in any case: what the step before sent down last is held until then (engine/cuda.py).
+    """
     taken_bytes = gpu_memory_bytes(spec, state, workload, largest_unit_bytes=max(unit_bytes))
     room_bytes = int(_KEPT_SHARE * max(0, limit_bytes - taken_bytes))
     units_from = workload.num_micro_batches * len(unit_bytes)
@@ -64,6 +66,7 @@ def keep(
         room_bytes -= fitting * size
         if fitting < workload.num_micro_batches:
             break
+    units_from = max(1, units_from)
     weights = []
     for block in reversed(spec.blocks[1:-1]):
         room_bytes -= block.num_elements * state.compute

@@ -39,7 +39,7 @@ class Placement:
     (engine/tape.py). Everything else but block inputs is recomputed."""
     spilled_units: int = 0
     """What so many units, one for each layer and micro-batch, put aside goes to NVMe: the first in forward
-    order, whose turn in backward comes last. The others' stays in host memory."""
+    order, whose turn in backward comes last. The others' stays in host memory, or on a GPU."""
     kept_from: int | None = None
     """Units from this one on, counted as above, stay in a GPU's memory: backward begins with them."""
     kept_weights: frozenset[int] = frozenset()

@@ -203,6 +203,7 @@ def machine(
     overlap: Overlap = "optimized",
     placement: Placement = NOTHING_AHEAD,
     group_elements: int = GROUP_ELEMENTS,
+    chunk_elements: int | None = None,
     activation_bytes: int = 1 << 26,
     devices: Callable[[Timeline], AbstractContextManager[Device]] = _the_cpu,
     pin: Pin | None = None,
@@ -232,7 +233,7 @@ def machine(
                     queue=queue,
                     in_place=in_place,
                     barrier=barrier,
-                    chunk_elements=min(CHUNK_ELEMENTS, group_elements),
+                    chunk_elements=chunk_elements or min(CHUNK_ELEMENTS, group_elements),
                 )
             )
             import_weights(model.spec, Source(weights), store, pool, progress=lambda count: None)

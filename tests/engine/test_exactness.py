@@ -122,6 +122,12 @@ PLACEMENTS: dict[str, dict[str, object]] = {
         "placement": replace(AHEAD, resident_weights=EVERY_BLOCK, resident_states=EVERY_BLOCK, swapped=EVERYTHING)
     },
     "three threads of AdamW": {"placement": replace(AHEAD, adamw_threads=3), "group_elements": BLOCK_ALIGNMENT},
+    "many chunks": {"placement": AHEAD, "chunk_elements": BLOCK_ALIGNMENT},
+    "three threads of AdamW, many chunks": {
+        "placement": replace(AHEAD, adamw_threads=3, resident_weights=EVERY_BLOCK),
+        "chunk_elements": BLOCK_ALIGNMENT,
+        "group_elements": 8 * BLOCK_ALIGNMENT,
+    },
     "everything swapped": {"placement": replace(AHEAD, swapped=EVERYTHING)},
     "everything swapped to NVMe": {"placement": replace(AHEAD, swapped=EVERYTHING, spilled_units=99)},
     "some operators, some on NVMe": {"placement": replace(AHEAD, swapped=ChosenEverywhere(0.5), spilled_units=3)},

@@ -75,7 +75,7 @@ def test_it_takes_no_more_than_was_planned(
 ) -> None:
     config = config_of(num_layers=4, tied=tied)
     kept_weights = frozenset(range(5 - kept_layers, 5))
-    placement = replace(AHEAD, kept_from=(4 - kept_layers) * num_micro_batches, kept_weights=kept_weights)
+    placement = replace(AHEAD, kept_from=max(1, (4 - kept_layers) * num_micro_batches), kept_weights=kept_weights)
     placement = replace(placement, swapped=EVERYTHING) if swaps else placement
     rows, tokens = 2, 1024
     with gpu_machine(tmp_path, config, RECIPE, weights=initial_weights_of_zeros(), placement=placement) as ratel:

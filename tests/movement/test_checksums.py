@@ -9,14 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from ratel_cli.errors import IntegrityFailure
 from ratel_cli.movement.buffers import PAGE_BYTES, BufferPool
 from ratel_cli.movement.checksums import CHUNK_ELEMENTS, ChunkMap, ChunkTable
+from ratel_cli.movement.copies import FIELD_DTYPES
 from ratel_cli.movement.geometry import HEADER_BYTES
 from ratel_cli.movement.lock import DATA_FILE_NAME
 from ratel_cli.movement.queue import IoQueue
-from ratel_cli.movement.records import RecordMap, record_layout
+from ratel_cli.movement.records import ComputeDtype, RecordMap, record_layout
 from ratel_cli.movement.store import Store
 from tests.fakes import Fault, FaultyQueue
 from tests.movement.stores import (
@@ -103,6 +105,47 @@ def test_a_table_knows_its_bytes_and_no_others() -> None:
     table.seal_zeros()
     assert table.is_complete
     table.check(1, "v32", 2048, 4096, memoryview(bytes(8192)))
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 2048), (0, 6144), (2048, 6144), (4096, 6144)])
+def test_checksums_taken_elsewhere_are_those_of_the_bytes(start: int, stop: int) -> None:
+    """Chunk by chunk, and field by field: against sealing every field by itself."""
+    chunks, choice = ChunkMap(LAYOUT, (2048, 6144), 2048), random.Random(start + stop)
+    data = {
+        field.name: memoryview(choice.randbytes((stop - start) * field.bytes_per_element)) for field in LAYOUT.fields
+    }
+    taken, sealed = (ChunkTable(chunks, STORE_ID, 5) for _ in range(2))
+    for name, memory in data.items():
+        sealed.seal(1, name, start, stop, memory)
+    parts = [
+        memory[first * size : (first + 2048) * size]
+        for first in range(0, stop - start, 2048)
+        for memory, size in ((data[field.name], field.bytes_per_element) for field in LAYOUT.fields)
+    ]
+    seeds = taken.seeds(1, start, stop, data.keys())
+    digests = [
+        xxhash.xxh3_64_intdigest(part, seed=seed) for part, seed in zip(parts, seeds, strict=True) if seed is not None
+    ]
+    taken.take(1, start, stop, digests)
+    for name, memory in data.items():
+        taken.check(1, name, start, stop, memory)
+    sealed.compare(1, start, stop, digests)
+    some = [None if number % 2 else digest for number, digest in enumerate(digests)]
+    sealed.compare(1, start, stop, some)
+    states = taken.seeds(1, start, stop, ["m32"])
+    assert [seed for seed in states if seed is not None] == seeds[LAYOUT.fields.index(LAYOUT.field("m32")) :: 4]
+    for number, digest in enumerate(digests):
+        wrong = [*digests[:number], digest ^ 1, *digests[number + 1 :]]
+        first = start + 2048 * (number // 4)
+        named = f"block 1, {LAYOUT.fields[number % 4].name}: elements {first} to {first + 2048} are not"
+        with pytest.raises(IntegrityFailure, match=named):
+            sealed.compare(1, start, stop, wrong)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_kernel_s_arrays_are_the_record_s_fields(dtype: ComputeDtype) -> None:
+    fields = [field.name for field in record_layout(dtype).fields]
+    assert fields == [name for name in FIELD_DTYPES if name in fields]
 
 
 def test_a_stored_table_is_the_one_of_its_root() -> None:

@@ -129,11 +129,13 @@ def test_units_and_then_weights_are_kept_while_there_is_room(seed: int) -> None:
     units_bytes = sum(units[kept.units_from :])
     assert units_bytes + kept_weight_bytes(spec, BFLOAT16, kept.weights) <= room_bytes
     assert kept.weights == frozenset(range(spec.num_layers + 1 - len(kept.weights), spec.num_layers + 1))
-    if kept.units_from:
+    if kept.units_from > 1:
         assert units_bytes + units[kept.units_from - 1] > room_bytes - 1, "one unit more does not fit"
     if len(kept.weights) < spec.num_layers:
         one_more = weights[spec.num_layers - len(kept.weights)]
-        assert units_bytes + kept_weight_bytes(spec, BFLOAT16, kept.weights) + one_more > room_bytes - 1
+        always_bytes = 0 if kept.units_from > 1 else units[0]
+        taken_bytes = units_bytes + kept_weight_bytes(spec, BFLOAT16, kept.weights)
+        assert taken_bytes + always_bytes + one_more > room_bytes - 1
 
 
 def need(spec: ModelSpec, *, on_gpu: bool, tokens: int = 128, num_micro_batches: int = 3) -> HostMemory:

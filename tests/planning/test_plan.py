@@ -196,7 +196,7 @@ def test_what_a_gpu_has_to_spare_keeps_the_last_layers(activations: Activations)
         assert made.memory.device <= needed + spare_bytes
         assert placement.kept_from is not None
         if placement.kept_weights:
-            assert placement.kept_from == 0, "units first"
+            assert placement.kept_from == 1, "units first, all but the one that always goes"
             assert max(placement.kept_weights) == 6 and len(placement.kept_weights) == 7 - min(placement.kept_weights)
         if before is not None and activations != "auto":
             assert made.time.total <= before.time.total
@@ -205,8 +205,8 @@ def test_what_a_gpu_has_to_spare_keeps_the_last_layers(activations: Activations)
         before = made
         kept.add((placement.kept_from, len(placement.kept_weights)))
     assert before is not None
-    assert before.placement.kept_weights == frozenset(range(1, 7)) and before.memory.activations == 0
-    assert before.time.forward.down == 0.0
+    assert before.placement.kept_weights == frozenset(range(1, 7))
+    assert 0 < before.memory.activations == before.aside.linked_bytes == before.aside.largest_unit_bytes
     assert len(kept) > 7
 
 

@@ -24,8 +24,8 @@ struct Segment {
 struct ChunkField {
   const void* data;
   size_t element_bytes;
-  std::optional<uint64_t> seed_before;
-  std::optional<uint64_t> seed_after;
+  std::optional<uint64_t> seed_before = std::nullopt;
+  std::optional<uint64_t> seed_after = std::nullopt;
   std::optional<uint64_t> before = std::nullopt;
   std::optional<uint64_t> after = std::nullopt;
 };

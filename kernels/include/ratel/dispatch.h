@@ -1,6 +1,6 @@
 // Which instruction set's kernels run.
 //
-// For: bindings/module.cpp. Invariant: a choice that cannot be honoured is an error, never a silent fallback.
+// For: bindings/. Invariant: a choice that cannot be honoured is an error, never a silent fallback.
 #pragma once
 
 #include <optional>
