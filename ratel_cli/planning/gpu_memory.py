@@ -2,8 +2,8 @@
 
 Used by `planning.capacity` and `planning.choose`. All micro-batches' hidden states and gradients of them stay there. A
 step is followed use by use (planning/uses.py); each takes the weights of its block and room for those of the next
-(engine/weights.py), the activations of a layer, the unit that leaves or comes beneath it (engine/activations.py), and in
-backward gradients, their sum in fp32 and what of the block before is still on its way down (engine/cuda.py).
+(engine/weights.py), the activations of a layer, the unit that leaves or comes beneath it (engine/activations.py), and
+in backward gradients, their sum in fp32 and what of the block before is still on its way down (engine/cuda.py).
 
 What is left over keeps units, then weights, of the last layers from forward to backward: a byte of a unit spares the
 link one down and one up, a byte of weights one up. They count as if they were there all along.

@@ -9,11 +9,13 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ratel_cli.errors import EnvironmentFailure, IntegrityFailure
+from ratel_cli.model.spec import BLOCK_ALIGNMENT
 from ratel_cli.movement.buffers import PAGE_BYTES
 from ratel_cli.planning.placement import Placement
 from tests.engine.faulty_run import Bench, Kind, Way
@@ -22,7 +24,8 @@ from tests.fakes import Fault, FaultyBarrier, FaultyQueue, directory_in_memory
 from tests.reference import Recipe
 
 AHEAD = Placement(prefetch_blocks=2, pending_updates=2)
-ON_ARRIVAL = Way(options={"placement": AHEAD})
+ON_ARRIVAL = Way(options={"placement": replace(AHEAD, adamw_threads=2), "chunk_elements": BLOCK_ALIGNMENT})
+"""With many chunks in a group, some for each thread."""
 HELD_ON_DISK = Way(
     num_layers=2,
     dtype="bfloat16",
