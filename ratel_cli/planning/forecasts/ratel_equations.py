@@ -44,7 +44,7 @@ class RatelEquations:
     host_room_bytes: int
     """For activations, and then for what stays; and what the GPU keeps."""
     kept_bytes: int = 0
-    """Of activations, on the GPU: as much for every strategy."""
+    """Of activations, on the GPU: as much for every strategy, if it leaves as much in memory."""
     spilled_blocks: int = 0
     moves_states: bool = True
 
