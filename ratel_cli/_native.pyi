@@ -1,9 +1,10 @@
 """The compiled kernels (kernels/): AdamW in one fused pass, and what measures and tests it.
 
-Called by engine (AdamW), model.load and model.export (split and join), hardware (the stream limit). Every
-array is 1-D, contiguous, on the CPU and detached: a torch tensor (through DLPack) or a numpy array. Arrays are
-changed in place, may not overlap, and have one length. Wrong types raise TypeError; wrong devices, shapes,
-lengths, names and overlaps raise ValueError; nothing has been written then. The GIL is released.
+Called by engine and hardware (`update_*`, square roots), model.load and model.export (split and join); `adamw_*` and
+`stream_*` are what benchmarks and tests hold those against. Every array is 1-D, contiguous, on the CPU and detached: a
+torch tensor (through DLPack) or a numpy array. Arrays are changed in place, may not overlap, and have one length. Wrong
+types raise TypeError; wrong devices, shapes, lengths, names and overlaps raise ValueError; nothing has been written
+then. The GIL is released.
 
 `isa` names the instruction set ("baseline", "avx2", "avx512"); None is RATEL_FORCE_ISA if set, else the widest
 the processor runs. All give the same bits. `square_root` says how AdamW's square root is rounded: "correct",
@@ -15,7 +16,7 @@ lo16 is 0x8000, a tie, the sign of v32 is set if hi16 was rounded up; v itself i
 """
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, NotRequired, Protocol, TypeAlias, TypedDict, Unpack
 
 _SquareRoot: TypeAlias = Literal["correct", "mkl_avx512", "mkl_sse"]
 
@@ -24,23 +25,27 @@ class _Array(Protocol):
 
     def __dlpack_device__(self) -> tuple[int, int]: ...
 
+class _Scalars(TypedDict):
+    """Keyword arguments of every update: the numbers of the step, how to round, and which instruction set."""
+
+    decay_factor: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    step_size: float
+    bias_correction2_sqrt: float
+    epsilon: float
+    gradient_scale: float
+    square_root: NotRequired[_SquareRoot | None]
+    isa: NotRequired[str | None]
+
 def adamw_bfloat16(
     hi16: _Array,
     lo16: _Array,
     m32: _Array,
     v32: _Array,
     gradient: _Array,
-    *,
-    decay_factor: float,
-    one_minus_beta1: float,
-    beta2: float,
-    one_minus_beta2: float,
-    step_size: float,
-    bias_correction2_sqrt: float,
-    epsilon: float,
-    gradient_scale: float,
-    square_root: _SquareRoot | None = None,
-    isa: str | None = None,
+    **scalars: Unpack[_Scalars],
 ) -> None:
     """One AdamW update of bf16 weights. The gradient may be bfloat16, float16 or float32.
 
@@ -54,17 +59,7 @@ def adamw_float32(
     m32: _Array,
     v32: _Array,
     gradient: _Array,
-    *,
-    decay_factor: float,
-    one_minus_beta1: float,
-    beta2: float,
-    one_minus_beta2: float,
-    step_size: float,
-    bias_correction2_sqrt: float,
-    epsilon: float,
-    gradient_scale: float,
-    square_root: _SquareRoot | None = None,
-    isa: str | None = None,
+    **scalars: Unpack[_Scalars],
 ) -> None:
     """One AdamW update of fp32 weights; see adamw_bfloat16."""
 
@@ -74,17 +69,7 @@ def adamw_float16(
     m32: _Array,
     v32: _Array,
     gradient: _Array,
-    *,
-    decay_factor: float,
-    one_minus_beta1: float,
-    beta2: float,
-    one_minus_beta2: float,
-    step_size: float,
-    bias_correction2_sqrt: float,
-    epsilon: float,
-    gradient_scale: float,
-    square_root: _SquareRoot | None = None,
-    isa: str | None = None,
+    **scalars: Unpack[_Scalars],
 ) -> None:
     """One AdamW update of the fp32 master, then w16 = its fp16 copy; w16 is only written. See adamw_bfloat16."""
 
@@ -99,16 +84,7 @@ def update_bfloat16(
     chunk_elements: int,
     seeds_before: Sequence[int | None],
     seeds_after: Sequence[int | None],
-    decay_factor: float,
-    one_minus_beta1: float,
-    beta2: float,
-    one_minus_beta2: float,
-    step_size: float,
-    bias_correction2_sqrt: float,
-    epsilon: float,
-    gradient_scale: float,
-    square_root: _SquareRoot | None = None,
-    isa: str | None = None,
+    **scalars: Unpack[_Scalars],
 ) -> tuple[list[int | None], list[int | None]]:
     """adamw_bfloat16 on segments of the arrays: (first, last, whether decay_factor applies), in order; and checksums.
 
@@ -128,16 +104,7 @@ def update_float32(
     chunk_elements: int,
     seeds_before: Sequence[int | None],
     seeds_after: Sequence[int | None],
-    decay_factor: float,
-    one_minus_beta1: float,
-    beta2: float,
-    one_minus_beta2: float,
-    step_size: float,
-    bias_correction2_sqrt: float,
-    epsilon: float,
-    gradient_scale: float,
-    square_root: _SquareRoot | None = None,
-    isa: str | None = None,
+    **scalars: Unpack[_Scalars],
 ) -> tuple[list[int | None], list[int | None]]:
     """adamw_float32 on segments, with checksums; see update_bfloat16."""
 
@@ -152,16 +119,7 @@ def update_float16(
     chunk_elements: int,
     seeds_before: Sequence[int | None],
     seeds_after: Sequence[int | None],
-    decay_factor: float,
-    one_minus_beta1: float,
-    beta2: float,
-    one_minus_beta2: float,
-    step_size: float,
-    bias_correction2_sqrt: float,
-    epsilon: float,
-    gradient_scale: float,
-    square_root: _SquareRoot | None = None,
-    isa: str | None = None,
+    **scalars: Unpack[_Scalars],
 ) -> tuple[list[int | None], list[int | None]]:
     """adamw_float16 on segments, with checksums; see update_bfloat16."""
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from ratel_cli.engine.device import About, HostDevice, open_device
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import Interrupted
+from ratel_cli.model.spec import ModelSpec
 from ratel_cli.movement.buffers import BufferPool, Lease
 from ratel_cli.planning.placement import Placement
 from tests.engine.architectures import ARCHITECTURES, tiny_config
@@ -84,25 +86,39 @@ def test_what_leaves_may_come_back_before_it_has_arrived(lease: Lease) -> None:
     assert arrival.open().tolist() == [5] * 8
 
 
+def assert_same_behind_a_link(
+    directory: Path,
+    config: PretrainedConfig,
+    recipe: Recipe,
+    *,
+    num_steps: int = 2,
+    num_micro_batches: int = 2,
+    devices: Callable[[Timeline], AbstractContextManager[LaggingDevice]] = open_lagging_device,
+    **options: object,
+) -> ModelSpec:
+    """In bf16, against plain PyTorch. Returns what was trained."""
+    with machine(
+        directory,
+        config,
+        recipe,
+        dtype="bfloat16",
+        weights=initial_weights(config),
+        devices=devices,
+        **options,  # type: ignore[arg-type]
+    ) as ratel:
+        steps = random_steps(num_steps, num_micro_batches, packed=ratel.model.packs)
+        assert_same_training(ratel.train(steps, recipe), ratel.weights(), reference(config, steps, recipe))
+    return ratel.model.spec
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5], ids=["unclipped", "clipped"])
 @pytest.mark.parametrize("architecture", ["llama", "llama_tied"])
 def test_what_stays_and_what_runs_ahead_changes_no_bit_behind_a_link(
     tmp_path: Path, architecture: str, max_grad_norm: float | None, placement: str
 ) -> None:
-    config = tiny_config(architecture)
     recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
-    steps = random_steps(4, 2)
-    with machine(
-        tmp_path,
-        config,
-        recipe,
-        dtype="bfloat16",
-        weights=initial_weights(config),
-        devices=open_lagging_device,
-        **PLACEMENTS[placement],  # type: ignore[arg-type]
-    ) as ratel:
-        assert_same_training(ratel.train(steps, recipe), ratel.weights(), reference(config, steps, recipe))
+    assert_same_behind_a_link(tmp_path, tiny_config(architecture), recipe, num_steps=4, **PLACEMENTS[placement])
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -113,17 +129,7 @@ def test_swapping_changes_no_bit_behind_a_link(
     config = tiny_config(architecture)
     recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=0.5, attn_implementation=attention_of(config))
     placement = replace(AHEAD, swapped=ChosenEverywhere(share, 7), spilled_units=spilled_units)
-    with machine(
-        tmp_path,
-        config,
-        recipe,
-        dtype="bfloat16",
-        weights=initial_weights(config),
-        placement=placement,
-        devices=open_lagging_device,
-    ) as ratel:
-        steps = random_steps(2, 2, packed=ratel.model.packs)
-        assert_same_training(ratel.train(steps, recipe), ratel.weights(), reference(config, steps, recipe))
+    assert_same_behind_a_link(tmp_path, config, recipe, placement=placement)
 
 
 @pytest.mark.parametrize(("kept_from", "kept_weights"), [(None, ()), (6, ()), (5, (3,)), (3, (2, 3)), (0, (1, 2, 3))])
@@ -147,29 +153,16 @@ def test_what_is_kept_goes_neither_down_nor_up_again(
             devices.append(device)
             yield device
 
-    with machine(
-        tmp_path,
-        config,
-        recipe,
-        dtype="bfloat16",
-        weights=initial_weights(config),
-        placement=placement,
-        devices=watched,
-    ) as ratel:
-        steps = random_steps(2, 2)
-        assert_same_training(ratel.train(steps, recipe), ratel.weights(), reference(config, steps, recipe))
+    spec = assert_same_behind_a_link(tmp_path, config, recipe, placement=placement, devices=watched)
     [device] = devices
-    not_kept = Counter({f"activations of block {number // 2 + 1}": 0 for number in range(6)})
-    not_kept.update(
-        f"activations of block {number // 2 + 1}" for number in range(6 if kept_from is None else kept_from)
-    )
+    num_moved = 6 if kept_from is None else kept_from
+    in_each_step = Counter(f"activations of block {number // 2 + 1}" for number in range(num_moved))
 
     def of_activations(abouts: Sequence[About]) -> Counter[str]:
         return Counter(about.label for about in abouts if about.label.startswith("activations"))
 
-    twice = Counter({label: 2 * number for label, number in not_kept.items() if number})
-    assert of_activations(device.went_down) == of_activations(device.went_up) == twice
-    layers = {block.name: block.index for block in ratel.model.spec.blocks[1:-1]}
+    assert of_activations(device.went_down) == of_activations(device.went_up) == in_each_step + in_each_step
+    layers = {block.name: block.index for block in spec.blocks[1:-1]}
     again = [
         layers[about.label.removeprefix("weights of ")]
         for about in device.went_up
@@ -181,13 +174,8 @@ def test_what_is_kept_goes_neither_down_nor_up_again(
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16])
 def test_sums_are_made_on_the_device(tmp_path: Path, num_micro_batches: int, gradient_dtype: torch.dtype) -> None:
-    config = tiny_config("llama_tied")
     recipe = Recipe(dtype=torch.bfloat16, gradient_dtype=gradient_dtype)
-    steps = random_steps(2, num_micro_batches)
-    with machine(
-        tmp_path, config, recipe, dtype="bfloat16", weights=initial_weights(config), devices=open_lagging_device
-    ) as ratel:
-        assert_same_training(ratel.train(steps, recipe), ratel.weights(), reference(config, steps, recipe))
+    assert_same_behind_a_link(tmp_path, tiny_config("llama_tied"), recipe, num_micro_batches=num_micro_batches)
 
 
 def test_every_buffer_is_given_back_behind_a_link(tmp_path: Path) -> None:
