@@ -19,7 +19,8 @@ demo: $(READY)  ## Fine-tune a small model with all its state on disk, and let i
 	$(BIN)/ratel finetune configs/demo.yaml
 	$(BIN)/python scripts/complete.py "$(QUESTION)" demo/base demo/output
 
-test: $(READY)  ## Run all tests
+test: $(READY)  ## Run all tests, those of the GPU on a simulated one
+	RATEL_SIMULATED_GPU=1 $(BIN)/python -m pytest tests/gpu tests/simulated_gpu
 	$(BIN)/python -m pytest
 
 stress: $(READY)  ## Kill a training run a thousand times, at any moment, and compare what it leaves (half an hour)

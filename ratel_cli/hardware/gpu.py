@@ -23,6 +23,8 @@ from ratel_cli.units import MIB
 
 _LINK_BYTES = 256 * MIB
 """A transfer long enough that its start does not count: 10 ms at 25 GB/s."""
+_MATMUL_SIZES = {"cpu": 1024, "cuda": 8192}
+"""By device. Large enough to fill it, small enough to be done at once: 4 ms on 2 cores, 2 ms on a fast GPU."""
 _GPU_ENVIRONMENT = {
     # Without it cuBLAS may take another way at each call, and torch refuses to be deterministic.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -124,8 +126,7 @@ def _copy_rates(device: torch.device, in_host: torch.Tensor, out_of_host: torch.
 
 
 def _matmul_flops(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
-    # Large enough to fill the device, small enough to be done at once: 4 ms on 2 cores, 2 ms on a fast GPU.
-    size = 8192 if device.type == "cuda" else 1024
+    size = _MATMUL_SIZES[device.type]
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
 

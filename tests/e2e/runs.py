@@ -39,6 +39,9 @@ from ratel_cli.movement.queue import open_queue
 from ratel_cli.movement.store import Store
 from ratel_cli.training.data import DatasetSource, TrainingData, load_training_data
 from ratel_cli.training.data import Tokenizer as EncodeTokenizer
+from tests.simulated_gpu import install_if_asked
+
+install_if_asked()  # in processes of their own, too
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"

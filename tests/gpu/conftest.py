@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch.utils import deterministic
 
+from tests.simulated_gpu import install_if_asked, set_eagerness
+
+install_if_asked()  # before any test asks whether there is a GPU
+
 # Before anything is multiplied on a GPU; a run does the same (hardware/gpu.py).
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@pytest.fixture(autouse=True)
+def _late_or_not(request: pytest.FixtureRequest) -> None:
+    """A third of the tests meets a simulated GPU whose copies are always late, a third one where half of them are."""
+    set_eagerness((0.0, 0.5, 1.0)[zlib.crc32(request.node.nodeid.encode()) % 3])
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig
 from ratel_cli.engine.device import Device, open_device
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.model.spec import DtypeName
+from ratel_cli.movement.buffers import Pin
 from ratel_cli.movement.pinning import CudaPinning
 from tests.engine.machine import Batch, Machine, initial_weights, machine
 from tests.reference import Recipe, Trained, train_in_memory
@@ -35,6 +36,7 @@ def gpu_machine(
     dtype: DtypeName = "bfloat16",
     weights: Mapping[str, torch.Tensor] | None = None,
     limit_bytes: int | None = None,
+    pin: Pin | None = None,
     **settings: object,
 ) -> Iterator[Machine]:
     """`machine` on the GPU, with these weights or the usual ones."""
@@ -45,7 +47,7 @@ def gpu_machine(
         dtype=dtype,
         weights=initial_weights(config) if weights is None else weights,
         devices=lambda timeline: on_gpu(timeline, limit_bytes=limit_bytes),
-        pin=CudaPinning(pytest.fail),
+        pin=pin or CudaPinning(pytest.fail),
         **settings,  # type: ignore[arg-type]
     ) as ratel:
         yield ratel

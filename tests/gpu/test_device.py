@@ -16,11 +16,18 @@ from ratel_cli.movement.copies import view
 from ratel_cli.movement.pinning import CudaPinning
 from ratel_cli.units import MIB
 from tests.gpu.machine import NEEDS_GPU
+from tests.simulated_gpu import is_simulated, set_eagerness
 
 pytestmark = NEEDS_GPU
 
 ABOUT = About(label="bytes", block=1, stage="backward")
 LARGE = 256 * MIB
+
+
+@pytest.fixture(autouse=True)
+def _late_or_not() -> None:
+    """Always late, if the GPU is simulated: each of these tests is of one promise."""
+    set_eagerness(0.0)
 
 
 @pytest.fixture
@@ -42,7 +49,8 @@ def device(timeline: Timeline) -> Iterator[CudaDevice]:
 
 def keep_busy(device: CudaDevice) -> torch.Tensor:
     """Tens of milliseconds of work for the stream that computes."""
-    matrix = torch.ones(8192, 8192, device=device.torch_device)
+    size = 1024 if is_simulated() else 8192
+    matrix = torch.ones(size, size, device=device.torch_device)
     for _ in range(10):
         matrix = matrix @ matrix * 1e-9
     return matrix

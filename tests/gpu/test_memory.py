@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from ratel_cli.engine.telemetry import Span
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
+from ratel_cli.planning import gpu_memory
 from ratel_cli.planning.gpu_memory import gpu_memory_bytes, kept_weight_bytes
 from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.workload import StateBytes, Workload
@@ -24,12 +25,15 @@ from tests.engine.test_exactness import AHEAD
 from tests.engine.test_swap import recorded
 from tests.gpu.machine import NEEDS_GPU, gpu_machine
 from tests.reference import Recipe
+from tests.simulated_gpu import is_simulated
 
 pytestmark = NEEDS_GPU
 
 RECIPE = Recipe(dtype=torch.bfloat16)
 STATE = StateBytes(compute=2, record=12, num_fields=4, gradient=2)
 EVERY_BLOCK = frozenset(range(99))
+TOKENS = 128 if is_simulated() else 1024
+"""Of a row: enough that activations outweigh what is small and not planned for."""
 
 
 def config_of(*, num_layers: int, hidden_size: int = 512, tied: bool = False) -> PretrainedConfig:
@@ -77,7 +81,7 @@ def test_it_takes_no_more_than_was_planned(
     kept_weights = frozenset(range(5 - kept_layers, 5))
     placement = replace(AHEAD, kept_from=max(1, (4 - kept_layers) * num_micro_batches), kept_weights=kept_weights)
     placement = replace(placement, swapped=EVERYTHING) if swaps else placement
-    rows, tokens = 2, 1024
+    rows, tokens = 2, TOKENS
     with gpu_machine(tmp_path, config, RECIPE, weights=initial_weights_of_zeros(), placement=placement) as ratel:
         batches = batches_of(num_micro_batches, rows=rows, tokens=tokens)
         found = peak_bytes(ratel, batches)
@@ -88,7 +92,7 @@ def test_it_takes_no_more_than_was_planned(
         planned = gpu_memory_bytes(ratel.model.spec, STATE, workload, largest_unit_bytes=unit_bytes)
         planned += kept_layers * num_micro_batches * unit_bytes
         planned += kept_weight_bytes(ratel.model.spec, STATE, kept_weights)
-    assert found <= planned - GPU_CONTEXT_BYTES
+    assert found <= planned - GPU_CONTEXT_BYTES - (gpu_memory._WORKSPACE_BYTES if is_simulated() else 0)
 
 
 def test_it_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
@@ -98,7 +102,7 @@ def test_it_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
         with gpu_machine(
             tmp_path / str(num_layers), config, RECIPE, weights=initial_weights_of_zeros(), placement=AHEAD
         ) as ratel:
-            peaks.append(peak_bytes(ratel, batches_of(2, rows=2, tokens=512)))
+            peaks.append(peak_bytes(ratel, batches_of(2, rows=2, tokens=TOKENS)))
     assert peaks[1] <= peaks[0] + MIB
 
 
@@ -109,7 +113,7 @@ def test_what_does_not_fit_is_told_with_what_is_missing(tmp_path: Path) -> None:
         tmp_path, config, RECIPE, weights=initial_weights_of_zeros(), limit_bytes=reserved + 32 * MIB
     ) as ratel:
         with pytest.raises(DoesNotFit, match="gpu memory: a step takes more") as raised:
-            ratel.train([batches_of(1, rows=2, tokens=2048)], RECIPE)
+            ratel.train([batches_of(1, rows=2, tokens=2 * TOKENS)], RECIPE)
         assert raised.value.shortfall_bytes > 0
         assert ratel.pool.leased_bytes == 0
 
@@ -126,6 +130,8 @@ def test_attention_is_a_candidate_for_swapping(tmp_path: Path) -> None:
 
 def test_copies_lie_beneath_computing(tmp_path: Path) -> None:
     """All but the first ones of a step, where enough is computed with each block."""
+    if is_simulated():
+        pytest.skip("the simulated GPU does nothing at the same time")
     config = config_of(num_layers=3, hidden_size=2048)
     placement = Placement(
         prefetch_blocks=2, pending_updates=2, resident_weights=EVERY_BLOCK, resident_states=EVERY_BLOCK

@@ -1,0 +1,126 @@
+"""What goes over the link between a GPU and main memory, what need not, and what is given back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ratel_cli.engine.telemetry import Resource, Span
+from ratel_cli.errors import Interrupted
+from ratel_cli.planning.placement import Placement
+from tests.engine.architectures import tiny_config
+from tests.engine.machine import random_steps
+from tests.engine.swaps import EVERYTHING
+from tests.engine.test_exactness import AHEAD, assert_same_training
+from tests.engine.test_step import StopAfter
+from tests.gpu.machine import NEEDS_GPU, gpu_machine, gpu_reference
+from tests.reference import Recipe
+from tests.simulated_gpu import is_simulated, num_stops
+
+pytestmark = NEEDS_GPU
+
+
+@pytest.mark.parametrize(("kept_from", "kept_weights"), [(None, ()), (6, ()), (5, (3,)), (3, (2, 3)), (0, (1, 2, 3))])
+@pytest.mark.parametrize("prefetch_blocks", [0, 2])
+def test_what_is_kept_goes_neither_down_nor_up_again(
+    tmp_path: Path, prefetch_blocks: int, kept_from: int | None, kept_weights: tuple[int, ...]
+) -> None:
+    """Three layers and two micro-batches: units 0 and 1 are the first layer's, blocks 1 to 3 are layers."""
+    config, recipe, steps = tiny_config("llama", num_hidden_layers=3), Recipe(dtype=torch.bfloat16), random_steps(2, 2)
+    placement = Placement(
+        prefetch_blocks=prefetch_blocks,
+        swapped=EVERYTHING,
+        kept_from=kept_from,
+        kept_weights=frozenset(kept_weights),
+    )
+    with gpu_machine(tmp_path, config, recipe, placement=placement) as ratel:
+        assert_same_training(ratel.train(steps, recipe), ratel.weights(), gpu_reference(config, steps, recipe))
+        spans = ratel.timeline.take().spans
+    num_moved = 6 if kept_from is None else kept_from
+    in_each_step = Counter(f"activations of block {number // 2 + 1}" for number in range(num_moved))
+    for resource in ("up", "down"):
+        assert Counter(labels(spans, resource, "activations")) == in_each_step + in_each_step
+    again = Counter(
+        span.block
+        for span in spans
+        if span.resource == "up" and span.label.startswith("weights") and span.stage == "backward"
+    )
+    assert {block: again[block] for block in (1, 2, 3)} == {
+        block: 0 if block in kept_weights else 2 for block in (1, 2, 3)
+    }
+
+
+def labels(spans: Sequence[Span], resource: Resource, prefix: str) -> list[str]:
+    return [span.label for span in spans if span.resource == resource and span.label.startswith(prefix)]
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16])
+def test_sums_are_made_on_the_gpu(tmp_path: Path, num_micro_batches: int, gradient_dtype: torch.dtype) -> None:
+    config, recipe = tiny_config("llama_tied"), Recipe(dtype=torch.bfloat16, gradient_dtype=gradient_dtype)
+    steps = random_steps(2, num_micro_batches)
+    with gpu_machine(tmp_path, config, recipe, placement=AHEAD) as ratel:
+        assert_same_training(ratel.train(steps, recipe), ratel.weights(), gpu_reference(config, steps, recipe))
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5], ids=["unclipped", "clipped"])
+def test_the_host_never_waits_for_the_gpu_among_the_layers(tmp_path: Path, max_grad_norm: float | None) -> None:
+    """For batches, masks (transformers looks whether rows are packed) and the loss, but not for each block: not for
+    norms, or for whether they are finite."""
+    if not is_simulated():
+        pytest.skip("a real GPU does not tell")
+    recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
+    counts = []
+    for num_layers in (2, 5):
+        config = tiny_config("llama", num_hidden_layers=num_layers)
+        with gpu_machine(tmp_path / str(num_layers), config, recipe, placement=AHEAD) as ratel:
+            steps = random_steps(2, 3)
+            ratel.train(steps[:1], recipe)
+            before = num_stops()
+            ratel.train(steps, recipe)
+            counts.append(num_stops() - before)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 0.5], ids=["unclipped", "clipped"])
+def test_every_buffer_is_given_back(tmp_path: Path, max_grad_norm: float | None) -> None:
+    recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
+    placement = replace(AHEAD, swapped=EVERYTHING)
+    with gpu_machine(tmp_path, tiny_config("llama_tied"), recipe, placement=placement) as ratel:
+        ratel.train(random_steps(2, 2), recipe)
+        assert ratel.pool.leased_bytes == 0
+
+
+@pytest.mark.parametrize("spilled_units", [0, 2])
+@pytest.mark.parametrize("asked", range(6))
+def test_a_stop_between_blocks_gives_every_buffer_back(tmp_path: Path, asked: int, spilled_units: int) -> None:
+    recipe = Recipe(dtype=torch.bfloat16)
+    placement = Placement(prefetch_blocks=1, pending_updates=1, swapped=EVERYTHING, spilled_units=spilled_units)
+    with gpu_machine(tmp_path, tiny_config("llama"), recipe, placement=placement) as ratel:
+        before = ratel.weights()
+        stopped = ratel.make_engine(StopAfter(asked))
+        with pytest.raises(Interrupted):
+            stopped.run(random_steps(1, 2)[0], step=0, update=1, learning_rate=1.0)
+        assert ratel.pool.leased_bytes == 0
+        assert all(torch.equal(before[name], after) for name, after in ratel.weights().items())
+        assert ratel.train(random_steps(1, 2), recipe)[0].applied
+
+
+def test_memory_is_not_pinned_anew_in_each_step(tmp_path: Path) -> None:
+    """Pinning costs as much as filling: what was leased once is kept for the next step."""
+    pinned: list[int] = []
+    recipe, steps = Recipe(dtype=torch.bfloat16), random_steps(4, 2)
+    placement = replace(AHEAD, swapped=EVERYTHING)
+    with gpu_machine(
+        tmp_path, tiny_config("llama"), recipe, placement=placement, pin=lambda address, num_bytes: pinned.append(1)
+    ) as ratel:
+        ratel.train(steps[:2], recipe)
+        num_pinned = len(pinned)
+        assert num_pinned > 0
+        ratel.train(steps, recipe)
+        assert len(pinned) <= num_pinned + 2  # transfers may once overlap more than they did before

@@ -1,0 +1,93 @@
+"""The simulated GPU finds out whoever relies on more than CUDA promises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ratel_cli.engine.cuda import CudaDevice
+from ratel_cli.engine.device import About
+from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.movement.buffers import BufferPool, Lease
+from ratel_cli.movement.copies import view
+from ratel_cli.movement.pinning import CudaPinning
+from tests.simulated_gpu import install_if_asked, is_simulated, set_eagerness
+
+install_if_asked()
+pytestmark = pytest.mark.skipif(not is_simulated(), reason="without the simulated GPU")
+
+ABOUT = About(label="bytes", block=1, stage="backward")
+
+
+@pytest.fixture(autouse=True)
+def _always_late() -> None:
+    set_eagerness(0.0)
+
+
+@pytest.fixture
+def device() -> Iterator[CudaDevice]:
+    with CudaDevice(torch.device("cuda"), Timeline()) as device:
+        yield device
+
+
+@pytest.fixture
+def lease() -> Iterator[Lease]:
+    with BufferPool(None, pin=CudaPinning(pytest.fail)) as pool, pool.lease(4096, "test") as lease:
+        lease.memory[:] = bytes(4096)
+        yield lease
+
+
+def test_who_changes_host_memory_too_early(device: CudaDevice, lease: Lease) -> None:
+    arrival = device.upload(lease.memory, device.reserve(4096), ABOUT)
+    lease.memory[0] = 1
+    found = arrival.open().clone()
+    lease.memory[0] = 2  # the GPU may be far behind
+    with pytest.raises(RuntimeError, match="host memory changed"):
+        arrival.wait()
+    assert int(found[0]) == 1
+
+
+def test_who_reads_before_it_was_opened(device: CudaDevice, lease: Lease) -> None:
+    arrival = device.upload(lease.memory, device.reserve(4096), ABOUT)
+    assert int(arrival._values[0]) != 0
+    assert int(arrival.open()[0]) == 0
+
+
+def test_who_does_not_wait_for_what_comes_down(device: CudaDevice, lease: Lease) -> None:
+    departure = device.download([(torch.full((4096,), 7, dtype=torch.uint8, device="cuda"), lease.memory)], ABOUT)
+    assert not departure.done
+    assert lease.memory[0] == 0
+    departure.wait()
+    assert lease.memory[0] == 7
+
+
+def test_who_overwrites_what_has_not_left(device: CudaDevice, lease: Lease) -> None:
+    leaving = torch.full((4096,), 7, dtype=torch.uint8, device="cuda")
+    departure = device.download([(leaving, lease.memory)], ABOUT)
+    leaving.fill_(8)
+    departure.wait()
+    assert lease.memory[0] == 8
+
+
+def test_who_lets_go_of_what_has_not_left(device: CudaDevice, lease: Lease) -> None:
+    departure = device.download([(torch.full((4096,), 7, dtype=torch.uint8, device="cuda"), lease.memory)], ABOUT)
+    device._leaving = None
+    departure.wait()
+    assert lease.memory[0] != 7
+
+
+def test_who_takes_memory_of_the_gpu_for_the_hosts(device: CudaDevice) -> None:
+    there, here = torch.zeros(3, device=device.torch_device), torch.zeros(3)
+    with pytest.raises(RuntimeError, match="same device"):
+        there @ here
+    with pytest.raises(TypeError, match="convert cuda"):
+        there.numpy()
+
+
+def test_at_its_most_eager_everything_has_happened(device: CudaDevice, lease: Lease) -> None:
+    set_eagerness(1.0)
+    departure = device.download([(torch.full((4096,), 7, dtype=torch.uint8, device="cuda"), lease.memory)], ABOUT)
+    assert departure.done
+    assert bool((view(lease.memory, torch.uint8) == 7).all())
