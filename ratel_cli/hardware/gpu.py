@@ -32,6 +32,9 @@ _GPU_ENVIRONMENT = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 
+_OLD_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
+"""Which torch still reads."""
+
 
 def compute_device(name: str) -> torch.device:
     """The device that `auto`, `cpu` or `cuda` means here; a GPU is ready for use. Raises EnvironmentFailure.
@@ -43,7 +46,8 @@ def compute_device(name: str) -> torch.device:
     if not torch.cuda.is_available():
         raise EnvironmentFailure("device: cuda, but there is no CUDA device here", "set device: cpu")
     for key, value in _GPU_ENVIRONMENT.items():
-        os.environ.setdefault(key, value)
+        if _OLD_NAMES.get(key, key) not in os.environ:
+            os.environ.setdefault(key, value)
     torch.cuda.init()
     device = torch.device("cuda", torch.cuda.current_device())
     torch.zeros(1, device=device)  # what the context takes of host memory is taken from now on

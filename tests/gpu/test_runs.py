@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from ratel_cli.cli.app import main
+from ratel_cli.hardware.gpu import compute_device
 from tests.e2e.runs import (
     curve,
     export_hash,
@@ -107,3 +109,18 @@ def test_profile_and_plan_know_the_gpu(
     planned = json.loads(capsys.readouterr().out)
     assert planned["time"]["forward"]["up"] > 0 and planned["time"]["backward"]["down"] > 0
     assert planned["memory"]["gpu_bytes"] > 0
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_what_the_user_wants_of_the_allocator_stands(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, "expandable_segments:False")
+    compute_device("auto")
+    assert {key: value for key, value in os.environ.items() if key.endswith("ALLOC_CONF")} == {
+        name: "expandable_segments:False"
+    }
+    monkeypatch.delenv(name)
+    compute_device("auto")
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
