@@ -121,9 +121,10 @@ def measure_hardware(
     try:
         return measure(paths, queue, pool, dtype=dtype, device=inputs.device)
     except EnvironmentFailure as failure:
-        if store is None:
+        # A store that exists needs no more space, so a full disk is no reason not to go on. If memory is too small to
+        # measure with, the plan says what is missing in all.
+        if store is None and not isinstance(failure, DoesNotFit):
             raise
-        # A store that exists needs no more space, so a full disk is no reason not to go on.
         log.warn(f"the drives could not be measured: {failure.message}; the prediction assumes 1 GB/s")
         return measure(paths, queue, pool, dtype=dtype, device=inputs.device, nvme_rates=(1e9, 1e9))
 

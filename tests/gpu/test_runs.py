@@ -86,6 +86,16 @@ def test_too_little_gpu_memory_is_known_before_anything_is_written(tmp_path: Pat
     assert not store_of(config).parent.exists()
 
 
+def test_too_little_host_memory_is_told_with_all_that_needs_it(tmp_path: Path, base: Path, rows: Path) -> None:
+    """Even if it is less than this process has, so that there is none to measure the drives with."""
+    config = write_config(tmp_path, base=base, rows=rows, limits={"host_memory": "200MiB"}, **BFLOAT16)
+    ended = finetune(config)
+    assert ended.code == 3, ended.told
+    assert len(ended.errors) == 1 and "host memory: need" in ended.errors[0] and "have 200 MiB" in ended.errors[0]
+    assert "hint: raise limits.host_memory" in ended.told
+    assert not store_of(config).parent.exists()
+
+
 def test_a_limit_is_kept(tmp_path: Path, base: Path, rows: Path) -> None:
     limit_bytes = 2 << 30
     config = write_config(
