@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ratel_cli.config.load import load_config
 from ratel_cli.errors import EnvironmentFailure
+from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.movement.queue import open_queue
 from ratel_cli.movement.store import Store
 from tests.e2e.conftest import MakeConfig
@@ -30,6 +31,7 @@ def reference(config: Path, base: Path, *, loss_scale: float = 1.0) -> Trained:
         max_grad_norm=settings.max_grad_norm,
         seed=settings.seed,
         loss_scale=loss_scale,
+        device=compute_device(settings.device).type,
     )
     steps = [data.step(step) for step in range(len(metrics(config)))]
     return train_in_memory(LlamaConfig.from_pretrained(base), load_file(base / "model.safetensors"), steps, recipe)

@@ -24,6 +24,7 @@ from tests.e2e.runs import (
     write_config,
     write_rows,
 )
+from tests.e2e.test_same_weights import check_same, reference
 from tests.gpu.machine import NEEDS_GPU
 
 pytestmark = NEEDS_GPU
@@ -53,6 +54,13 @@ def test_the_config_that_ran_on_the_cpu_runs_on_the_gpu(tmp_path: Path, base: Pa
     for name, found in exported(on_gpu).items():
         # Four steps of AdamW, each of 1e-4 at most, which rounding may turn where a gradient is next to nothing.
         assert float((found - exported(on_cpu)[name]).abs().max()) <= 8.1e-4, name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_export_is_what_pytorch_trains(tmp_path: Path, base: Path, rows: Path, dtype: str) -> None:
+    config = write_config(tmp_path, base=base, rows=rows, dtype=dtype, device="cuda")
+    succeed(config)
+    check_same(config, reference(config, base), dtype)
 
 
 @pytest.mark.parametrize("activations", ["recompute", "swap_all"])
