@@ -1,0 +1,99 @@
+// Memory of the simulated GPU, and host memory that it knows: pinned. Garbage is what is given out, and what was freed.
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <iomanip>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <sstream>
+#include <string>
+
+namespace simulated {
+
+inline const c10::Device kDevice{c10::DeviceType::CUDA, 0};
+constexpr int kAlreadyRegistered = 712, kNotRegistered = 713;  // cudaErrorHostMemory...
+
+inline std::mutex mutex;  // of everything here and in streams.h; nobody who holds it needs Python's lock
+
+constexpr size_t kGranularity = 512;
+constexpr int kGivenOut = 0xA5, kFreed = 0xDD;
+
+inline size_t allocated_bytes = 0, peak_bytes = 0, limit_bytes = SIZE_MAX;
+
+struct Block {
+    void* address;
+    size_t num_bytes;
+};
+
+inline void free_block(void* context) {
+    std::unique_ptr<Block> block(static_cast<Block*>(context));
+    std::memset(block->address, kFreed, block->num_bytes);
+    std::free(block->address);
+    std::lock_guard guard(mutex);
+    allocated_bytes -= block->num_bytes;
+}
+
+// As torch words it.
+inline std::string size_in_words(size_t num_bytes) {
+    const bool is_large = num_bytes >= size_t{1} << 30;
+    std::ostringstream words;
+    words << std::fixed << std::setprecision(2) << double(num_bytes) / double(is_large ? 1 << 30 : 1 << 20)
+          << (is_large ? " GiB" : " MiB");
+    return words.str();
+}
+
+struct Allocator final : c10::Allocator {
+    c10::DataPtr allocate(size_t num_bytes) override {
+        if (num_bytes == 0) return {nullptr, kDevice};
+        num_bytes = (num_bytes + kGranularity - 1) / kGranularity * kGranularity;
+        {
+            std::lock_guard guard(mutex);
+            TORCH_CHECK_WITH(OutOfMemoryError, allocated_bytes + num_bytes <= limit_bytes,
+                             "CUDA out of memory. Tried to allocate ", size_in_words(num_bytes), ".");
+            allocated_bytes += num_bytes;
+            peak_bytes = std::max(peak_bytes, allocated_bytes);
+        }
+        void* address = std::aligned_alloc(kGranularity, num_bytes);
+        TORCH_CHECK(address != nullptr, "no memory left for the simulated GPU's");
+        std::memset(address, kGivenOut, num_bytes);
+        return {address, new Block{address, num_bytes}, free_block, kDevice};
+    }
+    c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+    void copy_data(void* to, const void* from, size_t num_bytes) const override { std::memcpy(to, from, num_bytes); }
+};
+
+inline Allocator allocator;
+
+inline std::map<uintptr_t, size_t> pinned;  // size by address
+
+// With the lock held. The first range that ends behind the address.
+inline auto first_behind(uintptr_t address) {
+    auto range = pinned.upper_bound(address);
+    if (range != pinned.begin() && address < std::prev(range)->first + std::prev(range)->second) --range;
+    return range;
+}
+
+inline bool is_pinned(const void* pointer) {
+    const auto address = reinterpret_cast<uintptr_t>(pointer);
+    std::lock_guard guard(mutex);
+    const auto range = first_behind(address);
+    return range != pinned.end() && range->first <= address;
+}
+
+inline int pin(uintptr_t address, size_t num_bytes) {
+    std::lock_guard guard(mutex);
+    const auto range = first_behind(address);
+    if (range != pinned.end() && range->first < address + num_bytes) return kAlreadyRegistered;
+    pinned[address] = num_bytes;
+    return 0;
+}
+
+}  // namespace simulated
