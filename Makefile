@@ -19,7 +19,7 @@ demo: $(READY)  ## Fine-tune a small model with all its state on disk, and let i
 	$(BIN)/ratel finetune configs/demo.yaml
 	$(BIN)/python scripts/complete.py "$(QUESTION)" demo/base demo/output
 
-test: $(READY)  ## Run all tests, those of the GPU on a simulated one
+test: $(READY)  ## Run all tests, those of the GPU on a simulated one if torch has no CUDA
 	RATEL_SIMULATED_GPU=1 $(BIN)/python -m pytest tests/gpu tests/simulated_gpu
 	$(BIN)/python -m pytest
 

@@ -18,6 +18,7 @@ import transformers
 from ratel_cli.cli.kept_profile import KeptProfile
 from ratel_cli.cli.run_settings import decisions_of, state_bytes, workload_of
 from ratel_cli.config.schema import RunConfig
+from ratel_cli.engine.cuda import refusing
 from ratel_cli.engine.profiling import BlockProfiler
 from ratel_cli.engine.tape import PACKED_ALIGNMENT
 from ratel_cli.errors import EnvironmentFailure
@@ -115,8 +116,9 @@ def _measured(config: RunConfig, model: DecoderModel) -> ModelProfile:
     device = compute_device(config.device)
     if device.type == "cuda":
         set_determinism(config.deterministic, device)  # it decides how attention computes
-    profiler = BlockProfiler(model, dtype=DTYPES[config.dtype], device=device)
-    units, seconds = profiler.record(_any_batch(workload, spec.vocab_size))
+    with refusing("measuring the model takes more than there is"):
+        profiler = BlockProfiler(model, dtype=DTYPES[config.dtype], device=device)
+        units, seconds = profiler.record(_any_batch(workload, spec.vocab_size))
     tokens = workload.micro_batch_tokens
     return recorded_profile(
         units,

@@ -12,14 +12,15 @@
 Host memory that CUDA knows (movement/pinning.py) is copied while the host goes on; from other memory copies
 are as correct, but the host stands still for them. Times are those of events on the streams, told by `collect`.
 
-Invariants: those of `engine.device`. The host waits for the GPU only in `wait`, and in `collect`.
+Invariants: those of `engine.device`. Beside its opening and closing, the host waits for the GPU only in `wait` and in
+`collect`, and in copies of memory that is not pinned.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from types import TracebackType
@@ -33,7 +34,7 @@ from ratel_cli.errors import BadInput, DoesNotFit
 from ratel_cli.movement.copies import view
 from ratel_cli.units import parse_bytes
 
-_NOT_DETERMINISTIC = "does not have a deterministic implementation"
+_NOT_DETERMINISTIC = ("does not have a deterministic implementation", "this operation is not deterministic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,19 +163,8 @@ class CudaDevice:
         clock, event = self._clock, _record(self._compute)
         return lambda: clock.at(event)
 
-    @contextmanager
-    def refusing(self) -> Iterator[None]:
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise _does_not_fit(error) from error
-        except RuntimeError as error:
-            if _NOT_DETERMINISTIC not in str(error):
-                raise
-            raise BadInput(
-                f"this model computes with an operator that is not deterministic on GPUs: {_first_line(error)}",
-                "set deterministic: false; two runs may then differ in their last bits",
-            ) from error
+    def refusing(self) -> AbstractContextManager[None]:
+        return refusing("a step takes more than was planned")
 
     def collect(self) -> None:
         self._compute.synchronize()
@@ -228,6 +218,25 @@ class CudaDevice:
         return _Clock(event, perf_counter())
 
 
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turn torch's errors into ours where they are the user's to mend; `what` is said if memory runs out.
+
+    Raises DoesNotFit, BadInput.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise _does_not_fit(what, error) from error
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _NOT_DETERMINISTIC):
+            raise
+        raise BadInput(
+            f"this model computes with an operator that is not deterministic on GPUs: {_first_line(error)}",
+            "set deterministic: false; two runs may then differ in their last bits",
+        ) from error
+
+
 def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
     # Blocking: a thread that waits sleeps, and leaves its core to AdamW.
     event = torch.cuda.Event(enable_timing=True, blocking=True)
@@ -240,12 +249,12 @@ def _wait(event: torch.cuda.Event) -> None:
         event.synchronize()
 
 
-def _does_not_fit(error: BaseException) -> DoesNotFit:
+def _does_not_fit(what: str, error: BaseException) -> DoesNotFit:
     """What torch says when memory runs out, with the bytes that it was asked for last."""
     asked = re.search(r"Tried to allocate ([0-9.]+ [KMGT]iB)", str(error))
-    what = f"{asked[1]} more do not fit" if asked else _first_line(error)
+    how_much = f"{asked[1]} more do not fit" if asked else _first_line(error)
     return DoesNotFit(
-        f"gpu memory: a step takes more than was planned: {what}",
+        f"gpu memory: {what}: {how_much}",
         "raise limits.gpu_memory, or lower micro_batch_size or sequence_len",
         shortfall_bytes=parse_bytes(asked[1]) if asked else 0,
         is_gpu_memory=True,

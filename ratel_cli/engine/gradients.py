@@ -82,17 +82,18 @@ class GradientSum:
 
     def finish(self, scale: float = 1.0) -> BlockGradient:
         """Round to the gradient dtype, and send it down. The norms are those of the gradient times `scale`."""
-        if self._sum_dtype == self._dtype:
-            lease, flat, self._lease = self._lease, self._flat, None
-        else:
-            lease = self._lease_for(self._dtype) if self._device.is_host else None
-            flat = self._values_in(lease, self._dtype).copy_(self._flat)
-        self.close()
-        norms = _norms(self._block, self._present, flat, scale)
+        about = About(label=f"gradient of {self._block.name}", block=self._block.index, stage="backward")
+        with self._device.computing(about):
+            if self._sum_dtype == self._dtype:
+                lease, flat, self._lease = self._lease, self._flat, None
+            else:
+                lease = self._lease_for(self._dtype) if self._device.is_host else None
+                flat = self._values_in(lease, self._dtype).copy_(self._flat)
+            self.close()
+            norms = _norms(self._block, self._present, flat, scale)
         departure = None
         if lease is None:
             lease = self._lease_for(self._dtype)
-            about = About(label=f"gradient of {self._block.name}", block=self._block.index, stage="backward")
             departure = self._device.download([(flat.view(torch.uint8), lease.memory)], about)
         return BlockGradient(self._block, lease, self._dtype, tuple(self._present), norms, departure)
 

@@ -92,7 +92,6 @@ class StepEngine:
             pipeline,
             self._resident,
             scratch,
-            device=device,
             timeline=timeline,
         )
         self._reader = WeightReader(

@@ -28,7 +28,6 @@ from typing import Literal
 import torch
 
 from ratel_cli.engine.adamw import AdamWUpdate
-from ratel_cli.engine.device import About, Device
 from ratel_cli.engine.gradients import BlockGradient, GradientSum, Norms, clip_coefficient, total_norm
 from ratel_cli.engine.groups import BlockUpdate
 from ratel_cli.engine.pipeline import UpdatePipeline
@@ -71,7 +70,6 @@ class Updates:
         resident: ResidentWeights,
         scratch: Scratch | None,
         *,
-        device: Device,
         timeline: Timeline,
     ) -> None:
         self._settings = settings
@@ -81,7 +79,6 @@ class Updates:
         self._pipeline = pipeline
         self._resident = resident
         self._scratch = scratch
-        self._device = device
         self._timeline = timeline
         self._presence: dict[int, tuple[bool, ...]] = {}
         """Which parameters of each block had a gradient in the first step."""
@@ -152,8 +149,7 @@ class Updates:
         """Take over a block's summed gradient and its weights, which are closed."""
         block = weights.block
         weights.unbind()
-        with self._device.computing(About(label=f"gradient of {block.name}", block=block.index, stage="backward")):
-            gradient = total.finish(self._adamw.gradient_scale)
+        gradient = total.finish(self._adamw.gradient_scale)
         try:
             self._norms |= gradient.norms
             self._check_presence(gradient)

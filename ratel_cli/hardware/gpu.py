@@ -25,15 +25,13 @@ _LINK_BYTES = 256 * MIB
 """A transfer long enough that its start does not count: 10 ms at 25 GB/s."""
 _MATMUL_SIZES = {"cpu": 1024, "cuda": 8192}
 """By device. Large enough to fill it, small enough to be done at once: 4 ms on 2 cores, 2 ms on a fast GPU."""
-_GPU_ENVIRONMENT = {
+_GPU_ENVIRONMENT = (
     # Without it cuBLAS may take another way at each call, and torch refuses to be deterministic.
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    (("CUBLAS_WORKSPACE_CONFIG",), ":4096:8"),
     # Blocks differ in size: without it, what is free lies in pieces that fit nothing, and a plan that fits runs out.
-    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-}
-
-_OLD_NAMES = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
-"""Which torch still reads."""
+    (("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"),
+)
+"""Names of a variable, the old ones last, and its value where the user has set none of them."""
 
 
 def compute_device(name: str) -> torch.device:
@@ -45,9 +43,9 @@ def compute_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise EnvironmentFailure("device: cuda, but there is no CUDA device here", "set device: cpu")
-    for key, value in _GPU_ENVIRONMENT.items():
-        if _OLD_NAMES.get(key, key) not in os.environ:
-            os.environ.setdefault(key, value)
+    for names, value in _GPU_ENVIRONMENT:
+        if not any(name in os.environ for name in names):
+            os.environ[names[0]] = value
     torch.cuda.init()
     device = torch.device("cuda", torch.cuda.current_device())
     torch.zeros(1, device=device)  # what the context takes of host memory is taken from now on
@@ -105,6 +103,8 @@ def _link_rates(device: torch.device, seconds: float) -> Link:
 def _copy_rates(device: torch.device, in_host: torch.Tensor, out_of_host: torch.Tensor, seconds: float) -> Link:
     on_gpu, off_gpu = (torch.empty(_LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     up, down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    for stream in (up, down):
+        stream.wait_stream(torch.cuda.current_stream(device))  # for what used this memory before
 
     def copy_up() -> None:
         with torch.cuda.stream(up):

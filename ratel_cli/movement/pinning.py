@@ -40,7 +40,8 @@ class CudaPinning:
 
 
 def _unregister(address: int) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
+    if int(torch.cuda.cudart().cudaHostUnregister(address)):
+        _clear_error()
 
 
 def _clear_error() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from ratel_cli.engine.device import HostDevice
+from ratel_cli.engine.device import About, Departure, HostDevice
 from ratel_cli.engine.gradients import GradientSum, TiedSum, clip_coefficient, total_norm
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.model.spec import BlockSpec, lay_out_block
@@ -18,6 +20,28 @@ from ratel_cli.movement.scratch import Scratch
 
 HOST = HostDevice(Timeline())
 SHAPES = [("a", (3, 5)), ("b", (7,)), ("c", (64, 33)), ("d", (1,))]
+
+
+class Linked(HostDevice):
+    """As a GPU is: gradients leave it, and what waits for that is no computing."""
+
+    is_host = False
+
+    def __init__(self) -> None:
+        super().__init__(Timeline())
+        self.is_computing = False
+        self.num_downloads = 0
+
+    @contextmanager
+    def computing(self, about: About) -> Iterator[None]:
+        self.is_computing = True
+        yield
+        self.is_computing = False
+
+    def download(self, pieces: Sequence[tuple[torch.Tensor, memoryview]], about: About) -> Departure:
+        assert not self.is_computing
+        self.num_downloads += 1
+        return super().download(pieces, about)
 
 
 @pytest.fixture
@@ -51,6 +75,17 @@ def test_sum_in_fp32_rounded_once(block: BlockSpec, dtype: torch.dtype, contribu
             assert torch.equal(found, wanted.to(dtype))
         gradient.release()
         assert pool.leased_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_leaves_the_device_is_not_computing(block: BlockSpec, dtype: torch.dtype) -> None:
+    device = Linked()
+    with BufferPool(None) as pool:
+        total = GradientSum(block, pool, device, dtype=dtype, single=False)
+        total.add(random_gradients(1, dtype))
+        gradient = total.finish()
+        assert device.num_downloads == 1
+        gradient.release()
 
 
 def test_none_stays_none(block: BlockSpec) -> None:

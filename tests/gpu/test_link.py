@@ -73,7 +73,7 @@ def test_the_host_never_waits_for_the_gpu_among_the_layers(tmp_path: Path, max_g
     """For batches, masks (transformers looks whether rows are packed) and the loss, but not for each block: not for
     norms, or for whether they are finite."""
     if not is_simulated():
-        pytest.skip("a real GPU does not tell")
+        pytest.skip("counted by the simulated GPU")
     recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
     counts = []
     for num_layers in (2, 5):

@@ -16,7 +16,7 @@ _device = cpp_extension.load(
     "simulated_gpu",
     [str(_HERE / "device.cpp")],
     build_directory=str(_BUILD),
-    extra_cflags=["-O1", "-std=c++20", "-w"],  # torch's own headers warn
+    extra_cflags=["-O1", "-std=c++20"],
 )
 
 _TOTAL_BYTES = 64 << 30
@@ -32,6 +32,9 @@ class Stream:
 
     def wait_event(self, event: Event) -> None:
         _device.wait(event.recorded, self.number)
+
+    def wait_stream(self, other: Stream) -> None:
+        _device.wait(_device.record(other.number), self.number)
 
     def synchronize(self) -> None:
         _device.synchronize(_device.record(self.number))

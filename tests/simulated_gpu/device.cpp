@@ -99,6 +99,7 @@ at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
     if (current_stream != kComputes) {
         copy_on_stream(to, from, non_blocking);
     } else {
+        if (!is_computing) compute();
         if (to.is_cpu() || (from.is_cpu() && !(non_blocking && is_pinned(from.data_ptr())))) stop_for_result();
         on_host(to).copy_(on_host(from));
     }
@@ -135,6 +136,7 @@ void refuse_other_devices(const c10::FunctionSchema& schema, const torch::jit::S
 // What has no kernel above computes on the host, on copies.
 void compute_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
     refuse_other_devices(operation.schema(), *stack);
+    compute();
     TORCH_CHECK(!(operation.schema().name() == "aten::kthvalue" && at::globalContext().deterministicAlgorithms()),
                 "kthvalue CUDA does not have a deterministic implementation");  // one that CUDA refuses, for tests
     const auto before = std::pair(std::exchange(current_stream, kComputes), std::exchange(is_computing, true));
@@ -211,7 +213,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("synchronize_device", synchronize_device, Released());
     module.def("seconds_of", seconds_of, Released());
     module.def("num_stops", [] { return num_stops; });
-    module.def("set_eagerness", [](double share) { eagerness = share; });
+    module.def("set_eagerness", [](double share) {
+        eagerness = share;
+        draws.seed(1);
+    });
     module.def("pin", pin, Released());
     module.def("unpin", unpin, Released());
     module.def("allocated_bytes", [] { return allocated_bytes; });

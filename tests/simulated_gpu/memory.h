@@ -31,17 +31,29 @@ inline size_t allocated_bytes = 0, peak_bytes = 0, limit_bytes = SIZE_MAX;
 struct Block {
     void* address;
     size_t num_bytes;
+    int64_t given_out;  // after so much had been computed
+
+    bool holds(const void* pointer) const {
+        return pointer >= address && pointer < static_cast<const char*>(address) + num_bytes;
+    }
 };
 
-inline void free_block(void* context) {
-    std::unique_ptr<Block> block(static_cast<Block*>(context));
-    std::memset(block->address, kFreed, block->num_bytes);
-    std::free(block->address);
+inline std::map<const void*, Block> blocks;  // by address
+inline int64_t last_computed = 0;  // the number of what was computed last (streams.h)
+
+bool is_queued(const Block& block);  // for a copy (streams.h)
+
+inline void free_block(void* address) {
     std::lock_guard guard(mutex);
-    allocated_bytes -= block->num_bytes;
+    const auto found = blocks.find(address);
+    const Block block = found->second;
+    blocks.erase(found);
+    std::memset(block.address, kFreed, block.num_bytes);
+    allocated_bytes -= block.num_bytes;
+    if (!is_queued(block)) std::free(block.address);  // else that is a mistake, and what is copied is garbage
 }
 
-// As torch words it.
+// Like torch's words, which Ratel reads.
 inline std::string size_in_words(size_t num_bytes) {
     const bool is_large = num_bytes >= size_t{1} << 30;
     std::ostringstream words;
@@ -64,7 +76,9 @@ struct Allocator final : c10::Allocator {
         void* address = std::aligned_alloc(kGranularity, num_bytes);
         TORCH_CHECK(address != nullptr, "no memory left for the simulated GPU's");
         std::memset(address, kGivenOut, num_bytes);
-        return {address, new Block{address, num_bytes}, free_block, kDevice};
+        std::lock_guard guard(mutex);
+        blocks[address] = {address, num_bytes, last_computed};
+        return {address, address, free_block, kDevice};
     }
     c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
     void copy_data(void* to, const void* from, size_t num_bytes) const override { std::memcpy(to, from, num_bytes); }

@@ -1,8 +1,12 @@
 // Streams and events of the simulated GPU: copies that happen as late as they may, and what the host may rely on.
 //
-// All that is queued is numbered, over all streams. The stream that computes is never behind; but the host may only rely
-// on what it knows: what it has waited for, and what that was behind. So what went up is compared with what lies in
-// host memory when the host gets to know that the copy is over: until then it may not have changed.
+// All that is queued or computed is numbered, over all streams. Computing happens at once; but the host may only rely on
+// what it knows: what it has waited for, and what that had waited for. So what went up is compared with what lies in host
+// memory when the host gets to know that the copy is over: until then it may not have changed. An example, with numbers:
+//
+//     1 an operator computes; 2 an event of that; 3 the stream `up` waits for it (`behind` is 2); 4 a copy up is queued,
+//     5 an event of it. Then computing waits for 5: the copy happens, and `computed_with` of copy and event is 6. When
+//     the host waits for event 5, or for a later one of computing, say 8, it knows that the copy is over.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -69,7 +73,7 @@ inline thread_local int64_t current_stream = kComputes;
 inline std::minstd_rand draws;
 inline double eagerness = 0;
 
-// All of these with the lock held.
+// From here to `is_known`, the lock is held by who calls; the functions behind that take it.
 
 inline bool is_drawn() { return std::uniform_real_distribution<>{}(draws) < eagerness; }
 
@@ -111,8 +115,6 @@ inline void learn(Event& event) {
 inline bool is_known(const Event& event) {
     return event.number <= streams[event.stream].known || event.computed_with <= streams[kComputes].known;
 }
-
-// And these take it.
 
 inline EventPointer record(int64_t stream) {
     std::lock_guard guard(mutex);
@@ -192,6 +194,29 @@ inline int unpin(uintptr_t address) {
     return 0;
 }
 
+inline bool is_queued(const Block& block) {
+    for (const auto& [number, stream] : streams) {
+        for (const Task& task : stream.queue) {
+            if (task.num_bytes > 0 && (block.holds(task.to) || block.holds(task.from))) return true;
+        }
+    }
+    return false;
+}
+
+// The stream that computes is never behind here. On a GPU it is, and a copy has to wait for it: down, for all that may
+// have made these bytes; up, for all that may have used the memory before it was given out for them.
+inline void check_order(const void* pointer, bool goes_up) {
+    const auto block = std::prev(blocks.upper_bound(pointer));
+    const int64_t wanted = goes_up ? block->second.given_out : last_computed;
+    TORCH_CHECK(streams[current_stream].behind >= wanted, "a copy does not wait for what was computed before it");
+}
+
+// Something is computed.
+inline void compute() {
+    std::lock_guard guard(mutex);
+    last_computed = ++last_number;
+}
+
 // Whoever copies pageable memory stands still for it, as with CUDA.
 inline void copy_on_stream(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
     TORCH_CHECK(to.is_contiguous() && from.is_contiguous() && to.dtype() == from.dtype() && to.sizes() == from.sizes(),
@@ -199,6 +224,7 @@ inline void copy_on_stream(const at::Tensor& to, const at::Tensor& from, bool no
     const bool returns_at_once = non_blocking && is_pinned((to.is_cpu() ? to : from).data_ptr());
     {
         std::lock_guard guard(mutex);
+        check_order(from.is_cpu() ? to.data_ptr() : from.data_ptr(), from.is_cpu());
         streams[current_stream].queue.push_back({.number = ++last_number,
                                                  .to = to.data_ptr(),
                                                  .from = from.data_ptr(),
