@@ -13,7 +13,7 @@ from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import BadInput, DoesNotFit
 from ratel_cli.movement.buffers import BufferPool, address_of
 from ratel_cli.movement.copies import view
-from ratel_cli.movement.pinning import CudaPinning
+from ratel_cli.movement.pinning import CudaPinning, _unregister
 from ratel_cli.units import MIB
 from tests.gpu.machine import NEEDS_GPU
 from tests.simulated_gpu import is_simulated, set_eagerness
@@ -172,6 +172,19 @@ def test_what_is_not_deterministic_is_refused_with_the_key_to_change(device: Cud
         values @ torch.ones(3, device="cuda")
 
 
+def test_a_workspace_that_is_not_deterministic_is_refused_too(device: CudaDevice) -> None:
+    """As torch words it where the user has set CUBLAS_WORKSPACE_CONFIG to something else."""
+    with pytest.raises(BadInput, match="not deterministic") as raised, device.refusing():
+        raise RuntimeError("this operation is not deterministic because it uses CuBLAS")
+    assert raised.value.hint is not None and "deterministic: false" in raised.value.hint
+
+
+def test_memory_that_was_never_pinned_can_be_unpinned_without_harm(device: CudaDevice, pool: BufferPool) -> None:
+    with pool.lease(MIB, "test") as lease:
+        _unregister(address_of(lease.memory) + 4096)
+        assert float(torch.ones(3, device=device.torch_device).sum()) == 3.0  # CUDA's last error is gone
+
+
 def test_the_pool_is_pinned_and_copies_run_beside_the_host(device: CudaDevice, pool: BufferPool) -> None:
     with pool.lease(LARGE, "test") as lease:
         assert view(lease.memory, torch.uint8).is_pinned()
@@ -182,6 +195,7 @@ def test_the_pool_is_pinned_and_copies_run_beside_the_host(device: CudaDevice, p
 
 
 def test_memory_that_was_unpinned_can_be_pinned_again(pool: BufferPool) -> None:
+    """The pool's pinning fails the test where CUDA refuses."""
     for _ in range(3):
         pool.lease(LARGE, "test").release()
         pool.trim()

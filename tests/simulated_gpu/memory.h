@@ -11,7 +11,6 @@
 #include <iomanip>
 #include <iterator>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <sstream>
 #include <string>
