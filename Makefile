@@ -34,7 +34,7 @@ types: $(READY)  ## Check types
 	$(BIN)/mypy
 
 bench: $(READY)  ## Measure queue, kernel, optimizer and whole steps against their ceilings (hours); keep the results
-	$(BIN)/python -m scripts.bench_all
+	$(BIN)/python -m scripts.bench.all
 
 clean:  ## Remove everything that these targets made
 	rm -rf .venv build demo .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,10 +1,10 @@
 """The compiled kernels (kernels/): AdamW in one fused pass, and what measures and tests it.
 
-Called by engine and hardware (`update_*`, square roots), model.load and model.export (split and join); `adamw_*` and
-`stream_*` are what benchmarks and tests hold those against. Every array is 1-D, contiguous, on the CPU and detached: a
-torch tensor (through DLPack) or a numpy array. Arrays are changed in place, may not overlap, and have one length. Wrong
-types raise TypeError; wrong devices, shapes, lengths, names and overlaps raise ValueError; nothing has been written
-then. The GIL is released.
+Called by engine and hardware (`update_*`, square roots), model.import_weights and model.export_weights (split and
+join); `adamw_*` and `stream_*` are what benchmarks and tests hold those against. Every array is 1-D, contiguous, on
+the CPU and detached: a torch tensor (through DLPack) or a numpy array. Arrays are changed in place, may not overlap,
+and have one length. Wrong types raise TypeError; wrong devices, shapes, lengths, names and overlaps raise ValueError;
+nothing has been written then. The GIL is released.
 
 `isa` names the instruction set ("baseline", "avx2", "avx512"); None is RATEL_FORCE_ISA if set, else the widest
 the processor runs. All give the same bits. `square_root` says how AdamW's square root is rounded: "correct",

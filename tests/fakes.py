@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
 
-from ratel_cli.movement.buffers import PAGE_BYTES, BufferPool
-from ratel_cli.movement.durable import KernelBarrier
-from ratel_cli.movement.queue import LanedQueue
-from ratel_cli.movement.requests import Direction
-from ratel_cli.movement.threaded import ThreadedLane, transfer_with_kernel
+from ratel_cli.io.buffers import PAGE_BYTES, BufferPool
+from ratel_cli.io.queue import LanedQueue
+from ratel_cli.io.requests import Direction
+from ratel_cli.io.threads import ThreadedLane, transfer_with_kernel
+from ratel_cli.store.barrier import KernelBarrier
 
 # Small, so that tests of few bytes are cut into many requests.
 REQUEST_BYTES = 16 * PAGE_BYTES

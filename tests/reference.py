@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ratel_cli.engine.randomness import seed_draws
+from ratel_cli.engine.replay.randomness import seed_draws
 from ratel_cli.engine.state import Batch
 
 

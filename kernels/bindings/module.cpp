@@ -1,6 +1,6 @@
 // The Python module ratel_cli._native. ratel_cli/_native.pyi is its reference.
 //
-// For: engine, model.load/export (split, join), hardware; updates.cpp has what training calls, and benchmarks and tests
+// For: engine, model.import_weights/export (split, join), hardware; updates.cpp has what training calls, and benchmarks and tests
 // hold that against the plain kernels here. Invariant: arguments are checked whole before the first byte changes, and
 // kernels run without the GIL.
 

@@ -141,7 +141,7 @@ def plan(
     prices: Annotated[bool, typer.Option("--prices", help="Tell what a price buys, by number of SSDs.")] = False,
 ) -> None:
     from ratel_cli.cli import plan as command
-    from ratel_cli.cli.plan_questions import Questions
+    from ratel_cli.run.plan_questions import Questions
 
     questions = Questions(compare=compare, largest=largest, prices=prices)
     command.run(config, overrides or [], hardware, plot, questions, as_json=as_json)
@@ -274,7 +274,7 @@ def _check_resume(resume: str) -> None:
 
 
 def _tell(message: str, hint: str | None) -> None:
-    from ratel_cli.runlog import RunLog
+    from ratel_cli.console import RunLog
 
     RunLog().error(message, hint)
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from ratel_cli.cli.kept_run import find_run
-from ratel_cli.runlog import RunLog
+from ratel_cli.console import RunLog
+from ratel_cli.run.find import find_run
 
 
 def run(path: Path, step: int | None, output: Path) -> None:
     """Export the generation of `step`, or the current one. Raises RatelError."""
     log = RunLog()
     config = find_run(path, log)
-    from ratel_cli.cli.opened_run import open_run, write_export
+    from ratel_cli.run.open import open_run, write_export
     from ratel_cli.training.stopping import StopRequest
 
     with ExitStack() as resources:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ratel_cli.config.load import load_config
+from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
-from ratel_cli.runlog import RunLog
 
 
 def run(config_path: Path, overrides: list[str], resume: str, dry_run: bool) -> None:
@@ -23,6 +23,6 @@ def run(config_path: Path, overrides: list[str], resume: str, dry_run: bool) -> 
         log.notice("`cost_model` is for `ratel plan` alone; a run is planned as it will be carried out")
     if loaded.config.base_model is None:
         raise BadInput("`model_shape` is for `ratel plan` alone", "give `base_model` to train a model")
-    from ratel_cli.cli.training_run import carry_out
+    from ratel_cli.run.finetune import run_finetune
 
-    carry_out(loaded.config, log, resume=resume, dry_run=dry_run)
+    run_finetune(loaded.config, log, resume=resume, dry_run=dry_run)

@@ -13,15 +13,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ratel_cli.cli.plan_inputs import find_hardware, forecaster_of, setting_of, snapshot_tiers
-from ratel_cli.cli.plan_plot import check_picture, draw_picture, terminal_curve
-from ratel_cli.cli.plan_questions import Questions, answers
-from ratel_cli.cli.plan_table import advice_lines, forecast_rows, swap_lines
 from ratel_cli.config.load import load_config
+from ratel_cli.console import RunLog
 from ratel_cli.errors import DoesNotFit
-from ratel_cli.planning.forecasts.advice import Advice, advise
-from ratel_cli.planning.forecasts.forecast import Forecast, Forecaster, Setting
-from ratel_cli.runlog import RunLog
+from ratel_cli.planning.forecast.advice import Advice, advise
+from ratel_cli.planning.forecast.forecast import Forecast, Forecaster, Setting
+from ratel_cli.report.plan import advice_lines, forecast_rows, swap_lines
+from ratel_cli.report.plot import check_picture, draw_picture, terminal_curve
+from ratel_cli.run.plan_inputs import find_hardware, forecaster_of, setting_of, snapshot_tiers
+from ratel_cli.run.plan_questions import Questions, answers
 from ratel_cli.units import format_bytes
 
 

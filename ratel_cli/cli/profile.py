@@ -11,16 +11,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ratel_cli.cli.hardware_file import to_text
-from ratel_cli.cli.hardware_table import hardware_rows
-from ratel_cli.cli.model_table import model_rows, operator_lines
-from ratel_cli.cli.profile_cache import Subject, profile_of
-from ratel_cli.cli.subject import subject_of
 from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
+from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.runlog import RunLog
+from ratel_cli.report.machine import hardware_rows
+from ratel_cli.report.model import model_rows, operator_lines
+from ratel_cli.run.hardware_file import to_text
+from ratel_cli.run.profile_cache import ProfileTarget, profile_of
+from ratel_cli.run.profile_target import profile_target
 
 
 def run(
@@ -34,8 +34,8 @@ def run(
     if output is not None:
         _check_writable(output)
 
-    def measure(subject: Subject) -> HardwareProfile:
-        from ratel_cli.cli.machine import measure_machine
+    def measure(subject: ProfileTarget) -> HardwareProfile:
+        from ratel_cli.run.profile_machine import measure_machine
 
         return measure_machine(subject, log)
 
@@ -58,22 +58,22 @@ def _read_config(path: Path, log: RunLog) -> RunConfig:
     return loaded.config
 
 
-def _subject(config: RunConfig | None, storage: Sequence[Path]) -> Subject:
+def _subject(config: RunConfig | None, storage: Sequence[Path]) -> ProfileTarget:
     """What to measure: as the config's run would use it; `--storage` goes before its paths."""
     if config is None:
-        return Subject(paths=tuple(storage) or (Path.cwd(),), dtype="bfloat16", device="auto", engine="auto")
-    return subject_of(config, storage)
+        return ProfileTarget(paths=tuple(storage) or (Path.cwd(),), dtype="bfloat16", device="auto", engine="auto")
+    return profile_target(config, storage)
 
 
 def _profile_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *, refresh: bool, quiet: bool) -> None:
     """What the config's model costs here: kept for `ratel plan` and `ratel finetune`, and shown."""
-    from ratel_cli.cli.model_costs import record_model
+    from ratel_cli.run.profile_model import record_model
 
     costs = record_model(config, hardware, log, refresh=refresh)
     if quiet:
         return
     table = RunLog(sys.stdout)
-    table.facts(model_rows(costs.profile, available_bytes=costs.activation_room_bytes))
+    table.facts(model_rows(costs.profile, available_bytes=costs.activation_available_bytes))
     for line in operator_lines(costs.profile):
         table.say(line)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ratel_cli.cli.kept_run import find_run
+from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
-from ratel_cli.runlog import RunLog
+from ratel_cli.run.find import find_run
 
 
 def run(path: Path, overrides: Sequence[str], snapshot: Path | None, *, overwrite: bool) -> None:
@@ -24,7 +24,7 @@ def run(path: Path, overrides: Sequence[str], snapshot: Path | None, *, overwrit
                 "name the snapshot's directory: --from DIR",
             )
         snapshot = config.storage.snapshot.path
-    from ratel_cli.cli.restoring import restore
+    from ratel_cli.run.restore import restore
 
     step = restore(config, snapshot, overwrite=overwrite, log=log)
     command = " ".join(["ratel finetune", str(path) if path.is_file() else "CONFIG", *overrides])

@@ -12,17 +12,17 @@ import json
 import sys
 from pathlib import Path
 
-from ratel_cli.cli.kept_run import find_run, is_output_of_run
-from ratel_cli.cli.verify_table import check_lines, checks_to_json, raise_if_wrong
-from ratel_cli.runlog import RunLog
+from ratel_cli.console import RunLog
+from ratel_cli.report.verify import check_lines, checks_to_json, raise_if_wrong
+from ratel_cli.run.find import find_run, is_output_of_run
 
 
 def run(path: Path, *, as_json: bool) -> None:
     """Verify a run, or a directory with a model. Raises RatelError; IntegrityFailure after all was shown."""
     log = RunLog()
     config = None if path.is_dir() and not is_output_of_run(path) else find_run(path, log)
-    from ratel_cli.cli.verifying import verify_directory, verify_run
-    from ratel_cli.movement.store import Store
+    from ratel_cli.run.verify import verify_directory, verify_run
+    from ratel_cli.store.store import Store
 
     if config is None:
         checks = verify_directory(path, log)

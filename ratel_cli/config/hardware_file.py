@@ -1,6 +1,6 @@
 """A hardware file as a person writes it, or `ratel profile -o` does: the keys of `hardware.spec`, in YAML or JSON.
 
-Called by `cli.hardware_file`, which makes a profile of it. Sizes may be written 24GiB and rates 3.5GB/s; other
+Called by `run.hardware_file`, which makes a profile of it. Sizes may be written 24GiB and rates 3.5GB/s; other
 numbers are plain. What has an honest default may be left out.
 
 Invariant: all that is wrong is told at once, each at its line, as one BadInput that carries the others.

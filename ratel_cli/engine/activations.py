@@ -28,15 +28,15 @@ from dataclasses import dataclass
 
 import torch
 
-from ratel_cli.engine.device import About, Arrival, Departure, Device, Room
-from ratel_cli.engine.tape import PACKED_ALIGNMENT
+from ratel_cli.engine.device.device import Device, DeviceBuffer, Download, SpanLabel, Upload
+from ratel_cli.engine.replay.tape import PACKED_ALIGNMENT
 from ratel_cli.engine.telemetry import Resource, Stage, Timeline
 from ratel_cli.errors import RatelError
-from ratel_cli.movement.buffers import PAGE_BYTES, BufferPool, Lease
-from ratel_cli.movement.checksums import Seal
-from ratel_cli.movement.scratch import Scratch
-from ratel_cli.movement.tickets import Ticket
+from ratel_cli.io.buffers import PAGE_BYTES, BufferPool, Lease
+from ratel_cli.io.scratch import Scratch
+from ratel_cli.io.tickets import Ticket
 from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Placement
+from ratel_cli.store.checksums import Seal
 from ratel_cli.units import align_up
 
 
@@ -46,12 +46,12 @@ class Unit:
 
     leaf: torch.Tensor
     """The layer's input [batch, tokens, hidden_size]."""
-    aside: dict[int, tuple[torch.Tensor, ...]]
+    offloaded: dict[int, tuple[torch.Tensor, ...]]
     """Outputs of swapped operators, by position in the tape."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        return [self.leaf, *(tensor for tensors in self.aside.values() for tensor in tensors)]
+        return [self.leaf, *(tensor for tensors in self.offloaded.values() for tensor in tensors)]
 
     @property
     def num_bytes(self) -> int:
@@ -96,28 +96,30 @@ class _PackedUnit:
             )
 
         self.leaf = place(unit.leaf)
-        self.aside = {index: tuple(place(tensor) for tensor in tensors) for index, tensors in unit.aside.items()}
+        self.offloaded = {
+            index: tuple(place(tensor) for tensor in tensors) for index, tensors in unit.offloaded.items()
+        }
         self.num_bytes = align_up(position, PAGE_BYTES)
         self.lease: Lease | None = None
-        self.departure: Departure | None = None
+        self.departure: Download | None = None
         self.transfer: Ticket | None = None
         self.seal: Seal | None = None
         """Of what was written."""
         self.is_being_read = False
-        self.room: Room | None = None
-        self.arrival: Arrival | None = None
+        self.room: DeviceBuffer | None = None
+        self.arrival: Upload | None = None
 
     @property
     def places(self) -> list[_Place]:
-        return [self.leaf, *(place for each in self.aside.values() for place in each)]
+        return [self.leaf, *(place for each in self.offloaded.values() for place in each)]
 
     @property
     def memory(self) -> memoryview:
         assert self.lease is not None
         return self.lease.memory
 
-    def about(self, stage: Stage) -> About:
-        return About(label=f"activations of block {self.block}", block=self.block, stage=stage)
+    def about(self, stage: Stage) -> SpanLabel:
+        return SpanLabel(label=f"activations of block {self.block}", block=self.block, stage=stage)
 
 
 class Activations:
@@ -157,7 +159,7 @@ class Activations:
         self.put_bytes += unit.num_bytes
         self._start_writing()
         if is_kept:
-            self._in_place[key] = Unit(leaf=unit.leaf.detach(), aside=unit.aside)
+            self._in_place[key] = Unit(leaf=unit.leaf.detach(), offloaded=unit.offloaded)
             return
         packed = self._packed[key] = _PackedUnit(block, unit, self._end if is_spilled else None)
         if is_spilled:
@@ -184,7 +186,7 @@ class Activations:
         if unit is not None:
             self._read_ahead()
             self._prepare()
-            yield Unit(leaf=unit.leaf.requires_grad_(), aside=unit.aside)
+            yield Unit(leaf=unit.leaf.requires_grad_(), offloaded=unit.offloaded)
             return
         packed = self._packed[key]
         self._bring_to_memory(packed)
@@ -193,7 +195,9 @@ class Activations:
         values = arrival.open()
         yield Unit(
             leaf=packed.leaf.look(values).requires_grad_(),
-            aside={index: tuple(place.look(values) for place in places) for index, places in packed.aside.items()},
+            offloaded={
+                index: tuple(place.look(values) for place in places) for index, places in packed.offloaded.items()
+            },
         )
         del values
         with self._timeline.waiting("up"):
@@ -250,7 +254,7 @@ class Activations:
         if coming.lease is not None and not coming.is_being_read:
             coming.arrival = self._upload(coming)
 
-    def _upload(self, packed: _PackedUnit) -> Arrival:
+    def _upload(self, packed: _PackedUnit) -> Upload:
         if packed.arrival is None:
             room = packed.room or self._device.reserve(packed.num_bytes)
             packed.arrival = self._device.upload(

@@ -1,6 +1,6 @@
 """A model's logits, computed from one generation in the store, with one block in memory at a time.
 
-`cli.verifying` compares them with those of an exported model. Nothing runs ahead and nothing is updated: training and
+`run.verify` compares them with those of an exported model. Nothing runs ahead and nothing is updated: training and
 evaluation are in `engine.step`.
 
 Invariant: the modules, the shapes and the order of operations are those of the model's own forward, so that on one
@@ -14,12 +14,12 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.views import FIELD_DTYPES, view
 from ratel_cli.model.blocks import DecoderModel
-from ratel_cli.model.drive import last_hidden_state
+from ratel_cli.model.layer_runner import last_hidden_state
 from ratel_cli.model.spec import BlockSpec
-from ratel_cli.movement.buffers import BufferPool
-from ratel_cli.movement.copies import FIELD_DTYPES, view
-from ratel_cli.movement.generation import Generation
+from ratel_cli.store.generation import Generation
 
 
 class GenerationForward:
@@ -54,19 +54,19 @@ class GenerationForward:
             self._pool.trim()
 
     def _logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        drive, (embedding, *layers, head) = self._model.drive, self._model.spec.blocks
+        layer_runner, (embedding, *layers, head) = self._model.layer_runner, self._model.spec.blocks
         with self._bound(embedding):
-            embedded = drive.embed(input_ids, position_ids)
+            embedded = layer_runner.embed(input_ids, position_ids)
         hidden = embedded.hidden
         for index, block in enumerate(layers):
             with self._bound(block):
-                hidden = drive.run_layer(index, hidden, embedded.calls[index])
+                hidden = layer_runner.run_layer(index, hidden, embedded.calls[index])
         with ExitStack() as bound:
             if self._model.spec.tied:
                 self._model.tie(bound.enter_context(self._bound(embedding)))
             bound.enter_context(self._bound(head))
-            finished = drive.finish(hidden, input_ids, position_ids)
-            return drive.logits(finished, last_hidden_state(finished))
+            finished = layer_runner.finish(hidden, input_ids, position_ids)
+            return layer_runner.logits(finished, last_hidden_state(finished))
 
     @contextmanager
     def _bound(self, block: BlockSpec) -> Iterator[tuple[torch.nn.Parameter, ...]]:

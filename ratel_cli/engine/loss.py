@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ratel_cli.model.drive import Drive, last_hidden_state
+from ratel_cli.model.layer_runner import LayerRunner, last_hidden_state
 
 IGNORED = -100
 """Targets with this value count for nothing (torch's ignore_index)."""
@@ -26,14 +26,14 @@ def tokens_per_chunk(vocab_size: int) -> int:
     return max(16, _CHUNK_LOGITS_BYTES // (4 * vocab_size))
 
 
-def loss_sum(drive: Drive, finished: object, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def loss_sum(layer_runner: LayerRunner, finished: object, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Sum of cross-entropies (fp32 scalar) of one chunk: hidden [1, tokens, width], targets [tokens]."""
-    logits = drive.logits(finished, hidden)
+    logits = layer_runner.logits(finished, hidden)
     return cross_entropy(logits[0].float(), targets, ignore_index=IGNORED, reduction="sum")
 
 
 def loss_and_gradients(
-    drive: Drive,
+    layer_runner: LayerRunner,
     finished: object,
     targets: torch.Tensor,
     parameters: Sequence[nn.Parameter],
@@ -57,7 +57,7 @@ def loss_and_gradients(
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
     for start in range(0, flat.shape[1], chunk_tokens):
         chunk = flat[:, start : start + chunk_tokens].requires_grad_()
-        loss = loss_sum(drive, finished, chunk, flat_targets[start : start + chunk_tokens])
+        loss = loss_sum(layer_runner, finished, chunk, flat_targets[start : start + chunk_tokens])
         scaled = loss / num_targets if loss_scale == 1.0 else loss / num_targets * loss_scale
         first, *others = torch.autograd.grad(scaled, (chunk, *parameters), allow_unused=True)
         gradient[:, start : start + chunk_tokens] = first
@@ -67,13 +67,18 @@ def loss_and_gradients(
     return total, gradient.view_as(hidden)
 
 
-def loss_only(drive: Drive, finished: object, targets: torch.Tensor, *, chunk_tokens: int) -> float:
+def loss_only(layer_runner: LayerRunner, finished: object, targets: torch.Tensor, *, chunk_tokens: int) -> float:
     """Sum of cross-entropies of one micro-batch, without gradients."""
     hidden = last_hidden_state(finished)
     flat, flat_targets = hidden.reshape(1, -1, hidden.shape[-1]), targets.reshape(-1)
     return sum(
         float(
-            loss_sum(drive, finished, flat[:, start : start + chunk_tokens], flat_targets[start : start + chunk_tokens])
+            loss_sum(
+                layer_runner,
+                finished,
+                flat[:, start : start + chunk_tokens],
+                flat_targets[start : start + chunk_tokens],
+            )
         )
         for start in range(0, flat.shape[1], chunk_tokens)
     )

@@ -13,10 +13,10 @@ from typing import Protocol
 import torch
 
 from ratel_cli.engine.activations import Activations
-from ratel_cli.engine.gradients import GradientSum, TiedSum
-from ratel_cli.engine.recording import StepRecording
-from ratel_cli.engine.tape import Tape
-from ratel_cli.model.drive import LayerCall
+from ratel_cli.engine.optimizer.gradients import GradientSum, TiedSum
+from ratel_cli.engine.replay.recording import StepRecording
+from ratel_cli.engine.replay.tape import Tape
+from ratel_cli.model.layer_runner import LayerCall
 
 
 class Batch(Protocol):
@@ -66,7 +66,7 @@ class StepOutcome:
     forward_seconds: float
     """From the start to the last layer's output; head, backward and update are the rest."""
     swapped_bytes: int
-    """Put aside in forward for backward, layers' inputs included."""
+    """Offloaded in forward for backward, layers' inputs included."""
     applied: bool
     """False: the loss or a gradient was not finite, and the store is as it was."""
     first_not_finite: str | None

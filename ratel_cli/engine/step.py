@@ -4,19 +4,19 @@
 weights of a block cross the wires once for all micro-batches, so the batch is bounded by time alone.
 
     1. embed     embedding of every micro-batch; every layer's arguments
-    2. forward   layers upwards: bind, run each micro-batch under a Recorder, put its input aside and what
+    2. forward   layers upwards: bind, run each micro-batch under a Recorder, offload its input and what
                  the plan swaps, unbind
     3. head      norm, head and loss in chunks, and their gradients right away
     4. backward  layers downwards: bind, fetch and replay each micro-batch, sum gradients, hand them over
     5. embedding backward; a tied weight gets the head's part and its own, and is updated once
-    6. decide    global norm, finite or not, clip coefficient (engine.update)
+    6. decide    global norm, finite or not, clip coefficient (engine.optimizer.update)
 
-Beneath it run the reads of the next blocks' weights (engine.weights) and the optimizer (engine.pipeline).
+Beneath it run the reads of the next blocks' weights (engine.weights) and the optimizer (engine.optimizer.pipeline).
 The update of a step is settled no later than the next step's first gradient; the step before is
 committed there, or after `settle`.
 
 Invariants: at most one block is bound, the embedding beside the head excepted; memory does not grow
-with the number of layers but for what is put aside, held gradients and what the placement keeps; a step whose
+with the number of layers but for what is offloaded, held gradients and what the placement keeps; a step whose
 loss or norm is not finite leaves the current generation as it was.
 """
 
@@ -31,25 +31,25 @@ from typing import Self
 import torch
 
 from ratel_cli.engine.activations import Activations, Unit
-from ratel_cli.engine.adamw import AdamWUpdate
-from ratel_cli.engine.device import About, Device
-from ratel_cli.engine.gradients import GradientSum, TiedSum
+from ratel_cli.engine.device.device import Device, SpanLabel
 from ratel_cli.engine.loss import loss_and_gradients, loss_only, tokens_per_chunk
-from ratel_cli.engine.pipeline import UpdatePipeline
-from ratel_cli.engine.randomness import seed_draws
-from ratel_cli.engine.recording import StepRecording
+from ratel_cli.engine.optimizer.adamw import AdamWUpdate
+from ratel_cli.engine.optimizer.gradients import GradientSum, TiedSum
+from ratel_cli.engine.optimizer.pipeline import UpdatePipeline
+from ratel_cli.engine.optimizer.update import Updates, UpdateSettings
+from ratel_cli.engine.replay.randomness import seed_draws
+from ratel_cli.engine.replay.recording import StepRecording
+from ratel_cli.engine.replay.tape import Recorder, Replayer
 from ratel_cli.engine.state import Batch, StepOutcome, StepState, Tied, place
-from ratel_cli.engine.tape import Recorder, Replayer
 from ratel_cli.engine.telemetry import Stage, Timeline
-from ratel_cli.engine.update import Updates, UpdateSettings
 from ratel_cli.engine.weights import BlockWeights, ResidentWeights, WeightReader
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.scratch import Scratch
 from ratel_cli.model.blocks import DecoderModel
-from ratel_cli.model.drive import last_hidden_state
+from ratel_cli.model.layer_runner import last_hidden_state
 from ratel_cli.model.spec import BlockSpec
-from ratel_cli.movement.buffers import BufferPool
-from ratel_cli.movement.scratch import Scratch
-from ratel_cli.movement.store import Store
 from ratel_cli.planning.placement import Placement
+from ratel_cli.store.store import Store
 
 
 class StepEngine:
@@ -73,7 +73,7 @@ class StepEngine:
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self._model = model
-        self._drive = model.drive
+        self._layer_runner = model.layer_runner
         self._pool = pool
         self._settings = settings
         self._seed = seed
@@ -131,7 +131,7 @@ class StepEngine:
         state = StepState(batches, step, loss_scale, self._activations, recording, device=self._device.torch_device)
         adamw = AdamWUpdate(number=update, learning_rate=learning_rate, gradient_scale=1.0 / loss_scale)
         try:
-            with self._device.refusing():
+            with self._device.translate_errors():
                 return self._run(state, adamw, commit_previous)
         except BaseException:
             self._updates.abandon()
@@ -152,7 +152,7 @@ class StepEngine:
         assert not self._updates.is_unsettled
         self._model.skeleton.eval()
         try:
-            with torch.no_grad(), self._device.refusing():
+            with torch.no_grad(), self._device.translate_errors():
                 return self._evaluate(place(batches, self._device.torch_device))
         finally:
             self._model.skeleton.train()
@@ -182,7 +182,7 @@ class StepEngine:
             self._check_stop()
             self._finish_previous(commit_previous, if_written=True)
             self._forward(state, block, hidden)
-        gone_forward, swapped_bytes = self._device.mark(), self._activations.put_bytes
+        forward_end, swapped_bytes = self._device.mark(), self._activations.put_bytes
 
         def begin_updates() -> None:
             self._finish_previous(commit_previous)
@@ -205,7 +205,7 @@ class StepEngine:
         return StepOutcome(
             loss=loss_total / state.num_targets,
             grad_norm=float(norm),
-            forward_seconds=gone_forward() - begun(),
+            forward_seconds=forward_end() - begun(),
             swapped_bytes=swapped_bytes,
             applied=bool(torch.isfinite(norm)),
             first_not_finite=not_finite,
@@ -223,7 +223,7 @@ class StepEngine:
         with self._reader.open(block), self._computing(block, "forward"):
             for position, batch in enumerate(state.batches):
                 self._seed_draws(state, 0, position)
-                embedded = self._drive.embed(batch.input_ids, batch.position_ids)
+                embedded = self._layer_runner.embed(batch.input_ids, batch.position_ids)
                 state.calls.append(embedded.calls)
                 hidden.append(embedded.hidden.detach())
         self._trim()
@@ -245,18 +245,20 @@ class StepEngine:
                     leaf = hidden[position].requires_grad_()
                     recorder = self._recorder(state, weights, position)
                     with recorder.recording():
-                        output = self._drive.run_layer(block.index - 1, leaf, state.calls[position][block.index - 1])
+                        output = self._layer_runner.run_layer(
+                            block.index - 1, leaf, state.calls[position][block.index - 1]
+                        )
                     hidden[position] = output.detach()
-                    state.tapes[block.index, position], aside = recorder.finish()
-                state.activations.put(block.index, position, Unit(leaf=leaf, aside=aside))
-                del leaf, output, aside
+                    state.tapes[block.index, position], offloaded = recorder.finish()
+                state.activations.put(block.index, position, Unit(leaf=leaf, offloaded=offloaded))
+                del leaf, output, offloaded
 
     def _recorder(self, state: StepState, weights: BlockWeights, position: int) -> Recorder:
         block, swapped = weights.block.index, self._swapped.get(weights.block.index, frozenset())
         if state.recording is None:
             return Recorder(weights.parameters, swapped)
         return state.recording.recorder(
-            weights.parameters, swapped, block=block, micro_batch=position, module=self._drive.layers[block - 1]
+            weights.parameters, swapped, block=block, micro_batch=position, module=self._layer_runner.layers[block - 1]
         )
 
     def _head(
@@ -282,9 +284,9 @@ class StepEngine:
                     with self._computing(block, "backward"):
                         self._seed_draws(state, block.index, position)
                         leaf = hidden[position].requires_grad_()
-                        finished = self._drive.finish(leaf, batch.input_ids, batch.position_ids)
+                        finished = self._layer_runner.finish(leaf, batch.input_ids, batch.position_ids)
                         loss, gradient = loss_and_gradients(
-                            self._drive,
+                            self._layer_runner,
                             finished,
                             batch.targets,
                             parameters,
@@ -324,8 +326,8 @@ class StepEngine:
 
     def _replay(self, state: StepState, block: BlockSpec, position: int, unit: Unit) -> torch.Tensor:
         """A layer's output, with the autograd graph that forward did not keep."""
-        with Replayer(state.tapes.pop((block.index, position)), unit.aside) as replayer:
-            output = self._drive.run_layer(block.index - 1, unit.leaf, state.calls[position][block.index - 1])
+        with Replayer(state.tapes.pop((block.index, position)), unit.offloaded) as replayer:
+            output = self._layer_runner.run_layer(block.index - 1, unit.leaf, state.calls[position][block.index - 1])
         replayer.check_complete()
         return output
 
@@ -337,7 +339,7 @@ class StepEngine:
             with self._computing(block, "backward"):
                 for position, batch in enumerate(state.batches):
                     self._seed_draws(state, 0, position)
-                    embedded = self._drive.embed(batch.input_ids, batch.position_ids)
+                    embedded = self._layer_runner.embed(batch.input_ids, batch.position_ids)
                     first, *others = torch.autograd.grad(
                         embedded.hidden, weights.parameters, gradients[position], allow_unused=True
                     )
@@ -353,17 +355,17 @@ class StepEngine:
         embedding, *layers, head = self._model.spec.blocks
         self._reader.expect([embedding, *layers, *([embedding] if self._model.spec.tied else []), head], "forward")
         with self._reader.open(embedding), self._computing(embedding, "forward"):
-            embedded = [self._drive.embed(batch.input_ids, batch.position_ids) for batch in batches]
+            embedded = [self._layer_runner.embed(batch.input_ids, batch.position_ids) for batch in batches]
         hidden = [item.hidden for item in embedded]
         for index, block in enumerate(layers):
             with self._reader.open(block), self._computing(block, "forward"):
                 for position, item in enumerate(embedded):
-                    hidden[position] = self._drive.run_layer(index, hidden[position], item.calls[index])
+                    hidden[position] = self._layer_runner.run_layer(index, hidden[position], item.calls[index])
         total = 0.0
         with self._tied_embedding(), self._reader.open(head), self._computing(head, "forward"):
             for state, batch in zip(hidden, batches, strict=True):
-                finished = self._drive.finish(state, batch.input_ids, batch.position_ids)
-                total += loss_only(self._drive, finished, batch.targets, chunk_tokens=self._chunk_tokens)
+                finished = self._layer_runner.finish(state, batch.input_ids, batch.position_ids)
+                total += loss_only(self._layer_runner, finished, batch.targets, chunk_tokens=self._chunk_tokens)
         return total
 
     @contextlib.contextmanager
@@ -383,7 +385,7 @@ class StepEngine:
         return GradientSum(block, self._pool, self._device, dtype=self._settings.gradient_dtype, single=single)
 
     def _computing(self, block: BlockSpec, stage: Stage) -> contextlib.AbstractContextManager[None]:
-        return self._device.computing(About(label=f"{stage} of {block.name}", block=block.index, stage=stage))
+        return self._device.computing(SpanLabel(label=f"{stage} of {block.name}", block=block.index, stage=stage))
 
     def _trim(self) -> None:
         """Give buffers back that no other phase of a step has a use for. Not where to make them anew costs as much as

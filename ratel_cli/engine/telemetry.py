@@ -17,7 +17,7 @@ from threading import Lock
 from time import perf_counter
 from typing import Literal, get_args
 
-from ratel_cli.movement.tickets import Ticket
+from ratel_cli.io.tickets import Ticket
 
 Resource = Literal["compute", "up", "down", "nvme read", "nvme write", "optimizer"]
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
@@ -94,9 +94,9 @@ class Timeline:
         try:
             yield
         finally:
-            self.stood_still(cause, start, perf_counter())
+            self.record_stall(cause, start, perf_counter())
 
-    def stood_still(self, cause: Resource, start: float, end: float) -> None:
+    def record_stall(self, cause: Resource, start: float, end: float) -> None:
         """Charge what nothing was computed in, of this time, to `cause`."""
         with self._lock:
             self._waits.append((cause, start, end))

@@ -1,6 +1,6 @@
 """`run/trace.json`: what each resource did and when, for ui.perfetto.dev and chrome://tracing.
 
-`cli.training_run` opens it when asked to, and hands it the spans of `engine.telemetry` step by step.
+`run.finetune` opens it when asked to, and hands it the spans of `engine.telemetry` step by step.
 Invariants: after every step the file is whole JSON, so that a killed run leaves its trace; slices of one
 track never overlap; both ends of an arrow lie in slices, the tip not before the tail. A trace that
 cannot be written is no reason to stop training: one warning, and training goes on.

@@ -32,15 +32,15 @@ from typing import Protocol, Self
 import torch
 from torch import nn
 
-from ratel_cli.engine.device import About, Arrival, Device, Room
+from ratel_cli.engine.device.device import Device, DeviceBuffer, SpanLabel, Upload
 from ratel_cli.engine.telemetry import Stage, Timeline
 from ratel_cli.errors import RatelError
+from ratel_cli.io.buffers import BufferPool, Lease
+from ratel_cli.io.tickets import Ticket
+from ratel_cli.io.views import FIELD_DTYPES
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.spec import BlockSpec
-from ratel_cli.movement.buffers import BufferPool, Lease
-from ratel_cli.movement.copies import FIELD_DTYPES
-from ratel_cli.movement.store import Store
-from ratel_cli.movement.tickets import Ticket
+from ratel_cli.store.store import Store
 
 
 class HostWeights:
@@ -105,7 +105,7 @@ class ResidentWeights:
             weights.release()
 
 
-class Newest(Protocol):
+class UpdateStatus(Protocol):
     """What the reader needs of `engine.update.Updates`."""
 
     def is_in_shadow(self, block: BlockSpec) -> bool:
@@ -138,9 +138,9 @@ class _Use:
     block: BlockSpec
     stage: Stage
     weights: HostWeights | None = None
-    room: Room | None = None
+    room: DeviceBuffer | None = None
     """On the device."""
-    arrival: Arrival | None = None
+    arrival: Upload | None = None
 
 
 class WeightReader:
@@ -151,7 +151,7 @@ class WeightReader:
         model: DecoderModel,
         store: Store,
         pool: BufferPool,
-        updates: Newest,
+        updates: UpdateStatus,
         resident: ResidentWeights,
         *,
         prefetch_blocks: int,
@@ -171,7 +171,7 @@ class WeightReader:
         self._uses: deque[_Use] = deque()
         self._shared: dict[int, HostWeights] = {}
         """What is open or issued, by block."""
-        self._kept: dict[int, Arrival] = {}
+        self._kept: dict[int, Upload] = {}
         """What is on the device, for a use to come, by block."""
 
     def expect(self, blocks: Sequence[BlockSpec], stage: Stage) -> None:
@@ -206,7 +206,7 @@ class WeightReader:
             raise
         return BlockWeights(self._model, weights, self, FIELD_DTYPES[self._store.layout.compute_field.name], arrival)
 
-    def close(self, weights: HostWeights, arrival: Arrival | None = None) -> None:
+    def close(self, weights: HostWeights, arrival: Upload | None = None) -> None:
         """One use of the block is over."""
         if arrival is not None:
             with self._timeline.waiting("up"):
@@ -242,9 +242,9 @@ class WeightReader:
         self._updates.start_waiting(weights)
         return True
 
-    def _upload(self, use: _Use, weights: HostWeights) -> Arrival:
+    def _upload(self, use: _Use, weights: HostWeights) -> Upload:
         room = use.room or self._device.reserve(self._num_bytes(use.block))
-        about = About(label=f"weights of {use.block.name}", block=use.block.index, stage=use.stage)
+        about = SpanLabel(label=f"weights of {use.block.name}", block=use.block.index, stage=use.stage)
         return self._device.upload(weights.memory, room, about)
 
     def _prepare(self) -> None:
@@ -279,14 +279,14 @@ class BlockWeights:
     """One block's weights, bound to its modules until `unbind`."""
 
     def __init__(
-        self, model: DecoderModel, host: HostWeights, reader: WeightReader, dtype: torch.dtype, arrival: Arrival
+        self, model: DecoderModel, host: HostWeights, reader: WeightReader, dtype: torch.dtype, arrival: Upload
     ) -> None:
         self.block = host.block
         self.host = host
         """The compute field in host memory, which the update changes in place."""
         self._model = model
         self._reader = reader
-        self._arrival: Arrival | None = arrival
+        self._arrival: Upload | None = arrival
         self._is_bound = True
         self.parameters: tuple[nn.Parameter, ...] = model.bind(host.block, arrival.open().view(dtype))
 

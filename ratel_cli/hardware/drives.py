@@ -14,18 +14,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ratel_cli.hardware.effort import Effort, best_seconds
+from ratel_cli.hardware.budget import MeasurementBudget, best_seconds
 from ratel_cli.hardware.host import free_bytes
 from ratel_cli.hardware.spec import DriveRates, Nvme
-from ratel_cli.movement.buffers import BufferPool
-from ratel_cli.movement.extents import weights_for
-from ratel_cli.movement.queue import IoQueue
-from ratel_cli.movement.scratch import Scratch
-from ratel_cli.movement.tickets import join
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.queue import IoQueue
+from ratel_cli.io.scratch import Scratch
+from ratel_cli.io.striping import weights_for
+from ratel_cli.io.tickets import join
 
 
 def measure_drives(
-    paths: Sequence[Path], queue: IoQueue, pool: BufferPool, *, effort: Effort, progress: Callable[[str], None]
+    paths: Sequence[Path],
+    queue: IoQueue,
+    pool: BufferPool,
+    *,
+    budget: MeasurementBudget,
+    progress: Callable[[str], None],
 ) -> Nvme:
     """All directories together. Raises EnvironmentFailure where they cannot be written.
 
@@ -34,7 +39,7 @@ def measure_drives(
     drives = _drives(paths)
     alone: dict[int, DriveRates] = {}
     if len(drives) > 1:
-        share = replace(effort, seconds=effort.seconds / len(drives))
+        share = replace(budget, seconds=budget.seconds / len(drives))
         for drive, here in drives.items():
             progress(f"{here[0]}, alone")
             alone[drive] = _measure(here[:1], [1], queue, pool, share)
@@ -43,7 +48,7 @@ def measure_drives(
     for path, weight in zip(paths, weights, strict=True):
         shares[path.resolve()] += weight
     progress("all directories together" if len(shares) > 1 else str(paths[0]))
-    all_drives = replace(effort, span_bytes=effort.span_bytes * len(drives))
+    all_drives = replace(budget, span_bytes=budget.span_bytes * len(drives))
     together = _measure(list(shares), list(shares.values()), queue, pool, all_drives)
     return Nvme(
         paths=tuple(map(str, paths)),
@@ -76,13 +81,13 @@ def _weights(
 
 
 def _measure(
-    paths: Sequence[Path], weights: Sequence[int], queue: IoQueue, pool: BufferPool, effort: Effort
+    paths: Sequence[Path], weights: Sequence[int], queue: IoQueue, pool: BufferPool, budget: MeasurementBudget
 ) -> DriveRates:
-    with _open_probe(paths, weights, queue, pool, effort) as probe:
+    with _open_probe(paths, weights, queue, pool, budget) as probe:
         # The first write to reserved space changes the file's map too, so it only warms up: a run's steps
         # write where creating the store has written.
         write, read, mixed = (
-            effort.span_bytes / best_seconds(work, effort.seconds)
+            budget.span_bytes / best_seconds(work, budget.seconds)
             for work in (probe.write, probe.read, probe.read_and_write)
         )
     return DriveRates(read_bytes_per_second=read, write_bytes_per_second=write, mixed_bytes_per_second=mixed)
@@ -115,11 +120,11 @@ class _Probe:
 
 @contextmanager
 def _open_probe(
-    paths: Sequence[Path], weights: Sequence[int], queue: IoQueue, pool: BufferPool, effort: Effort
+    paths: Sequence[Path], weights: Sequence[int], queue: IoQueue, pool: BufferPool, budget: MeasurementBudget
 ) -> Iterator[_Probe]:
     with (
-        Scratch(paths, effort.span_bytes, queue, weights=weights) as scratch,
-        pool.lease(effort.buffer_bytes, "measuring the drives") as lease,
+        Scratch(paths, budget.span_bytes, queue, weights=weights) as scratch,
+        pool.lease(budget.buffer_bytes, "measuring the drives") as lease,
     ):
         yield _Probe(scratch=scratch, memory=lease.memory)
     pool.trim()

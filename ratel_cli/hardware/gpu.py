@@ -13,12 +13,12 @@ from collections.abc import Callable
 import torch
 
 from ratel_cli.errors import EnvironmentFailure
-from ratel_cli.hardware.effort import best_seconds
+from ratel_cli.hardware.budget import best_seconds
 from ratel_cli.hardware.host import memory_bytes, processor_name
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES, ComputeDevice, Link, margin_bytes
-from ratel_cli.movement.buffers import BufferPool
-from ratel_cli.movement.copies import view
-from ratel_cli.movement.pinning import CudaPinning
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.pinning import CudaPinning
+from ratel_cli.io.views import view
 from ratel_cli.units import MIB
 
 _LINK_BYTES = 256 * MIB

@@ -1,6 +1,6 @@
 """What the operating system says: processor and GPUs by name, memory and space, what this process takes.
 
-Used by `hardware.measure`, `cli.profile_cache` and `cli.training_run`. Linux only. Imports nothing heavy.
+Used by `hardware.measure`, `run.profile_cache` and `run.finetune`. Linux only. Imports nothing heavy.
 Invariant: nothing is cached; each call says how it is now.
 """
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 from ratel_cli import _native
-from ratel_cli.hardware.effort import best_seconds
-from ratel_cli.movement.buffers import BufferPool
-from ratel_cli.movement.checksums import CHUNK_ELEMENTS
+from ratel_cli.hardware.budget import best_seconds
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.store.checksums import CHUNK_ELEMENTS
 
 _ADAM_PARAMETERS = 1 << 21
 """As many as the optimizer's group, and more than caches hold."""

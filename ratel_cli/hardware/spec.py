@@ -56,7 +56,7 @@ class Nvme:
     mixed_bytes_per_second: float
     """Both directions together while as much is read as written, at the same time."""
     weights: tuple[int, ...]
-    """The paths' shares of the stripes, by how fast their drives are alone (movement/extents.py)."""
+    """The paths' shares of the stripes, by how fast their drives are alone (io/striping.py)."""
     free_bytes: int
     endurance_tb_written: float | None = None
     """What the drives are rated for, all together, in 10^12 bytes; from a file that a person wrote."""

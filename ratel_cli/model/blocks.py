@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.drive import Drive
+from ratel_cli.model.layer_runner import LayerRunner
 from ratel_cli.model.probe import Usage, keeps_samples_apart, probe_usage
 from ratel_cli.model.spec import BlockKind, BlockSpec, ModelSpec, lay_out_block
 
@@ -61,13 +61,13 @@ class DecoderModel:
         self,
         *,
         skeleton: PreTrainedModel,
-        drive: Drive,
+        layer_runner: LayerRunner,
         spec: ModelSpec,
         packs: bool,
         tensors: Sequence[tuple[_Tensor, ...]],
     ) -> None:
         self.skeleton = skeleton
-        self.drive = drive
+        self.layer_runner = layer_runner
         self.spec = spec
         self.packs = packs
         """Whether samples packed into one row stay apart in every layer's attention."""
@@ -127,8 +127,8 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str) -> DecoderModel:
     outside, inside = _tensors(skeleton, layers)
     for tensor in outside:
         tensor.rest()
-    drive = Drive(skeleton, owner, layers)
-    usage, embedded = probe_usage(drive, {tensor.name: tensor.resting for tensor in outside})
+    layer_runner = LayerRunner(skeleton, owner, layers)
+    usage, embedded = probe_usage(layer_runner, {tensor.name: tensor.resting for tensor in outside})
     first = next(tensor for tensor in outside if tensor.resting is embedding.weight)
     before, after = _split(outside, usage, first, tied=tied)
     groups: list[tuple[BlockKind, str, list[_Tensor]]] = [
@@ -154,9 +154,9 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str) -> DecoderModel:
     )
     return DecoderModel(
         skeleton=skeleton,
-        drive=drive,
+        layer_runner=layer_runner,
         spec=spec,
-        packs=drive.takes_positions and keeps_samples_apart(embedded.calls),
+        packs=layer_runner.takes_positions and keeps_samples_apart(embedded.calls),
         tensors=[tuple(tensors) for _, _, tensors in groups],
     )
 

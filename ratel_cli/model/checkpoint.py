@@ -1,6 +1,6 @@
 """A base model's safetensors files as a source of weights.
 
-`cli.inputs` opens one for the import. On opening, every file, name, shape and dtype is checked
+`run.inputs` opens one for the import. On opening, every file, name, shape and dtype is checked
 against the skeleton and the spec, so that reading cannot meet a surprise. Invariant: what `read` gives
 equals, bit for bit, the parameter that `AutoModelForCausalLM.from_pretrained(..., dtype=float32)`
 would hold. Memory: the elements asked for; for parameters that transformers makes out of several

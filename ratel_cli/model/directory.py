@@ -1,6 +1,6 @@
 """Where a base model lies: a hub id or a directory, and which of its files may be opened.
 
-`cli.inputs` resolves `base_model` here; `model.checkpoint` and `model.export` open files only
+`run.inputs` resolves `base_model` here; `model.checkpoint` and `model.export_weights` open files only
 through `trusted_file`. Invariant: nothing outside the model's directory (or, for the hub's cache, the
 `blobs` beside it) is ever opened, nothing but a regular file is, and pickles and code never are.
 """

@@ -1,6 +1,6 @@
 """What torch hands to a dispatch mode, in types that can be checked.
 
-`model.probe` and `engine.tape` watch a model's operators below autograd; both see them as `Operator`s.
+`model.probe` and `engine.replay.tape` watch a model's operators below autograd; both see them as `Operator`s.
 """
 
 from __future__ import annotations

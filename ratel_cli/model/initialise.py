@@ -1,6 +1,6 @@
 """Random weights from the initialiser of the model's own code (`random_init: true`).
 
-`cli.inputs` imports from a `RandomSource` instead of a checkpoint. One module's parameters exist at
+`run.inputs` imports from a `RandomSource` instead of a checkpoint. One module's parameters exist at
 a time. Invariant: a parameter's bits depend on the seed, the configuration and the module's name
 alone, not on the order of reading nor on how parameters are grouped into blocks.
 """

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ratel_cli.model.dispatch import Operator, tensors_in
-from ratel_cli.model.drive import Drive, Embedded, LayerCall, last_hidden_state
+from ratel_cli.model.layer_runner import Embedded, LayerCall, LayerRunner, last_hidden_state
 
 _SAMPLE_TOKENS = 4
 
@@ -29,20 +29,20 @@ class Usage:
     after: frozenset[str]
 
 
-def probe_usage(drive: Drive, parameters: Mapping[str, torch.nn.Parameter]) -> tuple[Usage, Embedded]:
-    """Drive two packed samples through `drive` and note which of `parameters` each part reads."""
+def probe_usage(layer_runner: LayerRunner, parameters: Mapping[str, torch.nn.Parameter]) -> tuple[Usage, Embedded]:
+    """Run two packed samples through `layer_runner` and note which of `parameters` each part reads."""
     input_ids = torch.zeros((1, 2 * _SAMPLE_TOKENS), dtype=torch.long)
     position_ids = torch.arange(_SAMPLE_TOKENS).repeat(2).unsqueeze(0)
     names = {parameter.untyped_storage()._cdata: name for name, parameter in parameters.items()}
     with torch.no_grad(), _Watch(names) as watch:
-        drive.find_layer_output(input_ids, position_ids)
+        layer_runner.find_layer_output(input_ids, position_ids)
         watch.before.clear()
-        drive.at_layer = watch.enter_layers
-        embedded = drive.embed(input_ids, position_ids)
+        layer_runner.at_layer = watch.enter_layers
+        embedded = layer_runner.embed(input_ids, position_ids)
         watch.leave_layers()
-        finished = drive.finish(torch.zeros_like(embedded.hidden), input_ids, position_ids)
-        drive.logits(finished, last_hidden_state(finished))
-        drive.at_layer = None
+        finished = layer_runner.finish(torch.zeros_like(embedded.hidden), input_ids, position_ids)
+        layer_runner.logits(finished, last_hidden_state(finished))
+        layer_runner.at_layer = None
     return Usage(before=frozenset(watch.before), after=frozenset(watch.after)), embedded
 
 

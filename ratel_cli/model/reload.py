@@ -1,6 +1,6 @@
 """An exported directory, read back as its users will read it: value by value from its files, and by transformers.
 
-`cli.verifying` calls it for `ratel verify`. Pickles and remote code are never loaded, and nothing is downloaded.
+`run.verify` calls it for `ratel verify`. Pickles and remote code are never loaded, and nothing is downloaded.
 Invariant: what is returned was read whole; whatever is wrong with the directory is raised, naming file and tensor.
 """
 

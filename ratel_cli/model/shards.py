@@ -1,6 +1,6 @@
 """Safetensors files, read and written by ranges of elements, so that memory stays flat.
 
-`model.checkpoint` reads base models through `ShardReader`; `model.export` writes shards through
+`model.checkpoint` reads base models through `ShardReader`; `model.export_weights` writes shards through
 `ShardWriter`. A header is checked whole before anything is allocated, so a damaged or hostile file
 ends in BadInput with the file and the reason. Files are never mapped: mapped pages count as resident
 memory, and a truncated file would kill the process with SIGBUS.

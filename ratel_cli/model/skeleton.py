@@ -1,6 +1,6 @@
 """A Hugging Face decoder without its weights: parameters on the meta device, buffers real.
 
-`cli.inputs` builds one skeleton per run; `model.blocks` finds the blocks in it and `engine` binds
+`run.inputs` builds one skeleton per run; `model.blocks` finds the blocks in it and `engine` binds
 weights to it one block at a time. Nothing here knows any model family, and no memory is spent on
 weights: a 100B skeleton costs what its Python objects cost.
 """

@@ -1,6 +1,6 @@
 """Replacing the model in a directory as nearly at once as a file system allows.
 
-`model.export` writes everything into a `Staging` directory inside the output directory (so on the same
+`model.export_weights` writes everything into a `Staging` directory inside the output directory (so on the same
 file system) and publishes it by renames. Invariant: until `publish` the output directory is untouched;
 whatever happens, the staging directory is gone afterwards; and a crash between the renames leaves a
 directory that does not load, never one that mixes two models: the file by which a loader finds the

@@ -1,10 +1,10 @@
 """Bytes that forward leaves behind for backward: layers' inputs, and the operator outputs that are swapped.
 
-For `planning.traffic`, `planning.capacity`, `planning.choose`. A unit is what one layer puts aside for one micro-batch.
+For `planning.traffic`, `planning.capacity`, `planning.choose`. A unit is what one layer offloads for one micro-batch.
 The first units of a step are spilled to NVMe, page by page; those that are still in a buffer when forward
 ends are not read (engine/activations.py). Pure.
 
-Invariant: for full micro-batches, `put_aside` counts what the engine moves, to the byte.
+Invariant: for full micro-batches, `offload` counts what the engine moves, to the byte.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Units(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Aside:
+class OffloadedActivations:
     """All units of one step."""
 
     total_bytes: int
@@ -80,9 +80,9 @@ class Aside:
         return self.host_bytes + self.window_bytes
 
 
-def put_aside(
+def offload(
     unit_bytes: list[int], *, num_micro_batches: int, spilled_units: int, kept_from: int | None = None
-) -> Aside:
+) -> OffloadedActivations:
     """`unit_bytes` is for each layer; units go layer by layer, and within one micro-batch by micro-batch."""
     num_units = num_micro_batches * len(unit_bytes)
     assert kept_from is None or spilled_units <= kept_from <= num_units, (spilled_units, kept_from, num_units)
@@ -96,7 +96,7 @@ def put_aside(
     if kept_from is not None:
         layer, before = divmod(kept_from, num_micro_batches)
         kept_bytes = num_micro_batches * sum(unit_bytes[layer:]) - before * sum(unit_bytes[layer : layer + 1])
-    return Aside(
+    return OffloadedActivations(
         total_bytes=total_bytes,
         host_bytes=total_bytes - raw_bytes - kept_bytes,
         window_bytes=min(SPILL_WINDOW_UNITS, spilled_units) * max(page_bytes, default=0),
@@ -108,19 +108,19 @@ def put_aside(
     )
 
 
-def fewest_spilled_units(unit_bytes: list[int], *, num_micro_batches: int, room_bytes: int) -> int:
+def fewest_spilled_units(unit_bytes: list[int], *, num_micro_batches: int, available_bytes: int) -> int:
     """So that what stays in memory, and the buffers, fit; if they cannot, so that they take the least.
 
     The last layer's units stay. Within a layer each unit spilled leaves its bytes in memory the less; from layer to
     layer a larger one makes the buffers larger. Where nothing spilled does not fit, no window's worth of units does.
     """
     taken_bytes = _memory_by_spilled_layers(unit_bytes, num_micro_batches)
-    fitting = next((layers for layers, num_bytes in enumerate(taken_bytes) if num_bytes <= room_bytes), None)
+    fitting = next((layers for layers, num_bytes in enumerate(taken_bytes) if num_bytes <= available_bytes), None)
     if fitting is None:
         return num_micro_batches * taken_bytes.index(min(taken_bytes))
     if not fitting:
         return 0
-    return num_micro_batches * fitting - (room_bytes - taken_bytes[fitting]) // unit_bytes[fitting - 1]
+    return num_micro_batches * fitting - (available_bytes - taken_bytes[fitting]) // unit_bytes[fitting - 1]
 
 
 def block_activation_bytes(spec: ModelSpec, block: BlockSpec, state: StateBytes, *, tokens: int) -> int:

@@ -4,7 +4,7 @@ Used by `planning.choose`. An estimate from shapes, made before anything is writ
 leased within the same limit, so an estimate that is too low shows as a clear error and never as a
 killed process. Pure.
 
-What is put aside for backward (planning/activations.py) is counted as if it were there all along. Where a GPU computes,
+What is offloaded for backward (planning/activations.py) is counted as if it were there all along. Where a GPU computes,
 activations and sums of gradients are in its memory (planning/gpu_memory.py), and only what goes up or comes down here.
 A step is followed through its stages: forward, block by block, with deferred updates beneath it; then in
 the order in which gradients arrive: head, layers downwards, embedding; then what is left to update. Each
@@ -23,16 +23,16 @@ from itertools import accumulate
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.model.spec import BlockSpec, ModelSpec
 from ratel_cli.planning.activations import (
-    Aside,
+    OffloadedActivations,
     block_activation_bytes,
     head_chunk_tokens,
     logits_bytes,
     passing_bytes,
     tied_bytes,
 )
+from ratel_cli.planning.block_schedule import step_uses, window_bytes
 from ratel_cli.planning.gpu_memory import gpu_memory_bytes, kept_weight_bytes
 from ratel_cli.planning.placement import Overlap, Placement, Stage
-from ratel_cli.planning.uses import step_uses, window_bytes
 from ratel_cli.planning.workload import StateBytes, Workload
 from ratel_cli.units import MIB, format_bytes
 
@@ -42,7 +42,7 @@ what an import leaves in the heap (up to 30 MiB). With it, models of 1M to 85M p
 below the estimate, process not counted (2-core Xeon, 2026-11, before anything overlapped)."""
 GROUP_ELEMENTS = 1 << 21
 _NUM_GROUPS = 3
-"""Of the optimizer (engine.pipeline): one is read, one updated, one written."""
+"""Of the optimizer (engine.optimizer.pipeline): one is read, one updated, one written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class HostMemory:
     hidden_states: int
     """Those between two layers, their gradients, and masks, of all micro-batches."""
     activations: int
-    """Put aside in forward for backward: layers' inputs and swapped outputs, and buffers for those that go to NVMe."""
+    """Offloaded in forward for backward: layers' inputs and swapped outputs, and buffers for those that go to NVMe."""
     resident: int
     """Weights and optimizer states that stay from step to step."""
     block: int
@@ -74,7 +74,7 @@ def host_memory(
     state: StateBytes,
     workload: Workload,
     placement: Placement,
-    aside: Aside,
+    offloaded: OffloadedActivations,
     *,
     holds_gradients: bool,
     process_bytes: int,
@@ -96,9 +96,9 @@ def host_memory(
     gpu_bytes = 0
     if on_gpu:
         hidden_bytes = 0
-        gpu_bytes = gpu_memory_bytes(spec, state, workload, largest_unit_bytes=aside.largest_unit_bytes)
-        gpu_bytes += aside.kept_bytes + kept_weight_bytes(spec, state, placement.kept_weights)
-    always = process_bytes + hidden_bytes + resident_bytes + aside.memory_bytes
+        gpu_bytes = gpu_memory_bytes(spec, state, workload, largest_unit_bytes=offloaded.largest_unit_bytes)
+        gpu_bytes += offloaded.kept_bytes + kept_weight_bytes(spec, state, placement.kept_weights)
+    always = process_bytes + hidden_bytes + resident_bytes + offloaded.memory_bytes
     arriving = [
         0 if stage == "backward" else block.num_elements * state.gradient
         for block, stage in zip(reversed(spec.blocks), reversed(updates), strict=True)
@@ -113,7 +113,7 @@ def host_memory(
         return HostMemory(
             process=process_bytes,
             hidden_states=hidden_bytes,
-            activations=aside.memory_bytes,
+            activations=offloaded.memory_bytes,
             resident=resident_bytes,
             block=peak.block,
             working_set=peak.working_set,

@@ -29,7 +29,7 @@ from math import ceil, inf
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import Aside, fewest_spilled_units, put_aside
+from ratel_cli.planning.activations import OffloadedActivations, fewest_spilled_units, offload
 from ratel_cli.planning.capacity import HostMemory, host_memory
 from ratel_cli.planning.costs import ComputeSeconds, StepTime, compute_seconds, overlapped_step
 from ratel_cli.planning.gpu_memory import Kept, keep
@@ -40,7 +40,7 @@ from ratel_cli.planning.swap import Order, Swap
 from ratel_cli.planning.traffic import Traffic, step_traffic
 from ratel_cli.planning.workload import StateBytes, Workload
 
-_NOTHING_ASIDE = put_aside([0], num_micro_batches=1, spilled_units=0)
+_NOTHING_OFFLOADED = offload([0], num_micro_batches=1, spilled_units=0)
 _DEPTHS = ((2, 2), (1, 1), (0, 0))
 """Blocks whose weights are read ahead, and blocks whose updates may be pending. One block each is enough where all
 are alike; a second one evens out embedding and head."""
@@ -99,7 +99,7 @@ class Choice:
 
     placement: Placement
     swap: Swap
-    aside: Aside
+    offloaded: OffloadedActivations
     memory: HostMemory
     spilled_blocks: int
     """Held gradients of this many blocks (the first in forward order) lie on NVMe."""
@@ -126,34 +126,34 @@ def choose(case: Case) -> Choice:
 def evaluate(case: Case, placement: Placement, *, num_outputs: int = 0) -> Choice:
     """What follows from a placement when that prefix is swapped. Raises DoesNotFit."""
     placement = _keeping(case, placement, num_outputs)
-    aside = _aside(case, num_outputs, spilled_units=placement.spilled_units)
-    memory, spilled_blocks = _memory(case, placement, aside)
+    offloaded = _aside(case, num_outputs, spilled_units=placement.spilled_units)
+    memory, spilled_blocks = _memory(case, placement, offloaded)
     swap = case.order.at(num_outputs)
-    traffic = _traffic(case, placement, aside, spilled_blocks=spilled_blocks)
+    traffic = _traffic(case, placement, offloaded, spilled_blocks=spilled_blocks)
     return Choice(
         placement=replace(placement, swapped=case.order.keys(num_outputs)),
         swap=swap,
-        aside=aside,
+        offloaded=offloaded,
         memory=memory,
         spilled_blocks=spilled_blocks,
         traffic=traffic,
-        time=_time(case, placement, traffic, swap, aside),
+        time=_time(case, placement, traffic, swap, offloaded),
     )
 
 
 def curve(case: Case, choice: Choice) -> list[tuple[int, float]]:
     """Bytes swapped in a step, and its seconds, over the prefixes of whole runs, all else as chosen."""
-    room_bytes = case.limit_bytes - choice.memory.total + choice.memory.activations
+    available_bytes = case.limit_bytes - choice.memory.total + choice.memory.activations
     prefixes = sorted({*case.order.boundaries, choice.swap.num_outputs})
     points = []
     for num_outputs in prefixes:
-        fitting = _fitting(case, num_outputs, room_bytes)
+        fitting = _fitting(case, num_outputs, available_bytes)
         if fitting is not None:
-            _, aside = fitting
+            _, offloaded = fitting
             placement = _keeping(case, choice.placement, num_outputs)
-            traffic = _traffic(case, placement, aside, spilled_blocks=choice.spilled_blocks)
-            time = _time(case, placement, traffic, case.order.at(num_outputs), aside)
-            points.append((aside.total_bytes, time.total))
+            traffic = _traffic(case, placement, offloaded, spilled_blocks=choice.spilled_blocks)
+            time = _time(case, placement, traffic, case.order.at(num_outputs), offloaded)
+            points.append((offloaded.total_bytes, time.total))
     return points
 
 
@@ -193,8 +193,8 @@ def _with_fewest_spilled(case: Case, placement: Placement, num_outputs: int) -> 
         if case.activations == "keep":
             raise
         shortfall_bytes = refusal.shortfall_bytes
-    aside = _aside(case, num_outputs)
-    spilled_units = _fewest_spilled(case, num_outputs, aside.host_bytes - shortfall_bytes, aside)
+    offloaded = _aside(case, num_outputs)
+    spilled_units = _fewest_spilled(case, num_outputs, offloaded.host_bytes - shortfall_bytes, offloaded)
     return evaluate(case, replace(placement, spilled_units=spilled_units), num_outputs=num_outputs)
 
 
@@ -254,25 +254,25 @@ def _best_without_room(case: Case, start: Choice) -> Choice:
 def _best_swap(case: Case, placement: Placement) -> Choice | None:
     """The prefix with the least time in the memory that `placement` leaves; None if not even inputs fit."""
     try:
-        without, spilled_blocks = _memory(case, placement, _NOTHING_ASIDE)
+        without, spilled_blocks = _memory(case, placement, _NOTHING_OFFLOADED)
     except DoesNotFit:
         return None
     if spilled_blocks:
         return None
-    room_bytes = case.limit_bytes - without.total
-    traffic = _traffic(case, placement, _NOTHING_ASIDE)
+    available_bytes = case.limit_bytes - without.total
+    traffic = _traffic(case, placement, _NOTHING_OFFLOADED)
 
     @cache
-    def fitting(num_outputs: int) -> tuple[int, Aside] | None:
-        return _fitting(case, num_outputs, room_bytes)
+    def fitting(num_outputs: int) -> tuple[int, OffloadedActivations] | None:
+        return _fitting(case, num_outputs, available_bytes)
 
     def seconds(num_outputs: int) -> float:
         found = fitting(num_outputs)
         if found is None:
             return inf
-        _, aside = found
+        _, offloaded = found
         swap, kept = case.order.at(num_outputs), _keeping(case, placement, num_outputs)
-        return _time(case, kept, traffic.beside(aside), swap, aside).total
+        return _time(case, kept, traffic.beside(offloaded), swap, offloaded).total
 
     wanted = _wanted(case)
     num_outputs = case.order.least(seconds) if wanted is None else wanted
@@ -296,27 +296,29 @@ def _wanted(case: Case) -> int | None:
             return order.reaching(int(fraction * order.at(order.num_outputs).num_bytes))
 
 
-def _fitting(case: Case, num_outputs: int, room_bytes: int) -> tuple[int, Aside] | None:
+def _fitting(case: Case, num_outputs: int, available_bytes: int) -> tuple[int, OffloadedActivations] | None:
     """How many units of a prefix must be spilled, and what that means; None if there is no room for the rest."""
-    spilled_units, aside = 0, _aside(case, num_outputs)
+    spilled_units, offloaded = 0, _aside(case, num_outputs)
     if case.activations != "keep":
-        spilled_units = _fewest_spilled(case, num_outputs, room_bytes, aside)
-        aside = _aside(case, num_outputs, spilled_units=spilled_units)
-    return (spilled_units, aside) if aside.memory_bytes <= room_bytes else None
+        spilled_units = _fewest_spilled(case, num_outputs, available_bytes, offloaded)
+        offloaded = _aside(case, num_outputs, spilled_units=spilled_units)
+    return (spilled_units, offloaded) if offloaded.memory_bytes <= available_bytes else None
 
 
-def _fewest_spilled(case: Case, num_outputs: int, room_bytes: int, unspilled: Aside) -> int:
+def _fewest_spilled(case: Case, num_outputs: int, available_bytes: int, unspilled: OffloadedActivations) -> int:
     """Units that must go to NVMe for the others to fit into so much host memory, if they can."""
     kept, number = case.kept(num_outputs), case.workload.num_micro_batches
     spilled_units = fewest_spilled_units(
-        case.order.unit_bytes(num_outputs), num_micro_batches=number, room_bytes=room_bytes + unspilled.kept_bytes
+        case.order.unit_bytes(num_outputs),
+        num_micro_batches=number,
+        available_bytes=available_bytes + unspilled.kept_bytes,
     )
     return spilled_units if kept is None else min(spilled_units, kept.units_from)
 
 
-def _aside(case: Case, num_outputs: int, *, spilled_units: int = 0) -> Aside:
+def _aside(case: Case, num_outputs: int, *, spilled_units: int = 0) -> OffloadedActivations:
     kept = case.kept(num_outputs)
-    return put_aside(
+    return offload(
         case.order.unit_bytes(num_outputs),
         num_micro_batches=case.workload.num_micro_batches,
         spilled_units=spilled_units,
@@ -343,13 +345,13 @@ def _seconds(choice: Choice | None) -> float:
     return inf if choice is None else choice.time.total
 
 
-def _memory(case: Case, placement: Placement, aside: Aside) -> tuple[HostMemory, int]:
+def _memory(case: Case, placement: Placement, offloaded: OffloadedActivations) -> tuple[HostMemory, int]:
     return host_memory(
         case.spec,
         case.state,
         case.workload,
         placement,
-        aside,
+        offloaded,
         holds_gradients=case.holds_gradients,
         process_bytes=case.process_bytes,
         limit_bytes=case.limit_bytes,
@@ -358,19 +360,19 @@ def _memory(case: Case, placement: Placement, aside: Aside) -> tuple[HostMemory,
     )
 
 
-def _traffic(case: Case, placement: Placement, aside: Aside, *, spilled_blocks: int = 0) -> Traffic:
+def _traffic(case: Case, placement: Placement, offloaded: OffloadedActivations, *, spilled_blocks: int = 0) -> Traffic:
     return step_traffic(
         case.spec,
         case.state,
         placement,
-        aside,
+        offloaded,
         holds_gradients=case.holds_gradients,
         spilled_blocks=spilled_blocks,
         overlap=case.overlap,
     )
 
 
-def _time(case: Case, placement: Placement, traffic: Traffic, swap: Swap, aside: Aside) -> StepTime:
+def _time(case: Case, placement: Placement, traffic: Traffic, swap: Swap, offloaded: OffloadedActivations) -> StepTime:
     saved = swap.seconds if case.compute.is_measured else swap.flops / case.hardware.gpu.flops_per_second
     return overlapped_step(
         case.spec,
@@ -379,7 +381,7 @@ def _time(case: Case, placement: Placement, traffic: Traffic, swap: Swap, aside:
         traffic,
         case.hardware,
         compute=case.compute,
-        aside=aside,
+        offloaded=offloaded,
         not_recomputed_seconds=case.workload.num_micro_batches * saved,
         holds_gradients=case.holds_gradients,
         overlap=case.overlap,

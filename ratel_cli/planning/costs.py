@@ -5,7 +5,7 @@ and, with a separate optimizer, the update after it follow each other; within ea
 decides:
 
     compute     forward FLOPs, or measured seconds (Eq. 2, 5); backward twice that and what is recomputed
-    up, down    weights once for all micro-batches, what was put aside, gradients, at the link's rates, both ways
+    up, down    weights once for all micro-batches, what was offloaded, gradients, at the link's rates, both ways
                 at once (Eq. 2, 5), but for what the GPU keeps; nothing where the CPU computes
     nvme        bytes of `planning.traffic`, spilled activations among them (Eq. 2-5)
     optimizer   AdamW on the CPU (Fuyou's T_o; the paper leaves it out)
@@ -13,7 +13,7 @@ decides:
 
 Where the CPU computes, the optimizer's thread and copies take a core's share of its time. What does not run ahead
 does not overlap either: without prefetch the weights, without pending updates the optimizer, stand in computing's
-way; what was put aside never does. Backward's updates begin with the first gradient and end after the last
+way; what was offloaded never does. Backward's updates begin with the first gradient and end after the last
 (`_Edges`). Only some layers' activations are spilled, and a few buffers do not carry them from the turn of one layer
 to another's: beneath forward and backward they are a matter of those layers alone (`_Stages.spilling`). How a stage
 fills and drains is left out otherwise.
@@ -29,7 +29,7 @@ from typing import Literal
 
 from ratel_cli.hardware.spec import HardwareProfile, Nvme
 from ratel_cli.model.spec import BlockSpec, ModelSpec
-from ratel_cli.planning.activations import Aside, Units
+from ratel_cli.planning.activations import OffloadedActivations, Units
 from ratel_cli.planning.capacity import GROUP_ELEMENTS
 from ratel_cli.planning.gpu_memory import kept_weight_bytes
 from ratel_cli.planning.model_profile import ModelProfile
@@ -142,12 +142,12 @@ def overlapped_step(
     hardware: HardwareProfile,
     *,
     compute: ComputeSeconds,
-    aside: Aside,
+    offloaded: OffloadedActivations,
     not_recomputed_seconds: float,
     holds_gradients: bool,
     overlap: Overlap = "optimized",
 ) -> StepTime:
-    """The time of a step among others. `traffic` and `aside` are those of the same placement."""
+    """The time of a step among others. `traffic` and `offloaded` are those of the same placement."""
     updated: dict[Stage, int] = {"forward": 0, "backward": 0, "update": 0}
     for block in spec.blocks:
         stage = placement.update_stage(block.index, holds_gradients=holds_gradients, overlap=overlap)
@@ -161,14 +161,14 @@ def overlapped_step(
         _Work(
             compute=compute.forward,
             up_bytes=weight_bytes,
-            down_bytes=aside.linked_bytes,
+            down_bytes=offloaded.linked_bytes,
             read_bytes=traffic.forward_read_bytes,
-            written_bytes=traffic.forward_written_bytes - aside.written_bytes,
+            written_bytes=traffic.forward_written_bytes - offloaded.written_bytes,
             num_updated=updated["forward"],
             runs_ahead=reads_ahead,
         ),
-        aside.written_units,
-        num_parts=aside.num_units,
+        offloaded.written_units,
+        num_parts=offloaded.num_units,
         direction="written",
     )
     backward_seconds = max(0.0, compute.backward - not_recomputed_seconds)
@@ -181,21 +181,21 @@ def overlapped_step(
             hardware.nvme,
             head_seconds=compute.head,
             backward_seconds=backward_seconds,
-            spare_seconds=_spare_seconds(forward, aside),
+            spare_seconds=_spare_seconds(forward, offloaded),
         )
     backward = stages.spilling(
         _Work(
             compute=backward_seconds,
-            up_bytes=weight_bytes - kept_bytes + aside.linked_bytes,
+            up_bytes=weight_bytes - kept_bytes + offloaded.linked_bytes,
             down_bytes=gradient_bytes,
-            read_bytes=traffic.backward_read_bytes - aside.read_bytes,
+            read_bytes=traffic.backward_read_bytes - offloaded.read_bytes,
             written_bytes=traffic.backward_written_bytes,
             num_updated=updated["backward"],
             runs_ahead=reads_ahead and (placement.pending_updates > 0 or updated["backward"] == 0),
             edges=edges,
         ),
-        aside.read_units,
-        num_parts=_parts_of_backward(spec, aside),
+        offloaded.read_units,
+        num_parts=_parts_of_backward(spec, offloaded),
         direction="read",
     )
     update = stages.time(
@@ -212,21 +212,21 @@ def overlapped_step(
     return StepTime(forward=forward, backward=backward, update=update)
 
 
-def _spare_seconds(forward: StageTime, aside: Aside) -> float:
+def _spare_seconds(forward: StageTime, offloaded: OffloadedActivations) -> float:
     """Of the drive, for what the step before has left to write.
 
     Spilled units are written behind that, and once their buffers are full, computing waits for both.
     """
     spare = forward.total - forward.nvme
-    if sum(units.number for units in aside.written_units) <= SPILL_WINDOW_UNITS:
+    if sum(units.number for units in offloaded.written_units) <= SPILL_WINDOW_UNITS:
         return spare
-    return min(spare, SPILL_WINDOW_UNITS * forward.compute / aside.num_units)
+    return min(spare, SPILL_WINDOW_UNITS * forward.compute / offloaded.num_units)
 
 
-def _parts_of_backward(spec: ModelSpec, aside: Aside) -> int:
+def _parts_of_backward(spec: ModelSpec, offloaded: OffloadedActivations) -> int:
     """In units: head and embedding, which have none, take as long as a layer each."""
     num_layers = len(spec.blocks) - 2
-    return aside.num_units * (num_layers + 2) // num_layers if num_layers > 0 else aside.num_units
+    return offloaded.num_units * (num_layers + 2) // num_layers if num_layers > 0 else offloaded.num_units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +258,7 @@ def _edges(
 ) -> _Edges:
     """Of backward, when blocks are updated beneath it.
 
-    The optimizer has buffers for three groups (engine/pipeline.py): two of the embedding's may be read before
+    The optimizer has buffers for three groups (engine/optimizer/pipeline.py): two of the embedding's may be read before
     its gradient is there, and two be written when all is updated.
     """
     first, ahead = spec.blocks[0], 2 * GROUP_ELEMENTS

@@ -1,9 +1,10 @@
 """Will it fit on the GPU: its memory at the peak of a step, and what the rest is used for. Pure.
 
 Used by `planning.capacity` and `planning.choose`. All micro-batches' hidden states and gradients of them stay there. A
-step is followed use by use (planning/uses.py); each takes the weights of its block and room for those of the next
-(engine/weights.py), the activations of a layer, the unit that leaves or comes beneath it (engine/activations.py), and
-in backward gradients, their sum in fp32 and what of the block before is still on its way down (engine/cuda.py).
+step is followed use by use (planning/block_schedule.py); each takes the weights of its block and room for those of
+the next (engine/weights.py), the activations of a layer, the unit that leaves or comes beneath it
+(engine/activations.py), and in backward gradients, their sum in fp32 and what of the block before is still on its way
+down (engine/device/cuda.py).
 
 What is left over keeps units, then weights, of the last layers from forward to backward: a byte of a unit spares the
 link one down and one up, a byte of weights one up. They count as if they were there all along.
@@ -23,7 +24,7 @@ from ratel_cli.planning.activations import (
     passing_bytes,
     tied_bytes,
 )
-from ratel_cli.planning.uses import Use, step_uses
+from ratel_cli.planning.block_schedule import Use, step_uses
 from ratel_cli.planning.workload import StateBytes, Workload
 from ratel_cli.units import MIB
 
@@ -44,7 +45,7 @@ class Kept:
 
 
 def gpu_memory_bytes(spec: ModelSpec, state: StateBytes, workload: Workload, *, largest_unit_bytes: int) -> int:
-    """The most that a step takes. `largest_unit_bytes` is what one layer puts aside for one micro-batch."""
+    """The most that a step takes. `largest_unit_bytes` is what one layer offloads for one micro-batch."""
     step = _GpuStep(spec, state, workload, largest_unit_bytes)
     always = passing_bytes(spec, state, tokens=workload.tokens, sequence_len=workload.sequence_len)
     return GPU_CONTEXT_BYTES + _WORKSPACE_BYTES + always + max(step.bytes_at(place) for place in range(step.num_uses))
@@ -55,22 +56,23 @@ def keep(
 ) -> Kept:
     """What is best kept in the memory that is left over; `unit_bytes` is for each layer.
 
-    The first unit goes down in any case: what the step before sent down last is held until then (engine/cuda.py).
+    The first unit goes down in any case: what the step before sent down last is held until then
+    (engine/device/cuda.py).
     """
     taken_bytes = gpu_memory_bytes(spec, state, workload, largest_unit_bytes=max(unit_bytes))
-    room_bytes = int(_KEPT_SHARE * max(0, limit_bytes - taken_bytes))
+    available_bytes = int(_KEPT_SHARE * max(0, limit_bytes - taken_bytes))
     units_from = workload.num_micro_batches * len(unit_bytes)
     for size in reversed(unit_bytes):
-        fitting = min(workload.num_micro_batches, room_bytes // size)
+        fitting = min(workload.num_micro_batches, available_bytes // size)
         units_from -= fitting
-        room_bytes -= fitting * size
+        available_bytes -= fitting * size
         if fitting < workload.num_micro_batches:
             break
     units_from = max(1, units_from)
     weights = []
     for block in reversed(spec.blocks[1:-1]):
-        room_bytes -= block.num_elements * state.compute
-        if room_bytes < 0:
+        available_bytes -= block.num_elements * state.compute
+        if available_bytes < 0:
             break
         weights.append(block.index)
     return Kept(units_from=units_from, weights=frozenset(weights))
@@ -90,7 +92,7 @@ class _GpuStep:
         self._workload = workload
         self._uses = step_uses(spec)
         self._head_position = len(spec.blocks) - 1
-        # One is computed with or leaves, one is put aside or comes.
+        # One is computed with or leaves, one is offloaded or comes.
         self._unit_bytes = 2 * largest_unit_bytes
         self._tied_bytes = tied_bytes(spec, state, workload)
 

@@ -1,6 +1,6 @@
 """What of a block's forward pass must be done again in backward, operator by operator.
 
-`engine.tape` decides with it what to run, `planning.recorded` what a swapped output saves: one function, so
+`engine.replay.tape` decides with it what to run, `planning.recorded` what a swapped output saves: one function, so
 that the plan counts what will happen. (Ratel section IV-D swaps or recomputes per operator.) Pure.
 
 Storages are numbers: an operator reads some and writes some. Backwards from what autograd saved, an
@@ -22,7 +22,7 @@ class Decision(enum.Enum):
     EXEC = enum.auto()
     """Run it again."""
     SWAP = enum.auto()
-    """Return what it returned: it was put aside."""
+    """Return what it returned: it was offloaded."""
     DEAD = enum.auto()
     """Return anything of that shape: the last matrix product and residual add of every layer, for a start."""
 

@@ -26,7 +26,7 @@ class SwapCandidate:
     key: str
     """For the engine: the operator and calls of it before in the layer: `aten.mm.default#5`. Empty in an estimate."""
     num_bytes: int
-    """Of its outputs, less those of candidates before it that need not be put aside any more."""
+    """Of its outputs, less those of candidates before it that need not be offloaded any more."""
     flops: int
     """What need not be recomputed any more."""
     seconds: float | None = None

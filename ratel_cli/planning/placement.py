@@ -14,7 +14,7 @@ Overlap = Literal["optimized", "naive", "separate"]
 transfer after another; or between backward and the next forward."""
 Activations = Literal["auto", "keep", "recompute", "swap_all", "static"] | float
 """What becomes of operator outputs between forward and backward: as the plan finds best; all kept in memory; none,
-twice (layers' inputs are always put aside); all swapped; or so great a share of their bytes."""
+twice (layers' inputs are always offloaded); all swapped; or so great a share of their bytes."""
 Stage = Literal["forward", "backward", "update"]
 """From the embedding to the last layer; the head and everything down to the embedding; what comes between
 them and the next forward: nothing, unless the optimizer is separate."""
@@ -35,10 +35,10 @@ class Placement:
     resident_states: frozenset[int] = frozenset()
     """Blocks whose optimizer states stay: never read but in the first step."""
     swapped: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    """By block: the operators whose outputs are put aside in forward and fetched in backward, by their keys
-    (engine/tape.py). Everything else but block inputs is recomputed."""
+    """By block: the operators whose outputs are offloaded in forward and fetched in backward, by their keys
+    (engine/replay/tape.py). Everything else but block inputs is recomputed."""
     spilled_units: int = 0
-    """What so many units, one for each layer and micro-batch, put aside goes to NVMe: the first in forward
+    """What so many units, one for each layer and micro-batch, offloaded goes to NVMe: the first in forward
     order, whose turn in backward comes last. The others' stays in host memory, or on a GPU."""
     kept_from: int | None = None
     """Units from this one on, counted as above, stay in a GPU's memory: backward begins with them."""

@@ -1,6 +1,6 @@
 """The frozen decision about a run: what goes where, and what that will cost. Printed, saved, carried out.
 
-`cli.training_run` makes it and prints it before anything is written; training reports against it. Pure.
+`run.finetune` makes it and prints it before anything is written; training reports against it. Pure.
 Invariant: a plan fits; what does not is refused by `make_plan`.
 """
 
@@ -13,7 +13,7 @@ from typing import Literal
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES, HardwareProfile
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import Aside
+from ratel_cli.planning.activations import OffloadedActivations
 from ratel_cli.planning.capacity import HostMemory, check_device_memory
 from ratel_cli.planning.choose import Case, Choice, choose, curve
 from ratel_cli.planning.costs import StageTime, StepTime
@@ -79,10 +79,10 @@ class Plan:
     """Layers' inputs and all outputs that could be swapped, of all micro-batches."""
     swapped: tuple[SwappedOperator, ...]
     swap: Swap
-    aside: Aside
+    offloaded: OffloadedActivations
     inter_block_bytes: int
     curve: tuple[tuple[int, float], ...]
-    """Bytes put aside, and the step's seconds then."""
+    """Bytes offloaded, and the step's seconds then."""
     placement: Placement
     memory: HostMemory
     spilled_blocks: int
@@ -109,7 +109,7 @@ class Plan:
         """Of the paper (section IV-D): 1 swap nothing but inputs, 2 all there is, 3 something in between."""
         if not self.swap.num_outputs:
             return 1
-        return 2 if self.aside.total_bytes == self.swappable_bytes else 3
+        return 2 if self.offloaded.total_bytes == self.swappable_bytes else 3
 
     def to_json(self) -> dict[str, object]:
         """The keys of `plan --json` that are known so far, and memory in detail."""
@@ -127,9 +127,9 @@ class Plan:
             "activations": {
                 "total_bytes": self.swappable_bytes,
                 "inter_block_bytes": self.inter_block_bytes,
-                "swapped_bytes": self.aside.total_bytes,
-                "swapped_to_nvme_bytes": self.aside.written_bytes,
-                "kept_on_gpu_bytes": self.aside.kept_bytes,
+                "swapped_bytes": self.offloaded.total_bytes,
+                "swapped_to_nvme_bytes": self.offloaded.written_bytes,
+                "kept_on_gpu_bytes": self.offloaded.kept_bytes,
                 "swap_set": [asdict(operator) for operator in self.swapped],
                 "recompute_flops": self.flops_recomputed,
                 "source": self.profile_source,
@@ -221,14 +221,16 @@ def make_plan(
         swappable_bytes=inter_block_bytes + number * case.order.at(case.order.num_outputs).num_bytes,
         swapped=tuple(_swapped_operators(case.order, choice.swap, number)),
         swap=choice.swap,
-        aside=choice.aside,
+        offloaded=choice.offloaded,
         inter_block_bytes=inter_block_bytes,
         curve=tuple(curve(case, choice)),
         placement=choice.placement,
         memory=choice.memory,
         spilled_blocks=choice.spilled_blocks,
         spilled_bytes=spilled_bytes,
-        nvme_bytes=store_bytes(spec, state, num_slots=decisions.num_slots) + spilled_bytes + choice.aside.written_bytes,
+        nvme_bytes=store_bytes(spec, state, num_slots=decisions.num_slots)
+        + spilled_bytes
+        + choice.offloaded.written_bytes,
         traffic=choice.traffic,
         time=choice.time,
     )

@@ -1,4 +1,4 @@
-"""Makes a model's profile of what the engine noted while it ran one step (`engine.recording`). Pure.
+"""Makes a model's profile of what the engine noted while it ran one step (`engine.replay.recording`). Pure.
 
 Layers whose units ran the same operators with outputs of the same sizes share a profile; its times are medians
 over them. What swapping an output saves follows from liveness: its own operator need not run again, nor
@@ -185,7 +185,7 @@ class _Cost:
 
 
 def _run_again(unit: UnitRecord, swapped: Collection[int] = ()) -> _Cost:
-    """What backward recomputes when the outputs at these positions are swapped, and what that puts aside.
+    """What backward recomputes when the outputs at these positions are swapped, and what that offloads.
 
     Of outputs that only another swapped one was made of, nothing: nobody needs them any more.
     """

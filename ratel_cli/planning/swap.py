@@ -1,6 +1,6 @@
 """Which operators' outputs to swap: the prefixes of all candidates, by benefit. Used by `planning.choose`. Pure.
 
-Ratel section IV-D, Eq. 6-8 and Algorithm 1, as mended in papers.md section 2: layers' inputs are always put aside;
+Ratel section IV-D, Eq. 6-8 and Algorithm 1, as mended in papers.md section 2: layers' inputs are always offloaded;
 what else there is is sorted by what a byte saves (measured seconds, else FLOPs), and for a prefix of that order the
 step is predicted. The time is convex over prefixes, so the least is next to the least of those prefixes that
 take whole runs: one candidate in all layers that are alike. Within a run the last layers come first, which are

@@ -9,8 +9,8 @@ a tied embedding once more, for the head. When a block is updated changes where 
     in next forward   the update reads the weights and hands the new ones on: forward, and the head, read nothing
     in between        the update reads the weights once more: 2 bytes on top (28)
 
-With every commit goes the table of checksums, 8 bytes for a chunk of a field (movement/checksums.py).
-Weights and states that stay in memory are not read, nor are weights that are still there (planning/uses.py).
+With every commit goes the table of checksums, 8 bytes for a chunk of a field (store/checksums.py).
+Weights and states that stay in memory are not read, nor are weights that are still there (planning/block_schedule.py).
 Spilled activations are written in forward and read in backward, all but the last (planning/activations.py).
 
 Invariant: an applied step of `engine.step` moves exactly these bytes. Of an update in the next forward
@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import Aside
+from ratel_cli.planning.activations import OffloadedActivations
+from ratel_cli.planning.block_schedule import needs_read, step_uses
 from ratel_cli.planning.placement import Overlap, Placement, Stage
-from ratel_cli.planning.uses import needs_read, step_uses
 from ratel_cli.planning.workload import StateBytes
 from ratel_cli.units import align_up
 
@@ -59,12 +59,12 @@ class Traffic:
     def written_bytes(self) -> int:
         return self.forward_written_bytes + self.backward_written_bytes + self.update_written_bytes
 
-    def beside(self, aside: Aside) -> Traffic:
+    def beside(self, offloaded: OffloadedActivations) -> Traffic:
         """With spilled activations on top."""
         return replace(
             self,
-            forward_written_bytes=self.forward_written_bytes + aside.written_bytes,
-            backward_read_bytes=self.backward_read_bytes + aside.read_bytes,
+            forward_written_bytes=self.forward_written_bytes + offloaded.written_bytes,
+            backward_read_bytes=self.backward_read_bytes + offloaded.read_bytes,
         )
 
 
@@ -72,7 +72,7 @@ def step_traffic(
     spec: ModelSpec,
     state: StateBytes,
     placement: Placement,
-    aside: Aside,
+    offloaded: OffloadedActivations,
     *,
     holds_gradients: bool,
     spilled_blocks: int = 0,
@@ -118,7 +118,7 @@ def step_traffic(
         update_read_bytes=read["update"],
         update_written_bytes=written["update"],
         first_read_bytes=first_bytes,
-    ).beside(aside)
+    ).beside(offloaded)
 
 
 def gradient_bytes(spec: ModelSpec, state: StateBytes, *, num_blocks: int) -> int:

@@ -1,9 +1,9 @@
 """What a step whose loss or gradients are not finite means: training diverged, or the machine errs.
 
 `training.loop` runs such a step a second time, from the same state and with the same draws, and raises what
-`judge` returns. Invariant: a step is a function of (configuration, step), so other bits in the second run mean
-that something moved or computed them wrongly; only the same bits are called divergence. Where the user gave up
-determinism for speed, bits mean nothing, and two runs that are not finite do.
+`diagnose_nonfinite_step` returns. Invariant: a step is a function of (configuration, step), so other bits in the
+second run mean that something moved or computed them wrongly; only the same bits are called divergence. Where the
+user gave up determinism for speed, bits mean nothing, and two runs that are not finite do.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import math
 import struct
 from collections.abc import Sequence
 
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.errors import Diverged, IntegrityFailure, RatelError
-from ratel_cli.training.packing import MicroBatch
 
 _MOST_SAMPLES = 20
 
 
-def judge(
+def diagnose_nonfinite_step(
     step: int,
     first: StepOutcome,
     second: StepOutcome,

@@ -1,6 +1,6 @@
 """The training loop: steps, commits, saves, evaluations.
 
-`cli.training_run` builds what it needs and iterates over `steps`. Invariant: everything a step depends
+`run.finetune` builds what it needs and iterates over `steps`. Invariant: everything a step depends
 on is a function of (configuration, step), so the loop starts wherever the store's last commit ends and
 goes on as if nothing had happened.
 
@@ -25,13 +25,13 @@ from typing import Protocol
 
 import torch
 
-from ratel_cli.engine.recording import StepRecording
+from ratel_cli.data.dataset import MicroBatch
+from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.telemetry import RESOURCES, StepTimes, Timeline
 from ratel_cli.errors import EnvironmentFailure, Interrupted
-from ratel_cli.movement.store import Progress
-from ratel_cli.training.data import MicroBatch
-from ratel_cli.training.divergence import judge
+from ratel_cli.store.store import Progress
+from ratel_cli.training.divergence import diagnose_nonfinite_step
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.training.schedule import LearningRateSchedule, LossScale
 
@@ -276,7 +276,7 @@ class TrainingLoop:
         scale = LossScale(scale=progress.loss_scale, good_steps=progress.good_steps)
         if not outcome.applied and (not scale_loss or scale.exhausted):
             again = self._run(progress, batches, recording=None)
-            raise judge(
+            raise diagnose_nonfinite_step(
                 progress.step + 1,
                 outcome,
                 again,

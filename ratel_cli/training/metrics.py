@@ -1,6 +1,6 @@
 """`run/metrics.jsonl`: one object for each step, in order, also across resumed runs; and their sums.
 
-`training.loop` makes the metrics; `cli.training_run` logs them, and adds them up for the end of the run.
+`training.loop` makes the metrics; `run.finetune` logs them, and adds them up for the end of the run.
 Invariant: whenever a run begins, the file holds the steps that the store holds. No step less: a line is
 in the file before its step is committed, which happens beneath the next step's forward. No step more: on
 resume, lines of steps after the last commit are dropped, and a line that a crash cut short. A log that
@@ -45,7 +45,7 @@ class StepMetrics:
     tflops_hardware: float
     """With recomputation."""
     swapped_bytes: int
-    """Put aside in forward for backward, layers' inputs included."""
+    """Offloaded in forward for backward, layers' inputs included."""
     nvme_read_bytes: int
     nvme_written_bytes: int
     gpu_peak_bytes: int

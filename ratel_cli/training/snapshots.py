@@ -1,6 +1,6 @@
 """Copies generations to a store on another device, beneath training.
 
-`cli.run_steps` hands `after_commit` to `training.loop`, which calls it after every commit. In phases:
+`run.train` hands `after_commit` to `training.loop`, which calls it after every commit. In phases:
 
     1. a commit that is due: hold its generation, so that its slot is not written again     the loop's thread
     2. copy it, each part checked as it is read, no faster than it was told; commit it      a thread of its own
@@ -20,10 +20,10 @@ from types import TracebackType
 from typing import Self
 
 from ratel_cli.errors import EnvironmentFailure, RatelError
-from ratel_cli.movement.buffers import BufferPool
-from ratel_cli.movement.generation import Generation
-from ratel_cli.movement.replica import COPY_BYTES, copy_generation
-from ratel_cli.movement.store import Store
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.store.copy import COPY_BYTES, copy_generation
+from ratel_cli.store.generation import Generation
+from ratel_cli.store.store import Store
 
 _POLL_SECONDS = 0.05
 _PATIENCE_SECONDS = 10.0

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.cli.app import main
-from ratel_cli.cli.hardware_file import to_text
-from ratel_cli.cli.kept_profile import KeptProfile
-from ratel_cli.cli.plan_inputs import describe
-from ratel_cli.cli.profile_cache import cache_file
-from ratel_cli.cli.subject import subject_of
 from ratel_cli.config.load import load_config
+from ratel_cli.console import RunLog
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.estimate.analytic import analytic_profile
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.runlog import RunLog
+from ratel_cli.run.cached_profile import CachedProfile
+from ratel_cli.run.hardware_file import to_text
+from ratel_cli.run.plan_inputs import describe
+from ratel_cli.run.profile_cache import cache_file
+from ratel_cli.run.profile_target import profile_target
 from ratel_cli.units import GIB
 from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
 from tests.planning.shapes import BFLOAT16
@@ -233,7 +233,7 @@ def keep_profile(config: Path, hardware: HardwareProfile) -> None:
         embedding_seconds=0.0,
         head_seconds=0.1,
     )
-    kept = KeptProfile(loaded, model.spec, hardware)
+    kept = CachedProfile(loaded, model.spec, hardware)
     kept.path.parent.mkdir(parents=True)
     kept.path.write_text(json.dumps(kept.content(model.spec, profile)))
 
@@ -243,7 +243,7 @@ def test_this_machine_as_its_run_or_its_profile_measured_it(ask: Ask, config: Pa
     assert (told.code, told.out) == (3, "")
     assert "this machine was not measured yet" in told.err
     assert "ratel profile" in told.err
-    hardware_file(cache_file(subject_of(load_config(config).config)), WITHOUT_GPU)
+    hardware_file(cache_file(profile_target(load_config(config).config)), WITHOUT_GPU)
     told = ask(config)
     assert told.row("machine").startswith("a CPU, 0.5 TFLOP/s; 1 drive")
     assert "as measured" in told.err
@@ -254,7 +254,7 @@ def test_this_machine_as_its_run_or_its_profile_measured_it(ask: Ask, config: Pa
 
 
 def test_space_that_the_run_s_store_takes_counts_as_there(ask: Ask, config: Path, here: Path) -> None:
-    hardware_file(cache_file(subject_of(load_config(config).config)), WITHOUT_GPU)
+    hardware_file(cache_file(profile_target(load_config(config).config)), WITHOUT_GPU)
     store = here / "outputs" / "run.store" / "ratel.store"
     before = json.loads(ask(config, "--json").out)["hardware"]["nvme"]["free_bytes"]
     store.parent.mkdir(parents=True)

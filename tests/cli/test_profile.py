@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from ratel_cli.cli.app import main
-from ratel_cli.cli.hardware_file import load_hardware, to_text
-from ratel_cli.cli.machine import measure_machine
-from ratel_cli.cli.profile_cache import Subject, cache_file, profile_of
+from ratel_cli.console import RunLog
 from ratel_cli.errors import EnvironmentFailure
-from ratel_cli.hardware.effort import Effort
+from ratel_cli.hardware.budget import MeasurementBudget
 from ratel_cli.hardware.host import available_bytes, free_bytes
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.runlog import RunLog
+from ratel_cli.run.hardware_file import load_hardware, to_text
+from ratel_cli.run.profile_cache import ProfileTarget, cache_file, profile_of
+from ratel_cli.run.profile_machine import measure_machine
 from ratel_cli.units import MIB
 from tests.hardware.profiles import WITHOUT_GPU
 
-SMALL = Effort(seconds=0.02, span_bytes=4 * MIB, buffer_bytes=2 * MIB, memory_bytes=2 * MIB)
+SMALL = MeasurementBudget(seconds=0.02, span_bytes=4 * MIB, buffer_bytes=2 * MIB, memory_bytes=2 * MIB)
 
 
 @pytest.fixture(autouse=True)
@@ -36,16 +36,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Subject:
+def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProfileTarget:
     """The default one, of a working directory of its own."""
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
-    return Subject(paths=(here,), dtype="bfloat16", device="auto", engine="auto")
+    return ProfileTarget(paths=(here,), dtype="bfloat16", device="auto", engine="auto")
 
 
 @pytest.fixture
-def kept(subject: Subject) -> Path:
+def kept(subject: ProfileTarget) -> Path:
     """Where a profile of the default subject is kept already, so that nothing is measured."""
     file = cache_file(subject)
     file.parent.mkdir(parents=True)
@@ -59,19 +59,19 @@ class Measuring:
     def __init__(self) -> None:
         self.count = 0
 
-    def __call__(self, subject: Subject) -> HardwareProfile:
+    def __call__(self, subject: ProfileTarget) -> HardwareProfile:
         self.count += 1
         return replace(WITHOUT_GPU, nvme=replace(WITHOUT_GPU.nvme, paths=tuple(map(str, subject.paths))))
 
 
-def asked(subject: Subject, measure: Callable[[Subject], HardwareProfile], *, refresh: bool = False) -> str:
+def asked(subject: ProfileTarget, measure: Callable[[ProfileTarget], HardwareProfile], *, refresh: bool = False) -> str:
     """What is told while a profile is got."""
     told = io.StringIO()
     profile_of(subject, measure, RunLog(told), refresh=refresh)
     return told.getvalue()
 
 
-def test_measured_once_then_kept(subject: Subject) -> None:
+def test_measured_once_then_kept(subject: ProfileTarget) -> None:
     measure = Measuring()
     assert asked(subject, measure) == ""
     assert list(cache_file(subject).parent.iterdir()) == [cache_file(subject)], "no unfinished file stays"
@@ -84,7 +84,7 @@ def test_measured_once_then_kept(subject: Subject) -> None:
     assert time.time() - cache_file(subject).stat().st_mtime < 60
 
 
-def test_rates_are_kept_and_what_is_free_is_not(subject: Subject, kept: Path) -> None:
+def test_rates_are_kept_and_what_is_free_is_not(subject: ProfileTarget, kept: Path) -> None:
     profile = profile_of(subject, Measuring(), RunLog(io.StringIO()), refresh=False)
     assert profile.gpu == WITHOUT_GPU.gpu
     assert profile.nvme.read_bytes_per_second == WITHOUT_GPU.nvme.read_bytes_per_second
@@ -104,23 +104,23 @@ def test_rates_are_kept_and_what_is_free_is_not(subject: Subject, kept: Path) ->
     ],
     ids=str,
 )
-def test_another_subject_has_a_profile_of_its_own(subject: Subject, other: dict[str, object]) -> None:
+def test_another_subject_has_a_profile_of_its_own(subject: ProfileTarget, other: dict[str, object]) -> None:
     assert cache_file(replace(subject, **other)) != cache_file(subject)  # type: ignore[arg-type]
 
 
-def test_directories_on_one_drive_share_a_profile(subject: Subject, tmp_path: Path) -> None:
+def test_directories_on_one_drive_share_a_profile(subject: ProfileTarget, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     assert cache_file(replace(subject, paths=(tmp_path / "there",))) == cache_file(subject)
 
 
-def test_the_cache_is_in_the_home_directory_by_default(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_in_the_home_directory_by_default(subject: ProfileTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
     assert cache_file(subject).parent == Path("/home/me/.cache/ratel")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format_version": 2}', "\x00"])
-def test_a_corrupt_cache_is_measured_anew(subject: Subject, kept: Path, content: str) -> None:
+def test_a_corrupt_cache_is_measured_anew(subject: ProfileTarget, kept: Path, content: str) -> None:
     kept.write_text(content)
     measure = Measuring()
     assert asked(subject, measure).startswith(f"note: the profile that was kept cannot be used: {kept}")
@@ -128,7 +128,7 @@ def test_a_corrupt_cache_is_measured_anew(subject: Subject, kept: Path, content:
     assert load_hardware(kept).gpu == WITHOUT_GPU.gpu
 
 
-def test_a_cache_that_cannot_be_written(subject: Subject, cache: Path) -> None:
+def test_a_cache_that_cannot_be_written(subject: ProfileTarget, cache: Path) -> None:
     cache.parent.mkdir()
     cache.write_text("a file where the directory should be")
     measure = Measuring()
@@ -136,7 +136,7 @@ def test_a_cache_that_cannot_be_written(subject: Subject, cache: Path) -> None:
     assert measure.count == 1
 
 
-def test_the_table_goes_to_stdout(kept: Path, subject: Subject, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_goes_to_stdout(kept: Path, subject: ProfileTarget, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile"]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("compute  a CPU: 0.5 TFLOP/s in bfloat16\nmemory   4.00 TiB, ")
@@ -154,7 +154,9 @@ def test_json_is_the_hardware_file(kept: Path, tmp_path: Path, capsys: pytest.Ca
     assert load_hardware(file).gpu == WITHOUT_GPU.gpu
 
 
-def test_a_config_says_what_to_measure(subject: Subject, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_says_what_to_measure(
+    subject: ProfileTarget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its store does not exist yet: it is measured where it will be."""
     mine = replace(subject, dtype="float32", device="cpu", engine="threads", paths=(tmp_path,))
     cache_file(mine).parent.mkdir(parents=True)
@@ -192,9 +194,9 @@ def test_wrong_arguments(
     assert told in capsys.readouterr().err
 
 
-def test_measuring_tells_what_it_does(subject: Subject) -> None:
+def test_measuring_tells_what_it_does(subject: ProfileTarget) -> None:
     told = io.StringIO()
-    profile = measure_machine(replace(subject, device="cpu"), RunLog(told), effort=SMALL)
+    profile = measure_machine(replace(subject, device="cpu"), RunLog(told), budget=SMALL)
     *measuring, done = told.getvalue().splitlines()
     assert measuring[-3:] == [
         f"measuring {subject.paths[0]}",
@@ -206,15 +208,15 @@ def test_measuring_tells_what_it_does(subject: Subject) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_no_gpu_where_one_is_asked_for(subject: Subject) -> None:
+def test_no_gpu_where_one_is_asked_for(subject: ProfileTarget) -> None:
     with pytest.raises(EnvironmentFailure, match="there is no CUDA device here"):
-        measure_machine(replace(subject, device="cuda"), RunLog(io.StringIO()), effort=SMALL)
-    measured = measure_machine(subject, RunLog(io.StringIO()), effort=SMALL)
+        measure_machine(replace(subject, device="cuda"), RunLog(io.StringIO()), budget=SMALL)
+    measured = measure_machine(subject, RunLog(io.StringIO()), budget=SMALL)
     assert measured.link is None, "auto takes the CPU"
 
 
 @pytest.mark.slow
-def test_the_whole_command(subject: Subject, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_command(subject: ProfileTarget, capsys: pytest.CaptureFixture[str]) -> None:
     """Under a minute, and a second time at once; nothing stays behind but the profile."""
     start = time.perf_counter()
     assert main(["profile"]) == 0

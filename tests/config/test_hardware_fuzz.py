@@ -8,10 +8,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ratel_cli.cli.hardware_file import load_hardware, to_text
 from ratel_cli.config.hardware_file import DriveSection, GpuSection, HardwareFile, HostSection, LinkSection, NvmeSection
 from ratel_cli.errors import BadInput
 from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.run.hardware_file import load_hardware, to_text
 
 QUICK = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SECTIONS = (HardwareFile, GpuSection, LinkSection, NvmeSection, DriveSection, HostSection)

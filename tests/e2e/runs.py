@@ -29,16 +29,16 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ratel_cli.cli import run_plan
 from ratel_cli.cli.app import main
 from ratel_cli.config.load import load_config
-from ratel_cli.hardware.effort import Effort
+from ratel_cli.data.dataset import DatasetSource, TrainingData, load_training_data
+from ratel_cli.data.dataset import Tokenizer as EncodeTokenizer
+from ratel_cli.hardware.budget import MeasurementBudget
 from ratel_cli.hardware.measure import measure
-from ratel_cli.movement.buffers import PAGE_BYTES
-from ratel_cli.movement.queue import open_queue
-from ratel_cli.movement.store import Store
-from ratel_cli.training.data import DatasetSource, TrainingData, load_training_data
-from ratel_cli.training.data import Tokenizer as EncodeTokenizer
+from ratel_cli.io.buffers import PAGE_BYTES
+from ratel_cli.io.queue import open_queue
+from ratel_cli.run import plan as run_plan
+from ratel_cli.store.store import Store
 from tests.simulated_gpu import install_if_asked
 
 install_if_asked()  # in processes of their own, too
@@ -79,7 +79,7 @@ SETTINGS: dict[str, object] = {
 Tensors = dict[str, torch.Tensor]
 
 NO_STORE = -1
-_HARDLY = Effort(seconds=1e-6, span_bytes=2 * PAGE_BYTES, buffer_bytes=2 * PAGE_BYTES, memory_bytes=0)
+_HARDLY = MeasurementBudget(seconds=1e-6, span_bytes=2 * PAGE_BYTES, buffer_bytes=2 * PAGE_BYTES, memory_bytes=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +186,7 @@ def start(config: Path, *arguments: str, kill_at: str | None = None, hasty: bool
     are not.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ratel_cli.cli.training_run", "tests.e2e.runs"])
+    context.set_forkserver_preload(["ratel_cli.run.finetune", "tests.e2e.runs"])
     process = context.Process(target=_run_child, args=(str(config), arguments, kill_at, hasty))
     process.start()
     return process
@@ -216,7 +216,7 @@ def _run_child(config: str, arguments: Sequence[str], kill_at: str | None, hasty
     with Path(config).with_name("told.txt").open("w", encoding="utf-8", buffering=1) as told:
         sys.stderr = told
         if hasty:
-            run_plan.measure = functools.partial(measure, effort=_HARDLY)
+            run_plan.measure = functools.partial(measure, budget=_HARDLY)
         code = main(["finetune", config, *arguments])
         for number in (signal.SIGINT, signal.SIGTERM):  # the command is over: what comes now is not meant for it
             signal.signal(number, signal.SIG_IGN)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ratel_cli.movement.queue import open_queue
-from ratel_cli.movement.store import Store
+from ratel_cli.io.queue import open_queue
+from ratel_cli.store.store import Store
 from tests.e2e.conftest import MakeConfig, SignalAt
 from tests.e2e.runs import Ended, file_hash, output_of, ratel, store_of, succeed, write_config
 

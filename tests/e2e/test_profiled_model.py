@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.cli.model_costs import record_model
-from ratel_cli.cli.model_table import model_rows, operator_lines
 from ratel_cli.config.load import load_config
+from ratel_cli.console import RunLog
 from ratel_cli.errors import EnvironmentFailure
-from ratel_cli.runlog import RunLog
+from ratel_cli.report.model import model_rows, operator_lines
+from ratel_cli.run.profile_model import record_model
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import export_hash, output_of, succeed
 from tests.planning.shapes import machine
@@ -22,7 +22,7 @@ def test_costs_are_measured_once_and_kept(make_config: MakeConfig, capsys: pytes
     costs = record_model(config, machine(), RunLog(), refresh=False)
     assert "measuring the model" in capsys.readouterr().err
     assert costs.profile.source == "recorded"
-    assert 0 < costs.activation_room_bytes < config.limits.host_memory
+    assert 0 < costs.activation_available_bytes < config.limits.host_memory
     again = record_model(config, machine(), RunLog(), refresh=False)
     assert again.profile == costs.profile
     assert "are those kept in" in capsys.readouterr().err
@@ -36,7 +36,7 @@ def test_the_table_names_each_operator(make_config: MakeConfig) -> None:
     assert lines[0] == "worth swapping in 2 of 2 layers, of one layer and micro-batch:"
     assert len(lines) == 2 + len(costs.profile.profiles[0].candidates)
     assert any(line.startswith("mlp.up_proj mm ") for line in lines)
-    rows = dict(model_rows(costs.profile, available_bytes=costs.activation_room_bytes))
+    rows = dict(model_rows(costs.profile, available_bytes=costs.activation_available_bytes))
     assert rows.keys() == {"micro-batch", "layers", "others", "activations", "room"}
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.movement.queue import open_queue
-from ratel_cli.movement.store import Store
+from ratel_cli.io.queue import open_queue
+from ratel_cli.store.store import Store
 from tests.e2e.conftest import MakeConfig, SignalAt
 from tests.e2e.runs import (
     Ended,

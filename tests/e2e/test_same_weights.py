@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from ratel_cli.config.load import load_config
 from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.hardware.gpu import compute_device
-from ratel_cli.movement.queue import open_queue
-from ratel_cli.movement.store import Store
+from ratel_cli.io.queue import open_queue
+from ratel_cli.store.store import Store
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import export_hash, exported, load_data, metrics, output_of, store_of, succeed
 from tests.reference import Recipe, Trained, train_in_memory

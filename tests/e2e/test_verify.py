@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ratel_cli.movement.buffers import BufferPool
-from ratel_cli.movement.queue import open_queue
-from ratel_cli.movement.replica import copy_generation
-from ratel_cli.movement.store import Store
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.queue import open_queue
+from ratel_cli.store.copy import copy_generation
+from ratel_cli.store.store import Store
 from tests.e2e.conftest import MakeConfig, SignalAt
 from tests.e2e.runs import Ended, Tensors, file_hash, output_of, ratel, store_of, succeed, write_config
 

@@ -11,13 +11,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.errors import IntegrityFailure, RatelError
+from ratel_cli.io.queue import IoQueue
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.spec import DtypeName
-from ratel_cli.movement.lock import DATA_FILE_NAME
-from ratel_cli.movement.queue import IoQueue
+from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.training.loop import TrainingLoop
-from ratel_cli.training.packing import MicroBatch
 from ratel_cli.training.schedule import LearningRateSchedule
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import Batch, Machine, initial_weights, machine, random_steps

@@ -11,27 +11,28 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ratel_cli import _native
-from ratel_cli.engine.adamw import AdamWSettings
-from ratel_cli.engine.device import Device, open_device
-from ratel_cli.engine.opening import open_engine
-from ratel_cli.engine.pipeline import GROUP_ELEMENTS
+from ratel_cli.engine.build import open_engine
+from ratel_cli.engine.device.device import Device
+from ratel_cli.engine.device.open import open_device
+from ratel_cli.engine.optimizer.adamw import AdamWSettings
+from ratel_cli.engine.optimizer.pipeline import GROUP_ELEMENTS
+from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
-from ratel_cli.engine.update import UpdateSettings
+from ratel_cli.io.buffers import BufferPool, Pin
+from ratel_cli.io.queue import EngineChoice, IoQueue, open_queue
+from ratel_cli.io.scratch import Scratch
+from ratel_cli.io.views import view_field
 from ratel_cli.model.blocks import DecoderModel, find_blocks
-from ratel_cli.model.load import import_weights
+from ratel_cli.model.import_weights import import_weights
 from ratel_cli.model.skeleton import build_skeleton, supported_attention
 from ratel_cli.model.spec import DtypeName
-from ratel_cli.movement.buffers import BufferPool, Pin
-from ratel_cli.movement.checksums import CHUNK_ELEMENTS
-from ratel_cli.movement.copies import view_field
-from ratel_cli.movement.durable import Barrier
-from ratel_cli.movement.queue import EngineChoice, IoQueue, open_queue
-from ratel_cli.movement.records import record_layout
-from ratel_cli.movement.scratch import Scratch
-from ratel_cli.movement.store import Progress, Store, StoreIdentity
 from ratel_cli.planning.placement import Overlap, Placement
+from ratel_cli.store.barrier import Barrier
+from ratel_cli.store.checksums import CHUNK_ELEMENTS
+from ratel_cli.store.layout import record_layout
+from ratel_cli.store.store import Progress, Store, StoreIdentity
 from tests.engine.architectures import VOCAB_SIZE
 from tests.reference import Recipe
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ratel_cli.engine.device import About, HostDevice, open_device
+from ratel_cli.engine.device.device import HostDevice, SpanLabel
+from ratel_cli.engine.device.open import open_device
 from ratel_cli.engine.telemetry import Timeline
-from ratel_cli.movement.buffers import BufferPool, Lease
+from ratel_cli.io.buffers import BufferPool, Lease
 
-ABOUT = About(label="bytes", block=3, stage="backward")
+ABOUT = SpanLabel(label="bytes", block=3, stage="backward")
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_the_host_has_done_what_it_was_told(lease: Lease) -> None:
     assert departure.done
     departure.wait()
     before = device.mark()
-    with device.refusing(), device.computing(ABOUT):
+    with device.translate_errors(), device.computing(ABOUT):
         pass
     after = device.mark()
     assert lease.memory.tolist() == [0, 1, 9, 8, 4, 5, 6, 7]

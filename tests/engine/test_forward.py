@@ -9,12 +9,12 @@ import torch
 
 from ratel_cli.engine.forward import GenerationForward
 from ratel_cli.errors import DoesNotFit, Interrupted
+from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
 from ratel_cli.model.reload import load_export
 from ratel_cli.model.skeleton import DTYPES, build_skeleton, read_model_config
-from ratel_cli.movement.buffers import BufferPool
-from ratel_cli.movement.records import ComputeDtype
+from ratel_cli.store.layout import ComputeDtype
 from tests.model.tiny import FAMILIES, imported_store, save_tiny
 
 POSITIONS = torch.arange(11).unsqueeze(0)
@@ -40,7 +40,7 @@ def stored_logits(directory: Path, store: Path, dtype: ComputeDtype) -> torch.Te
 
 def whole_logits(directory: Path, dtype: ComputeDtype) -> torch.Tensor:
     model = load_export(directory, dtype=DTYPES[dtype], attention="eager")
-    keywords = {"position_ids": POSITIONS} if decoder(directory, dtype).drive.takes_positions else {}
+    keywords = {"position_ids": POSITIONS} if decoder(directory, dtype).layer_runner.takes_positions else {}
     with torch.no_grad():
         logits = model(input_ids=TOKENS, use_cache=False, **keywords).logits
     assert isinstance(logits, torch.Tensor)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from ratel_cli.engine.device import About, Departure, HostDevice
-from ratel_cli.engine.gradients import GradientSum, TiedSum, clip_coefficient, total_norm
+from ratel_cli.engine.device.device import Download, HostDevice, SpanLabel
+from ratel_cli.engine.optimizer.gradients import GradientSum, TiedSum, clip_coefficient, total_norm
 from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.queue import open_queue
+from ratel_cli.io.scratch import Scratch
 from ratel_cli.model.spec import BlockSpec, lay_out_block
-from ratel_cli.movement.buffers import BufferPool
-from ratel_cli.movement.queue import open_queue
-from ratel_cli.movement.scratch import Scratch
 
 HOST = HostDevice(Timeline())
 SHAPES = [("a", (3, 5)), ("b", (7,)), ("c", (64, 33)), ("d", (1,))]
@@ -33,12 +33,12 @@ class Linked(HostDevice):
         self.num_downloads = 0
 
     @contextmanager
-    def computing(self, about: About) -> Iterator[None]:
+    def computing(self, about: SpanLabel) -> Iterator[None]:
         self.is_computing = True
         yield
         self.is_computing = False
 
-    def download(self, pieces: Sequence[tuple[torch.Tensor, memoryview]], about: About) -> Departure:
+    def download(self, pieces: Sequence[tuple[torch.Tensor, memoryview]], about: SpanLabel) -> Download:
         assert not self.is_computing
         self.num_downloads += 1
         return super().download(pieces, about)

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratel_cli.engine.adamw import AdamWSettings, AdamWUpdate, GroupAdamW
-from ratel_cli.engine.device import HostDevice
-from ratel_cli.engine.gradients import BlockGradient, GradientSum
-from ratel_cli.engine.groups import BlockUpdate, Group, GroupWork
-from ratel_cli.engine.pipeline import GroupOrder, UpdatePipeline
+from ratel_cli.engine.device.device import HostDevice
+from ratel_cli.engine.optimizer.adamw import AdamWSettings, AdamWUpdate, GroupAdamW
+from ratel_cli.engine.optimizer.gradients import BlockGradient, GradientSum
+from ratel_cli.engine.optimizer.groups import BlockUpdate, Group, GroupWork
+from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import RatelError
+from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.spec import BLOCK_ALIGNMENT, BlockSpec, lay_out_block
-from ratel_cli.movement.buffers import BufferPool
-from ratel_cli.movement.store import Store
+from ratel_cli.store.store import Store
 from tests.fakes import Fault, FaultyQueue
-from tests.movement.stores import create_store, progress_of
+from tests.store.stores import create_store, progress_of
 
 HOST = HostDevice(Timeline())
 ADAMW = AdamWUpdate(number=1, learning_rate=1e-3, gradient_scale=1.0)

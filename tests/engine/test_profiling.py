@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratel_cli.engine.profiling import BlockProfiler
+from ratel_cli.engine.replay.profiling import BlockProfiler
 from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile

@@ -17,7 +17,7 @@ from ratel_cli.engine.state import StepOutcome
 from ratel_cli.errors import BadInput, Interrupted
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import DtypeName, ModelSpec
-from ratel_cli.planning.activations import put_aside
+from ratel_cli.planning.activations import offload
 from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.traffic import checksum_bytes, step_traffic
 from ratel_cli.planning.workload import StateBytes
@@ -26,7 +26,7 @@ from tests.engine.machine import Batch, Machine, initial_weights, machine, progr
 from tests.engine.swaps import EVERYTHING
 from tests.reference import Recipe
 
-NOTHING_SPILLED = put_aside([0], num_micro_batches=1, spilled_units=0)
+NOTHING_SPILLED = offload([0], num_micro_batches=1, spilled_units=0)
 STATE_BYTES = {
     "float32": StateBytes(compute=4, record=12, num_fields=3, gradient=4),
     "bfloat16": StateBytes(compute=2, record=12, num_fields=4, gradient=2),

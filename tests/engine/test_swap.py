@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratel_cli.engine.recording import StepRecording
-from ratel_cli.engine.tape import PACKED_ALIGNMENT
+from ratel_cli.engine.replay.recording import StepRecording
+from ratel_cli.engine.replay.tape import PACKED_ALIGNMENT
 from ratel_cli.engine.telemetry import Span
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import put_aside
+from ratel_cli.planning.activations import offload
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
@@ -79,18 +79,20 @@ def test_planned_bytes_are_moved_bytes(tmp_path: Path, architecture: str) -> Non
         num_outputs = choice.randint(1, order.num_outputs)
         spilled_units = choice.randint(0, NUM_MICRO_BATCHES * (len(profile.layers) - 1))
         placement = replace(AHEAD, swapped=order.keys(num_outputs), spilled_units=spilled_units)
-        aside = put_aside(
+        offloaded = offload(
             order.unit_bytes(num_outputs), num_micro_batches=NUM_MICRO_BATCHES, spilled_units=spilled_units
         )
         directory = tmp_path / f"{num_outputs} {spilled_units}"
         with machine(directory, config, recipe, dtype="bfloat16", weights=weights, placement=placement) as ratel:
             swapped = [outcome.swapped_bytes for outcome in ratel.train(steps[:1], recipe)]
-        assert swapped == [aside.total_bytes]
+        assert swapped == [offloaded.total_bytes]
         with machine(
             directory / "again", config, recipe, dtype="bfloat16", weights=weights, placement=placement
         ) as ratel:
             *_, last = moved_by_each_step(ratel, recipe, steps)
-            wanted = step_traffic(ratel.model.spec, STATE_BYTES["bfloat16"], placement, aside, holds_gradients=False)
+            wanted = step_traffic(
+                ratel.model.spec, STATE_BYTES["bfloat16"], placement, offloaded, holds_gradients=False
+            )
             assert last == (wanted.read_bytes, wanted.written_bytes)
             assert_same_training([], ratel.weights(), replace(reference(config, steps, recipe), losses=(), norms=()))
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ratel_cli.engine.tape import Recorder, Replayer, Tape
+from ratel_cli.engine.replay.tape import Recorder, Replayer, Tape
 from ratel_cli.errors import RatelError
 from ratel_cli.planning.liveness import Decision
 
@@ -21,8 +21,8 @@ def record(block: Block, hidden: torch.Tensor) -> tuple[torch.Tensor, Tape]:
     recorder = Recorder()
     with recorder.recording():
         output = block(hidden.detach().requires_grad_())
-    tape, aside = recorder.finish()
-    assert not aside
+    tape, offloaded = recorder.finish()
+    assert not offloaded
     return output.detach(), tape
 
 
@@ -194,14 +194,14 @@ def test_attention_on_a_gpu_is_swapped_whole(attend: Callable[..., torch.Tensor]
     recorder = Recorder(swapped=[f"aten.{name}.default#0" for name in ATTENTION])
     with recorder.recording():
         block(hidden.detach().requires_grad_())
-    tape, aside = recorder.finish()
-    [(position, tensors)] = aside.items()
+    tape, offloaded = recorder.finish()
+    [(position, tensors)] = offloaded.items()
     assert tape.decisions[position] is Decision.SWAP
     assert tensors and all(tensor.is_floating_point() for tensor in tensors)
     returned = tape.outputs[position]
     assert returned is not None and len(returned) > len(tensors)
     leaf = hidden.detach().requires_grad_()
-    with Replayer(tape, aside) as replayer:
+    with Replayer(tape, offloaded) as replayer:
         output = block(leaf)
     replayer.check_complete()
     [gradient] = torch.autograd.grad(output, [leaf], torch.empty_like(output))

@@ -9,7 +9,7 @@ from time import perf_counter
 import pytest
 
 from ratel_cli.engine.telemetry import RESOURCES, Resource, StepTimes, Timeline
-from ratel_cli.movement.tickets import Ticket
+from ratel_cli.io.tickets import Ticket
 
 
 def times(*spans: tuple[Resource, float, float]) -> StepTimes:
@@ -94,10 +94,10 @@ def test_a_wait_counts_as_far_as_nothing_computed() -> None:
     """Where a GPU computes, what drives it may stand still while it goes on."""
     timeline = Timeline()
     record(timeline, ("compute", 1, 3), ("compute", 4, 5), ("nvme read", 0, 9))
-    timeline.stood_still("nvme read", 2, 6)
-    timeline.stood_still("up", 1, 2.5)
-    timeline.stood_still("down", 0, 10)
-    timeline.stood_still("optimizer", 6, 7)
+    timeline.record_stall("nvme read", 2, 6)
+    timeline.record_stall("up", 1, 2.5)
+    timeline.record_stall("down", 0, 10)
+    timeline.record_stall("optimizer", 6, 7)
     waited = timeline.take().waited
     assert (waited["nvme read"], waited["up"], waited["down"], waited["optimizer"]) == (2, 0, 7, 1)
 
@@ -111,7 +111,7 @@ def test_a_wait_counts_as_far_as_nothing_computed_by_brute_force() -> None:
         record(timeline, *(("compute", start, end) for start, end in computing))
         waits = [(start, start + draw.randrange(9)) for start in draw.choices(range(60), k=draw.randrange(6))]
         for start, end in waits:
-            timeline.stood_still("up", start, end)
+            timeline.record_stall("up", start, end)
         busy = {second for start, end in computing for second in range(start, end)}
         assert timeline.take().waited["up"] == sum(len(set(range(*wait)) - busy) for wait in waits)
 

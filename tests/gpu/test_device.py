@@ -1,4 +1,5 @@
-"""The CUDA device keeps what `engine.device` promises: order, lifetime of memory, times; and its memory is pinned."""
+"""The CUDA device keeps what `engine.device.device` promises: order, lifetime of memory, times; and its memory is
+pinned."""
 
 from __future__ import annotations
 
@@ -7,20 +8,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ratel_cli.engine.cuda import CudaDevice
-from ratel_cli.engine.device import About
+from ratel_cli.engine.device.cuda import CudaDevice
+from ratel_cli.engine.device.device import SpanLabel
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import BadInput, DoesNotFit
-from ratel_cli.movement.buffers import BufferPool, address_of
-from ratel_cli.movement.copies import view
-from ratel_cli.movement.pinning import CudaPinning, _unregister
+from ratel_cli.io.buffers import BufferPool, address_of
+from ratel_cli.io.pinning import CudaPinning, _unregister
+from ratel_cli.io.views import view
 from ratel_cli.units import MIB
 from tests.gpu.machine import NEEDS_GPU
 from tests.simulated_gpu import is_simulated, set_eagerness
 
 pytestmark = NEEDS_GPU
 
-ABOUT = About(label="bytes", block=1, stage="backward")
+ABOUT = SpanLabel(label="bytes", block=1, stage="backward")
 LARGE = 256 * MIB
 
 
@@ -134,7 +135,7 @@ def test_it_takes_no_more_memory_however_far_it_is_behind(device: CudaDevice, po
 def test_times_are_those_of_the_gpu(device: CudaDevice, pool: BufferPool, timeline: Timeline) -> None:
     with pool.lease(LARGE, "test") as lease:
         before = device.mark()
-        with device.computing(About(label="products", block=2, stage="forward")):
+        with device.computing(SpanLabel(label="products", block=2, stage="forward")):
             keep_busy(device)
         middle = device.mark()
         arrival = device.upload(lease.memory, device.reserve(LARGE), ABOUT)
@@ -156,7 +157,7 @@ def test_times_are_those_of_the_gpu(device: CudaDevice, pool: BufferPool, timeli
 def test_a_limit_is_a_limit_and_ends_with_the_device(timeline: Timeline) -> None:
     reserved = torch.cuda.memory_reserved()
     with CudaDevice(torch.device("cuda"), timeline, limit_bytes=reserved + 64 * MIB) as device:
-        with pytest.raises(DoesNotFit, match="gpu memory") as raised, device.refusing():
+        with pytest.raises(DoesNotFit, match="gpu memory") as raised, device.translate_errors():
             torch.empty(1024 * MIB, dtype=torch.uint8, device="cuda")
         assert raised.value.shortfall_bytes == 1024 * MIB
         assert raised.value.hint is not None and "limits.gpu_memory" in raised.value.hint
@@ -165,16 +166,16 @@ def test_a_limit_is_a_limit_and_ends_with_the_device(timeline: Timeline) -> None
 
 def test_what_is_not_deterministic_is_refused_with_the_key_to_change(device: CudaDevice) -> None:
     values = torch.ones(8, device="cuda")
-    with pytest.raises(BadInput, match="not deterministic") as raised, device.refusing():
+    with pytest.raises(BadInput, match="not deterministic") as raised, device.translate_errors():
         values.kthvalue(1)
     assert raised.value.hint is not None and "deterministic: false" in raised.value.hint
-    with pytest.raises(RuntimeError, match="size"), device.refusing():
+    with pytest.raises(RuntimeError, match="size"), device.translate_errors():
         values @ torch.ones(3, device="cuda")
 
 
 def test_a_workspace_that_is_not_deterministic_is_refused_too(device: CudaDevice) -> None:
     """As torch words it where the user has set CUBLAS_WORKSPACE_CONFIG to something else."""
-    with pytest.raises(BadInput, match="not deterministic") as raised, device.refusing():
+    with pytest.raises(BadInput, match="not deterministic") as raised, device.translate_errors():
         raise RuntimeError("this operation is not deterministic because it uses CuBLAS")
     assert raised.value.hint is not None and "deterministic: false" in raised.value.hint
 

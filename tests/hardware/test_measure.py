@@ -15,18 +15,18 @@ import pytest
 import torch
 
 from ratel_cli.errors import DoesNotFit, EnvironmentFailure
-from ratel_cli.hardware.effort import Effort
+from ratel_cli.hardware.budget import MeasurementBudget
 from ratel_cli.hardware.host import num_cores, processor_name
 from ratel_cli.hardware.measure import measure
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.movement.buffers import BufferPool
-from ratel_cli.movement.extents import MAX_WEIGHT
-from ratel_cli.movement.queue import EngineName, IoQueue, open_queue
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.queue import EngineName, IoQueue, open_queue
+from ratel_cli.io.striping import MAX_WEIGHT
 from ratel_cli.units import MIB
-from scripts.throttled_queue import ThrottledQueue
+from scripts.bench.throttled_queue import ThrottledQueue
 
 CPU = torch.device("cpu")
-SMALL = Effort(seconds=0.05, span_bytes=8 * MIB, buffer_bytes=4 * MIB, memory_bytes=4 * MIB)
+SMALL = MeasurementBudget(seconds=0.05, span_bytes=8 * MIB, buffer_bytes=4 * MIB, memory_bytes=4 * MIB)
 
 
 @pytest.fixture(params=["io_uring", "threads"])
@@ -74,7 +74,7 @@ def test_numbers_are_usable_and_nothing_stays(queue: IoQueue, tmp_path: Path) ->
 
 def test_the_profile_is_the_hardware_file(queue: IoQueue, tmp_path: Path) -> None:
     with BufferPool(None) as pool:
-        profile = measure([tmp_path], queue, pool, dtype=torch.float32, device=CPU, effort=SMALL)
+        profile = measure([tmp_path], queue, pool, dtype=torch.float32, device=CPU, budget=SMALL)
     found = json.loads(json.dumps(profile.to_json(), allow_nan=False))
     assert found["format_version"] == 1
     rates = {"read_bytes_per_second", "write_bytes_per_second", "mixed_bytes_per_second"}
@@ -99,7 +99,7 @@ def test_the_profile_is_the_hardware_file(queue: IoQueue, tmp_path: Path) -> Non
 def test_directories_yet_to_be_made_may_share_their_parent(tmp_path: Path) -> None:
     """Where two store directories do not exist yet, both are measured where they will be."""
     with BufferPool(None) as pool, open_queue("threads", notice=pytest.fail) as queue:
-        profile = measure([tmp_path, tmp_path], queue, pool, dtype=torch.float32, device=CPU, effort=SMALL)
+        profile = measure([tmp_path, tmp_path], queue, pool, dtype=torch.float32, device=CPU, budget=SMALL)
     assert profile.nvme.read_bytes_per_second > 0
     assert profile.nvme.weights == (1, 1)
     alone = profile.nvme.alone[0]
@@ -123,7 +123,7 @@ def test_each_drive_is_measured_alone(tmp_path: Path) -> None:
     ):
         paths = [tmp_path, Path(other), tmp_path]
         told: list[str] = []
-        profile = measure(paths, queue, pool, dtype=torch.float32, device=CPU, effort=SMALL, progress=told.append)
+        profile = measure(paths, queue, pool, dtype=torch.float32, device=CPU, budget=SMALL, progress=told.append)
         assert list(Path(other).iterdir()) == list(tmp_path.iterdir()) == []
     first, second, third = profile.nvme.weights
     assert 1 <= first == third <= second <= MAX_WEIGHT
@@ -142,7 +142,7 @@ def test_a_throttled_store_is_measured_to_a_tenth(queue: IoQueue, tmp_path: Path
     """Slow enough that the drive behind it does not show."""
     throttled = ThrottledQueue(queue, read_bytes_per_second=100e6, write_bytes_per_second=50e6)
     with BufferPool(None) as pool:
-        nvme = measure([tmp_path], throttled, pool, dtype=torch.float32, device=CPU, effort=SMALL).nvme
+        nvme = measure([tmp_path], throttled, pool, dtype=torch.float32, device=CPU, budget=SMALL).nvme
     assert nvme.read_bytes_per_second == pytest.approx(100e6, rel=0.1)
     assert nvme.write_bytes_per_second == pytest.approx(50e6, rel=0.1)
     assert nvme.mixed_bytes_per_second == pytest.approx(2 * 50e6, rel=0.1), "as much read as written: the slower bounds"
@@ -150,20 +150,20 @@ def test_a_throttled_store_is_measured_to_a_tenth(queue: IoQueue, tmp_path: Path
 
 def test_a_fuller_effort_measures_main_memory_too(tmp_path: Path) -> None:
     with BufferPool(4 * MIB) as pool, open_queue("threads", notice=pytest.fail) as queue:
-        host = measure([tmp_path], queue, pool, dtype=torch.float32, device=CPU, effort=SMALL).host
+        host = measure([tmp_path], queue, pool, dtype=torch.float32, device=CPU, budget=SMALL).host
         assert pool.leased_bytes == 0
     assert host.memory_bytes_per_second is not None
     assert 1e8 < host.memory_bytes_per_second < 1e13
 
 
 def test_a_limit_too_small_for_measuring_memory(tmp_path: Path) -> None:
-    effort = replace(SMALL, memory_bytes=8 * MIB)
+    budget = replace(SMALL, memory_bytes=8 * MIB)
     with (
         BufferPool(7 * MIB) as pool,
         open_queue("threads", notice=pytest.fail) as queue,
         pytest.raises(DoesNotFit, match="measuring main memory"),
     ):
-        measure([tmp_path], queue, pool, dtype=torch.float32, device=CPU, effort=effort)
+        measure([tmp_path], queue, pool, dtype=torch.float32, device=CPU, budget=budget)
 
 
 @pytest.mark.gpu
@@ -171,7 +171,7 @@ def test_a_limit_too_small_for_measuring_memory(tmp_path: Path) -> None:
 def test_a_gpu_and_the_link_to_it(tmp_path: Path) -> None:
     with BufferPool(None) as pool, open_queue("threads", notice=pytest.fail) as queue:
         device = torch.device("cuda")
-        profile = measure([tmp_path], queue, pool, dtype=torch.bfloat16, device=device, effort=SMALL)
+        profile = measure([tmp_path], queue, pool, dtype=torch.bfloat16, device=device, budget=SMALL)
     assert profile.gpu.name == torch.cuda.get_device_name()
     assert profile.gpu.flops_per_second > 1e12
     link = profile.link

@@ -16,17 +16,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ratel_cli.errors import BadInput
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.queue import open_queue
 from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.checkpoint import CheckpointSource, persistent_buffers
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
-from ratel_cli.model.load import WeightSource, import_weights
+from ratel_cli.model.import_weights import WeightSource, import_weights
 from ratel_cli.model.skeleton import build_skeleton, read_model_config
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.movement.buffers import BufferPool
-from ratel_cli.movement.manifest import Progress, StoreIdentity
-from ratel_cli.movement.queue import open_queue
-from ratel_cli.movement.records import ComputeDtype, record_layout
-from ratel_cli.movement.store import Store
+from ratel_cli.store.layout import ComputeDtype, record_layout
+from ratel_cli.store.manifest import Progress, StoreIdentity
+from ratel_cli.store.store import Store
 
 Tensors = dict[str, torch.Tensor]
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ratel_cli.cli.hardware_file import load_hardware
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.estimate.analytic import analytic_profile
 from ratel_cli.planning.estimate.shapes import LayerTraits, spec_from_shape
-from ratel_cli.planning.forecasts.forecast import Setting
-from ratel_cli.planning.forecasts.paper_forecast import PaperForecaster
-from ratel_cli.planning.forecasts.ratel_forecast import RatelForecaster
+from ratel_cli.planning.forecast.forecast import Setting
+from ratel_cli.planning.forecast.paper_forecast import PaperForecaster
+from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
 from ratel_cli.planning.placement import Activations, Overlap
 from ratel_cli.planning.plan import Decisions
 from ratel_cli.planning.workload import Workload
+from ratel_cli.run.hardware_file import load_hardware
 from ratel_cli.units import GIB
 from tests.planning.papers.paper_profiles import paper_shape
 from tests.planning.shapes import BFLOAT16

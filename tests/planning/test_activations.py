@@ -10,12 +10,12 @@ import pytest
 
 from ratel_cli.model.spec import lay_out_block
 from ratel_cli.planning.activations import (
-    Aside,
+    OffloadedActivations,
     Units,
     block_activation_bytes,
     fewest_spilled_units,
+    offload,
     passing_bytes,
-    put_aside,
 )
 from ratel_cli.planning.placement import SPILL_WINDOW_UNITS
 from ratel_cli.planning.workload import StateBytes
@@ -56,7 +56,7 @@ def test_two_hidden_states_and_a_mask_are_on_the_way() -> None:
     assert passing_bytes(gpt(), BFLOAT16, tokens=300, sequence_len=100) == 2 * 300 * 64 * 2 + 300 * 100
 
 
-def walk(unit_bytes: list[int], num_micro_batches: int, spilled_units: int) -> Aside:
+def walk(unit_bytes: list[int], num_micro_batches: int, spilled_units: int) -> OffloadedActivations:
     """Unit by unit, as the engine does it: the window's oldest buffer goes for the next unit, or the next read."""
     units = [size for size in unit_bytes for _ in range(num_micro_batches)]
     spilled = [align_up(size, 4096) for size in units[:spilled_units]]
@@ -81,9 +81,9 @@ def walk(unit_bytes: list[int], num_micro_batches: int, spilled_units: int) -> A
             lease(to_read.pop())
         window.remove(number)
     assert not window
-    found = put_aside(unit_bytes, num_micro_batches=num_micro_batches, spilled_units=spilled_units)
+    found = offload(unit_bytes, num_micro_batches=num_micro_batches, spilled_units=spilled_units)
     assert most_leased <= found.window_bytes <= SPILL_WINDOW_UNITS * max(spilled, default=0)
-    return Aside(
+    return OffloadedActivations(
         total_bytes=sum(units),
         host_bytes=sum(units[spilled_units:]),
         window_bytes=found.window_bytes if len(set(spilled)) > 1 else most_leased,
@@ -94,11 +94,11 @@ def walk(unit_bytes: list[int], num_micro_batches: int, spilled_units: int) -> A
     )
 
 
-def one_by_one(aside: Aside) -> Aside:
+def one_by_one(offloaded: OffloadedActivations) -> OffloadedActivations:
     def singles(groups: tuple[Units, ...]) -> tuple[Units, ...]:
         return tuple(Units(1, units.unit_bytes) for units in groups for _ in range(units.number))
 
-    return replace(aside, written_units=singles(aside.written_units), read_units=singles(aside.read_units))
+    return replace(offloaded, written_units=singles(offloaded.written_units), read_units=singles(offloaded.read_units))
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -108,7 +108,7 @@ def test_what_is_put_aside_is_what_the_engine_moves(seed: int) -> None:
     sizes = choice.choice([[4096], [1, 4095, 4096, 4097], range(1, 50_000)])
     unit_bytes = [choice.choice(sizes) for _ in range(choice.randint(1, 8))]
     for spilled_units in range(num_micro_batches * (len(unit_bytes) - 1) + 1):
-        found = put_aside(unit_bytes, num_micro_batches=num_micro_batches, spilled_units=spilled_units)
+        found = offload(unit_bytes, num_micro_batches=num_micro_batches, spilled_units=spilled_units)
         assert one_by_one(found) == walk(unit_bytes, num_micro_batches, spilled_units)
         assert found.memory_bytes == found.host_bytes + found.window_bytes
 
@@ -120,9 +120,9 @@ def test_what_a_gpu_keeps_is_neither_in_memory_nor_on_the_link(seed: int) -> Non
     unit_bytes = [choice.randint(1, 50_000) for _ in range(choice.randint(1, 8))]
     units = [size for size in unit_bytes for _ in range(num_micro_batches)]
     spilled_units = choice.randint(0, num_micro_batches * (len(unit_bytes) - 1))
-    without = put_aside(unit_bytes, num_micro_batches=num_micro_batches, spilled_units=spilled_units)
+    without = offload(unit_bytes, num_micro_batches=num_micro_batches, spilled_units=spilled_units)
     for kept_from in range(spilled_units, len(units) + 1):
-        found = put_aside(
+        found = offload(
             unit_bytes, num_micro_batches=num_micro_batches, spilled_units=spilled_units, kept_from=kept_from
         )
         kept_bytes = sum(units[kept_from:])
@@ -131,7 +131,7 @@ def test_what_a_gpu_keeps_is_neither_in_memory_nor_on_the_link(seed: int) -> Non
 
 
 def test_the_last_units_are_not_read() -> None:
-    found = put_aside([4000, 5000, 9000], num_micro_batches=2, spilled_units=4)
+    found = offload([4000, 5000, 9000], num_micro_batches=2, spilled_units=4)
     assert (found.written_bytes, found.read_bytes) == (2 * 4096 + 2 * 8192, 4096)
     assert (found.total_bytes, found.host_bytes, found.window_bytes) == (36_000, 18_000, 3 * 8192)
 
@@ -146,19 +146,19 @@ def test_as_few_units_are_spilled_as_fit(seed: int) -> None:
     if choice.random() < 0.5:
         unit_bytes.sort(reverse=choice.random() < 0.5)
     taken_bytes = [
-        put_aside(unit_bytes, num_micro_batches=num_micro_batches, spilled_units=number).memory_bytes
+        offload(unit_bytes, num_micro_batches=num_micro_batches, spilled_units=number).memory_bytes
         for number in range(num_micro_batches * (len(unit_bytes) - 1) + 1)
     ]
     rooms = {size + more for size in taken_bytes for more in (-1, 0, 1)}
-    for room_bytes in rooms | {choice.randint(0, max(taken_bytes)) for _ in range(20)}:
-        found = fewest_spilled_units(unit_bytes, num_micro_batches=num_micro_batches, room_bytes=room_bytes)
-        if min(taken_bytes) > room_bytes:
+    for available_bytes in rooms | {choice.randint(0, max(taken_bytes)) for _ in range(20)}:
+        found = fewest_spilled_units(unit_bytes, num_micro_batches=num_micro_batches, available_bytes=available_bytes)
+        if min(taken_bytes) > available_bytes:
             assert taken_bytes[found] == min(taken_bytes)
         else:
-            assert found == next(number for number, size in enumerate(taken_bytes) if size <= room_bytes)
+            assert found == next(number for number, size in enumerate(taken_bytes) if size <= available_bytes)
 
 
 def test_a_large_layer_that_makes_the_buffers_larger_may_stay() -> None:
     """To spill the seventh layer as well takes three buffers of its size, more than it gives back."""
     unit_bytes = [4096] * 6 + [40_960, 40_960]
-    assert fewest_spilled_units(unit_bytes, num_micro_batches=1, room_bytes=2 * 40_960 + 3 * 4096) == 6
+    assert fewest_spilled_units(unit_bytes, num_micro_batches=1, available_bytes=2 * 40_960 + 3 * 4096) == 6

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from ratel_cli.engine.loss import tokens_per_chunk
-from ratel_cli.engine.pipeline import GROUP_ELEMENTS
+from ratel_cli.engine.optimizer.pipeline import GROUP_ELEMENTS
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning import capacity
-from ratel_cli.planning.activations import Aside, block_activation_bytes, head_chunk_tokens, put_aside
+from ratel_cli.planning.activations import OffloadedActivations, block_activation_bytes, head_chunk_tokens, offload
 from ratel_cli.planning.capacity import HostMemory, check_device_memory, host_memory
 from ratel_cli.planning.placement import Overlap, Placement
 from ratel_cli.planning.workload import StateBytes, Workload
@@ -22,14 +22,14 @@ from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, WORKLOAD, gpt
 PROCESS_BYTES = 400 * MIB
 RUNTIME_BYTES = 64 * MIB
 DEEP = Placement(prefetch_blocks=2, pending_updates=2)
-NOTHING_ASIDE = put_aside([0], num_micro_batches=1, spilled_units=0)
+NOTHING_ASIDE = offload([0], num_micro_batches=1, spilled_units=0)
 
 
 def need(
     spec: ModelSpec,
     *,
     placement: Placement = DEEP,
-    aside: Aside = NOTHING_ASIDE,
+    offloaded: OffloadedActivations = NOTHING_ASIDE,
     state: StateBytes = BFLOAT16,
     workload: Workload = WORKLOAD,
     holds_gradients: bool = False,
@@ -41,7 +41,7 @@ def need(
         state,
         workload,
         placement,
-        aside,
+        offloaded,
         holds_gradients=holds_gradients,
         process_bytes=PROCESS_BYTES,
         limit_bytes=limit_bytes,
@@ -142,12 +142,12 @@ def test_as_many_gradients_stay_in_memory_as_fit(seed: int, tied: bool, overlap:
         resident_states=frozenset(choice.sample(indices, choice.randint(0, len(indices)))),
         deferred=frozenset(indices[len(indices) - num_deferred :]),
     )
-    aside = put_aside(
+    offloaded = offload(
         [choice.randint(1, 100_000) for _ in range(spec.num_layers)],
         num_micro_batches=3,
         spilled_units=choice.randint(0, 3 * (spec.num_layers - 1)),
     )
-    always = PROCESS_BYTES + aside.host_bytes + aside.window_bytes
+    always = PROCESS_BYTES + offloaded.host_bytes + offloaded.window_bytes
     always += 2 * WORKLOAD.tokens * spec.hidden_size * 2 + WORKLOAD.tokens * WORKLOAD.sequence_len
     always += sum(2 * spec.blocks[index].num_elements for index in placement.resident_weights)
     always += sum(10 * spec.blocks[index].num_elements for index in placement.resident_states)
@@ -164,7 +164,7 @@ def test_as_many_gradients_stay_in_memory_as_fit(seed: int, tied: bool, overlap:
             memory, found = need(
                 spec,
                 placement=placement,
-                aside=aside,
+                offloaded=offloaded,
                 holds_gradients=holds_gradients,
                 overlap=overlap,
                 limit_bytes=limit_bytes,
@@ -194,9 +194,9 @@ def test_what_does_not_fit_is_refused_by_the_byte() -> None:
 
 def test_a_refusal_names_what_was_to_stay() -> None:
     placement = replace(DEEP, resident_weights=frozenset({0}))
-    aside = put_aside([MIB] * 3, num_micro_batches=1, spilled_units=0)
+    offloaded = offload([MIB] * 3, num_micro_batches=1, spilled_units=0)
     with pytest.raises(DoesNotFit, match=r"activations 3\.00 MiB, resident 64\.0 KiB"):
-        need(gpt(), placement=placement, aside=aside, limit_bytes=0)
+        need(gpt(), placement=placement, offloaded=offloaded, limit_bytes=0)
 
 
 def test_the_device_takes_what_passes_through() -> None:

@@ -258,7 +258,7 @@ def test_with_room_for_everything_everything_stays(hardware: HardwareProfile, ho
     chosen = choose(case(hardware, holds_gradients=holds_gradients))
     placement = chosen.placement
     assert (placement.resident_weights, placement.resident_states) == (EVERY, EVERY)
-    assert (placement.spilled_units, chosen.aside.written_bytes) == (0, 0)
+    assert (placement.spilled_units, chosen.offloaded.written_bytes) == (0, 0)
 
 
 def test_everything_is_swapped_where_computing_is_slow_and_nothing_where_it_is_fast() -> None:
@@ -292,7 +292,7 @@ def test_then_states_come(num_blocks: int) -> None:
 def test_nothing_but_inputs_is_swapped_where_the_user_says_so(limit_bytes: int, activations: Activations) -> None:
     chosen = choose(case(SLOW_DEVICE, activations=activations, limit_bytes=limit_bytes))
     assert (chosen.swap.num_outputs, chosen.placement.swapped) == (0, {})
-    assert chosen.aside.total_bytes == WORKLOAD.tokens * 1024 * 2 * SPEC.num_layers
+    assert chosen.offloaded.total_bytes == WORKLOAD.tokens * 1024 * 2 * SPEC.num_layers
 
 
 def test_everything_is_swapped_where_the_user_says_so_and_goes_where_there_is_room() -> None:
@@ -302,7 +302,7 @@ def test_everything_is_swapped_where_the_user_says_so_and_goes_where_there_is_ro
         assert chosen.swap.num_outputs == of.order.num_outputs
     assert plenty.placement.spilled_units == 0
     assert tight.placement.spilled_units > 0
-    assert tight.aside.written_bytes > tight.aside.read_bytes > 0
+    assert tight.offloaded.written_bytes > tight.offloaded.read_bytes > 0
 
 
 def test_everything_is_kept_in_memory_or_refused_where_the_user_says_so() -> None:
@@ -330,7 +330,7 @@ def test_as_great_a_share_is_swapped_as_the_user_says(fraction: float, num_layer
 def test_inputs_are_always_put_aside(activations: Activations, limit_bytes: int) -> None:
     chosen = choose(case(activations=activations, limit_bytes=limit_bytes))
     input_bytes = WORKLOAD.tokens * 1024 * 2 * SPEC.num_layers
-    assert chosen.aside.total_bytes == input_bytes + WORKLOAD.num_micro_batches * chosen.swap.num_bytes
+    assert chosen.offloaded.total_bytes == input_bytes + WORKLOAD.num_micro_batches * chosen.swap.num_bytes
 
 
 @pytest.mark.parametrize("hardware", [SLOW_DEVICE, SLOW_DRIVE, EVEN])
@@ -392,6 +392,6 @@ def test_the_curve_goes_through_what_was_chosen(holds_gradients: bool, share: fl
     of = replace(of, limit_bytes=least + int(share * (most - least)))
     chosen = choose(of)
     points = curve(of, chosen)
-    assert (chosen.aside.total_bytes, chosen.time.total) in points
+    assert (chosen.offloaded.total_bytes, chosen.time.total) in points
     assert points == sorted(points)
     assert points[0][0] == WORKLOAD.tokens * 1024 * 2 * SPEC.num_layers

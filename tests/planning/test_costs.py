@@ -9,7 +9,7 @@ import pytest
 
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import Aside, put_aside
+from ratel_cli.planning.activations import OffloadedActivations, offload
 from ratel_cli.planning.costs import (
     ComputeSeconds,
     StageTime,
@@ -29,8 +29,8 @@ SPEC = gpt()
 ELEMENTS = sum(block.num_elements for block in SPEC.blocks)
 DEEP = Placement(prefetch_blocks=2, pending_updates=2)
 COMPUTE = ComputeSeconds(forward=0.5, backward=1.25, head=0.0, is_measured=False)
-NOTHING_ASIDE = put_aside([0], num_micro_batches=1, spilled_units=0)
-SPILLED = put_aside([40_960, 40_960, 8192], num_micro_batches=3, spilled_units=6)
+NOTHING_ASIDE = offload([0], num_micro_batches=1, spilled_units=0)
+SPILLED = offload([40_960, 40_960, 8192], num_micro_batches=3, spilled_units=6)
 MOVED = (
     "forward_read_bytes",
     "forward_written_bytes",
@@ -143,15 +143,17 @@ def test_moving_more_never_takes_less(seed: int) -> None:
     assert sum(nvme_seconds(nvme, read, written + choice.randint(1, 50))) >= seconds
 
 
-def traffic_of(placement: Placement = DEEP, aside: Aside = NOTHING_ASIDE, *, holds_gradients: bool = False) -> Traffic:
-    return step_traffic(SPEC, BFLOAT16, placement, aside, holds_gradients=holds_gradients)
+def traffic_of(
+    placement: Placement = DEEP, offloaded: OffloadedActivations = NOTHING_ASIDE, *, holds_gradients: bool = False
+) -> Traffic:
+    return step_traffic(SPEC, BFLOAT16, placement, offloaded, holds_gradients=holds_gradients)
 
 
 def step_time(
     hardware: HardwareProfile,
     *,
     placement: Placement = DEEP,
-    aside: Aside = NOTHING_ASIDE,
+    offloaded: OffloadedActivations = NOTHING_ASIDE,
     compute: ComputeSeconds = COMPUTE,
     not_recomputed_seconds: float = 0.0,
     holds_gradients: bool = False,
@@ -161,10 +163,10 @@ def step_time(
         SPEC,
         BFLOAT16,
         placement,
-        step_traffic(SPEC, BFLOAT16, placement, aside, holds_gradients=holds_gradients, overlap=overlap),
+        step_traffic(SPEC, BFLOAT16, placement, offloaded, holds_gradients=holds_gradients, overlap=overlap),
         hardware,
         compute=compute,
-        aside=aside,
+        offloaded=offloaded,
         not_recomputed_seconds=not_recomputed_seconds,
         holds_gradients=holds_gradients,
         overlap=overlap,
@@ -176,7 +178,7 @@ def longest(stage: StageTime) -> float:
 
 
 def test_every_resource_has_its_work() -> None:
-    traffic, time = traffic_of(aside=SPILLED), step_time(machine(memory_bytes_per_second=1e10), aside=SPILLED)
+    traffic, time = traffic_of(offloaded=SPILLED), step_time(machine(memory_bytes_per_second=1e10), offloaded=SPILLED)
     forward, backward = time.forward, time.backward
     assert [forward.compute, backward.compute] == pytest.approx([0.5, 1.25], rel=1e-12)
     linked = SPILLED.total_bytes
@@ -198,7 +200,7 @@ def test_every_resource_has_its_work() -> None:
 
 def test_where_the_cpu_computes_the_optimizer_and_copies_take_their_share_of_it() -> None:
     hardware = machine(num_cores=4, memory_bytes_per_second=1e10)
-    time = step_time(hardware, aside=SPILLED)
+    time = step_time(hardware, offloaded=SPILLED)
     assert time.forward.compute == pytest.approx(0.5 + SPILLED.written_bytes / 1e10)
     assert time.backward.compute == pytest.approx(1.25 + ELEMENTS / 1e9 / 4)
     assert (time.forward.up, time.forward.down, time.backward.up, time.backward.down) == (0, 0, 0, 0)
@@ -282,12 +284,12 @@ def test_what_is_spilled_is_written_behind_pending_updates(spilled_units: int, d
     """Computing goes on for three of twelve units; here forward is twice as long as what is pending takes."""
     slow = machine_with("write_bytes_per_second", 1e7)
     placement = replace(DEEP, resident_weights=frozenset({0}))
-    aside = put_aside([64, 64, 64], num_micro_batches=4, spilled_units=spilled_units)
+    offloaded = offload([64, 64, 64], num_micro_batches=4, spilled_units=spilled_units)
     plain, traffic = step_time(slow, placement=placement).backward, traffic_of(placement)
     moved_bytes = traffic.backward_read_bytes + traffic.backward_written_bytes
     pending = 12 * sum(block.num_elements for block in SPEC.blocks[:2]) / moved_bytes * plain.nvme
     compute = replace(COMPUTE, forward=2 * pending, backward=0.0)
-    backward = step_time(slow, compute=compute, placement=placement, aside=aside).backward
+    backward = step_time(slow, compute=compute, placement=placement, offloaded=offloaded).backward
     assert backward.total == pytest.approx(backward.nvme - drained_share * pending, rel=2e-2)
 
 
@@ -307,16 +309,16 @@ def test_what_does_not_run_ahead_stands_in_the_way(overlap: Overlap) -> None:
 @pytest.mark.parametrize("placement", [DEEP, Placement()])
 def test_spilled_activations_are_beneath_the_computing_of_their_own_layers(placement: Placement) -> None:
     """Two layers of three in forward, of five blocks in backward, where the last three units are still in buffers."""
-    aside = put_aside([4096, 4096, 4096], num_micro_batches=4, spilled_units=8)
-    assert (aside.num_units, aside.written_bytes, aside.read_bytes) == (12, 8 * 4096, 5 * 4096)
+    offloaded = offload([4096, 4096, 4096], num_micro_batches=4, spilled_units=8)
+    assert (offloaded.num_units, offloaded.written_bytes, offloaded.read_bytes) == (12, 8 * 4096, 5 * 4096)
     time = overlapped_step(
         SPEC,
         BFLOAT16,
         placement,
-        replace(traffic_of(), **dict.fromkeys(MOVED, 0)).beside(aside),
+        replace(traffic_of(), **dict.fromkeys(MOVED, 0)).beside(offloaded),
         machine(read_bytes_per_second=5 * 4096 / 0.9, write_bytes_per_second=8 * 4096 / 0.9),
         compute=ComputeSeconds(forward=1.0, backward=1.0, head=0.0, is_measured=False),
-        aside=aside,
+        offloaded=offloaded,
         not_recomputed_seconds=0.0,
         holds_gradients=True,
     )
@@ -338,10 +340,12 @@ def test_spilling_more_never_takes_less_and_running_ahead_never_more(seed: int) 
     unit_bytes, number = [choice.randint(1, 50_000) for _ in range(3)], choice.randint(1, 5)
     seconds = 0.0
     for spilled_units in range(2 * number + 1):
-        aside = put_aside(unit_bytes, num_micro_batches=number, spilled_units=spilled_units)
-        deep = step_time(hardware, aside=aside, compute=compute).total
+        offloaded = offload(unit_bytes, num_micro_batches=number, spilled_units=spilled_units)
+        deep = step_time(hardware, offloaded=offloaded, compute=compute).total
         assert seconds <= deep * (1 + 1e-12)
-        assert deep <= step_time(hardware, aside=aside, compute=compute, placement=Placement()).total * (1 + 1e-12)
+        assert deep <= step_time(hardware, offloaded=offloaded, compute=compute, placement=Placement()).total * (
+            1 + 1e-12
+        )
         seconds = deep
 
 
@@ -383,6 +387,6 @@ def test_rates_twice_as_high_halve_the_time(overlap: Overlap) -> None:
             memory_bytes_per_second=factor * 1e7,
         )
         compute = replace(COMPUTE, forward=COMPUTE.forward / factor, backward=COMPUTE.backward / factor)
-        return step_time(hardware, overlap=overlap, aside=SPILLED, compute=compute).total
+        return step_time(hardware, overlap=overlap, offloaded=SPILLED, compute=compute).total
 
     assert seconds(1) == pytest.approx(2 * seconds(2), rel=1e-12)

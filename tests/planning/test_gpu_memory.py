@@ -9,7 +9,7 @@ import pytest
 
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import block_activation_bytes, put_aside
+from ratel_cli.planning.activations import block_activation_bytes, offload
 from ratel_cli.planning.capacity import HostMemory, host_memory
 from ratel_cli.planning.gpu_memory import gpu_memory_bytes, keep, kept_weight_bytes
 from ratel_cli.planning.placement import Placement
@@ -17,7 +17,7 @@ from ratel_cli.planning.workload import StateBytes, Workload
 from ratel_cli.units import MIB
 from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, WORKLOAD, gpt
 
-NOTHING_ASIDE = put_aside([0], num_micro_batches=1, spilled_units=0)
+NOTHING_ASIDE = offload([0], num_micro_batches=1, spilled_units=0)
 
 
 def walk(spec: ModelSpec, state: StateBytes, workload: Workload, unit_bytes: int) -> int:
@@ -125,27 +125,27 @@ def test_units_and_then_weights_are_kept_while_there_is_room(seed: int) -> None:
     kept = keep(spec, BFLOAT16, workload, unit_bytes, limit_bytes=limit_bytes)
     units = [size for size in unit_bytes for _ in range(workload.num_micro_batches)]
     weights = [BFLOAT16.compute * block.num_elements for block in spec.blocks]
-    room_bytes = 0.9 * max(0, limit_bytes - needed)
+    available_bytes = 0.9 * max(0, limit_bytes - needed)
     units_bytes = sum(units[kept.units_from :])
-    assert units_bytes + kept_weight_bytes(spec, BFLOAT16, kept.weights) <= room_bytes
+    assert units_bytes + kept_weight_bytes(spec, BFLOAT16, kept.weights) <= available_bytes
     assert kept.weights == frozenset(range(spec.num_layers + 1 - len(kept.weights), spec.num_layers + 1))
     if kept.units_from > 1:
-        assert units_bytes + units[kept.units_from - 1] > room_bytes - 1, "one unit more does not fit"
+        assert units_bytes + units[kept.units_from - 1] > available_bytes - 1, "one unit more does not fit"
     if len(kept.weights) < spec.num_layers:
         one_more = weights[spec.num_layers - len(kept.weights)]
         always_bytes = 0 if kept.units_from > 1 else units[0]
         taken_bytes = units_bytes + kept_weight_bytes(spec, BFLOAT16, kept.weights)
-        assert taken_bytes + always_bytes + one_more > room_bytes - 1
+        assert taken_bytes + always_bytes + one_more > available_bytes - 1
 
 
 def need(spec: ModelSpec, *, on_gpu: bool, tokens: int = 128, num_micro_batches: int = 3) -> HostMemory:
-    aside = put_aside([MIB] * spec.num_layers, num_micro_batches=num_micro_batches, spilled_units=0)
+    offloaded = offload([MIB] * spec.num_layers, num_micro_batches=num_micro_batches, spilled_units=0)
     return host_memory(
         spec,
         BFLOAT16,
         Workload(micro_batch_size=1, num_micro_batches=num_micro_batches, sequence_len=tokens),
         Placement(prefetch_blocks=2, pending_updates=2),
-        aside,
+        offloaded,
         holds_gradients=True,
         process_bytes=MIB,
         limit_bytes=1 << 50,

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ratel_cli.cli.kept_profile import KeptProfile
 from ratel_cli.config.load import load_config
 from ratel_cli.planning.estimate.shapes import spec_from_shape
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
+from ratel_cli.run.cached_profile import CachedProfile
 from tests.hardware.profiles import WITHOUT_GPU
 
 QUICK = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -64,23 +64,23 @@ def check(content: object) -> None:
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> KeptProfile:
+def kept(tmp_path: Path) -> CachedProfile:
     config = tmp_path / "run.yaml"
     config.write_text(f"model_shape: {{num_layers: 2, num_heads: 2, hidden_size: 8}}\noutput_dir: {tmp_path}/out\n")
     spec = spec_from_shape(name="m", num_layers=2, hidden_size=8, vocab_size=9)
-    kept = KeptProfile(load_config(config).config, spec, WITHOUT_GPU)
+    kept = CachedProfile(load_config(config).config, spec, WITHOUT_GPU)
     kept.path.parent.mkdir(parents=True)
     kept.path.write_text(json.dumps(kept.content(spec, PROFILE)))
     return kept
 
 
-def test_what_was_kept_is_read(kept: KeptProfile) -> None:
+def test_what_was_kept_is_read(kept: CachedProfile) -> None:
     assert kept.read() == PROFILE
 
 
 @QUICK
 @given(data=st.data())
-def test_any_file_is_a_profile_or_none(kept: KeptProfile, data: st.DataObject) -> None:
+def test_any_file_is_a_profile_or_none(kept: CachedProfile, data: st.DataObject) -> None:
     content = kept.path.read_bytes()
     at = data.draw(st.integers(0, len(content)))
     piece = data.draw(st.binary(max_size=4) | st.sampled_from([b"[" * 50_000, b"1" * 5_000, b""]))

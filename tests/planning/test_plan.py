@@ -61,7 +61,7 @@ def test_all_parts_are_those_of_its_placement(overlap: Overlap, holds_gradients:
         BFLOAT16,
         WORKLOAD,
         made.placement,
-        made.aside,
+        made.offloaded,
         holds_gradients=holds_gradients,
         process_bytes=200 * MIB,
         limit_bytes=limit_bytes,
@@ -74,7 +74,7 @@ def test_all_parts_are_those_of_its_placement(overlap: Overlap, holds_gradients:
         SPEC,
         BFLOAT16,
         made.placement,
-        made.aside,
+        made.offloaded,
         holds_gradients=holds_gradients,
         spilled_blocks=spilled_blocks,
         overlap=overlap,
@@ -89,7 +89,7 @@ def test_all_parts_are_those_of_its_placement(overlap: Overlap, holds_gradients:
         made.traffic,
         machine(),
         compute=compute_seconds(PROFILE, WORKLOAD, machine()),
-        aside=made.aside,
+        offloaded=made.offloaded,
         not_recomputed_seconds=3 * made.swap.flops / 1e12,
         holds_gradients=holds_gradients,
         overlap=overlap,
@@ -100,7 +100,7 @@ def test_without_held_gradients_nothing_is_spilled() -> None:
     made = plan(limit_bytes=TIGHT)
     assert (made.spilled_blocks, made.spilled_bytes, made.memory.held_gradients) == (0, 0, 0)
     assert made.held_in_memory_bytes is None
-    assert made.nvme_bytes == 2 * (12 * sum(ELEMENTS) + TABLE) + made.aside.written_bytes
+    assert made.nvme_bytes == 2 * (12 * sum(ELEMENTS) + TABLE) + made.offloaded.written_bytes
 
 
 def test_held_gradients_that_fit_have_no_limit() -> None:
@@ -115,7 +115,7 @@ def test_the_limit_on_held_gradients_is_what_stays_in_memory(holds_gradients: bo
     assert 0 < made.spilled_blocks < len(ELEMENTS)
     assert made.spilled_bytes == 2 * sum(ELEMENTS[: made.spilled_blocks])
     assert made.held_in_memory_bytes == 2 * sum(ELEMENTS[made.spilled_blocks :])
-    assert made.nvme_bytes == 3 * (12 * sum(ELEMENTS) + TABLE) + made.spilled_bytes + made.aside.written_bytes
+    assert made.nvme_bytes == 3 * (12 * sum(ELEMENTS) + TABLE) + made.spilled_bytes + made.offloaded.written_bytes
     assert (made.placement.resident_weights, made.placement.resident_states) == (frozenset(), frozenset())
 
 
@@ -135,7 +135,7 @@ def test_what_is_swapped_is_listed_by_benefit_and_adds_up() -> None:
         (item.operator, 6) for item in PROFILE.profiles[0].candidates
     ]
     assert [each.benefit for each in made.swapped] == sorted((each.benefit for each in made.swapped), reverse=True)
-    assert sum(each.bytes for each in made.swapped) + INPUT_BYTES == made.swappable_bytes == made.aside.total_bytes
+    assert sum(each.bytes for each in made.swapped) + INPUT_BYTES == made.swappable_bytes == made.offloaded.total_bytes
     assert sum(each.flops for each in made.swapped) == 3 * made.swap.flops
     assert {each.seconds for each in made.swapped} == {None}
     assert (made.flops_recomputed, made.case) == (0, 2)
@@ -168,7 +168,7 @@ def test_the_curve_is_told_in_order() -> None:
     assert sizes[0] == INPUT_BYTES == made.inter_block_bytes
     assert sizes == sorted(sizes)
     assert sizes[-1] == made.swappable_bytes
-    assert (made.aside.total_bytes, made.time.total) in made.curve
+    assert (made.offloaded.total_bytes, made.time.total) in made.curve
 
 
 @pytest.mark.parametrize("activations", ["auto", "keep", "recompute"])
@@ -201,12 +201,12 @@ def test_what_a_gpu_has_to_spare_keeps_the_last_layers(activations: Activations)
         if before is not None and activations != "auto":
             assert made.time.total <= before.time.total
             assert made.memory.activations <= before.memory.activations
-            assert made.aside.kept_bytes >= before.aside.kept_bytes
+            assert made.offloaded.kept_bytes >= before.offloaded.kept_bytes
         before = made
         kept.add((placement.kept_from, len(placement.kept_weights)))
     assert before is not None
     assert before.placement.kept_weights == frozenset(range(1, 7))
-    assert 0 < before.memory.activations == before.aside.linked_bytes == before.aside.largest_unit_bytes
+    assert 0 < before.memory.activations == before.offloaded.linked_bytes == before.offloaded.largest_unit_bytes
     assert len(kept) > 7
 
 
@@ -248,8 +248,8 @@ def test_json_has_the_promised_keys() -> None:
     assert found["activations"] | {"swap_set": []} == {
         "total_bytes": made.swappable_bytes,
         "inter_block_bytes": INPUT_BYTES,
-        "swapped_bytes": made.aside.total_bytes,
-        "swapped_to_nvme_bytes": made.aside.written_bytes,
+        "swapped_bytes": made.offloaded.total_bytes,
+        "swapped_to_nvme_bytes": made.offloaded.written_bytes,
         "kept_on_gpu_bytes": 0,
         "swap_set": [],
         "recompute_flops": made.flops_recomputed,

@@ -99,7 +99,7 @@ def test_the_shortest_prefix_that_reaches_so_many_bytes(seed: int) -> None:
 def step_of_chance(choice: random.Random, order: Order, profile: ModelProfile) -> Callable[[int], float]:
     """Forward moves what is swapped down, backward brings it back; what memory has no room for goes to a drive."""
     all_bytes = order.at(order.num_outputs).num_bytes + 1
-    room_bytes = choice.uniform(-0.2, 1.2) * all_bytes
+    available_bytes = choice.uniform(-0.2, 1.2) * all_bytes
     limit_bytes = choice.choice([math.inf, choice.uniform(0, 1.2) * all_bytes])
     recomputed = sum(profile.profiles[number].flops_recomputed for number in profile.layers)
     flops_per_second = recomputed * 10 ** choice.uniform(-1, 1) + 1
@@ -110,7 +110,7 @@ def step_of_chance(choice: random.Random, order: Order, profile: ModelProfile) -
         swap = order.at(num_outputs)
         if swap.num_bytes > limit_bytes:
             return math.inf
-        spilled_bytes = max(0, swap.num_bytes - room_bytes)
+        spilled_bytes = max(0, swap.num_bytes - available_bytes)
         transfers = max(weights + swap.num_bytes / link, weights + spilled_bytes / drive)
         return max(forward, transfers) + max((recomputed - swap.flops) / flops_per_second, transfers)
 

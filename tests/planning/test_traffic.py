@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from ratel_cli.model.spec import BlockSpec, ModelSpec
-from ratel_cli.movement.checksums import ChunkMap
-from ratel_cli.movement.records import ComputeDtype, record_layout
-from ratel_cli.planning.activations import Aside, put_aside
+from ratel_cli.planning.activations import OffloadedActivations, offload
 from ratel_cli.planning.placement import Overlap, Placement
 from ratel_cli.planning.traffic import (
     CHUNK_ELEMENTS,
@@ -22,13 +20,15 @@ from ratel_cli.planning.traffic import (
     store_bytes,
 )
 from ratel_cli.planning.workload import StateBytes
+from ratel_cli.store.checksums import ChunkMap
+from ratel_cli.store.layout import ComputeDtype, record_layout
 from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, gpt
 
 # Elements of the blocks, with the gaps: 512 * 64, then 12 * 64^2 + 2 * 64 up to a multiple of 2048, then 513 * 64.
 EMBEDDING, LAYER, HEAD = 32768, 51200, 34816
 TABLE = 4096  # of checksums: one of each field of each block, and one on top
 NOTHING = Placement()
-NOTHING_ASIDE = put_aside([0], num_micro_batches=1, spilled_units=0)
+NOTHING_ASIDE = offload([0], num_micro_batches=1, spilled_units=0)
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Walk:
     spec: ModelSpec
     state: StateBytes
     placement: Placement
-    aside: Aside
+    offloaded: OffloadedActivations
     holds_gradients: bool
     spilled_blocks: int
     overlap: Overlap
@@ -49,8 +49,8 @@ class Walk:
 
     def step(self) -> None:
         self.moved.clear()
-        self.moved["forward", "written"] += self.aside.written_bytes
-        self.moved["backward", "read"] += self.aside.read_bytes
+        self.moved["forward", "written"] += self.offloaded.written_bytes
+        self.moved["backward", "read"] += self.offloaded.read_bytes
         embedding, *layers, head = self.spec.blocks
         forward = [embedding, *layers]
         at_head = [head, embedding] if self.spec.tied else [head]
@@ -127,17 +127,23 @@ def test_it_is_what_a_walk_through_a_run_counts(seed: int, overlap: Overlap, tie
         resident_states=frozenset(choice.sample(indices, choice.randint(0, len(indices)))),
         deferred=frozenset(indices[len(indices) - num_deferred :]),
     )
-    aside = put_aside(
+    offloaded = offload(
         [choice.randint(1, 20_000) for _ in range(spec.num_layers)],
         num_micro_batches=2,
         spilled_units=choice.randint(0, 2 * (spec.num_layers - 1)),
     )
-    walk = Walk(spec, state, placement, aside, holds_gradients, spilled_blocks, overlap)
+    walk = Walk(spec, state, placement, offloaded, holds_gradients, spilled_blocks, overlap)
     for _ in range(3):
         walk.step()
     walk.moved["forward", "written"] += checksum_bytes(spec, state)
     traffic = step_traffic(
-        spec, state, placement, aside, holds_gradients=holds_gradients, spilled_blocks=spilled_blocks, overlap=overlap
+        spec,
+        state,
+        placement,
+        offloaded,
+        holds_gradients=holds_gradients,
+        spilled_blocks=spilled_blocks,
+        overlap=overlap,
     )
     assert traffic == Traffic(
         **{f"{s}_{d}_bytes": walk.moved[s, d] for s in ("forward", "backward", "update") for d in ("read", "written")},
@@ -214,9 +220,9 @@ def test_spilled_gradients_go_and_come_back(num_blocks: int, elements: int) -> N
 
 
 def test_spilled_activations_go_in_forward_and_come_back_in_backward() -> None:
-    aside = put_aside([8192] * 3, num_micro_batches=3, spilled_units=5)
+    offloaded = offload([8192] * 3, num_micro_batches=3, spilled_units=5)
     none, spilled = (
-        step_traffic(gpt(), BFLOAT16, NOTHING, each, holds_gradients=False) for each in (NOTHING_ASIDE, aside)
+        step_traffic(gpt(), BFLOAT16, NOTHING, each, holds_gradients=False) for each in (NOTHING_ASIDE, offloaded)
     )
     assert spilled.forward_written_bytes - none.forward_written_bytes == 5 * 8192
     assert spilled.backward_read_bytes - none.backward_read_bytes == 2 * 8192

@@ -6,15 +6,16 @@ import json
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 from ratel_cli import _native
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_adamw.py"
+SCRIPT = "scripts.bench.adamw"
 
 
 def test_smoke() -> None:
-    run = subprocess.run([sys.executable, SCRIPT, "--smoke"], capture_output=True, text=True, timeout=100, check=True)
+    run = subprocess.run(
+        [sys.executable, "-m", SCRIPT, "--smoke"], capture_output=True, text=True, timeout=100, check=True
+    )
     lines = run.stdout.splitlines()
     report = json.loads(lines[-1])
     names = {result["name"] for result in report["results"]}

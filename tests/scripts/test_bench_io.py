@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.errors import EnvironmentFailure
-from ratel_cli.movement.queue import open_queue
+from ratel_cli.io.queue import open_queue
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench_io.py"
+SCRIPT = "scripts.bench.io"
 
 
 def test_smoke(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_smoke(tmp_path: Path) -> None:
         open_queue("io_uring", notice=pytest.fail).close()
     except EnvironmentFailure as refusal:
         pytest.skip(refusal.message)
-    command = [sys.executable, SCRIPT, "--smoke", "--directory", tmp_path]
+    command = [sys.executable, "-m", SCRIPT, "--smoke", "--directory", tmp_path]
     run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     report = json.loads(run.stdout.splitlines()[-1])
     results = report["results"]
@@ -40,7 +40,7 @@ def test_smoke(tmp_path: Path) -> None:
 
 def test_without_a_ceiling_there_is_no_result(tmp_path: Path) -> None:
     """Neither a compiler nor fio is on an empty PATH."""
-    command = [sys.executable, SCRIPT, "--smoke", "--directory", tmp_path]
+    command = [sys.executable, "-m", SCRIPT, "--smoke", "--directory", tmp_path]
     environment = {**os.environ, "PATH": str(tmp_path)}
     run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
     assert run.returncode == 1
@@ -49,7 +49,7 @@ def test_without_a_ceiling_there_is_no_result(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_room_is_said_in_a_line(tmp_path: Path) -> None:
-    command = [sys.executable, SCRIPT, "--directory", tmp_path, "--span-gib", str(1 << 20)]
+    command = [sys.executable, "-m", SCRIPT, "--directory", tmp_path, "--span-gib", str(1 << 20)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert run.returncode == 1
     assert "need 1024 TiB" in run.stderr and "Traceback" not in run.stderr

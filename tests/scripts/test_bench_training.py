@@ -23,7 +23,7 @@ def run(script: str, *arguments: str) -> tuple[str, dict[str, dict[str, float]]]
 
 @pytest.mark.parametrize("clip", [(), ("--clip",)], ids=["unclipped", "clipped"])
 def test_a_step_beside_plain_pytorch(tmp_path: Path, clip: tuple[str, ...]) -> None:
-    output, summary = run("bench_step", *TINY, *clip, "--contestants", "plain", "ratel", "--directory", str(tmp_path))
+    output, summary = run("bench.step", *TINY, *clip, "--contestants", "plain", "ratel", "--directory", str(tmp_path))
     assert "ratel against plain:" in output
     assert summary["ratel"]["moved_of_predicted"] == 1
     [ratel], [plain] = summary["ratel"]["runs"], summary["plain"]["runs"]  # type: ignore[misc]
@@ -40,7 +40,7 @@ def test_a_step_beside_deepspeed(tmp_path: Path) -> None:
     """In `small`, unlike in `tiny`, there are parameters so large that DeepSpeed keeps them on NVMe."""
     names = ("plain", "ratel", "zero", "zero-optimizer")
     shape = ("--shape", "small", "--micro-batches", "1", "--steps", "3", "--directory", str(tmp_path))
-    output, summary = run("bench_step", *TINY, *shape, "--contestants", *names)
+    output, summary = run("bench.step", *TINY, *shape, "--contestants", *names)
     assert "ratel against zero:" in output and "ratel against zero-optimizer:" in output
     [plain], [zero], [by_optimizer] = (summary[name]["runs"] for name in ("plain", "zero", "zero-optimizer"))  # type: ignore[misc]
     assert plain["losses"] == pytest.approx(zero["losses"], rel=1e-3)
@@ -50,7 +50,7 @@ def test_a_step_beside_deepspeed(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
 def test_without_deepspeed_it_is_said_what_to_install() -> None:
-    command = [sys.executable, "-m", "scripts.bench_step", *TINY, "--contestants", "zero"]
+    command = [sys.executable, "-m", "scripts.bench.step", *TINY, "--contestants", "zero"]
     refused = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert refused.returncode == 1
     assert "pip install deepspeed" in refused.stderr and "Traceback" not in refused.stderr
@@ -58,7 +58,7 @@ def test_without_deepspeed_it_is_said_what_to_install() -> None:
 
 def test_the_overlap_modes_give_the_same_weights(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    output, summary = run("bench_overlap", *TINY, "--directory", str(tmp_path), "--trace", str(trace))
+    output, summary = run("bench.overlap", *TINY, "--directory", str(tmp_path), "--trace", str(trace))
     assert "are the same in all runs" in output
     assert summary["optimized"]["times_optimized"] == 1
     assert json.loads(trace.read_text())["traceEvents"]
@@ -70,7 +70,7 @@ def test_the_plan_beside_what_was_measured(tmp_path: Path) -> None:
     store.mkdir()
     shape = ("--shape", "narrow", "--tokens", "8", "16", "--micro-batches", "4")
     effort = ("--points", "2", "--rounds", "1", "--steps", "1", "--room-mib", "1")
-    output, summary = run("bench_plan", *shape, *effort, "--picture", str(picture), "--directory", str(store))
+    output, summary = run("bench.plan", *shape, *effort, "--picture", str(picture), "--directory", str(store))
     assert output.count("prediction, at the planned point") == 2
     for tokens in ("8", "16"):
         assert summary[tokens]["worst_error"] >= summary[tokens]["planned_error"]
@@ -82,7 +82,7 @@ def test_the_plan_beside_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_what_durability_costs(tmp_path: Path) -> None:
-    output, summary = run("bench_durability", *TINY[:-2], "--turn", "2", "--directory", str(tmp_path))
+    output, summary = run("bench.durability", *TINY[:-2], "--turn", "2", "--directory", str(tmp_path))
     assert "for durability and checksums" in output
     assert len(summary["durable_seconds"]) == len(summary["bare_seconds"]) > 0  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
@@ -92,7 +92,7 @@ def test_the_benchmark_of_a_gpu_runs(tmp_path: Path) -> None:
     """On the CPU, which shows that all its parts are there."""
     shape = ("--shape", "tiny", "--tokens", "32", "--rows", "2", "--micro-batches", "1", "--steps", "1")
     where = ("--device", "cpu", "--directory", str(tmp_path), "--host-memory-gib", "3")
-    output, summary = run("bench_gpu", *shape, *where)
+    output, summary = run("bench.gpu", *shape, *where)
     assert "planned point, slower than the best one measured" in output
     assert [point["name"] for point in summary["steps"]] == ["ratel, 24 GiB", "ratel, 16 GiB"]  # type: ignore[index]
     assert [point["name"] for point in summary["overlap"]] == ["optimized", "naive", "separate"]  # type: ignore[index]
@@ -104,21 +104,21 @@ def test_the_benchmark_of_a_gpu_runs(tmp_path: Path) -> None:
 def test_the_benchmark_of_a_gpu_leaves_out_what_it_has_no_time_for(tmp_path: Path) -> None:
     shape = ("--shape", "tiny", "--tokens", "32", "--rows", "2", "--micro-batches", "1", "--minutes", "0")
     where = ("--device", "cpu", "--directory", str(tmp_path), "--host-memory-gib", "3")
-    output, summary = run("bench_gpu", *shape, *where)
+    output, summary = run("bench.gpu", *shape, *where)
     assert output.count("left out, for lack of time") == 2 + 2 + 3 + 5
     assert not summary["plain"] and not summary["steps"] and not summary["sweep"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_the_benchmark_of_a_gpu_wants_one() -> None:
-    command = [sys.executable, "-m", "scripts.bench_gpu"]
+    command = [sys.executable, "-m", "scripts.bench.gpu"]
     refused = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert refused.returncode == 1
     assert "there is no CUDA device here" in refused.stderr and "Traceback" not in refused.stderr
 
 
 def test_the_optimizer_alone(tmp_path: Path) -> None:
-    _, summary = run("bench_optimizer", "--parameters", "200000", "--rounds", "2", "--directory", str(tmp_path))
+    _, summary = run("bench.optimizer", "--parameters", "200000", "--rounds", "2", "--directory", str(tmp_path))
     assert all(len(summary[name]["seconds"]) == 2 for name in ("NVMe", "AdamW", "optimized", "naive"))  # type: ignore[arg-type]
     assert summary["optimized"]["of_ceiling"] > 0
     assert list(tmp_path.iterdir()) == []
@@ -126,14 +126,14 @@ def test_the_optimizer_alone(tmp_path: Path) -> None:
 
 def test_results_are_kept_with_the_notes_on_them(tmp_path: Path) -> None:
     def run_all() -> str:
-        command = [sys.executable, "-m", "scripts.bench_all", "optimizer", "--smoke", "--results", str(tmp_path)]
+        command = [sys.executable, "-m", "scripts.bench.all", "optimizer", "--smoke", "--results", str(tmp_path)]
         subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT)
         [path] = tmp_path.iterdir()
         assert path.name.startswith("optimizer_")
         return path.read_text()
 
     first = run_all()
-    assert "python -m scripts.bench_optimizer" in first
+    assert "python -m scripts.bench.optimizer" in first
     assert "of ceiling" in first
     [path] = tmp_path.iterdir()
     path.write_text(first + "The drive was shared.\n")
@@ -141,7 +141,7 @@ def test_results_are_kept_with_the_notes_on_them(tmp_path: Path) -> None:
 
 
 def test_an_unknown_benchmark_is_refused() -> None:
-    command = [sys.executable, "-m", "scripts.bench_all", "optimiser"]
+    command = [sys.executable, "-m", "scripts.bench.all", "optimiser"]
     refused = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert refused.returncode == 2
     assert "unknown: optimiser; there are io, adamw, optimizer" in refused.stderr

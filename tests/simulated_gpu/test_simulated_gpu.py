@@ -7,18 +7,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ratel_cli.engine.cuda import CudaDevice
-from ratel_cli.engine.device import About
+from ratel_cli.engine.device.cuda import CudaDevice
+from ratel_cli.engine.device.device import SpanLabel
 from ratel_cli.engine.telemetry import Timeline
-from ratel_cli.movement.buffers import BufferPool, Lease
-from ratel_cli.movement.copies import view
-from ratel_cli.movement.pinning import CudaPinning
+from ratel_cli.io.buffers import BufferPool, Lease
+from ratel_cli.io.pinning import CudaPinning
+from ratel_cli.io.views import view
 from tests.simulated_gpu import install_if_asked, is_simulated, set_eagerness
 
 install_if_asked()
 pytestmark = pytest.mark.skipif(not is_simulated(), reason="without the simulated GPU")
 
-ABOUT = About(label="bytes", block=1, stage="backward")
+ABOUT = SpanLabel(label="bytes", block=1, stage="backward")
 
 
 @pytest.fixture(autouse=True)

@@ -23,9 +23,9 @@ from random import Random
 from statistics import median
 from typing import Literal
 
-from ratel_cli.movement.buffers import BufferPool
-from ratel_cli.movement.queue import open_queue
-from ratel_cli.movement.store import Store
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.queue import open_queue
+from ratel_cli.store.store import Store
 from tests.e2e.runs import NO_STORE, committed_step, file_hash, output_of, start, store_of, wait
 
 Phase = Literal["reading", "importing", "training", "exporting", "over"]

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from ratel_cli.movement.store import KILL_POINTS
+from ratel_cli.store.store import KILL_POINTS
 from tests.stress.conftest import Begin
 from tests.stress.lives import Disturbance, Outcome, Phase, report
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import torch
 
-from ratel_cli.engine.recording import StepRecording
+from ratel_cli.data.packing import MicroBatch
+from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import Interrupted
-from ratel_cli.movement.manifest import Progress
+from ratel_cli.store.manifest import Progress
 from ratel_cli.training.loop import LoopSettings, TrainingLoop
 from ratel_cli.training.metrics import StepMetrics
-from ratel_cli.training.packing import MicroBatch
 from ratel_cli.training.schedule import LearningRateSchedule
 
 Failure = tuple[float, float] | Exception
@@ -210,7 +210,7 @@ class Run:
         """With the step that was committed at that moment."""
         self.reported: list[StepMetrics] = []
 
-    def carry_out(self) -> list[StepMetrics]:
+    def run_finetune(self) -> list[StepMetrics]:
         """Run all steps. What was reported stays in `reported`, also when the run ends with an error."""
         for metrics in self.loop.steps():
             self.events.append(f"report {metrics.step}")

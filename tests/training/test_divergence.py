@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from ratel_cli.engine.recording import StepRecording
+from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.errors import Diverged, IntegrityFailure, Interrupted, RatelError
-from ratel_cli.training.divergence import judge
+from ratel_cli.training.divergence import diagnose_nonfinite_step
 from tests.training.loop_fakes import BAD_TENSOR, Failure, Run, micro_batch
 
 INFINITE = (0.5, math.inf)
@@ -34,7 +34,7 @@ def judged(
     first: StepOutcome, second: StepOutcome, *, scale_loss: bool = False, deterministic: bool = True
 ) -> RatelError:
     batches = [micro_batch(4, 9), micro_batch(4, 2)]
-    return judge(3, first, second, batches, scale_loss=scale_loss, deterministic=deterministic)
+    return diagnose_nonfinite_step(3, first, second, batches, scale_loss=scale_loss, deterministic=deterministic)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_nan_of_other_bits_is_another_result() -> None:
 
 def test_many_samples_are_cut_short() -> None:
     batches = [micro_batch(*range(30))]
-    error = judge(
+    error = diagnose_nonfinite_step(
         1, outcome(math.nan, math.nan), outcome(math.nan, math.nan), batches, scale_loss=False, deterministic=True
     )
     assert error.message.endswith("(samples " + ", ".join(map(str, range(20))) + ", ...)")
@@ -115,7 +115,7 @@ def test_many_samples_are_cut_short() -> None:
 def test_the_step_is_run_twice_and_never_committed(runs: list[Failure], kind: type[RatelError]) -> None:
     run = Run(failing={1: list(runs)}, save_steps=1)
     with pytest.raises(kind, match="step 1 stands"):
-        run.carry_out()
+        run.run_finetune()
     assert run.events == ["run 1", "settle", "commit 1", "pin 1", "report 1", "run 2", "run 2"]
     assert run.engine.asked[-1] == run.engine.asked[-2]
     assert [metrics.step for _, metrics in run.announced] == [1]
@@ -125,18 +125,18 @@ def test_a_recorded_step_is_recorded_once() -> None:
     recording = StepRecording()
     run = Run(failing={0: [INFINITE, INFINITE]}, recording=recording)
     with pytest.raises(Diverged):
-        run.carry_out()
+        run.run_finetune()
     assert run.engine.recorded == [recording, None]
 
 
 def test_a_stop_while_it_is_run_again_is_a_stop() -> None:
     run = Run(failing={1: [INFINITE, Interrupted(2, "stopped by SIGINT")]})
     with pytest.raises(Interrupted):
-        run.carry_out()
+        run.run_finetune()
     assert run.store.progress.step == 1
 
 
 def test_an_overflow_that_is_skipped_is_not_run_again() -> None:
     run = Run(scale_loss=True, failing={1: [INFINITE]})
-    run.carry_out()
+    run.run_finetune()
     assert [event for event in run.events if event.startswith("run")] == ["run 1", "run 2", "run 3", "run 4"]

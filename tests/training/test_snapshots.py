@@ -13,13 +13,13 @@ from threading import Event
 import pytest
 
 from ratel_cli.errors import Interrupted
-from ratel_cli.movement.durable import KernelBarrier
-from ratel_cli.movement.lock import DATA_FILE_NAME
-from ratel_cli.movement.queue import IoQueue, open_queue
-from ratel_cli.movement.store import Store
+from ratel_cli.io.queue import IoQueue, open_queue
+from ratel_cli.store.barrier import KernelBarrier
+from ratel_cli.store.lock import DATA_FILE_NAME
+from ratel_cli.store.store import Store
 from ratel_cli.training.snapshots import Snapshots
 from tests.fakes import Fault, FaultyQueue
-from tests.movement.stores import check_generation, create_store, import_all, open_store, run_step
+from tests.store.stores import check_generation, create_store, import_all, open_store, run_step
 
 SLOW = 10_000.0
 """Bytes a second: a copy takes 17 seconds."""

@@ -18,8 +18,8 @@ from math import gcd
 from ratel_cli.planning.papers.prefix import Operator
 
 
-def store_within(operators: Sequence[Operator], *, room_bytes: int) -> tuple[Operator, ...]:
-    """What to store in `room_bytes`, block inputs not counted. Raises ModuleNotFoundError without scipy."""
+def store_within(operators: Sequence[Operator], *, available_bytes: int) -> tuple[Operator, ...]:
+    """What to store in `available_bytes`, block inputs not counted. Raises ModuleNotFoundError without scipy."""
     worth = [operator for operator in operators if operator.flops]
     if not worth:
         return ()
@@ -28,7 +28,7 @@ def store_within(operators: Sequence[Operator], *, room_bytes: int) -> tuple[Ope
     byte_unit = gcd(*(operator.num_bytes for operator in worth))
     flop_unit = gcd(*(operator.flops for operator in worth))
     most = [len(operator.blocks) for operator in worth]
-    room = min(room_bytes, sum(operator.num_bytes * len(operator.blocks) for operator in worth)) // byte_unit
+    room = min(available_bytes, sum(operator.num_bytes * len(operator.blocks) for operator in worth)) // byte_unit
     solved = optimize.milp(
         [-(operator.flops // flop_unit) for operator in worth],
         constraints=([[operator.num_bytes // byte_unit for operator in worth]], [0], [room]),
@@ -43,5 +43,5 @@ def store_within(operators: Sequence[Operator], *, room_bytes: int) -> tuple[Ope
         for operator, count in zip(worth, counts, strict=True)
         if count
     ]
-    assert sum(operator.num_bytes * len(operator.blocks) for operator in stored) <= room_bytes
+    assert sum(operator.num_bytes * len(operator.blocks) for operator in stored) <= available_bytes
     return tuple(stored)

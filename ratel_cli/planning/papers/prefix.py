@@ -112,15 +112,15 @@ class Search:
 def search(equations: Equations, *, host_room_bytes: int | None = None) -> Search:
     """Evaluate every prefix, with another room in main memory than the equations' if one is given."""
     operators = tuple(sorted(equations.operators, key=lambda operator: -operator.benefit))
-    room_bytes = equations.host_room_bytes if host_room_bytes is None else host_room_bytes
+    available_bytes = equations.host_room_bytes if host_room_bytes is None else host_room_bytes
     swapped_bytes = equations.inter_block_bytes
     recomputed_flops = sum(operator.flops * len(operator.blocks) for operator in operators)
-    points = [evaluate(equations, swapped_bytes, recomputed_flops, host_room_bytes=room_bytes)]
+    points = [evaluate(equations, swapped_bytes, recomputed_flops, host_room_bytes=available_bytes)]
     for operator in operators:
         for _ in operator.blocks:
             swapped_bytes += operator.num_bytes
             recomputed_flops -= operator.flops
-            points.append(evaluate(equations, swapped_bytes, recomputed_flops, host_room_bytes=room_bytes))
+            points.append(evaluate(equations, swapped_bytes, recomputed_flops, host_room_bytes=available_bytes))
     return Search(operators=operators, points=tuple(points))
 
 

@@ -53,18 +53,18 @@ def compare(equations: Equations) -> tuple[Outcome, ...]:
 
 def _host_rivals(equations: Equations, found: Search) -> Iterator[Outcome]:
     """Those whose activations never touch NVMe."""
-    room_bytes = equations.host_room_bytes
-    missing_bytes = equations.inter_block_bytes - room_bytes
+    available_bytes = equations.host_room_bytes
+    missing_bytes = equations.inter_block_bytes - available_bytes
     if missing_bytes > 0:
         why_not = f"main memory is {format_bytes(missing_bytes)} short of the block inputs"
         for strategy in _HOST_STRATEGIES:
             yield _failed(strategy, why_not, found)
         return
     yield _prefix("static", found, 0)
-    yield _prefix("host-only", found, found.least(limit_bytes=room_bytes))
-    yield _prefix("capuchin", found, search(equations.without_states()).least(limit_bytes=room_bytes))
+    yield _prefix("host-only", found, found.least(limit_bytes=available_bytes))
+    yield _prefix("capuchin", found, search(equations.without_states()).least(limit_bytes=available_bytes))
     try:
-        stored = store_within(equations.operators, room_bytes=-missing_bytes)
+        stored = store_within(equations.operators, available_bytes=-missing_bytes)
     except ModuleNotFoundError:
         yield _failed("checkmate", "its solver needs scipy: pip install scipy", found)
     else:

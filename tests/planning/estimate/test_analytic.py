@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ratel_cli.engine.tape import Recorder, Replayer
+from ratel_cli.engine.replay.tape import Recorder, Replayer
 from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.dispatch import Operator
 from ratel_cli.model.skeleton import build_skeleton
@@ -46,11 +46,11 @@ class Layer:
         model = find_blocks(build_skeleton(config, dtype=dtype, attn_implementation=attention), name="tiny")
         torch.manual_seed(0)
         ids = torch.randint(0, VOCAB_SIZE, (ROWS, SEQUENCE_LEN))
-        embedded = model.drive.embed(ids, torch.arange(SEQUENCE_LEN).repeat(ROWS, 1))
+        embedded = model.layer_runner.embed(ids, torch.arange(SEQUENCE_LEN).repeat(ROWS, 1))
         block = model.spec.blocks[1]
         self.parameters = model.bind(block, torch.randn(block.num_elements).to(embedded.hidden.dtype) / 10)
         hidden = torch.randn(embedded.hidden.shape).to(embedded.hidden.dtype).requires_grad_()
-        self.run: Callable[[], object] = lambda: model.drive.run_layer(0, hidden, embedded.calls[0])
+        self.run: Callable[[], object] = lambda: model.layer_runner.run_layer(0, hidden, embedded.calls[0])
 
     def estimate(self, state: StateBytes = FLOAT32) -> LayerProfile:
         return profile_of(self.config, state).profiles[0]

@@ -22,12 +22,12 @@ def stored_bytes(stored: tuple[Operator, ...]) -> int:
     return sum(operator.num_bytes * len(operator.blocks) for operator in stored)
 
 
-def brute_force(operators: list[Operator], room_bytes: int) -> int:
+def brute_force(operators: list[Operator], available_bytes: int) -> int:
     """The most FLOPs that may be saved."""
     best = 0
     for counts in product(*(range(len(operator.blocks) + 1) for operator in operators)):
         pairs = list(zip(operators, counts, strict=True))
-        if sum(operator.num_bytes * count for operator, count in pairs) <= room_bytes:
+        if sum(operator.num_bytes * count for operator, count in pairs) <= available_bytes:
             best = max(best, sum(operator.flops * count for operator, count in pairs))
     return best
 
@@ -48,24 +48,24 @@ ALIKE = st.tuples(st.integers(1, 100), st.integers(0, 100), st.integers(1, 4))
 @settings(max_examples=300, deadline=None)
 def test_it_is_exact(sizes: list[tuple[int, int, int]], share: float, unit: int) -> None:
     operators = operators_of(*((num_bytes << unit, flops << 30, blocks) for num_bytes, flops, blocks in sizes))
-    room_bytes = int(share * stored_bytes(tuple(operators)))
-    stored = store_within(operators, room_bytes=room_bytes)
-    assert stored_bytes(stored) <= room_bytes
-    assert saved_flops(stored) == brute_force(operators, room_bytes)
+    available_bytes = int(share * stored_bytes(tuple(operators)))
+    stored = store_within(operators, available_bytes=available_bytes)
+    assert stored_bytes(stored) <= available_bytes
+    assert saved_flops(stored) == brute_force(operators, available_bytes)
 
 
 def test_it_packs_what_a_greedy_order_would_not() -> None:
     """6 + 6 bytes save more than the 7 with the greatest benefit, which would leave no room for a 6."""
-    stored = store_within(operators_of((7, 14, 1), (6, 9, 2)), room_bytes=12)
+    stored = store_within(operators_of((7, 14, 1), (6, 9, 2)), available_bytes=12)
     assert [(operator.name, operator.blocks) for operator in stored] == [("operator 1", (0, 1))]
 
 
 def test_with_room_for_all_it_stores_all_that_costs_flops() -> None:
     operators = operators_of((7, 14, 3), (6, 0, 2), (5, 1, 1))
-    assert store_within(operators, room_bytes=10**15) == (operators[0], operators[2])
+    assert store_within(operators, available_bytes=10**15) == (operators[0], operators[2])
 
 
 def test_without_room_it_stores_nothing() -> None:
-    assert store_within(operators_of((7, 14, 3)), room_bytes=0) == ()
-    assert store_within(operators_of((7, 0, 3)), room_bytes=100) == ()
-    assert store_within([], room_bytes=100) == ()
+    assert store_within(operators_of((7, 14, 3)), available_bytes=0) == ()
+    assert store_within(operators_of((7, 0, 3)), available_bytes=100) == ()
+    assert store_within([], available_bytes=100) == ()

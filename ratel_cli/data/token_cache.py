@@ -1,0 +1,216 @@
+"""Tokenised samples on disk, so that RAM holds only their lengths.
+
+Written by `data/ingest.py`, read by `data/dataset.py`. A cache is a directory named by the hash of everything
+that made it: `tokens.bin` (per sample its input_ids, then its labels, int32 little endian), `lengths.npy`,
+`rejects.jsonl` and `meta.json`. Invariants: written beside and renamed, so a directory with its final name is
+whole; checked against its own hash before use; numbers and JSON only, so reading it runs nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from array import array
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ratel_cli.data.encode import Sample, TokenIds
+from ratel_cli.data.lines import Reject, printable
+from ratel_cli.errors import EnvironmentFailure
+
+FORMAT_VERSION = 1
+REJECTS_NAME = "rejects.jsonl"
+
+_DISK_DTYPE = np.dtype("<i4")
+_HASH_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSummary:
+    """What was found while the cache was built; said again whenever it is used."""
+
+    format_version: int = FORMAT_VERSION
+    num_rows: int
+    num_rejected: int
+    notices: tuple[str, ...]
+    tokens_sha256: str
+
+
+class TokenCache:
+    """A finished cache. Holds no file open: each reader opens and closes its own."""
+
+    def __init__(self, directory: Path, summary: CacheSummary, lengths: npt.NDArray[np.int64]) -> None:
+        self.directory = directory
+        self.summary = summary
+        self.lengths = lengths
+        self._starts = np.concatenate(([0], np.cumsum(lengths)))
+
+    @classmethod
+    def open(cls, directory: Path, *, notice: Callable[[str], None]) -> TokenCache | None:
+        """The cache there, or None when there is none. A damaged one is removed, with a notice."""
+        if not directory.is_dir():
+            return None
+        try:
+            meta = json.loads((directory / "meta.json").read_bytes())
+            summary = CacheSummary(**{**meta, "notices": tuple(meta["notices"])})
+            lengths = np.load(directory / "lengths.npy", allow_pickle=False)
+            with (directory / "tokens.bin").open("rb") as file:
+                whole = _digest(file, lengths) == summary.tokens_sha256
+            if whole and summary.format_version == FORMAT_VERSION and (directory / REJECTS_NAME).is_file():
+                return cls(directory, summary, lengths)
+        except (OSError, ValueError, TypeError, KeyError, EOFError):
+            whole = False  # whatever is wrong with it, the answer is to build it again
+        notice(f"{printable(str(directory))}: the token cache is damaged or of another version; building it again")
+        shutil.rmtree(directory)
+        return None
+
+    def read(self, sample_ids: npt.NDArray[np.int64]) -> list[Sample]:
+        """Samples by number. Plain reads: mapped pages would count as the process's memory."""
+        path = self.directory / "tokens.bin"
+        try:
+            with path.open("rb", buffering=0) as file:
+                return [self._read_one(file.fileno(), int(sample_id)) for sample_id in sample_ids]
+        except OSError as error:
+            raise EnvironmentFailure(
+                f"{printable(str(path))}: the token cache cannot be read: {error.strerror or error}",
+                hint="start again with --resume auto: it is built anew from the same data",
+            ) from error
+
+    def _read_one(self, fd: int, sample_id: int) -> Sample:
+        length = int(self.lengths[sample_id])
+        num_bytes = 2 * length * _DISK_DTYPE.itemsize
+        raw = os.pread(fd, num_bytes, 2 * int(self._starts[sample_id]) * _DISK_DTYPE.itemsize)
+        if len(raw) != num_bytes:
+            raise OSError(f"sample {sample_id} is cut off")
+        both: TokenIds = np.frombuffer(raw, dtype=_DISK_DTYPE).astype(np.int32, copy=False)
+        return Sample(input_ids=both[:length], labels=both[length:])
+
+
+class TokenCacheWriter:
+    """Collects samples beside the final place. Leaving without `finish` leaves nothing behind."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._partial = directory.with_name(f"{directory.name}.partial-{os.getpid()}")
+        _remove_abandoned(directory)
+        self._partial.mkdir(parents=True)
+        self._tokens = (self._partial / "tokens.bin").open("wb", buffering=1 << 20)
+        self._rejects = (self._partial / REJECTS_NAME).open("w", encoding="utf-8")
+        self._lengths = array("q")
+        self._num_rejected = 0
+        self._hash = hashlib.sha256()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples have been added."""
+        return len(self._lengths)
+
+    @property
+    def num_rejected(self) -> int:
+        """How many rejects have been added."""
+        return self._num_rejected
+
+    def add(self, sample: Sample) -> None:
+        """Appends one sample; its number is the count before."""
+        raw = np.concatenate((sample.input_ids, sample.labels)).astype(_DISK_DTYPE).tobytes()
+        self._hash.update(raw)
+        self._tokens.write(raw)
+        self._lengths.append(len(sample.input_ids))
+
+    def reject(self, reject: Reject) -> None:
+        """Notes a row that is not used."""
+        self._rejects.write(json.dumps(asdict(reject)) + "\n")
+        self._num_rejected += 1
+
+    def copy_rejects(self, target: Path) -> None:
+        """Writes the rejects so far to a file of the user's."""
+        self._rejects.flush()
+        copy_rejects(self._partial, target)
+
+    def finish(self, *, num_rows: int, notices: tuple[str, ...]) -> TokenCache:
+        """1. everything to disk; 2. the directory gets its name; 3. the name to disk."""
+        lengths = np.frombuffer(self._lengths, dtype=np.int64) if self._lengths else np.zeros(0, dtype=np.int64)
+        self._hash.update(_length_bytes(lengths))
+        summary = CacheSummary(
+            num_rows=num_rows,
+            num_rejected=self._num_rejected,
+            notices=notices,
+            tokens_sha256=self._hash.hexdigest(),
+        )
+        with (self._partial / "lengths.npy").open("wb") as file:
+            np.save(file, lengths, allow_pickle=False)
+        (self._partial / "meta.json").write_text(json.dumps(asdict(summary)), encoding="utf-8")
+        self._tokens.close()
+        self._rejects.close()
+        for path in self._partial.iterdir():
+            _sync(path)
+        try:
+            self._partial.rename(self._directory)
+        except OSError:
+            if not self._directory.is_dir():
+                raise
+            # Another run with the same data was faster: the same bytes lie there.
+        _sync(self._directory.parent)
+        return TokenCache(self._directory, summary, lengths)
+
+    def close(self) -> None:
+        """Closes the files and removes what was not finished."""
+        self._tokens.close()
+        self._rejects.close()
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+
+def copy_rejects(directory: Path, target: Path) -> None:
+    """The rejects of a cache into the user's file; no file when there are none."""
+    source = directory / REJECTS_NAME
+    if source.stat().st_size == 0:
+        target.unlink(missing_ok=True)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(target.name + ".partial")
+    shutil.copyfile(source, partial)
+    partial.replace(target)
+
+
+def _digest(file: BinaryIO, lengths: npt.NDArray[np.int64]) -> str:
+    digest = hashlib.sha256()
+    while chunk := file.read(_HASH_CHUNK_BYTES):
+        digest.update(chunk)
+    digest.update(_length_bytes(lengths))
+    return digest.hexdigest()
+
+
+def _length_bytes(lengths: npt.NDArray[np.int64]) -> bytes:
+    return lengths.astype("<i8").tobytes()
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove_abandoned(directory: Path) -> None:
+    """Partial caches of processes that were killed: a tokenised data set may be many gigabytes."""
+    for partial in directory.parent.glob(f"{directory.name}.partial-*"):
+        pid = partial.name.rpartition("-")[2]
+        if not (pid.isdecimal() and Path("/proc", pid).exists()) or int(pid) == os.getpid():
+            shutil.rmtree(partial, ignore_errors=True)

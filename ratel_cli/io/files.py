@@ -1,0 +1,151 @@
+"""Files on the store's directories, one for each drive: checked, reserved, and read and written striped.
+
+Used by `store` and `scratch`. Space is checked on every directory before anything is created, and
+reserved before anything is written, so a full disk is found at the start and never later.
+
+Invariant: no transfer outlives the files (`StripedFiles.settle` before closing): a late write to a
+descriptor that was closed and reused would land in another file.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.io.queue import IoQueue, Piece
+from ratel_cli.io.striping import StripeMap
+from ratel_cli.io.tickets import Ticket
+from ratel_cli.units import format_bytes
+
+SPACE_HINT = "free some space, or set storage.paths to directories with more room"
+_POLL_SECONDS = 0.002
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpaceNeed:
+    """What one file will take: its size when reserved, and what it holds on the drive already."""
+
+    directory: Path
+    num_bytes: int
+    held_bytes: int = 0
+
+
+def check_directories(paths: Sequence[Path]) -> tuple[Path, ...]:
+    """The paths made absolute; refuses an empty list, and two names for one directory."""
+    if not paths:
+        raise BadInput("storage.paths is empty", "name at least one directory")
+    resolved = tuple(Path(os.path.realpath(path)) for path in paths)
+    for index, path in enumerate(resolved):
+        if path in resolved[:index]:
+            raise BadInput(f"storage.paths names {path} twice", "name each directory once: one for each drive")
+    return resolved
+
+
+def check_space(needs: Sequence[SpaceNeed]) -> None:
+    """Refuse, before anything is written, if a drive lacks room. Directories may not exist yet, or share a drive."""
+    for directory in dict.fromkeys(need.directory for need in needs):
+        existing = nearest_existing(directory)
+        drive = existing.stat().st_dev
+        here = [need for need in needs if nearest_existing(need.directory).stat().st_dev == drive]
+        need_bytes = sum(need.num_bytes for need in here)
+        free = os.statvfs(existing)
+        have_bytes = free.f_bavail * free.f_frsize + sum(min(need.held_bytes, need.num_bytes) for need in here)
+        if need_bytes > have_bytes:
+            raise EnvironmentFailure(
+                f"need {format_bytes(need_bytes)}, have {format_bytes(have_bytes)} on {directory}", SPACE_HINT
+            )
+
+
+def make_directory(directory: Path) -> None:
+    """Create the directory if it is missing."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise EnvironmentFailure(
+            f"{directory}: cannot be created: {exc.strerror}", "set storage.paths to directories you may write to"
+        ) from exc
+
+
+def reserve(fd: int, path: Path, num_bytes: int) -> None:
+    """Have the file system set `num_bytes` offloaded, keeping what the file holds."""
+    if num_bytes == 0:
+        return
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+    except OSError as exc:
+        if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            free = os.statvfs(path.parent)
+            raise EnvironmentFailure(
+                f"need {format_bytes(num_bytes)}, have {format_bytes(free.f_bavail * free.f_frsize)} on {path.parent}"
+                f" ({exc.strerror})",
+                SPACE_HINT,
+            ) from exc
+        raise EnvironmentFailure(f"{path}: space cannot be reserved: {exc.strerror}", SPACE_HINT) from exc
+
+
+def use_direct_io(fds: Sequence[int], paths: Sequence[Path], notice: Callable[[str], None]) -> None:
+    """Bypass the page cache where the file system can; say once where it cannot."""
+    refused: list[str] = []
+    for fd, path in zip(fds, paths, strict=True):
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
+        except OSError:
+            refused.append(str(path.parent))
+    if refused:
+        where = ", ".join(refused)
+        notice(f"direct I/O is not available on {where}; transfers use the page cache, with the same results")
+
+
+class StripedFiles:
+    """A logical address range over open files. Borrows the descriptors; their owner closes them."""
+
+    def __init__(self, fds: Sequence[int], stripes: StripeMap, queue: IoQueue) -> None:
+        assert len(fds) == len(stripes.weights)
+        self._fds = tuple(fds)
+        self._stripes = stripes
+        self._queue = queue
+        self._lock = Lock()
+        self._in_flight: list[Ticket] = []
+
+    def read(self, offset: int, memory: memoryview) -> Ticket:
+        """Fill the memory from logical address `offset`; both in whole pages."""
+        return self._watch(self._queue.read(self._pieces(offset, memory)))
+
+    def write(self, offset: int, memory: memoryview) -> Ticket:
+        """Write the memory to logical address `offset`; both in whole pages."""
+        return self._watch(self._queue.write(self._pieces(offset, memory)))
+
+    def settle(self) -> None:
+        """Return when no transfer is in flight. Bounded: the queue ends each one, at its time limit at the latest."""
+        with self._lock:
+            in_flight, self._in_flight = self._in_flight, []
+        while not all(ticket.done for ticket in in_flight):
+            time.sleep(_POLL_SECONDS)
+
+    def _pieces(self, offset: int, memory: memoryview) -> list[Piece]:
+        pieces: list[Piece] = []
+        position = 0
+        for part in self._stripes.pieces(offset, len(memory)):
+            part_memory = memory[position : position + part.num_bytes]
+            pieces.append(Piece(fd=self._fds[part.file_index], offset=part.offset, memory=part_memory))
+            position += part.num_bytes
+        return pieces
+
+    def _watch(self, ticket: Ticket) -> Ticket:
+        with self._lock:  # the reading and the writing thread may both be here
+            self._in_flight = [*(earlier for earlier in self._in_flight if not earlier.done), ticket]
+        return ticket
+
+
+def nearest_existing(path: Path) -> Path:
+    """Itself or the closest parent that is there: on the same drive, unless something is mounted later."""
+    while not os.path.exists(path):  # Path.exists raises for names that are too long
+        path = path.parent
+    return path

@@ -1,0 +1,119 @@
+"""Space on the drives that lives as long as the run: for held gradients and swapped activations.
+
+Used by `engine`. One unlinked file on each directory, reserved when it is opened and never synced:
+whatever ends the run also frees the space.
+
+Invariant: bytes read are the bytes written last, as long as the object is open; nothing survives it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from ratel_cli.errors import EnvironmentFailure
+from ratel_cli.io.buffers import PAGE_BYTES
+from ratel_cli.io.files import (
+    SpaceNeed,
+    StripedFiles,
+    check_directories,
+    check_space,
+    make_directory,
+    reserve,
+    use_direct_io,
+)
+from ratel_cli.io.queue import IoQueue
+from ratel_cli.io.striping import StripeMap
+from ratel_cli.io.tickets import Ticket
+
+STRIPE_BYTES = 4 << 20
+
+
+class Scratch:
+    """Addresses from 0 to `num_bytes`; what was not written reads as anything. Use as a context manager.
+
+    `weights` are the directories' shares of the stripes; None: equal ones.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        num_bytes: int,
+        queue: IoQueue,
+        *,
+        weights: Sequence[int] | None = None,
+        stripe_bytes: int = STRIPE_BYTES,
+        notice: Callable[[str], None] | None = None,
+    ) -> None:
+        assert num_bytes >= 0 and num_bytes % PAGE_BYTES == 0
+        directories = check_directories(paths)
+        stripes = StripeMap(weights=tuple(weights or [1] * len(directories)), stripe_bytes=stripe_bytes, header_bytes=0)
+        file_bytes = stripes.file_bytes(num_bytes)
+        check_space(
+            [
+                SpaceNeed(directory=directory, num_bytes=size)
+                for directory, size in zip(directories, file_bytes, strict=True)
+            ]
+        )
+        self.num_bytes = num_bytes
+        self._fds: list[int] = []
+        try:
+            for directory, size in zip(directories, file_bytes, strict=True):
+                make_directory(directory)
+                self._fds.append(_open_unlinked(directory))
+                reserve(self._fds[-1], directory / "scratch", size)
+            # The store, in the same directories, says where direct I/O is refused: once is enough.
+            use_direct_io(self._fds, [directory / "scratch" for directory in directories], notice or _ignore)
+            self._files = StripedFiles(self._fds, stripes, queue)
+        except BaseException:
+            self._close_files()
+            raise
+
+    def write(self, offset: int, memory: memoryview) -> Ticket:
+        """Write the memory at `offset`; both in whole pages."""
+        assert self._fds and offset + len(memory) <= self.num_bytes
+        return self._files.write(offset, memory)
+
+    def read(self, offset: int, memory: memoryview) -> Ticket:
+        """Fill the memory from `offset`; both in whole pages."""
+        assert self._fds and offset + len(memory) <= self.num_bytes
+        return self._files.read(offset, memory)
+
+    def close(self) -> None:
+        """Wait for transfers in flight and give the space back. Idempotent."""
+        if self._fds:
+            self._files.settle()
+        self._close_files()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _close_files(self) -> None:
+        fds, self._fds = self._fds, []
+        for fd in fds:
+            os.close(fd)
+
+
+def _open_unlinked(directory: Path) -> int:
+    try:
+        fd, name = tempfile.mkstemp(prefix="ratel.scratch.", dir=directory)
+        os.unlink(name)
+    except OSError as exc:
+        raise EnvironmentFailure(
+            f"{directory}: no file can be made here: {exc.strerror}",
+            "set storage.paths to directories you may write to",
+        ) from exc
+    return fd
+
+
+def _ignore(_: str) -> None:
+    return

@@ -1,0 +1,217 @@
+"""Runs the parts of a Hugging Face decoder one at a time, with the model's own code.
+
+The owner (the module that holds the layers) is the only code that knows how inputs become layer
+arguments and what follows the last layer. So it is *driven*: every layer's `forward` is replaced on
+the instance by a shim, and the owner is called with
+
+* `embed`:   shims note each layer's arguments and pass the hidden states through;
+* `finish`:  the last shim injects the last layer's output, so the owner's own norm follows;
+* `logits`:  the owner itself is replaced by its finished output, so the model's own head follows.
+
+`model.blocks` builds the layer runner, `engine.step` calls it. Invariants: a layer's hidden states are the
+only trained tensor it receives (else the block-wise gradient would be incomplete), and they reach it
+untouched (else there is code between the layers). Both are checked; models that break them are
+refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import nn
+from transformers.utils.generic import ModelOutput
+
+from ratel_cli.errors import BadInput
+
+Argument: TypeAlias = "torch.Tensor | str | int | float | bool | tuple[Argument, ...] | list[Argument] | None"
+
+
+class Forward(Protocol):
+    """What takes the place of a module's forward."""
+
+    def __call__(self, *arguments: Argument, **keywords: Argument) -> object: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCall:
+    """Everything a layer receives besides its hidden states: masks, rotary tables, positions."""
+
+    arguments: tuple[Argument, ...]
+    keywords: dict[str, Argument]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedded:
+    """What the owner computes before its first layer."""
+
+    hidden: torch.Tensor
+    """Shape [batch, tokens, hidden_size]."""
+    calls: tuple[LayerCall, ...]
+
+
+class LayerRunner:
+    """The shims on one skeleton, and what they do at the moment."""
+
+    def __init__(self, model: nn.Module, owner: nn.Module, layers: Sequence[nn.Module]) -> None:
+        self._model = model
+        self._owner = owner
+        self.layers = tuple(layers)
+        self._forwards = tuple(layer.forward for layer in layers)
+        self._takes_positions = "position_ids" in inspect.signature(owner.forward).parameters
+        self._wrap: Callable[[torch.Tensor], object] = _bare
+        self._calls: list[LayerCall] = []
+        self._expected: torch.Tensor | None = None
+        self._injected: torch.Tensor | None = None
+        self.at_layer: Callable[[], None] | None = None
+        """Called whenever the owner reaches a layer; the probe listens."""
+        for index, layer in enumerate(layers):
+            layer.forward = self._shim(index)
+
+    @property
+    def takes_positions(self) -> bool:
+        """Whether positions can be given; where they cannot, samples cannot be packed."""
+        return self._takes_positions
+
+    def find_layer_output(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
+        """Learn whether layers return bare hidden states or a tuple, by trying. Raises BadInput."""
+        refusal: BadInput | None = None
+        for wrap in (_bare, _single, _pair):
+            self._wrap = wrap
+            try:
+                embedded, finished = self._run_owner(input_ids, position_ids, injected=None)
+                if last_hidden_state(finished).shape[:2] == embedded.hidden.shape[:2]:
+                    return
+            except BadInput as error:
+                refusal = refusal or error
+            except (IndexError, TypeError, ValueError, AttributeError, RuntimeError):
+                continue
+        raise refusal or BadInput(
+            f"{type(self._model).__name__}: its layers return neither hidden states nor a tuple that begins with them"
+        )
+
+    def embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> Embedded:
+        """Token ids [batch, tokens] to the first hidden states and every layer's arguments."""
+        return self._run_owner(input_ids, position_ids, injected=None)[0]
+
+    def run_layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
+        """One decoder layer: hidden states [batch, tokens, hidden_size] to the same shape."""
+        output = self._forwards[index](hidden, *call.arguments, **call.keywords)
+        first = output[0] if isinstance(output, tuple | list) else output
+        assert isinstance(first, torch.Tensor)
+        return first
+
+    def finish(self, hidden: torch.Tensor, input_ids: torch.Tensor, position_ids: torch.Tensor) -> object:
+        """The owner's output object for the last layer's `hidden`: final norm and what else follows.
+
+        The owner recomputes its embedding on the way; the result is unused, and the caller binds
+        placeholders that cost nothing.
+        """
+        return self._run_owner(input_ids, position_ids, injected=hidden)[1]
+
+    def logits(self, finished: object, hidden: torch.Tensor) -> torch.Tensor:
+        """The model's own head on `hidden` [1, tokens, width], a part of `finished`'s hidden states."""
+        output = _with_last_hidden_state(finished, hidden)
+        with _instance_forward(self._owner, lambda *arguments, **keywords: output):
+            placeholder = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+            result = self._model(input_ids=placeholder, use_cache=False)
+        logits = result.logits
+        assert isinstance(logits, torch.Tensor)
+        return logits
+
+    def _run_owner(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, injected: torch.Tensor | None
+    ) -> tuple[Embedded, object]:
+        self._start(injected)
+        keywords = {"position_ids": position_ids} if self._takes_positions else {}
+        try:
+            finished = self._owner(input_ids=input_ids, use_cache=False, **keywords)
+            hidden, calls = self._expected, tuple(self._calls)
+        finally:
+            self._start(None)
+        if hidden is None or len(calls) != len(self.layers):
+            raise BadInput(
+                f"{type(self._model).__name__}: {len(calls)} of {len(self.layers)} layers were called in order"
+            )
+        return Embedded(hidden=hidden, calls=calls), finished
+
+    def _start(self, injected: torch.Tensor | None) -> None:
+        self._calls, self._expected, self._injected = [], None, injected
+
+    def _shim(self, index: int) -> Forward:
+        def forward(*arguments: Argument, **keywords: Argument) -> object:
+            hidden, *others = (keywords.pop("hidden_states"), *arguments) if "hidden_states" in keywords else arguments
+            if not isinstance(hidden, torch.Tensor) or (self._calls and hidden is not self._expected):
+                raise self._something_between()
+            if index != len(self._calls):
+                raise self._something_between()
+            self._expected = hidden
+            for argument in (*others, *keywords.values()):
+                self._check(argument)
+            self._calls.append(LayerCall(arguments=tuple(others), keywords=keywords))
+            if self.at_layer is not None:
+                self.at_layer()
+            last = index == len(self.layers) - 1
+            return self._wrap(self._injected if last and self._injected is not None else hidden)
+
+        return forward
+
+    def _something_between(self) -> BadInput:
+        return BadInput(
+            f"{type(self._model).__name__}: something happens between its layers; "
+            "only models that hand hidden states straight from layer to layer can be streamed"
+        )
+
+    def _check(self, argument: object) -> None:
+        """Refuse arguments through which layers could share trained or changing state."""
+        if isinstance(argument, tuple | list):
+            for item in argument:
+                self._check(item)
+        elif isinstance(argument, torch.Tensor):
+            if argument.requires_grad:
+                raise BadInput(
+                    f"{type(self._model).__name__}: its layers receive a trained tensor besides their hidden states"
+                )
+        elif argument is not None and not isinstance(argument, str | int | float | bool):
+            raise BadInput(f"{type(self._model).__name__}: its layers share a {type(argument).__name__}")
+
+
+def _bare(hidden: torch.Tensor) -> object:
+    return hidden
+
+
+def _single(hidden: torch.Tensor) -> object:
+    return (hidden,)
+
+
+def _pair(hidden: torch.Tensor) -> object:
+    return (hidden, None)
+
+
+def last_hidden_state(finished: object) -> torch.Tensor:
+    """The hidden states [batch, tokens, width] that the head will see."""
+    assert isinstance(finished, ModelOutput | tuple)
+    hidden = finished["last_hidden_state"] if isinstance(finished, ModelOutput) else finished[0]
+    assert isinstance(hidden, torch.Tensor)
+    return hidden
+
+
+def _with_last_hidden_state(finished: object, hidden: torch.Tensor) -> object:
+    if isinstance(finished, ModelOutput):
+        return type(finished)(**{**finished, "last_hidden_state": hidden})
+    assert isinstance(finished, tuple)
+    return (hidden, *finished[1:])
+
+
+@contextlib.contextmanager
+def _instance_forward(module: nn.Module, forward: Forward) -> Iterator[None]:
+    """`module.forward` is `forward` inside, and the class's own again after."""
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward

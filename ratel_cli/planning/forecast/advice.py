@@ -1,0 +1,82 @@
+"""What would help: a better machine or a larger batch, each by itself, planned anew. Called for `ratel plan`. Pure.
+
+Invariant: only what gains more than 1 % and fits is told, the greatest gain first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.planning.forecast.forecast import Setting
+from ratel_cli.units import format_bytes
+
+LEAST_GAIN = 0.01
+"""Of tokens per second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """One change, and what it is predicted to give."""
+
+    change: str
+    tokens_per_second: float
+    gain: float
+    """As a share of what there is without it."""
+
+
+def advise(setting: Setting, tokens_per_second: Callable[[Setting], float | None]) -> tuple[Advice, ...]:
+    """What gains; `tokens_per_second` of a setting is None where it does not fit."""
+    now = tokens_per_second(setting)
+    if now is None:
+        return ()
+    advices = []
+    for change, changed in _changes(setting):
+        then = tokens_per_second(changed)
+        if then is not None and then > (1 + LEAST_GAIN) * now:
+            advices.append(Advice(change=change, tokens_per_second=then, gain=then / now - 1))
+    return tuple(sorted(advices, key=lambda advice: -advice.gain))
+
+
+def with_drives(hardware: HardwareProfile, count: int) -> HardwareProfile:
+    """The machine with so many drives of the kind it has, each of which adds its share of rates and space."""
+    nvme = hardware.nvme
+    times = count / nvme.num_devices
+    return replace(
+        hardware,
+        nvme=replace(
+            nvme,
+            num_devices=count,
+            read_bytes_per_second=times * nvme.read_bytes_per_second,
+            write_bytes_per_second=times * nvme.write_bytes_per_second,
+            mixed_bytes_per_second=times * nvme.mixed_bytes_per_second,
+            free_bytes=int(times * nvme.free_bytes),
+            endurance_tb_written=None if nvme.endurance_tb_written is None else times * nvme.endurance_tb_written,
+        ),
+    )
+
+
+def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
+    hardware, workload, limit_bytes = setting.hardware, setting.workload, setting.host_limit_bytes
+    count = hardware.nvme.num_devices + 1
+    yield f"one more SSD, {count} in all", replace(setting, hardware=with_drives(hardware, count))
+    host = hardware.host
+    memory_bytes = limit_bytes or host.memory_bytes
+    more_memory = replace(
+        host, memory_bytes=2 * host.memory_bytes, available_bytes=host.available_bytes + host.memory_bytes
+    )
+    yield (
+        f"twice the RAM, {format_bytes(2 * memory_bytes)}",
+        replace(
+            setting,
+            hardware=replace(hardware, host=more_memory),
+            host_limit_bytes=None if limit_bytes is None else 2 * limit_bytes,
+        ),
+    )
+    rows, number = 2 * workload.micro_batch_size, 2 * workload.num_micro_batches
+    yield f"micro_batch_size: {rows}", replace(setting, workload=replace(workload, micro_batch_size=rows))
+    yield (
+        f"gradient_accumulation_steps: {number}",
+        replace(setting, workload=replace(workload, num_micro_batches=number)),
+    )

@@ -1,0 +1,164 @@
+"""Forecasts under the paper's equations (`cost_model: paper`): what `papers.paper` and `papers.largest` say. Pure.
+
+Called by `cli.plan`. The paper knows no micro-batches: all rows of a step are one batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ratel_cli.errors import BadInput
+from ratel_cli.planning.forecast.forecast import Depth, Forecast, Setting, Stage, Tier
+from ratel_cli.planning.papers.largest import Tiers, deepest, need
+from ratel_cli.planning.papers.paper import (
+    STATE_BYTES,
+    WEIGHT_BYTES,
+    PaperEquations,
+    PaperHardware,
+    PaperShape,
+    StageTerms,
+)
+from ratel_cli.planning.papers.prefix import Operator, Search, search
+from ratel_cli.planning.plan import SwappedOperator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaperForecaster:
+    """One GPT-type model."""
+
+    name: str
+    shape: PaperShape
+    """The batch is each setting's."""
+    gpu_limit_bytes: int | None = None
+    """Where the user gave one; else it is all of the GPU's memory."""
+
+    def forecast(self, setting: Setting) -> Forecast:
+        """The best prefix by benefit. Raises BadInput without a link, which the equations need."""
+        equations = self.equations(setting)
+        shape, found = equations.shape, search(equations)
+        count = found.least()
+        point = found.points[count]
+        time = equations.time(
+            swapped_bytes=point.swapped_bytes,
+            spilled_bytes=point.spilled_bytes,
+            recomputed_flops=point.recomputed_flops,
+        )
+        needed = need(shape)
+        weight_bytes, state_bytes = WEIGHT_BYTES * shape.num_parameters, STATE_BYTES * shape.num_parameters
+        return Forecast(
+            cost_model="paper",
+            source="analytic",
+            model_name=self.name,
+            num_parameters=shape.num_parameters,
+            num_blocks=shape.num_layers,
+            flops_forward=shape.flops_forward,
+            setting=setting,
+            swappable_bytes=shape.activation_bytes,
+            inter_block_bytes=shape.inter_block_bytes,
+            swapped_bytes=point.swapped_bytes,
+            swapped_to_nvme_bytes=point.spilled_bytes,
+            kept_on_gpu_bytes=0,
+            swap_set=tuple(_swapped(operator) for operator in found.swapped(count)),
+            recompute_flops=point.recomputed_flops,
+            case=found.case,
+            forward=_stage(time.forward),
+            backward=_stage(time.backward),
+            bottleneck=time.bottleneck,
+            nvme_read_bytes=weight_bytes + state_bytes + point.spilled_bytes,
+            nvme_written_bytes=state_bytes + point.spilled_bytes,
+            gpu_bytes=needed.gpu_bytes,
+            host_bytes=needed.host_bytes,
+            nvme_bytes=needed.nvme_bytes,
+            tiers=self._tiers(shape, setting),
+            curve=tuple(_curve(found, count)),
+        )
+
+    def equations(self, setting: Setting) -> PaperEquations:
+        """Eq. 1 to 5. Raises BadInput without a link."""
+        workload = setting.workload
+        rows = workload.micro_batch_size * workload.num_micro_batches
+        shape = replace(self.shape, batch_size=rows, sequence_len=workload.sequence_len)
+        return PaperEquations(shape=shape, hardware=_hardware(shape, setting))
+
+    def deepest(self, setting: Setting) -> Depth | None:
+        """By the rules of `planning.papers.largest`."""
+        shape = self.equations(setting).shape
+        have = {tier.name: tier.have_bytes for tier in self._tiers(shape, setting)}
+        found = deepest(shape, Tiers(gpu_bytes=have["GPU"], host_bytes=have["RAM"], nvme_bytes=have["NVMe"]))
+        return None if found is None else Depth(num_layers=found.num_layers, num_parameters=found.num_parameters)
+
+    def _tiers(self, shape: PaperShape, setting: Setting) -> tuple[Tier, ...]:
+        hardware, needed = setting.hardware, need(shape)
+        return (
+            Tier(
+                name="GPU",
+                need_bytes=needed.gpu_bytes,
+                have_bytes=self.gpu_limit_bytes or hardware.gpu.memory_bytes,
+                remedy="lower micro_batch_size or sequence_len",
+            ),
+            Tier(
+                name="RAM",
+                need_bytes=needed.host_bytes,
+                have_bytes=setting.host_limit_bytes or hardware.host.memory_bytes,
+                remedy="raise limits.host_memory",
+            ),
+            Tier(
+                name="NVMe",
+                need_bytes=needed.nvme_bytes,
+                have_bytes=hardware.nvme.free_bytes,
+                remedy="add drives",
+            ),
+        )
+
+
+def _hardware(shape: PaperShape, setting: Setting) -> PaperHardware:
+    """MEM_avail is what the machine's profile says or, where the user gave a limit, what buffers leave of that."""
+    hardware = setting.hardware
+    if hardware.link is None:
+        raise BadInput(
+            "`cost_model: paper` needs a machine with a GPU, and this one has no `link` to one",
+            "give a hardware file: --hardware configs/hardware/paper-4090-12ssd.yaml",
+        )
+    available_bytes = hardware.host.available_bytes
+    if setting.host_limit_bytes is not None:
+        available_bytes = max(0, setting.host_limit_bytes - need(shape).host_bytes)
+    return PaperHardware(
+        flops_per_second=hardware.gpu.flops_per_second,
+        link_bytes_per_second=min(hardware.link.to_gpu_bytes_per_second, hardware.link.from_gpu_bytes_per_second),
+        read_bytes_per_second=hardware.nvme.read_bytes_per_second,
+        write_bytes_per_second=hardware.nvme.write_bytes_per_second,
+        available_bytes=available_bytes,
+    )
+
+
+def _stage(terms: StageTerms) -> Stage:
+    return Stage(
+        compute=terms.compute,
+        up=terms.up,
+        down=terms.down,
+        nvme=terms.nvme,
+        optimizer=terms.optimizer,
+        memory=0.0,
+        total=terms.seconds,
+    )
+
+
+def _swapped(operator: Operator) -> SwappedOperator:
+    blocks = len(operator.blocks)
+    return SwappedOperator(
+        operator=operator.name,
+        blocks=blocks,
+        bytes=blocks * operator.num_bytes,
+        flops=blocks * operator.flops,
+        seconds=None,
+        benefit=operator.benefit,
+    )
+
+
+def _curve(found: Search, count: int) -> list[tuple[int, float]]:
+    """After each whole operator, and at the least."""
+    counts, end = {0, count}, 0
+    for operator in found.operators:
+        end += len(operator.blocks)
+        counts.add(end)
+    return [(found.points[each].swapped_bytes, found.points[each].seconds) for each in sorted(counts)]

@@ -1,0 +1,260 @@
+"""Forecasts of what Ratel itself does: `planning.plan` made for a machine that need not be here. Pure.
+
+Called by `cli.plan`. A plan for twice the micro-batch takes the profile twice: everything in it is proportional
+to the rows of a micro-batch, if the device is as busy with half of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ratel_cli.errors import DoesNotFit
+from ratel_cli.hardware.spec import margin_bytes
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.activations import PAGE_BYTES
+from ratel_cli.planning.capacity import check_device_memory
+from ratel_cli.planning.choose import Case, evaluate
+from ratel_cli.planning.costs import StageTime, StepTime
+from ratel_cli.planning.forecast.forecast import Depth, Forecast, Setting, Stage, Tier
+from ratel_cli.planning.forecast.ratel_equations import RatelEquations
+from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
+from ratel_cli.planning.papers.prefix import Equations
+from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.plan import Decisions, Plan, make_plan
+from ratel_cli.planning.workload import StateBytes
+from ratel_cli.units import align_up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatelForecaster:
+    """One model as a config would train it."""
+
+    spec: ModelSpec
+    profile: ModelProfile
+    state: StateBytes
+    decisions: Decisions
+    """Their `host_limit_bytes` is not looked at: it depends on the setting."""
+    process_bytes: int
+
+    def forecast(self, setting: Setting) -> Forecast:
+        """As planned, or with just as much memory as it takes."""
+        return _forecast(self.plan(setting), setting, device_limit_bytes=self._device_limit_bytes(setting))
+
+    def plan(self, setting: Setting) -> Plan:
+        """The plan that a forecast is made of."""
+        limit_bytes, device_limit_bytes = host_limit_bytes(setting), self._device_limit_bytes(setting)
+        while True:
+            decisions = replace(self.decisions, host_limit_bytes=limit_bytes, device_limit_bytes=device_limit_bytes)
+            try:
+                return make_plan(
+                    self.spec,
+                    self._profile(setting),
+                    self.state,
+                    setting.workload,
+                    decisions,
+                    setting.hardware,
+                    process_bytes=self.process_bytes,
+                )
+            except DoesNotFit as refusal:
+                if refusal.is_gpu_memory:
+                    assert device_limit_bytes is not None
+                    device_limit_bytes += refusal.shortfall_bytes
+                else:
+                    limit_bytes += refusal.shortfall_bytes
+
+    def equations(self, setting: Setting) -> Equations:
+        """With transfers as planned. Memory that the plan gives to what stays is activations', if they want it."""
+        plan = self.plan(setting)
+        case = self._case(setting, limit_bytes=plan.decisions.host_limit_bytes)
+        bare = replace(
+            plan.placement,
+            resident_weights=frozenset(),
+            resident_states=frozenset(),
+            spilled_units=self._spillable_units(setting),
+            kept_from=None,
+        )
+        memory, kept_bytes = evaluate(case, bare).memory, plan.offloaded.kept_bytes
+        return RatelEquations(
+            case=case,
+            placement=bare,
+            host_room_bytes=case.limit_bytes - memory.total + memory.activations + kept_bytes,
+            kept_bytes=kept_bytes,
+            spilled_blocks=plan.spilled_blocks,
+        )
+
+    def deepest(self, setting: Setting) -> Depth | None:
+        """With layers like the last one, and everything on NVMe that can be there: only NVMe bounds the depth."""
+        if not self._has_memory(setting):
+            return None
+        state, number = self.state, setting.workload.num_micro_batches
+        per_element = self.decisions.num_slots * state.record
+        if self.decisions.holds_gradients or self.decisions.overlap == "separate":
+            per_element += state.gradient
+        layer = self.spec.blocks[-2]
+        unit_bytes = align_up(self._profile(setting).profiles[-1].input_bytes, PAGE_BYTES)
+        outside = self.spec.blocks[0].num_elements + self.spec.blocks[-1].num_elements
+        available_bytes = setting.hardware.nvme.free_bytes - per_element * outside
+        num_layers = available_bytes // (per_element * layer.num_elements + number * unit_bytes)
+        if num_layers < 1:
+            return None
+        parameters = self.spec.num_parameters + (num_layers - self.spec.num_layers) * layer.num_parameters
+        return Depth(num_layers=num_layers, num_parameters=parameters)
+
+    def _has_memory(self, setting: Setting) -> bool:
+        """With the placement that takes the least, whatever the depth."""
+        case = self._case(setting, limit_bytes=host_limit_bytes(setting))
+        try:
+            memory = evaluate(case, Placement(spilled_units=self._spillable_units(setting))).memory
+            check_device_memory(memory, self._device_limit_bytes(setting))
+        except DoesNotFit:
+            return False
+        return True
+
+    def _spillable_units(self, setting: Setting) -> int:
+        """All but the last layer's."""
+        return (self.spec.num_layers - 1) * setting.workload.num_micro_batches
+
+    def _case(self, setting: Setting, *, limit_bytes: int) -> Case:
+        return Case(
+            spec=self.spec,
+            state=self.state,
+            workload=setting.workload,
+            profile=self._profile(setting),
+            hardware=setting.hardware,
+            holds_gradients=self.decisions.holds_gradients,
+            overlap=self.decisions.overlap,
+            activations=self.decisions.activations,
+            process_bytes=self.process_bytes,
+            limit_bytes=limit_bytes,
+        )
+
+    def _profile(self, setting: Setting) -> ModelProfile:
+        return _times(self.profile, setting.workload.micro_batch_tokens // self.profile.micro_batch_tokens)
+
+    def _device_limit_bytes(self, setting: Setting) -> int | None:
+        """What the user gave, else the GPU's memory less a margin; none for a CPU."""
+        if self.decisions.device_limit_bytes is not None or setting.hardware.link is None:
+            return self.decisions.device_limit_bytes
+        memory_bytes = setting.hardware.gpu.memory_bytes
+        return memory_bytes - margin_bytes(memory_bytes)
+
+
+def host_limit_bytes(setting: Setting) -> int:
+    """What the user gave, else what is free less a margin."""
+    if setting.host_limit_bytes is not None:
+        return setting.host_limit_bytes
+    host = setting.hardware.host
+    return max(0, host.available_bytes - margin_bytes(host.memory_bytes))
+
+
+def _forecast(plan: Plan, setting: Setting, *, device_limit_bytes: int | None) -> Forecast:
+    tiers = [
+        Tier(
+            name="RAM",
+            need_bytes=plan.memory.total,
+            have_bytes=host_limit_bytes(setting),
+            remedy="raise limits.host_memory, or lower micro_batch_size, gradient_accumulation_steps or sequence_len",
+        ),
+        Tier(
+            name="NVMe",
+            need_bytes=plan.nvme_bytes,
+            have_bytes=setting.hardware.nvme.free_bytes,
+            remedy="name more directories in storage.paths, or set storage.durability: none for half of it",
+        ),
+    ]
+    if device_limit_bytes is not None:
+        remedy = "raise limits.gpu_memory, or lower micro_batch_size or sequence_len"
+        gpu = Tier(name="GPU", need_bytes=plan.memory.device, have_bytes=device_limit_bytes, remedy=remedy)
+        tiers.insert(0, gpu)
+    return Forecast(
+        cost_model="ratel",
+        source=plan.profile_source,
+        model_name=plan.model_name,
+        num_parameters=plan.num_parameters,
+        num_blocks=plan.num_blocks,
+        flops_forward=plan.flops_forward,
+        setting=setting,
+        swappable_bytes=plan.swappable_bytes,
+        inter_block_bytes=plan.inter_block_bytes,
+        swapped_bytes=plan.offloaded.total_bytes,
+        swapped_to_nvme_bytes=plan.offloaded.written_bytes,
+        kept_on_gpu_bytes=plan.offloaded.kept_bytes,
+        swap_set=plan.swapped,
+        recompute_flops=plan.flops_recomputed,
+        case=plan.case,
+        forward=_stage(plan.time.forward),
+        backward=_after_forward(plan.time),
+        bottleneck=plan.time.bottleneck,
+        nvme_read_bytes=plan.traffic.read_bytes,
+        nvme_written_bytes=plan.traffic.written_bytes,
+        gpu_bytes=plan.memory.device,
+        host_bytes=plan.memory.total,
+        nvme_bytes=plan.nvme_bytes,
+        tiers=tuple(tiers),
+        curve=plan.curve,
+    )
+
+
+def _stage(time: StageTime) -> Stage:
+    return Stage(
+        compute=time.compute,
+        up=time.up,
+        down=time.down,
+        nvme=time.nvme,
+        optimizer=time.optimizer,
+        memory=time.memory,
+        total=time.total,
+    )
+
+
+def _after_forward(time: StepTime) -> Stage:
+    """Backward, and a separate optimizer after it."""
+    return Stage(
+        compute=time.backward.compute + time.update.compute,
+        up=time.backward.up + time.update.up,
+        down=time.backward.down + time.update.down,
+        nvme=time.backward.nvme + time.update.nvme,
+        optimizer=time.backward.optimizer + time.update.optimizer,
+        memory=time.backward.memory + time.update.memory,
+        total=time.backward.total + time.update.total,
+    )
+
+
+def _times(profile: ModelProfile, times: int) -> ModelProfile:
+    """Of a micro-batch of so many times the rows."""
+    if times == 1:
+        return profile
+    return replace(
+        profile,
+        profiles=tuple(_layer_times(layer, times) for layer in profile.profiles),
+        micro_batch_tokens=times * profile.micro_batch_tokens,
+        flops_head=times * profile.flops_head,
+        embedding_seconds=_seconds_times(profile.embedding_seconds, times),
+        head_seconds=_seconds_times(profile.head_seconds, times),
+    )
+
+
+def _layer_times(layer: LayerProfile, times: int) -> LayerProfile:
+    return LayerProfile(
+        input_bytes=times * layer.input_bytes,
+        saved_bytes=times * layer.saved_bytes,
+        flops_forward=times * layer.flops_forward,
+        flops_recomputed=times * layer.flops_recomputed,
+        candidates=tuple(_candidate_times(candidate, times) for candidate in layer.candidates),
+        forward_seconds=_seconds_times(layer.forward_seconds, times),
+        recomputed_seconds=_seconds_times(layer.recomputed_seconds, times),
+        backward_seconds=_seconds_times(layer.backward_seconds, times),
+    )
+
+
+def _candidate_times(candidate: SwapCandidate, times: int) -> SwapCandidate:
+    return replace(
+        candidate,
+        num_bytes=times * candidate.num_bytes,
+        flops=times * candidate.flops,
+        seconds=_seconds_times(candidate.seconds, times),
+    )
+
+
+def _seconds_times(seconds: float | None, times: int) -> float | None:
+    return None if seconds is None else times * seconds

@@ -1,0 +1,156 @@
+"""The words of a forecast: what is needed and there, how long a step takes and why, what is swapped, what would help.
+
+`cli.plan` prints what these functions return. Invariant: nothing is computed here but how it reads; nothing heavy is
+imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ratel_cli.planning.forecast.advice import Advice
+from ratel_cli.planning.forecast.forecast import Forecast, Stage, Tier
+from ratel_cli.planning.plan import SwappedOperator
+from ratel_cli.units import GIB, format_bytes, format_count, format_seconds
+
+_CASES = {
+    1: "swapping more would only cost time",
+    2: "all that saves computing is swapped",
+    3: "swapping more or less would cost time",
+}
+
+
+def forecast_rows(forecast: Forecast, *, dtype: str) -> list[tuple[str, str]]:
+    """Up to the prediction of a step."""
+    workload, gpu, nvme = forecast.setting.workload, forecast.setting.hardware.gpu, forecast.setting.hardware.nvme
+    micro_batches = _counted(workload.num_micro_batches, "micro-batch", "micro-batches")
+    size = f"{workload.micro_batch_size} x {workload.sequence_len}"
+    drives = _counted(nvme.num_devices, "drive", "drives")
+    rates = f"{nvme.read_bytes_per_second / 1e9:.3g} GB/s read, {nvme.write_bytes_per_second / 1e9:.3g} GB/s written"
+    parameters = f"{format_count(forecast.num_parameters)} parameters in {forecast.num_blocks} blocks"
+    return [
+        ("model", f"{forecast.model_name}: {parameters}, computing in {dtype}"),
+        ("step", f"{micro_batches} of {size} = {workload.tokens} tokens"),
+        ("machine", f"{gpu.name}, {gpu.flops_per_second / 1e12:.3g} TFLOP/s; {drives}, {rates}"),
+        ("estimate", _estimate(forecast)),
+        *((tier.name, _tier(tier)) for tier in forecast.tiers),
+        ("fits", _verdict(forecast)),
+        ("forward", _stage(forecast.forward)),
+        ("backward", _stage(forecast.backward)),
+        ("predicted", _prediction(forecast)),
+        ("run", _run(forecast)),
+        ("swapped", _swapped(forecast)),
+    ]
+
+
+def swap_lines(forecast: Forecast) -> list[str]:
+    """One line for each operator, the greatest benefit first; none where only inputs are swapped."""
+    rows = [
+        (
+            each.operator,
+            f"{each.blocks} layers",
+            format_bytes(each.bytes),
+            *_benefit(each),
+        )
+        for each in forecast.swap_set
+    ]
+    return aligned([("operator", "in", "swapped", "saves", "benefit"), *rows]) if rows else []
+
+
+def advice_lines(advices: Sequence[Advice]) -> list[str]:
+    """What would help, by how much."""
+    if not advices:
+        return ["nothing that was tried would gain more than 1 %: one more SSD, twice the RAM, a larger batch"]
+    return aligned(
+        [(f"+{advice.gain:.0%}", f"{advice.tokens_per_second:.4g} tokens/s", advice.change) for advice in advices]
+    )
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns two spaces apart: the first and the last to the left, numbers between them to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    last = len(widths) - 1
+    return [
+        "  ".join(
+            cell.ljust(width) if column in (0, last) else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _benefit(swapped: SwappedOperator) -> tuple[str, str]:
+    """What swapping saves, in all and by the byte: time, where it was measured."""
+    if swapped.seconds is None:
+        return f"{format_count(swapped.flops)}FLOP", f"{swapped.benefit:.0f} FLOP/B"
+    return format_seconds(swapped.seconds), f"{swapped.seconds / swapped.bytes * GIB:.3g} s/GiB"
+
+
+def _estimate(forecast: Forecast) -> str:
+    if forecast.cost_model == "paper":
+        return "analytic, by the paper's equations: 14 bytes per parameter, 34 b s h of activations"
+    if forecast.source == "recorded":
+        return "from a recorded step of this model on this machine"
+    return "analytic, from shapes alone; `ratel profile` with this config, or a run's first step, measures"
+
+
+def _tier(tier: Tier) -> str:
+    fact = f"need {format_bytes(tier.need_bytes)}, have {format_bytes(tier.have_bytes)}"
+    return f"{fact}: {format_bytes(tier.shortfall_bytes)} too few; {tier.remedy}" if tier.shortfall_bytes else fact
+
+
+def _verdict(forecast: Forecast) -> str:
+    if forecast.fits:
+        return "yes"
+    named = " and ".join(tier.name for tier in forecast.shortfalls)
+    return f"no, for want of {named}; with enough of it:"
+
+
+def _stage(stage: Stage) -> str:
+    """The whole, and each resource, the busiest first."""
+    busy = {
+        "compute": stage.compute,
+        "up": stage.up,
+        "down": stage.down,
+        "NVMe": stage.nvme,
+        "optimizer": stage.optimizer,
+        "memory": stage.memory,
+    }
+    told = [f"{name} {format_seconds(each)}" for name, each in sorted(busy.items(), key=lambda item: -item[1]) if each]
+    return f"{format_seconds(stage.total)}: {', '.join(told)}"
+
+
+def _prediction(forecast: Forecast) -> str:
+    return (
+        f"{format_seconds(forecast.step_seconds)} a step, most of it {forecast.bottleneck}; "
+        f"{forecast.tokens_per_second:.4g} tokens/s; "
+        f"{forecast.tflops_model:.3g} TFLOP/s of the model, {forecast.tflops_hardware:.3g} with recomputation"
+    )
+
+
+def _run(forecast: Forecast) -> str:
+    written = f"{forecast.nvme_written_bytes / 1e12:.3g} TB written a step"
+    if forecast.run_seconds is None or forecast.run_tb_written is None:
+        return f"{written}; set max_steps to know what the whole run takes"
+    steps = _counted(forecast.setting.num_steps or 0, "step", "steps")
+    fact = f"{steps}: {format_seconds(forecast.run_seconds)}, {forecast.run_tb_written:.3g} TB written"
+    if forecast.endurance_share is not None:
+        fact += f", {forecast.endurance_share:.2%} of what the drives are rated for"
+    return fact
+
+
+def _swapped(forecast: Forecast) -> str:
+    """Inputs included."""
+    fact = f"{format_bytes(forecast.swapped_bytes)} of {format_bytes(forecast.swappable_bytes)} of activations"
+    if forecast.swapped_to_nvme_bytes:
+        fact += f", {format_bytes(forecast.swapped_to_nvme_bytes)} of it to NVMe"
+    if forecast.kept_on_gpu_bytes:
+        fact += f", {format_bytes(forecast.kept_on_gpu_bytes)} of it kept on the GPU"
+    return (
+        f"{fact}; {format_bytes(forecast.inter_block_bytes)} are layers' inputs, which always are; "
+        f"{_CASES[forecast.case]} (case {forecast.case})"
+    )
+
+
+def _counted(count: int, singular: str, plural: str) -> str:
+    return f"{count} {singular if count == 1 else plural}"

@@ -1,0 +1,78 @@
+"""The curve of a forecast, step time against bytes swapped: in the terminal, or as a picture.
+
+Called by `cli.plan`. Imports of what draws are inside the functions: 0.15 s for the terminal, far more for pictures.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from pathlib import Path
+
+from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.planning.forecast.forecast import Forecast
+from ratel_cli.units import GIB, MIB, format_bytes
+
+_SUFFIXES = (".svg", ".png")
+_COLUMNS, _ROWS = 78, 16
+
+
+def terminal_curve(forecast: Forecast) -> list[str]:
+    """The lines of a plot; none where there is only one point."""
+    if len(forecast.curve) < 2:
+        return []
+    figure = import_module("plotext").figure
+    figure.clear()
+    figure.plot_size(_COLUMNS, _ROWS)
+    curve = figure.signal(*_coordinates(forecast), marker="braille")
+    curve.lines()
+    figure.draw(curve)
+    figure.draw(figure.signal(*_chosen(forecast), marker="X"))
+    chosen = f"X: {format_bytes(forecast.swapped_bytes)}, as planned"
+    figure.label(f"seconds a step against {_unit(forecast)[0]} swapped; {chosen}", "x")
+    text: str = figure.build().string(colorless=True)
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
+
+
+def check_picture(path: Path) -> None:
+    """Before anything is planned. Raises BadInput, and EnvironmentFailure where matplotlib is missing."""
+    if path.suffix not in _SUFFIXES:
+        raise BadInput(f"argument '--plot {path}': must end in .svg or .png")
+    # Not by methods of Path: they raise for names that are too long.
+    if os.path.isdir(path) or not os.path.isdir(path.parent):
+        raise BadInput(f"argument '--plot {path}': cannot be written there", "name a file in a directory that exists")
+    try:
+        import_module("matplotlib")
+    except ModuleNotFoundError as exc:
+        raise EnvironmentFailure("--plot needs matplotlib", "pip install matplotlib, or ratel-cli[plot]") from exc
+
+
+def draw_picture(forecast: Forecast, path: Path) -> None:
+    """Write the curve. Raises EnvironmentFailure where it cannot be written."""
+    import_module("matplotlib").use("Agg")
+    figure = import_module("matplotlib.figure").Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(*_coordinates(forecast), marker=".", label="predicted")
+    axes.plot(*_chosen(forecast), "x", markersize=10, label="planned")
+    axes.set(title=forecast.model_name, xlabel=f"swapped, {_unit(forecast)[0]}", ylabel="seconds a step")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    try:
+        figure.savefig(path)
+    except OSError as exc:
+        raise EnvironmentFailure(f"{path}: cannot be written: {exc.strerror}") from exc
+
+
+def _coordinates(forecast: Forecast) -> tuple[list[float], list[float]]:
+    _, unit_bytes = _unit(forecast)
+    return [num_bytes / unit_bytes for num_bytes, _ in forecast.curve], [seconds for _, seconds in forecast.curve]
+
+
+def _chosen(forecast: Forecast) -> tuple[list[float], list[float]]:
+    _, unit_bytes = _unit(forecast)
+    return [forecast.swapped_bytes / unit_bytes], [forecast.step_seconds]
+
+
+def _unit(forecast: Forecast) -> tuple[str, int]:
+    """Of bytes swapped, so that the numbers are neither huge nor tiny."""
+    return ("GiB", GIB) if forecast.swappable_bytes >= GIB else ("MiB", MIB)

@@ -1,0 +1,48 @@
+"""What `ratel verify` found: one row for each thing that it looked at, as a table or as JSON.
+
+`run.verify` makes the rows, `cli.verify` shows them. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from ratel_cli.errors import IntegrityFailure
+from ratel_cli.report.plan import aligned
+from ratel_cli.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was looked at."""
+
+    what: str
+    num_bytes: int
+    checked: str
+    """How far."""
+    verdict: str
+    is_wrong: bool = False
+
+
+def check_lines(checks: Sequence[Check]) -> list[str]:
+    """The table."""
+    rows = [(check.what, format_bytes(check.num_bytes), check.checked, _verdict(check)) for check in checks]
+    return aligned([("what", "bytes", "checked", "verdict"), *rows])
+
+
+def checks_to_json(checks: Sequence[Check]) -> dict[str, object]:
+    """The content of `ratel verify --json`."""
+    return {"whole": not any(check.is_wrong for check in checks), "checks": [asdict(check) for check in checks]}
+
+
+def raise_if_wrong(checks: Sequence[Check]) -> None:
+    """Raise IntegrityFailure for the first thing that is wrong, if there is one."""
+    wrong = [check for check in checks if check.is_wrong]
+    if wrong:
+        others = f" (and {len(wrong) - 1} more, see above)" if len(wrong) > 1 else ""
+        raise IntegrityFailure(f"{wrong[0].what}: {wrong[0].verdict}{others}")
+
+
+def _verdict(check: Check) -> str:
+    return f"WRONG: {check.verdict}" if check.is_wrong else check.verdict

@@ -1,0 +1,108 @@
+"""The model that a config names, as it was before training: its skeleton, where its weights are, what it is called.
+
+`run.inputs` reads it for a run; `ratel export`, `verify` and `restore` read it to know what a store holds.
+Invariant: a store that `check_model` lets pass has this model's parameters, in this order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import PretrainedConfig
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.console import RunLog
+from ratel_cli.errors import BadInput
+from ratel_cli.model.blocks import DecoderModel, find_blocks
+from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, persistent_buffers
+from ratel_cli.model.directory import resolve_base_model
+from ratel_cli.model.initialise import RandomSource
+from ratel_cli.model.skeleton import build_skeleton, read_model_config, supported_attention
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.store.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """A base model without its weights."""
+
+    directory: Path
+    config: PretrainedConfig
+    attention: str
+    """The kernel that it computes with."""
+    model: DecoderModel
+
+
+def silence_transformers() -> None:
+    """Whatever it would tell or draw is told by us, or nobody's concern."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def read_base(config: RunConfig, log: RunLog) -> Base:
+    """Find it and build its skeleton. Raises BadInput, EnvironmentFailure."""
+    assert config.base_model is not None
+    directory = resolve_base_model(config.base_model)
+    model_config = read_model_config(directory)
+    attention = supported_attention(model_config, config.attn_implementation)
+    if attention != config.attn_implementation:
+        log.notice(
+            f"{model_config.model_type} does not support {config.attn_implementation} attention; using {attention}"
+        )
+    skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention)
+    model = find_blocks(skeleton, name=Path(config.base_model).name)
+    return Base(directory=directory, config=model_config, attention=attention, model=model)
+
+
+def open_weights(
+    config: RunConfig, base: Base, resources: ExitStack
+) -> tuple[CheckpointSource | RandomSource, Mapping[str, torch.Tensor]]:
+    """Where the weights come from, checked whole, and the model's buffers, which its skeleton has from then on."""
+    skeleton = base.model.skeleton
+    if config.random_init:
+        return RandomSource(skeleton, config.seed), persistent_buffers(skeleton)
+    source = resources.enter_context(CheckpointSource(base.directory, skeleton, base.model.spec))
+    buffers = source.read_buffers()
+    install_buffers(skeleton, buffers)
+    return source, buffers
+
+
+def refuse_as_output(output_dir: Path, base_dir: Path, *, name: str = "output_dir") -> None:
+    """Raise BadInput if an export to this directory would replace the base model; `name` is what set it."""
+    if output_dir.resolve() == base_dir.resolve():
+        raise BadInput(
+            f"{name} and base_model are the same directory, {base_dir}: the base model would be overwritten",
+            f"choose another {name}",
+        )
+
+
+def hub_id(config: RunConfig) -> str | None:
+    """Of the base model; None where it is a directory."""
+    return None if Path(config.base_model or "").exists() else config.base_model
+
+
+def model_hash(config: RunConfig, spec: ModelSpec) -> str:
+    """What a store says of the model that it was made for: where each parameter lies in it, too."""
+    shapes = [(p.name, p.shape, p.start) for block in spec.blocks for p in block.parameters]
+    return hash_of([spec.architecture, shapes, config.dtype, str(config.base_model), config.random_init])
+
+
+def check_model(store: Store, config: RunConfig, spec: ModelSpec, directory: Path) -> None:
+    """Raise BadInput if the store in `directory` was made for another model."""
+    if store.identity.model_hash != model_hash(config, spec):
+        raise BadInput(
+            f"the store in {directory} was made for another model than {config.base_model} in {config.dtype}",
+            "give the config of the run that it belongs to",
+        )
+
+
+def hash_of(value: object) -> str:
+    """Of whatever JSON can say."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

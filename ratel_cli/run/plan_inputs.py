@@ -1,0 +1,185 @@
+"""What `ratel plan` reads: the model from its shape or its config.json, the machine from a file or from the cache.
+
+Called by `cli.plan`. No weights, no torch, no network, nothing is measured.
+
+Invariant: the machine that is planned for is told, and free memory and space of this one are as they are now.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ratel_cli.config.schema import ModelShape, RunConfig
+from ratel_cli.config.source import read_file
+from ratel_cli.console import RunLog
+from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.estimate.analytic import analytic_profile
+from ratel_cli.planning.estimate.shapes import (
+    LayerTraits,
+    is_estimated,
+    spec_from_config,
+    spec_from_shape,
+    traits_from_config,
+)
+from ratel_cli.planning.forecast.forecast import Forecaster, Setting, Tier
+from ratel_cli.planning.forecast.paper_forecast import PaperForecaster
+from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
+from ratel_cli.planning.papers.largest import with_layers
+from ratel_cli.planning.papers.paper import PaperShape
+from ratel_cli.run.cached_profile import CachedProfile
+from ratel_cli.run.hardware_file import load_hardware
+from ratel_cli.run.profile_cache import kept_profile, refresh_free_space
+from ratel_cli.run.profile_target import profile_target
+from ratel_cli.run.settings import decisions_of, state_bytes, taken_bytes, workload_of
+from ratel_cli.run.snapshot_space import snapshot_space
+from ratel_cli.units import MIB
+
+_PROCESS_BYTES = 460 * MIB
+"""What a run takes before training: Python, torch, transformers, a skeleton (2-core Xeon, 2026-11)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """A model by its description alone."""
+
+    spec: ModelSpec
+    traits: LayerTraits
+
+
+def setting_of(config: RunConfig, hardware: HardwareProfile) -> Setting:
+    """What is planned for."""
+    return Setting(
+        workload=workload_of(config),
+        hardware=hardware,
+        host_limit_bytes=config.limits.host_memory,
+        num_steps=config.max_steps,
+    )
+
+
+def forecaster_of(config: RunConfig, hardware: HardwareProfile, *, name: str, log: RunLog) -> Forecaster:
+    """The config's model under its cost model; `name` is for a model that has none. Raises BadInput."""
+    if config.cost_model == "paper":
+        return _paper_forecaster(config, name)
+    model = describe(config, name=name, log=log)
+    state, workload = state_bytes(config), workload_of(config)
+    recorded = CachedProfile(config, model.spec, hardware).read()
+    return RatelForecaster(
+        spec=model.spec,
+        profile=recorded
+        or analytic_profile(
+            model.spec,
+            state,
+            traits=model.traits,
+            micro_batch_tokens=workload.micro_batch_tokens,
+            sequence_len=workload.sequence_len,
+        ),
+        state=state,
+        decisions=decisions_of(config, host_limit_bytes=0),
+        process_bytes=_PROCESS_BYTES,
+    )
+
+
+def snapshot_tiers(config: RunConfig, forecaster: Forecaster, *, nvme_bytes: int) -> tuple[Tier, ...]:
+    """The device of the snapshot, which is this machine's, if there is to be one."""
+    if not isinstance(forecaster, RatelForecaster):
+        return ()
+    space = snapshot_space(config, forecaster.spec, nvme_bytes=nvme_bytes)
+    if space is None:
+        return ()
+    remedy = "set storage.snapshot.path to a device with more room"
+    return (Tier(name="snapshot", need_bytes=space.need_bytes, have_bytes=space.have_bytes, remedy=remedy),)
+
+
+def describe(config: RunConfig, *, name: str, log: RunLog) -> Described:
+    """The model's blocks, and what its layers compute with. Raises BadInput."""
+    if config.model_shape is not None:
+        return _from_shape(config.model_shape, name)
+    assert config.base_model is not None
+    values = _read_model_config(config.base_model)
+    if is_estimated(values):
+        log.notice(f"{values.get('model_type')} is not a family that is known here; its layers are taken for a Llama's")
+    return Described(
+        spec=spec_from_config(values, name=Path(config.base_model).name), traits=traits_from_config(values)
+    )
+
+
+def paper_shape(shape: ModelShape, config: RunConfig) -> PaperShape:
+    """The same, as the papers count it."""
+    counted = PaperShape(
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        num_parameters=shape.num_parameters or 0,
+        batch_size=config.micro_batch_size,
+        sequence_len=config.sequence_len,
+    )
+    return counted if shape.num_parameters else with_layers(counted, shape.num_layers)
+
+
+def find_hardware(config: RunConfig, file: Path | None, log: RunLog) -> HardwareProfile:
+    """The machine of `--hardware`, of the config's last run, or of the last `ratel profile`, in this order."""
+    if file is not None:
+        return load_hardware(file)
+    subject = profile_target(config)
+    of_run = config.output_dir / "run" / "hardware.json"
+    if of_run.is_file():
+        log.say(f"for this machine, as the run in {config.output_dir} measured it")
+        hardware = refresh_free_space(load_hardware(of_run), subject)
+    else:
+        kept = kept_profile(subject, log)
+        if kept is None:
+            raise EnvironmentFailure(
+                "this machine was not measured yet, and no hardware file is given",
+                "run `ratel profile` with this config first, or plan for another machine: --hardware FILE",
+            )
+        hardware = kept
+    nvme = hardware.nvme
+    return replace(hardware, nvme=replace(nvme, free_bytes=nvme.free_bytes + taken_bytes(config)))
+
+
+def _paper_forecaster(config: RunConfig, name: str) -> PaperForecaster:
+    if config.model_shape is None:
+        raise BadInput(
+            "`cost_model: paper` needs `model_shape`: the paper's equations are for GPT-type models",
+            "see configs/models for the papers' models, or leave cost_model at `ratel`",
+        )
+    return PaperForecaster(
+        name=name, shape=paper_shape(config.model_shape, config), gpu_limit_bytes=config.limits.gpu_memory
+    )
+
+
+def _from_shape(shape: ModelShape, name: str) -> Described:
+    return Described(
+        spec=spec_from_shape(
+            name=name,
+            num_layers=shape.num_layers,
+            hidden_size=shape.hidden_size,
+            vocab_size=shape.vocab_size,
+            num_parameters=shape.num_parameters,
+        ),
+        traits=LayerTraits(num_heads=shape.num_heads, head_dim=shape.hidden_size // shape.num_heads),
+    )
+
+
+def _read_model_config(base_model: str) -> Mapping[str, object]:
+    directory = Path(base_model)
+    if not os.path.isdir(directory):  # is_dir raises for names that are too long
+        raise BadInput(
+            f"base_model: there is no directory {base_model}; `ratel plan` downloads nothing",
+            "give a directory with the model's config.json, or `model_shape`",
+        )
+    path = directory / "config.json"
+    try:
+        values = json.loads(read_file(path, "model's config"))
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{path}: cannot be parsed: {error}") from error
+    if not isinstance(values, dict):
+        raise BadInput(f"{path}: must hold an object, `{{...}}`")
+    return values

@@ -1,0 +1,172 @@
+"""What else `ratel plan` answers when asked: other strategies, the largest model, what a price buys.
+
+Called by `cli.plan`. Each answer is both lines for people and content for `--json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.planning.forecast.advice import with_drives
+from ratel_cli.planning.forecast.forecast import Forecast, Forecaster
+from ratel_cli.planning.papers.largest import Tiers, largest, paper_models
+from ratel_cli.planning.papers.peers import flash_neuron_parameters
+from ratel_cli.planning.papers.prefix import Point
+from ratel_cli.planning.papers.prices import server_dollars, tokens_per_second_per_thousand_dollars
+from ratel_cli.planning.papers.strategies import Outcome, compare
+from ratel_cli.report.plan import aligned
+from ratel_cli.units import format_bytes, format_count, format_seconds
+
+_DRIVE_COUNTS = (1, 2, 3, 6, 12)
+"""Of the paper's servers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Questions:
+    """Which were asked."""
+
+    compare: bool = False
+    largest: bool = False
+    prices: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """To one question."""
+
+    key: str
+    title: str
+    lines: list[str]
+    content: object
+
+
+def answers(questions: Questions, forecaster: Forecaster, forecast: Forecast) -> list[Answer]:
+    """To all that were asked."""
+    asked = (
+        (questions.compare, _compare),
+        (questions.largest, _largest),
+        (questions.prices, _prices),
+    )
+    return [answer(forecaster, forecast) for is_asked, answer in asked if is_asked]
+
+
+def _compare(forecaster: Forecaster, forecast: Forecast) -> Answer:
+    """Under the forecast's cost model; and what FlashNeuron, whose states stay in the GPU, could train at all.
+
+    Ours is as planned, unless the equations, which know no whole units, find better.
+    """
+    ours, *others = compare(forecaster.equations(forecast.setting))
+    planned = Point(
+        swapped_bytes=forecast.swapped_bytes,
+        spilled_bytes=forecast.swapped_to_nvme_bytes,
+        recomputed_flops=forecast.recompute_flops,
+        seconds=forecast.step_seconds,
+    )
+    best = min(planned, ours.point, key=lambda point: point.seconds)
+    outcomes = (replace(ours, point=best), *others)
+    tokens = forecast.setting.workload.tokens
+    titles = ("strategy", "step", "tokens/s", "of ours", "swapped", "to NVMe", "")
+    rows = [titles, *(_strategy_row(outcome, best.seconds, tokens) for outcome in outcomes)]
+    most = flash_neuron_parameters(forecast.setting.hardware.gpu.memory_bytes)
+    return Answer(
+        key="compare",
+        title=f"other strategies, by the same equations ({forecast.cost_model})",
+        lines=[
+            *aligned(rows),
+            f"FlashNeuron, whose states stay in the GPU: {format_count(most)} parameters at most",
+        ],
+        content={
+            "strategies": [_strategy_json(outcome, tokens) for outcome in outcomes],
+            "flash_neuron_parameters": most,
+        },
+    )
+
+
+def _strategy_row(outcome: Outcome, ours: float, tokens: int) -> tuple[str, ...]:
+    if outcome.why_not is not None:
+        return (outcome.strategy, "failed", "", "", "", "", outcome.why_not)
+    point = outcome.point
+    return (
+        outcome.strategy,
+        format_seconds(point.seconds),
+        f"{tokens / point.seconds:.4g}",
+        f"{point.seconds / ours:.2f}",
+        format_bytes(point.swapped_bytes),
+        format_bytes(point.spilled_bytes),
+        "",
+    )
+
+
+def _strategy_json(outcome: Outcome, tokens: int) -> dict[str, object]:
+    if outcome.why_not is not None:
+        return {"strategy": outcome.strategy, "why_not": outcome.why_not}
+    point = asdict(outcome.point)
+    seconds = outcome.point.seconds
+    return {"strategy": outcome.strategy, "tokens_per_second": tokens / seconds, **point}
+
+
+def _largest(forecaster: Forecaster, forecast: Forecast) -> Answer:
+    setting = forecast.setting
+    hardware, workload = setting.hardware, setting.workload
+    have = Tiers(
+        gpu_bytes=hardware.gpu.memory_bytes,
+        host_bytes=setting.host_limit_bytes or hardware.host.memory_bytes,
+        nvme_bytes=hardware.nvme.free_bytes,
+    )
+    models = paper_models(batch_size=workload.micro_batch_size, sequence_len=workload.sequence_len)
+    best = largest(models.values(), have)
+    family = next((name for name, shape in models.items() if shape is best), None)
+    deepest = forecaster.deepest(setting)
+    return Answer(
+        key="largest",
+        title="the largest model that can be trained here",
+        lines=aligned(
+            [
+                ("of the papers' family, in their layout", family or "none"),
+                (
+                    "of this model's width",
+                    "not even one layer"
+                    if deepest is None
+                    else f"{format_count(deepest.num_parameters)} parameters in {deepest.num_layers} layers",
+                ),
+            ]
+        ),
+        content={"family": family, "depth": None if deepest is None else asdict(deepest)},
+    )
+
+
+def _prices(forecaster: Forecaster, forecast: Forecast) -> Answer:
+    """For the paper's server with one GPU; a number of drives has its share of the rates of all."""
+    rows = [("SSDs", "price", "tokens/s", "a thousand dollars buy")]
+    content: list[dict[str, object]] = []
+    for count, hardware in _machines(forecast.setting.hardware):
+        each = forecaster.forecast(replace(forecast.setting, hardware=hardware))
+        dollars = server_dollars(num_gpus=1, num_ssds=count)
+        if not each.fits:
+            rows.append((str(count), f"${dollars}", "", "does not fit"))
+            content.append({"num_ssds": count, "dollars": dollars, "fits": False})
+            continue
+        bought = tokens_per_second_per_thousand_dollars(each.tokens_per_second, dollars=dollars)
+        rows.append((str(count), f"${dollars}", f"{each.tokens_per_second:.4g}", f"{bought:.3g} tokens/s"))
+        content.append(
+            {
+                "num_ssds": count,
+                "dollars": dollars,
+                "fits": True,
+                "tokens_per_second": each.tokens_per_second,
+                "tokens_per_second_per_thousand_dollars": bought,
+            }
+        )
+    return Answer(
+        key="prices",
+        title="what a price buys: the paper's server with one RTX 4090",
+        lines=aligned(rows),
+        content=content,
+    )
+
+
+def _machines(hardware: HardwareProfile) -> Iterator[tuple[int, HardwareProfile]]:
+    for count in _DRIVE_COUNTS:
+        yield count, with_drives(hardware, count)

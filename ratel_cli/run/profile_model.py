@@ -1,0 +1,140 @@
+"""Records what a config's model costs on this machine, operator by operator, for `ratel profile CONFIG`.
+
+Called by `cli.profile`, last. One micro-batch of any tokens, weights of any values: no base weights are read and no
+data is needed, only the model's config. The profile is kept where a run of the same config looks for it.
+
+Invariant: what is kept is what a recorded step of the run would give, but for the noise of its times.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+
+import torch
+import transformers
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.console import RunLog
+from ratel_cli.engine.device.cuda import translate_errors
+from ratel_cli.engine.replay.profiling import BlockProfiler
+from ratel_cli.engine.replay.tape import PACKED_ALIGNMENT
+from ratel_cli.errors import EnvironmentFailure
+from ratel_cli.hardware.gpu import compute_device, set_determinism
+from ratel_cli.hardware.host import default_limit_bytes, resident_bytes, return_freed_memory
+from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.model.blocks import DecoderModel, find_blocks
+from ratel_cli.model.directory import resolve_base_model
+from ratel_cli.model.skeleton import DTYPES, build_skeleton, read_model_config, supported_attention
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.activations import offload
+from ratel_cli.planning.capacity import host_memory
+from ratel_cli.planning.costs import head_flops
+from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.recorded import recorded_profile
+from ratel_cli.planning.workload import Workload
+from ratel_cli.run.cached_profile import CachedProfile
+from ratel_cli.run.settings import decisions_of, state_bytes, workload_of
+from ratel_cli.units import align_up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """A micro-batch of any tokens; every position has a target."""
+
+    input_ids: torch.Tensor
+    targets: torch.Tensor
+    position_ids: torch.Tensor
+    num_targets: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCosts:
+    """What is known of a model on this machine."""
+
+    profile: ModelProfile
+    activation_available_bytes: int
+    """Host memory that a run has left for activations, at the peak of a step (the paper's MEM_avail)."""
+
+
+def record_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *, refresh: bool) -> ModelCosts:
+    """The model's costs, measured unless a profile was kept. Raises RatelError."""
+    return_freed_memory()
+    transformers.logging.set_verbosity_error()
+    model = _skeleton(config)
+    kept = CachedProfile(config, model.spec, hardware)
+    available_bytes = _activation_room_bytes(config, model.spec, hardware)
+    profile = None if refresh else kept.read()
+    if profile is not None:
+        log.say(f"the model's costs are those kept in {kept.path}")
+        return ModelCosts(profile=profile, activation_available_bytes=available_bytes)
+    log.say("measuring the model, block by block")
+    profile = _measured(config, model)
+    _keep(kept, model.spec, profile)
+    log.say(f"wrote {kept.path}; `ratel plan` and `ratel finetune` go by it")
+    return ModelCosts(profile=profile, activation_available_bytes=available_bytes)
+
+
+def _keep(kept: CachedProfile, spec: ModelSpec, profile: ModelProfile) -> None:
+    try:
+        kept.path.parent.mkdir(parents=True, exist_ok=True)
+        kept.path.write_text(json.dumps(kept.content(spec, profile), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise EnvironmentFailure(f"{kept.path}: cannot be written: {error.strerror}") from error
+
+
+def _activation_room_bytes(config: RunConfig, spec: ModelSpec, hardware: HardwareProfile) -> int:
+    """What the limit leaves beside a step that runs ahead and puts nothing offloaded."""
+    limit_bytes = config.limits.host_memory or default_limit_bytes()
+    decisions = decisions_of(config, host_limit_bytes=limit_bytes)
+    memory, _ = host_memory(
+        spec,
+        state_bytes(config),
+        workload_of(config),
+        Placement(prefetch_blocks=2, pending_updates=2),
+        offload([0], num_micro_batches=1, spilled_units=0),
+        holds_gradients=decisions.holds_gradients,
+        process_bytes=resident_bytes(),
+        limit_bytes=sys.maxsize,
+        overlap=decisions.overlap,
+        on_gpu=hardware.link is not None,
+    )
+    return max(0, limit_bytes - memory.total)
+
+
+def _skeleton(config: RunConfig) -> DecoderModel:
+    assert config.base_model is not None
+    model_config = read_model_config(resolve_base_model(config.base_model))
+    attention = supported_attention(model_config, config.attn_implementation)
+    return find_blocks(build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention), name="model")
+
+
+def _measured(config: RunConfig, model: DecoderModel) -> ModelProfile:
+    workload, spec = workload_of(config), model.spec
+    device = compute_device(config.device)
+    if device.type == "cuda":
+        set_determinism(config.deterministic, device)  # it decides how attention computes
+    with translate_errors("measuring the model takes more than there is"):
+        profiler = BlockProfiler(model, dtype=DTYPES[config.dtype], device=device)
+        units, seconds = profiler.record(_any_batch(workload, spec.vocab_size))
+    tokens = workload.micro_batch_tokens
+    return recorded_profile(
+        units,
+        seconds,
+        num_blocks=len(spec.blocks),
+        input_bytes=align_up(tokens * spec.hidden_size * state_bytes(config).compute, PACKED_ALIGNMENT),
+        flops_head=head_flops(spec, tokens=tokens),
+        micro_batch_tokens=tokens,
+        sequence_len=workload.sequence_len,
+    )
+
+
+def _any_batch(workload: Workload, vocab_size: int) -> _Batch:
+    shape = workload.micro_batch_size, workload.sequence_len
+    tokens = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(workload.sequence_len).expand(shape).contiguous()
+    return _Batch(
+        input_ids=tokens, targets=tokens.clone(), position_ids=positions, num_targets=workload.micro_batch_tokens
+    )

@@ -1,0 +1,143 @@
+"""Which store a run goes on with: the one its last commit left, or a new one with the base model's weights.
+
+Third phase of `run.finetune`. Invariant: an existing store is opened, and found fit for what the
+config asks of it, before anything is written; it is replaced only by `--resume no`.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.console import RunLog
+from ratel_cli.errors import BadInput, RatelError
+from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.queue import IoQueue
+from ratel_cli.model.import_weights import import_weights
+from ratel_cli.run.inputs import Inputs, changed_settings, identity_of
+from ratel_cli.run.settings import num_slots
+from ratel_cli.store.layout import record_layout
+from ratel_cli.store.store import Progress, Store
+from ratel_cli.training.stopping import StopRequest
+
+_FIRST_LOSS_SCALE = 2.0**16
+
+
+def find_store(config: RunConfig, inputs: Inputs, queue: IoQueue, resume: str, log: RunLog) -> Store | None:
+    """The store as the last commit left it, if there is one to go on with."""
+    paths = config.storage.paths
+    if resume != "no" and Store.exists(paths):
+        try:
+            store = Store.open(paths, queue=queue, identity=identity_of(config, inputs), notice=log.notice)
+        except BadInput as error:
+            changed = changed_settings(config, config.output_dir / "run" / "config.yaml")
+            if not changed:
+                raise
+            raise BadInput(
+                f"the store in {', '.join(map(str, paths))} belongs to a run with other settings: {'; '.join(changed)}",
+                "set them back to go on with that run, or start over with --resume no",
+            ) from error
+        try:
+            _check_fits(store, config, resume)
+        except RatelError:
+            store.close()
+            raise
+        return store
+    if resume not in ("auto", "no"):
+        raise BadInput(f"there is no saved step {resume}: no store in {', '.join(map(str, paths))}")
+    return None
+
+
+def _check_fits(store: Store, config: RunConfig, resume: str) -> None:
+    """The store was laid out once; what the config asks of it now must be possible in it."""
+    wanted = num_slots(config)
+    if store.in_place != (wanted == 1):
+        made = "none" if store.in_place else "step"
+        raise BadInput(
+            f"the store was made with storage.durability: {made}",
+            f"set storage.durability: {made} to go on, or start over with --resume no",
+        )
+    if store.num_slots < wanted:
+        raise BadInput(
+            f"the store has room for {store.num_slots - 2} saved generations, the config asks for {wanted - 2}"
+            + (", one of them for the snapshot" if config.storage.snapshot is not None else ""),
+            "lower save_total_limit or storage.keep_generations, or drop save_steps or storage.snapshot; "
+            "or start over with --resume no",
+        )
+    if resume != "auto" and int(resume) not in store.pinned_steps:
+        kept = ", ".join(map(str, store.pinned_steps)) or "none"
+        raise BadInput(f"--resume {resume}: no generation of that step is kept; kept are: {kept}")
+
+
+def resume_store(store: Store, resume: str, pool: BufferPool, stop: StopRequest, log: RunLog) -> None:
+    """Make the generation that `resume` asks for the current one, and check every byte of it before it is used.
+
+    A crash may have left the newest damaged, on a drive that lies about flushes: then the one before may be whole.
+    """
+    with log.bar("checking the store", store.slot_bytes) as bar:
+
+        def checked(num_bytes: int) -> None:
+            stop.check()
+            bar.advance(num_bytes)
+
+        if resume == "auto":
+            store.ensure_whole(pool, progress=checked, notice=log.notice)
+        else:
+            store.kept(int(resume)).check_all(pool, progress=checked)
+            store.rewind(int(resume))
+    pool.trim()
+    if store.progress.step:
+        log.say(f"recovered step {store.progress.step}")
+
+
+def make_store(
+    config: RunConfig,
+    inputs: Inputs,
+    hardware: HardwareProfile,
+    queue: IoQueue,
+    pool: BufferPool,
+    resume: str,
+    stop: StopRequest,
+    log: RunLog,
+) -> Store:
+    """A new store with the base model's weights as its first generation."""
+    identity, paths = identity_of(config, inputs), config.storage.paths
+    spec = inputs.model.spec
+    slots = num_slots(config)
+    with ExitStack() as opened:
+        layout = record_layout(config.dtype)
+        elements = [block.num_elements for block in spec.blocks]
+        total = slots * layout.bytes_per_parameter * sum(elements)
+        with log.bar("preparing the store", total) as bar:
+
+            def prepared(num_bytes: int) -> None:
+                stop.check()
+                bar.advance(num_bytes)
+
+            store = opened.enter_context(
+                Store.create(
+                    paths,
+                    identity=identity,
+                    layout=layout,
+                    block_elements=elements,
+                    num_slots=slots,
+                    queue=queue,
+                    in_place=slots == 1,
+                    overwrite=resume == "no",
+                    weights=hardware.nvme.weights,
+                    progress=prepared,
+                    notice=log.notice,
+                )
+            )
+        with log.bar("importing weights", spec.num_parameters) as bar:
+
+            def imported(num_parameters: int) -> None:
+                stop.check()
+                bar.advance(num_parameters)
+
+            import_weights(spec, inputs.source, store, pool, progress=imported)
+        store.commit_import(Progress(step=0, updates=0, loss_scale=_FIRST_LOSS_SCALE, good_steps=0, tokens=0))
+        pool.trim()
+        opened.pop_all()
+    return store

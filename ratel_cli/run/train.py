@@ -1,0 +1,220 @@
+"""Trains: the steps of a run that are not committed yet, as planned.
+
+Fourth phase of `run.finetune`. Where no profile of the model was kept, the first step is run under a plan that
+swaps nothing, and recorded; then there is a new plan, and a new engine for it. The bits are the same under any.
+
+Invariant: between two engines every step is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from time import perf_counter
+from types import TracebackType
+from typing import Self
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.console import Bar, RunLog
+from ratel_cli.engine.build import open_engine
+from ratel_cli.engine.device.open import open_device
+from ratel_cli.engine.optimizer.adamw import AdamWSettings
+from ratel_cli.engine.optimizer.update import UpdateSettings
+from ratel_cli.engine.replay.recording import StepRecording
+from ratel_cli.engine.step import StepEngine
+from ratel_cli.engine.telemetry import Span, StepTimes, Timeline
+from ratel_cli.engine.trace import TraceFile
+from ratel_cli.hardware.host import peak_resident_bytes
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.queue import IoQueue
+from ratel_cli.io.scratch import Scratch
+from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.planning.plan import Plan
+from ratel_cli.report.run import run_summary, step_line, swap_line
+from ratel_cli.run.inputs import Inputs
+from ratel_cli.run.plan import Planner
+from ratel_cli.store.store import Store
+from ratel_cli.training.loop import LoopSettings, TrainingLoop
+from ratel_cli.training.metrics import MetricsLog, RunTotals
+from ratel_cli.training.schedule import LearningRateSchedule
+from ratel_cli.training.snapshots import Snapshots
+from ratel_cli.training.stopping import StopRequest
+
+
+class Training:
+    """All that the steps of a run share, whatever the plan. Use as a context manager."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        inputs: Inputs,
+        planner: Planner,
+        store: Store,
+        snapshots: Snapshots | None,
+        queue: IoQueue,
+        pool: BufferPool,
+        stop: StopRequest,
+        log: RunLog,
+        *,
+        planned: Callable[[Plan, ModelProfile], None],
+    ) -> None:
+        """`planned` is told each new plan, and what it was made from."""
+        self._config = config
+        self._inputs = inputs
+        self._planner = planner
+        self._store = store
+        self._snapshots = snapshots
+        self._queue = queue
+        self._pool = pool
+        self._stop = stop
+        self._log = log
+        self._planned = planned
+        self._timeline = Timeline()
+        self._totals = RunTotals()
+        self._resources = ExitStack()
+        run_dir = config.output_dir / "run"
+        self._metrics = self._resources.enter_context(
+            MetricsLog(run_dir / "metrics.jsonl", committed_step=store.progress.step, warn=log.warn)
+        )
+        self._trace = (
+            self._resources.enter_context(TraceFile(run_dir / "trace.json", warn=log.warn)) if config.trace else None
+        )
+
+    def run(self, plan: Plan, profile: ModelProfile) -> None:
+        """All steps that are left, the first of them recorded if the profile is an estimate."""
+        num_steps = self._inputs.num_steps
+        with self._log.bar("training", num_steps - self._store.progress.step) as bar:
+            if profile.source == "analytic" and self._store.progress.step < num_steps:
+                plan = self._record(profile, bar)
+            self._steps(plan, bar)
+            if self._snapshots is not None:
+                self._snapshots.finish(self._stop.check)
+        self._log.facts(run_summary(self._totals))
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _record(self, profile: ModelProfile, bar: Bar) -> Plan:
+        """One step, and the plan that follows from it."""
+        recording, spans = StepRecording(), list[Span]()
+        plan = self._planner.plan_recording(profile)
+        self._steps(plan, bar, recording=recording, noted=spans.extend)
+        profile = self._planner.recorded(recording, spans)
+        plan = self._planner.plan_again(profile, self._log)
+        self._planned(plan, profile)
+        self._log.say(swap_line(plan))
+        return plan
+
+    def _steps(
+        self,
+        plan: Plan,
+        bar: Bar,
+        *,
+        recording: StepRecording | None = None,
+        noted: Callable[[tuple[Span, ...]], None] = lambda spans: None,
+    ) -> None:
+        """The steps under one plan; with a recording, one."""
+        num_steps, every = self._inputs.num_steps, self._config.logging_steps
+
+        def draw(step: int, times: StepTimes, start: float) -> None:
+            noted(times.spans)
+            if self._trace is not None:
+                self._trace.write_step(step, times.spans, start=start, end=perf_counter())
+
+        with ExitStack() as resources:
+            loop = TrainingLoop(
+                self._open_engine(plan, resources),
+                self._store,
+                self._queue,
+                self._inputs.data,
+                LearningRateSchedule(
+                    scheduler=self._config.lr_scheduler,
+                    peak=self._config.learning_rate,
+                    num_warmup_steps=self._config.warmup_steps or int(self._config.warmup_ratio * num_steps),
+                    num_steps=num_steps,
+                ),
+                self._loop_settings(plan),
+                timeline=self._timeline,
+                check_stop=self._stop.check,
+                host_peak_bytes=peak_resident_bytes,
+                announce=self._metrics.write,
+                draw=draw,
+                committed=self._committed,
+                recording=recording,
+            )
+            for metrics in loop.steps():
+                self._metrics.write(metrics)
+                self._totals.add(metrics)
+                bar.advance()
+                if metrics.step % every == 0 or metrics.step in (1, num_steps):
+                    self._log.say(step_line(metrics, num_steps))
+
+    def _committed(self) -> None:
+        if self._snapshots is not None:
+            self._snapshots.after_commit()
+
+    def _open_engine(self, plan: Plan, resources: ExitStack) -> StepEngine:
+        config = self._config
+        device = resources.enter_context(
+            open_device(self._inputs.device, self._timeline, limit_bytes=plan.device_allocation_bytes)
+        )
+
+        def scratch(num_bytes: int) -> Scratch | None:
+            if not num_bytes:
+                return None
+            weights = self._planner.hardware.nvme.weights
+            return resources.enter_context(Scratch(config.storage.paths, num_bytes, self._queue, weights=weights))
+
+        return resources.enter_context(
+            open_engine(
+                self._inputs.model,
+                self._store,
+                self._pool,
+                adamw=AdamWSettings(
+                    beta1=config.adam_beta1,
+                    beta2=config.adam_beta2,
+                    epsilon=config.adam_epsilon,
+                    weight_decay=config.weight_decay,
+                ),
+                updates=UpdateSettings(
+                    gradient_dtype=DTYPES[config.resolved_gradient_dtype],
+                    max_grad_norm=config.max_grad_norm,
+                    hold=plan.decisions.in_place,
+                    held_in_memory_bytes=plan.held_in_memory_bytes,
+                    overlap=config.optimizer_overlap,
+                ),
+                placement=plan.placement,
+                seed=config.seed,
+                device=device,
+                timeline=self._timeline,
+                scratch=scratch(plan.spilled_bytes),
+                activation_scratch=scratch(plan.offloaded.written_bytes),
+                check_stop=self._stop.check,
+            )
+        )
+
+    def _loop_settings(self, plan: Plan) -> LoopSettings:
+        config, max_tb_written = self._config, self._config.storage.max_tb_written
+        return LoopSettings(
+            num_steps=self._inputs.num_steps,
+            micro_batches_per_step=config.gradient_accumulation_steps,
+            deterministic=config.deterministic,
+            scale_loss=config.dtype == "float16",
+            eval_steps=config.eval_steps,
+            save_steps=config.save_steps,
+            save_total_limit=config.save_total_limit,
+            max_bytes_written=None if max_tb_written is None else int(max_tb_written * 1e12),
+            flops_forward_per_token=plan.flops_forward / plan.workload.tokens,
+            flops_recomputed_per_token=plan.flops_recomputed / plan.workload.tokens,
+            predicted_seconds=plan.time.total,
+        )

@@ -1,0 +1,272 @@
+"""Looks at all that a run has left: every byte of its store, and its export beside it.
+
+Called by `cli.verify`. In order:
+
+    1. every generation that the store keeps, chunk by chunk, against its checksums; the one in its snapshot too
+    2. the export's files: their headers, and every value
+    3. the export as transformers loads it
+    4. its weights against those of the generation that it was made of, bit for bit
+    5. its logits against those that are computed from that generation with one block in memory at a time
+
+What cannot be looked at because something before it is wrong is left out; nothing is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from transformers import PreTrainedModel
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.console import RunLog
+from ratel_cli.engine.forward import GenerationForward
+from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
+from ratel_cli.hardware.host import default_limit_bytes, return_freed_memory
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.queue import open_queue
+from ratel_cli.model.checkpoint import install_buffers, open_shards, persistent_buffers
+from ratel_cli.model.directory import WEIGHTS_NAME, find_weight_files
+from ratel_cli.model.reload import check_values, holds_export, load_export, read_parameter
+from ratel_cli.model.shards import ShardReader
+from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.model.stored_weights import stored_weights
+from ratel_cli.report.verify import Check
+from ratel_cli.run.base_model import check_model, silence_transformers
+from ratel_cli.run.open import OpenedRun, open_run
+from ratel_cli.store.generation import Generation
+from ratel_cli.store.store import Store
+from ratel_cli.training.stopping import StopRequest
+from ratel_cli.units import format_bytes, format_count, format_seconds
+
+_NUM_TOKENS = 16
+_TOKEN_STRIDE = 7919
+"""A prime: tokens from all over the vocabulary, the same ones each time."""
+
+_ReadValues = Callable[[str, int, int], torch.Tensor]
+"""Elements of a tensor of the export, by name, first element and number."""
+
+
+def verify_run(config: RunConfig, log: RunLog) -> list[Check]:
+    """The store of a run, and its export if there is one. Raises RatelError for what keeps it from looking."""
+    with ExitStack() as resources:
+        stop = resources.enter_context(StopRequest())
+        run = open_run(config, resources, log)
+        generations = _generations(run)
+        checks = _check_generations(run.store, generations, run.pool, stop, log)
+        whole = [generation for generation, check in zip(generations, checks, strict=True) if not check.is_wrong]
+        checks += _check_snapshot(run, resources, stop, log)
+        if not holds_export(config.output_dir):
+            log.say(f"there is no export in {config.output_dir}; only the store was verified")
+            return checks
+        checks += _check_files(config.output_dir, stop, log)
+        model, loading = _load(config.output_dir, dtype=DTYPES[config.dtype], attention=run.base.attention)
+        return [*checks, loading, *_compare(run, whole, model, stop)]
+
+
+def verify_directory(directory: Path, log: RunLog) -> list[Check]:
+    """A model's directory by itself. Raises BadInput if it is none."""
+    return_freed_memory()
+    silence_transformers()
+    if not (directory / "config.json").is_file() or not holds_export(directory):
+        raise BadInput(
+            f"{directory}: is neither a run's output directory nor a model: it lacks config.json or {WEIGHTS_NAME}"
+        )
+    with StopRequest() as stop:
+        return [*_check_files(directory, stop, log), _load(directory, dtype=None, attention=None)[1]]
+
+
+def _generations(run: OpenedRun) -> list[Generation]:
+    """Those that the store keeps, the current one first."""
+    step = run.store.progress.step
+    return [run.store.current(), *(run.store.kept(kept) for kept in run.store.pinned_steps[::-1] if kept != step)]
+
+
+def _check_generations(
+    store: Store,
+    generations: Sequence[Generation],
+    pool: BufferPool,
+    stop: StopRequest,
+    log: RunLog,
+    *,
+    where: str | None = None,
+) -> list[Check]:
+    """One row for each, the first of them the current one. `where`: it is not the run's own store."""
+    num_bytes = store.layout.bytes_per_parameter * sum(store.block_elements)
+    checks: list[Check] = []
+    start = perf_counter()
+    with log.bar(f"verifying the {where or 'store'}", len(generations) * num_bytes) as bar:
+
+        def seen(part_bytes: int) -> None:
+            stop.check()
+            bar.advance(part_bytes)
+
+        for number, generation in enumerate(generations):
+            check = Check(
+                what=f"step {generation.progress.step}, {where or ('kept' if number else 'current')}",
+                num_bytes=num_bytes,
+                checked="every chunk" if store.chunk_elements else "reading: no checksums",
+                verdict="whole",
+            )
+            try:
+                generation.check_all(pool, progress=seen)
+            except IntegrityFailure as failure:
+                check = replace(check, verdict=failure.message, is_wrong=True)
+            checks.append(check)
+    seconds = perf_counter() - start
+    total_bytes = len(generations) * num_bytes
+    log.say(f"read {format_bytes(total_bytes)} in {format_seconds(seconds)}, {total_bytes / seconds / 1e9:.3g} GB/s")
+    return checks
+
+
+def _check_snapshot(run: OpenedRun, resources: ExitStack, stop: StopRequest, log: RunLog) -> list[Check]:
+    """The snapshot of the run, if there is one."""
+    wanted = run.config.storage.snapshot
+    if wanted is None:
+        return []
+    if not Store.exists([wanted.path]):
+        told = f"there is none in {wanted.path} yet, or its drive is not there"
+        return [Check(what="snapshot", num_bytes=0, checked="presence", verdict=told)]
+    queue = resources.enter_context(open_queue(run.config.storage.engine, notice=log.notice))
+    try:
+        store = resources.enter_context(Store.open([wanted.path], queue=queue, identity=None, notice=log.notice))
+        check_model(store, run.config, run.base.model.spec, wanted.path)
+    except (BadInput, EnvironmentFailure, IntegrityFailure) as failure:
+        return [Check(what="snapshot", num_bytes=0, checked="manifest", verdict=failure.message, is_wrong=True)]
+    return _check_generations(store, [store.current()], run.pool, stop, log, where="snapshot")
+
+
+def _check_files(directory: Path, stop: StopRequest, log: RunLog) -> list[Check]:
+    """One row for each file of weights: its header, and every value."""
+    try:
+        paths = find_weight_files(directory).paths
+    except BadInput as error:
+        return [Check(what=directory.name, num_bytes=0, checked="index", verdict=error.message, is_wrong=True)]
+    checks: list[Check] = []
+    with log.bar("verifying the export", sum(path.stat().st_size for path in paths)) as bar:
+
+        def seen(part_bytes: int) -> None:
+            stop.check()
+            bar.advance(part_bytes)
+
+        for path in paths:
+            check = Check(what=path.name, num_bytes=path.stat().st_size, checked="header", verdict="")
+            try:
+                with ShardReader(path) as reader:
+                    check = replace(check, checked=f"{len(reader.tensors)} tensors")
+                    check_values(reader, progress=seen)
+                checks.append(replace(check, verdict="whole, every value finite"))
+            except (BadInput, IntegrityFailure) as failure:
+                checks.append(replace(check, verdict=failure.message, is_wrong=True))
+    return checks
+
+
+def _load(directory: Path, *, dtype: torch.dtype | None, attention: str | None) -> tuple[PreTrainedModel | None, Check]:
+    """The model, if transformers loads it and there is memory for it."""
+    num_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    check = Check(what="transformers", num_bytes=num_bytes, checked="from_pretrained", verdict="")
+    have_bytes = default_limit_bytes()
+    if num_bytes > have_bytes:
+        told = f"not loaded: it needs {format_bytes(num_bytes)} of RAM, {format_bytes(have_bytes)} are free"
+        return None, replace(check, verdict=told)
+    try:
+        with ExitStack() as resources:
+            open_shards(resources, find_weight_files(directory))
+        model = load_export(directory, dtype=dtype, attention=attention)
+    except (BadInput, IntegrityFailure) as failure:
+        return None, replace(check, verdict=failure.message, is_wrong=True)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return model, replace(check, verdict=f"loads: {type(model).__name__}, {format_count(num_parameters)} parameters")
+
+
+def _compare(
+    run: OpenedRun, generations: Sequence[Generation], model: PreTrainedModel | None, stop: StopRequest
+) -> list[Check]:
+    """Weights and logits of the export against the generation that it was made of: one of these, if it was."""
+    if not generations:
+        return []
+    num_bytes = run.base.model.spec.num_parameters * DTYPES[run.config.dtype].itemsize
+    check = Check(what="weights", num_bytes=num_bytes, checked="every bit", verdict="")
+    same: Generation | None = None
+    differing: list[str] = []
+    try:
+        with ExitStack() as resources:
+            read = _reader_of(run.config.output_dir, model, resources)
+            for generation in generations:
+                found = _first_difference(run, generation, read, stop)
+                if found is None:
+                    same = generation
+                    break
+                differing.append(found)
+    except (BadInput, IntegrityFailure) as failure:
+        return [replace(check, verdict=failure.message, is_wrong=True)]
+    if same is None:
+        step = generations[0].progress.step
+        told = f"{differing[0]} differs from step {step}, and the export is of no other step that is kept"
+        return [replace(check, verdict=told, is_wrong=True)]
+    equal = replace(check, verdict=f"equal to step {same.progress.step}")
+    if model is None:
+        return [equal]
+    try:
+        return [equal, _compare_logits(run, same, model, stop)]
+    except IntegrityFailure as failure:
+        return [equal, Check(what="logits", num_bytes=0, checked="", verdict=failure.message, is_wrong=True)]
+
+
+def _reader_of(directory: Path, model: PreTrainedModel | None, resources: ExitStack) -> _ReadValues:
+    """Of what was loaded, or of the files where it was not."""
+    if model is not None:
+        return lambda name, start, number: read_parameter(model, name, start, number)
+    readers = open_shards(resources, find_weight_files(directory))
+
+    def read(name: str, start: int, num_elements: int) -> torch.Tensor:
+        if name not in readers or readers[name].tensors[name].num_elements < start + num_elements:
+            raise IntegrityFailure(f"tensor {name} is not in the export, or too small")
+        return readers[name].read(name, start, start + num_elements)
+
+    return read
+
+
+def _first_difference(run: OpenedRun, generation: Generation, read: _ReadValues, stop: StopRequest) -> str | None:
+    """The first tensor of the export that is not the generation's, rounded as an export does."""
+    weights = stored_weights(run.base.model.spec, generation, run.pool, run.config.dtype, progress=stop.check)
+    with closing(weights):
+        for piece in weights:
+            if not _same_bits(read(piece.name, piece.start, piece.values.numel()), piece.values):
+                return piece.name
+    return None
+
+
+def _compare_logits(run: OpenedRun, generation: Generation, model: PreTrainedModel, stop: StopRequest) -> Check:
+    decoder, device = run.base.model, torch.device("cpu")
+    install_buffers(decoder.skeleton, persistent_buffers(model))
+    longest = getattr(run.base.config, "max_position_embeddings", None)
+    num_tokens = min(_NUM_TOKENS, longest) if isinstance(longest, int) else _NUM_TOKENS
+    positions = torch.arange(num_tokens).unsqueeze(0)
+    tokens = positions * _TOKEN_STRIDE % decoder.spec.vocab_size
+    forward = GenerationForward(decoder, generation, run.pool, device=device, check_stop=stop.check)
+    ours = forward.logits(tokens, positions)
+    keywords = {"position_ids": positions} if decoder.layer_runner.takes_positions else {}
+    with torch.no_grad():
+        theirs = model(input_ids=tokens, use_cache=False, **keywords).logits
+    check = Check(
+        what="logits",
+        num_bytes=ours.nbytes,
+        checked=f"{num_tokens} tokens",
+        verdict=f"equal to those from step {generation.progress.step}, bit for bit",
+    )
+    if _same_bits(ours, theirs):
+        return check
+    largest = float((ours.float() - theirs.float()).abs().max()) if ours.shape == theirs.shape else float("inf")
+    told = f"differ by up to {largest:.3g} from those computed from step {generation.progress.step}"
+    return replace(check, verdict=told, is_wrong=True)
+
+
+def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))

@@ -1,0 +1,171 @@
+"""The first three pages of each data file: two places for manifests, and the file's identification.
+
+Used by `store` before it trusts a file and before it replaces one. The manifests live in the first
+file; the other files leave those pages zero, and are told apart by their identification: which
+store, which number in it. So swapped, missing and foreign directories are noticed before use.
+
+Invariant: `existing_store` names a reason for every file that holds, or may hold, somebody's work. What it
+lets pass is empty, or left over from an import that was never committed.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ratel_cli.errors import BadInput, EnvironmentFailure, RatelError
+from ratel_cli.io.buffers import PAGE_BYTES
+from ratel_cli.store.barrier import Barrier
+from ratel_cli.store.geometry import HEADER_BYTES, IDENTIFICATION_OFFSET, NUM_MANIFESTS
+from ratel_cli.store.manifest import (
+    EMPTY_PAGE,
+    FORMAT_VERSION,
+    MANIFEST_MAGIC,
+    Manifest,
+    choose_manifest,
+    decode_manifest,
+)
+
+_MAGIC: Final = b"RATELDAT"
+_IDENTIFICATION: Final = struct.Struct("<8sI16sII")
+_CRC: Final = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identification:
+    """Which file this is."""
+
+    store_id: bytes
+    file_index: int
+    num_files: int
+
+    def page(self) -> bytes:
+        """As stored: magic, format version, store id, index, number of files, zeros, CRC-32 of all before it."""
+        fields = _IDENTIFICATION.pack(_MAGIC, FORMAT_VERSION, self.store_id, self.file_index, self.num_files)
+        body = fields.ljust(PAGE_BYTES - _CRC.size, b"\0")
+        return body + _CRC.pack(zlib.crc32(body))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+    """The pages of one file as they were read."""
+
+    path: Path
+    manifest_pages: tuple[bytes, bytes]
+    identification: Identification | None
+    blank: bool
+    """Nothing was ever written to these pages (a missing or empty file counts as blank)."""
+    foreign: bool
+    """Something is there that even a torn write of ours would not leave."""
+
+
+def read_header(path: Path) -> Header:
+    """Read a data file's header, or what there is of it."""
+    pages = _read_pages(path)
+    return Header(
+        path=path,
+        manifest_pages=(pages[0], pages[1]),
+        identification=_identification(pages[NUM_MANIFESTS]),
+        blank=all(page == EMPTY_PAGE for page in pages),
+        foreign=any(
+            page[: len(magic)] not in (magic, bytes(len(magic)))
+            for page, magic in zip(pages, (MANIFEST_MAGIC, MANIFEST_MAGIC, _MAGIC), strict=True)
+        ),
+    )
+
+
+def existing_store(headers: Sequence[Header]) -> str | None:
+    """Why these files must not be replaced without being told to; None when nothing would be lost."""
+    found = [header.identification for header in headers if header.identification is not None]
+    firsts = {identification.store_id for identification in found if identification.file_index == 0}
+    for header in headers:
+        if header.blank:
+            continue
+        if header.foreign:
+            return f"{header.path} is not a data file of Ratel, or is damaged"
+        try:
+            committed = choose_manifest(header.manifest_pages)[0] is not None
+        except RatelError:
+            committed = True  # damaged or of another format: not ours to diagnose
+        if committed:
+            return f"there is a store in {header.path.parent}"
+        # Without an identification and a manifest: left by a power cut while the file was being made.
+        if header.identification is not None and header.identification.store_id not in firsts:
+            return f"{header.path} belongs to a store whose first directory is not in storage.paths"
+    return None
+
+
+def check_membership(headers: Sequence[Header], manifest: Manifest) -> None:
+    """Refuse files that are not the ones the manifest speaks of, or not in their order."""
+    num_files = len(manifest.geometry.weights)
+    if len(headers) != num_files:
+        raise BadInput(f"storage.paths names {len(headers)} directories, and the store has {num_files}")
+    for index, header in enumerate(headers):
+        found = header.identification
+        if found is None:
+            raise BadInput(f"{header.path} is not a data file of Ratel, or is damaged", "check storage.paths")
+        if found.store_id != manifest.store_id:
+            raise BadInput(f"storage.paths: {header.path} belongs to another store than {headers[0].path}")
+        if found.file_index != index:
+            raise BadInput(
+                f"storage.paths: {header.path} is file {found.file_index + 1} of the store, named as {index + 1}",
+                "name the directories in the order in which the store was made",
+            )
+
+
+def check_first(headers: Sequence[Header]) -> None:
+    """Refuse a first file that cannot hold the manifests because it is another file of the store."""
+    found = headers[0].identification
+    if found is not None and found.file_index != 0:
+        raise BadInput(
+            f"storage.paths: {headers[0].path} is file {found.file_index + 1} of a store, named as 1",
+            "name the directories in the order in which the store was made",
+        )
+
+
+def erase_headers(fds: Sequence[int], headers: Sequence[Header], page: memoryview, barrier: Barrier) -> None:
+    """Make void what the files hold, in an order in which no moment shows a damaged store or half a one.
+
+    1 the manifests, of each file the newest one last: until then the store is whole, from then on there is none
+    2 the identifications, the first file's last: nothing is ever part of a store whose first file is missing
+    `page` is an aligned page, which is zeroed.
+    """
+    page[:] = EMPTY_PAGE
+    for fd, header in zip(fds, headers, strict=True):
+        for place in sorted(range(NUM_MANIFESTS), key=lambda place: _generation(header.manifest_pages[place])):
+            barrier.write_through(fd, place * PAGE_BYTES, page)
+    found = [(header.identification.file_index if header.identification else 0) for header in headers]
+    for index in sorted(range(len(headers)), key=lambda index: -found[index]):
+        barrier.write_through(fds[index], IDENTIFICATION_OFFSET, page)
+
+
+def _generation(page: bytes) -> int:
+    try:
+        manifest = decode_manifest(page)
+    except RatelError:
+        manifest = None
+    return manifest.generation if manifest else 0
+
+
+def _identification(page: bytes) -> Identification | None:
+    body, (crc,) = page[: -_CRC.size], _CRC.unpack(page[-_CRC.size :])
+    magic, _, store_id, file_index, num_files = _IDENTIFICATION.unpack(body[: _IDENTIFICATION.size])
+    if zlib.crc32(body) != crc or magic != _MAGIC:
+        return None
+    return Identification(store_id=store_id, file_index=file_index, num_files=num_files)
+
+
+def _read_pages(path: Path) -> list[bytes]:
+    content = b""
+    try:
+        if path.is_file():
+            with path.open("rb") as file:
+                content = file.read(HEADER_BYTES)
+    except OSError as exc:
+        raise EnvironmentFailure(f"{path}: cannot be read: {exc.strerror}", "check storage.paths") from exc
+    content = content.ljust(HEADER_BYTES, b"\0")
+    return [content[start : start + PAGE_BYTES] for start in range(0, HEADER_BYTES, PAGE_BYTES)]

@@ -1,0 +1,357 @@
+"""The manifest: one page that says which generation of the store is valid, and all that it takes to go on.
+
+Used by `store`, which writes generation g to place g % 2 of the first file's header, so that a torn
+write can only hurt the new manifest and leaves the one before it. `choose_manifest` is the reading
+side: the newest valid one wins.
+
+A page: magic 8 | format version 4 | payload length 4 | store id 16 | generation 8 | SHA-256 of the
+previous page 32 | payload (JSON) | zeros | CRC-32 of all before it 4. Magic, version and CRC keep
+their places in every later format, so that an old program can tell "newer" from "torn".
+
+Invariant: `decode_manifest(encode_manifest(m)) == m`, and no page with any bit changed decodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Final
+
+from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
+from ratel_cli.io.buffers import PAGE_BYTES
+from ratel_cli.store.geometry import Geometry
+from ratel_cli.store.layout import ELEMENT_ALIGNMENT, ComputeDtype
+
+FORMAT_VERSION: Final = 3
+_WITHOUT_CHECKSUMS: Final = 2
+_WITHOUT_WEIGHTS: Final = 1
+"""Formats before, still read: the one without checksums, and the one with equal shares of the stripes for all files."""
+MANIFEST_MAGIC: Final = b"RATELMAN"
+_HEAD: Final = struct.Struct("<8sII16sQ32s")
+_CRC: Final = struct.Struct("<I")
+_MAX_PAYLOAD_BYTES: Final = PAGE_BYTES - _HEAD.size - _CRC.size
+EMPTY_PAGE: Final = bytes(PAGE_BYTES)
+NO_PREVIOUS: Final = bytes(32)
+_LARGEST: Final = 1 << 53
+_MAX_BLOCKS: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreIdentity:
+    """What a store belongs to: it can be continued only with the same model, config, data and seed."""
+
+    model_hash: str
+    config_hash: str
+    data_hash: str
+    seed: int
+    software: str
+    """Versions and instruction set; a difference makes resuming valid, but not bit-exact."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far training has come."""
+
+    step: int
+    """Steps committed, which is also the data cursor; 0 after import."""
+    updates: int
+    """AdamW updates applied; fewer than steps when float16 skipped some."""
+    loss_scale: float
+    good_steps: int
+    """Steps since the loss scale last changed."""
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """A generation and where it lies: one that is kept, a checkpoint, or the one before the current."""
+
+    slot: int
+    progress: Progress
+    root_checksum: str
+    """Of the slot's table of checksums; empty: this store has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """One committed state of the store."""
+
+    store_id: bytes
+    generation: int
+    """Counts manifests, not steps: pinning also makes one."""
+    previous_sha256: bytes
+    identity: StoreIdentity
+    geometry: Geometry
+    progress: Progress
+    slot: int
+    pins: tuple[Pin, ...]
+    step_in_place: int | None
+    """The step that is being written over the only slot; while it is set, the slot holds no whole step."""
+    root_checksum: str
+    """As that of a pin, of `slot`."""
+    before: Pin | None
+    """The generation that this one followed. Its slot is overwritten by the next step, unless it is pinned; until then
+    the store can fall back on it."""
+
+    @property
+    def current(self) -> Pin:
+        """Where the valid generation lies."""
+        return Pin(slot=self.slot, progress=self.progress, root_checksum=self.root_checksum)
+
+    def at(self, pin: Pin) -> Manifest:
+        """The same with another generation as the valid one."""
+        return replace(self, slot=pin.slot, progress=pin.progress, root_checksum=pin.root_checksum)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The page for a manifest."""
+    payload = json.dumps(
+        {
+            "identity": asdict(manifest.identity),
+            "geometry": asdict(manifest.geometry) | {"block_elements": _run_lengths(manifest.geometry.block_elements)},
+            "progress": _progress_row(manifest.progress),
+            "slot": manifest.slot,
+            "pins": [_pin_row(pin) for pin in manifest.pins],
+            "step_in_place": manifest.step_in_place,
+            "root_checksum": manifest.root_checksum,
+            "before": None if manifest.before is None else _pin_row(manifest.before),
+        },
+        separators=(",", ":"),
+    ).encode("ascii")
+    if len(payload) > _MAX_PAYLOAD_BYTES:
+        raise EnvironmentFailure(
+            f"the store's manifest would need {len(payload)} bytes, and has room for {_MAX_PAYLOAD_BYTES}: "
+            f"{len(manifest.pins)} kept generations, {len(manifest.geometry.block_elements)} blocks",
+            "keep fewer generations (save_total_limit)",
+        )
+    head = _HEAD.pack(
+        MANIFEST_MAGIC, FORMAT_VERSION, len(payload), manifest.store_id, manifest.generation, manifest.previous_sha256
+    )
+    body = (head + payload).ljust(PAGE_BYTES - _CRC.size, b"\0")
+    return body + _CRC.pack(zlib.crc32(body))
+
+
+def decode_manifest(page: bytes) -> Manifest | None:
+    """The manifest on a page; None when the page is torn or damaged. A newer format is refused by name."""
+    body, (crc,) = page[: -_CRC.size], _CRC.unpack(page[-_CRC.size :])
+    if len(page) != PAGE_BYTES or zlib.crc32(body) != crc:
+        return None
+    magic, version, payload_bytes, store_id, generation, previous_sha256 = _HEAD.unpack(body[: _HEAD.size])
+    if magic != MANIFEST_MAGIC:
+        return None
+    if not _WITHOUT_WEIGHTS <= version <= FORMAT_VERSION:
+        raise BadInput(
+            f"format_version: the store has format {version}, this program reads formats up to {FORMAT_VERSION}",
+            "continue with the version of Ratel that wrote it, or start over with --resume no",
+        )
+    try:
+        payload = _Row(json.loads(body[_HEAD.size : _HEAD.size + payload_bytes]))
+        return Manifest(
+            store_id=store_id,
+            generation=generation,
+            previous_sha256=previous_sha256,
+            identity=_identity(payload.row("identity")),
+            geometry=_geometry(payload.row("geometry"), version),
+            progress=_progress(payload.items("progress")),
+            slot=payload.integer("slot"),
+            pins=tuple(_pin(row, version) for row in payload.items("pins")),
+            step_in_place=None if payload.value("step_in_place") is None else payload.integer("step_in_place"),
+            root_checksum=payload.text("root_checksum"),
+            before=_before(payload, version),
+        )
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as exc:
+        raise IntegrityFailure(f"the store's manifest is intact but cannot be read: {exc}") from exc
+
+
+def choose_manifest(pages: Sequence[bytes]) -> tuple[Manifest | None, bool]:
+    """The manifest that counts, and whether the other place is damaged. None: no import was committed.
+
+    A damaged manifest beside a valid one is the normal trace of a power cut during a commit, before
+    which nothing of the older generation was touched. One place damaged and the other empty is a cut
+    during the first commit: there is no older generation.
+    """
+    decoded = [(decode_manifest(page), page) for page in pages if page != EMPTY_PAGE]
+    valid = sorted(
+        ((manifest, page_sha256(page)) for manifest, page in decoded if manifest), key=lambda pair: pair[0].generation
+    )
+    damaged = len(decoded) - len(valid)
+    if damaged == len(pages):
+        raise IntegrityFailure(
+            "both manifests of the store are damaged: which generation is valid cannot be told",
+            "start over with --resume no; checkpoints that were exported are not affected",
+        )
+    if not valid:
+        return None, damaged > 0
+    newest, _ = valid[-1]
+    if len(valid) == 2 and newest.previous_sha256 != valid[0][1]:
+        raise IntegrityFailure(
+            f"the manifests of generations {valid[0][0].generation} and {newest.generation} do not follow each other: "
+            "a drive lost a write that it had confirmed, or files of two stores were mixed"
+        )
+    return newest, damaged > 0
+
+
+def first_manifest(store_id: bytes, identity: StoreIdentity, geometry: Geometry) -> Manifest:
+    """Of a store that nothing was imported into. Raises EnvironmentFailure if a later one may not fit on its page."""
+    first = Manifest(
+        store_id=store_id,
+        generation=0,
+        previous_sha256=NO_PREVIOUS,
+        identity=identity,
+        geometry=geometry,
+        progress=Progress(step=0, updates=0, loss_scale=1.0, good_steps=0, tokens=0),
+        slot=0,
+        pins=(),
+        step_in_place=None,
+        root_checksum="",
+        before=None,
+    )
+    progress = Progress(step=_LARGEST, updates=_LARGEST, loss_scale=1 / 3, good_steps=_LARGEST, tokens=_LARGEST)
+    largest = [Pin(slot=slot, progress=progress, root_checksum="0" * 32) for slot in range(geometry.num_slots)]
+    encode_manifest(
+        replace(
+            first,
+            progress=progress,
+            pins=tuple(largest[2:]),
+            step_in_place=_LARGEST,
+            root_checksum="0" * 32,
+            before=largest[0],
+        )
+    )
+    return first
+
+
+def page_sha256(page: bytes) -> bytes:
+    """What the next manifest says of this one."""
+    return hashlib.sha256(page).digest()
+
+
+class _Row:
+    """Typed access to a JSON object; raises ValueError naming the key."""
+
+    def __init__(self, values: object) -> None:
+        if not isinstance(values, dict):
+            raise ValueError("expected an object")
+        self._values: dict[str, object] = values
+
+    def value(self, key: str) -> object:
+        if key not in self._values:
+            raise ValueError(f"{key} is missing")
+        return self._values[key]
+
+    def integer(self, key: str) -> int:
+        return _checked_integer(self.value(key), key)
+
+    def text(self, key: str) -> str:
+        value = self.value(key)
+        if not isinstance(value, str):
+            raise ValueError(f"{key} is not a text")
+        return value
+
+    def row(self, key: str) -> _Row:
+        return _Row(self.value(key))
+
+    def items(self, key: str) -> list[object]:
+        return _checked_list(self.value(key), key)
+
+
+def _checked_integer(value: object, name: str) -> int:
+    if not isinstance(value, int):
+        raise ValueError(f"{name} is not a whole number")
+    return value
+
+
+def _checked_list(value: object, name: str) -> list[object]:
+    if not isinstance(value, list):
+        raise ValueError(f"{name} is not a list")
+    return value
+
+
+def _identity(row: _Row) -> StoreIdentity:
+    return StoreIdentity(
+        model_hash=row.text("model_hash"),
+        config_hash=row.text("config_hash"),
+        data_hash=row.text("data_hash"),
+        seed=row.integer("seed"),
+        software=row.text("software"),
+    )
+
+
+def _geometry(row: _Row, version: int) -> Geometry:
+    dtypes: dict[str, ComputeDtype] = {"bfloat16": "bfloat16", "float32": "float32", "float16": "float16"}
+    elements: list[int] = []
+    for run in row.items("block_elements"):
+        count, size = (_checked_integer(value, "block_elements") for value in _checked_list(run, "block_elements"))
+        if size < 0 or not 0 <= count <= _MAX_BLOCKS - len(elements):
+            raise ValueError("block_elements are none that a model has")
+        elements.extend([size] * count)
+    if version == _WITHOUT_WEIGHTS:
+        weights = [1] * row.integer("num_files")
+    else:
+        weights = [_checked_integer(weight, "weights") for weight in row.items("weights")]
+    num_slots, stripe_bytes = row.integer("num_slots"), row.integer("stripe_bytes")
+    if num_slots < 1 or (num_slots == 1) != (row.value("in_place") is True) or min(weights, default=0) < 1:
+        raise ValueError("num_slots, in_place or weights are none that a store has")
+    if stripe_bytes <= 0 or stripe_bytes % PAGE_BYTES:
+        raise ValueError("stripe_bytes are no pages")
+    chunk_elements = row.integer("chunk_elements") if version > _WITHOUT_CHECKSUMS else 0
+    if chunk_elements < 0 or chunk_elements % ELEMENT_ALIGNMENT:
+        raise ValueError("chunk_elements are none that a chunk has")
+    return Geometry(
+        dtype=dtypes[row.text("dtype")],
+        block_elements=tuple(elements),
+        num_slots=num_slots,
+        weights=tuple(weights),
+        stripe_bytes=stripe_bytes,
+        in_place=row.value("in_place") is True,
+        chunk_elements=chunk_elements,
+    )
+
+
+def _run_lengths(values: Sequence[int]) -> list[list[int]]:
+    """Layers are alike, so that a hundred of them fit on the page: (count, value) pairs."""
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and runs[-1][1] == value:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, value])
+    return runs
+
+
+def _progress_row(progress: Progress) -> list[int | float]:
+    return [progress.step, progress.updates, progress.loss_scale, progress.good_steps, progress.tokens]
+
+
+def _progress(row: Sequence[object]) -> Progress:
+    if len(row) != len(fields(Progress)) or not isinstance(row[2], int | float) or not math.isfinite(row[2]):
+        raise ValueError("progress is not five numbers")
+    return Progress(
+        step=_checked_integer(row[0], "step"),
+        updates=_checked_integer(row[1], "updates"),
+        loss_scale=float(row[2]),
+        good_steps=_checked_integer(row[3], "good_steps"),
+        tokens=_checked_integer(row[4], "tokens"),
+    )
+
+
+def _pin_row(pin: Pin) -> list[int | float | str]:
+    return [pin.slot, *_progress_row(pin.progress), pin.root_checksum]
+
+
+def _pin(row: object, version: int) -> Pin:
+    slot, *progress = _checked_list(row, "pin")
+    root = progress.pop() if version > _WITHOUT_CHECKSUMS else ""
+    if not isinstance(root, str):
+        raise ValueError("the checksum of a pin is not a text")
+    return Pin(slot=_checked_integer(slot, "slot"), progress=_progress(progress), root_checksum=root)
+
+
+def _before(row: _Row, version: int) -> Pin | None:
+    value = row.value("before") if version > _WITHOUT_CHECKSUMS else None
+    return None if value is None else _pin(value, version)

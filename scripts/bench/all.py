@@ -1,0 +1,99 @@
+"""Runs the benchmarks one after another and keeps what they print under `scripts/bench/results`. `make bench` calls it.
+
+One file for each, named after benchmark, machine and month, with the command, the load before and after, and the
+table; a picture beside it where the benchmark draws one. What a person has written there from "## Notes" on is kept
+when the file is written again.
+
+    python -m scripts.bench.all [NAME ...] [--smoke] [--results DIR]
+
+All of them take hours on a small machine, the whole steps most of it; name those you want.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ratel_cli.hardware.host import memory_bytes, processor_name
+from ratel_cli.units import GIB
+
+ROOT = Path(__file__).parents[2]
+NOTES = "## Notes"
+_SAID_BY_ALL = ("processor", "cpu", "core", "gen", "with", "graphics")
+PICTURE = "PICTURE"
+"""As an argument: the SVG beside the file."""
+
+_FEW_TOKENS = ("--shape", "1b", "--tokens", "128", "--micro-batches", "1")
+_TINY = ("--shape", "tiny", "--tokens", "16", "--micro-batches", "1", "--steps", "3", "--rounds", "1")
+BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "io": (("bench.io",), ("--smoke",)),
+    "adamw": (("bench.adamw",), ("--smoke",)),
+    "optimizer": (("bench.optimizer",), ("--parameters", "200000", "--rounds", "1")),
+    "overlap": (("bench.overlap",), _TINY),
+    "step": (("bench.step", "--host-memory-gib", "2.2"), _TINY),
+    "kept": (("bench.step", "--contestants", "plain-kept", "ratel"), _TINY),
+    "nvme": (
+        ("bench.step", *_FEW_TOKENS, "--contestants", "ratel", "--host-memory-gib", "2.2"),
+        _TINY,
+    ),
+    "python": (("bench.step", "--shape", "narrow", "--tokens", "16", "--micro-batches", "16"), _TINY),
+    "durability": (("bench.durability",), ("--shape", "tiny", "--tokens", "16", "--steps", "5")),
+    "plan": (
+        ("bench.plan", "--picture", PICTURE),
+        ("--shape", "tiny", "--tokens", "16", "--points", "2", "--rounds", "1", "--steps", "1"),
+    ),
+}
+"""By name: the script with its arguments, and those that are added for a smoke test."""
+
+
+def main() -> None:
+    """Run those named, or all."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all")
+    parser.add_argument("--smoke", action="store_true", help="tiny: do they run?")
+    parser.add_argument("--results", type=Path, default=ROOT / "scripts" / "bench" / "results")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.names if name not in BENCHMARKS]
+    if unknown:
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    for name in arguments.names or BENCHMARKS:
+        (script, *given), smoke = BENCHMARKS[name]
+        path = arguments.results / f"{name}_{machine_name(processor_name())}_{datetime.now(tz=UTC):%Y%m}.md"
+        write(path, name, [script, *given, *(smoke if arguments.smoke else ())])
+        print(f"{name}: {path}", flush=True)
+
+
+def machine_name(processor: str) -> str:
+    """Short, for file names: cores, and the words of the processor's name that tell it from others."""
+    words = re.findall(r"[a-z0-9]+", re.sub(r"\(\w+\)|@.*", "", processor.lower()))
+    return "-".join([f"{os.cpu_count()}core", *(word for word in words if word not in _SAID_BY_ALL)])
+
+
+def write(path: Path, name: str, command: list[str]) -> None:
+    """Run one benchmark, and put what it prints, but for the JSON, into `path`."""
+    picture = path.with_suffix(".svg")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    script, *given = [str(picture) if argument == PICTURE else argument for argument in command]
+    before = os.getloadavg()[0]
+    output = subprocess.run(
+        [sys.executable, "-m", f"scripts.{script}", *given], check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ).stdout
+    *table, _json = output.splitlines()
+    after = os.getloadavg()[0]
+    notes = path.read_text(encoding="utf-8").partition(NOTES)[2] if path.exists() else "\n"
+    cores, gib = os.cpu_count(), memory_bytes() / GIB
+    title = f"# {name}: {processor_name()}, {cores} cores, {gib:.0f} GiB, {datetime.now(tz=UTC):%Y-%m}"
+    words = [picture.name if argument == PICTURE else argument for argument in command]
+    how = f"`python -m scripts.{' '.join(words)}`, load average {before:.1f} before and {after:.1f} after."
+    drawn = [f"![{name}]({picture.name})", ""] if PICTURE in command else []
+    lines = [title, "", how, "", "```", *table, "```", "", *drawn, NOTES + notes]
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

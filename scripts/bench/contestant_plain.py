@@ -1,0 +1,73 @@
+"""Plain PyTorch with everything in memory, as a contestant of `scripts/bench/contestants.py`: what a step costs at
+best."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import LlamaForCausalLM
+
+from ratel_cli.engine.state import Batch, place
+from ratel_cli.hardware.gpu import compute_device, set_determinism
+from ratel_cli.hardware.host import peak_resident_bytes
+from scripts.bench.contestants import LEARNING_RATE, Measured, Task, batches_of, config_of, run_as
+
+
+def run_plain(task: Task) -> Measured:
+    """All in memory: 16 bytes per parameter and the activations."""
+    device = compute_device(task.device)
+    if device.type == "cuda":
+        set_determinism(True, device)  # as Ratel
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with device:
+        model = LlamaForCausalLM(config_of(task))
+    torch.set_default_dtype(torch.float32)
+    model.train()
+    if task.contestant == "plain":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    parameters = list(model.parameters())
+    masters = [nn.Parameter(parameter.detach().float()) for parameter in parameters]
+    optimizers = [torch.optim.AdamW([master], lr=LEARNING_RATE, fused=True, weight_decay=0.0) for master in masters]
+    seconds, losses = [], []
+    for batches in batches_of(task):
+        start = time.perf_counter()
+        losses.append(_plain_gradients(model, place(batches, device)))
+        if task.clip:
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+        with torch.no_grad():
+            for parameter, master, optimizer in zip(parameters, masters, optimizers, strict=True):
+                assert parameter.grad is not None
+                master.grad = parameter.grad.float()
+                parameter.grad = None
+                optimizer.step()
+                master.grad = None
+                parameter.copy_(master)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return Measured(
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        step_seconds=seconds[task.warm_up :],
+        losses=losses,
+        peak_bytes=peak_resident_bytes(),
+        gpu_peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+    )
+
+
+def _plain_gradients(model: LlamaForCausalLM, batches: Sequence[Batch]) -> float:
+    total, num_targets = 0.0, sum(batch.num_targets for batch in batches)
+    for batch in batches:
+        logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+        flat, targets = logits.flatten(0, 1), batch.targets.flatten()
+        loss = nn.functional.cross_entropy(flat.float(), targets, reduction="sum") / num_targets
+        loss.backward()
+        total += float(loss.detach())
+    return total
+
+
+if __name__ == "__main__":
+    run_as(run_plain)

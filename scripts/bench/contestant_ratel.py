@@ -1,0 +1,142 @@
+"""Ratel with all state on disk, as a contestant of `scripts/bench/contestants.py`."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ratel_cli.engine.telemetry import RESOURCES, Resource, Span
+from ratel_cli.engine.trace import TraceFile
+from ratel_cli.hardware.host import default_limit_bytes, peak_resident_bytes
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.planning.placement import Activations
+from ratel_cli.planning.plan import Plan
+from ratel_cli.store.store import Store
+from ratel_cli.units import GIB
+from scripts.bench.contestants import Measured, Task, batches_of, run_as
+from scripts.bench.mixed_rate import mixed_rate
+from scripts.bench.ratel_run import RatelRun, Step, open_run
+
+
+def run_ratel(task: Task) -> Measured:
+    """The first step is recorded, the others are planned from it."""
+    activations: Activations = "recompute" if task.contestant == "ratel-recompute" else "auto"
+    limit_bytes = default_limit_bytes() if task.host_memory_gib is None else int(task.host_memory_gib * GIB)
+    with ExitStack() as resources:
+        run = resources.enter_context(open_run(task, limit_bytes=limit_bytes, activations=activations))
+        rates = [mixed_rate([run.directory], run.queue, run.pool)]
+        trace = resources.enter_context(TraceFile(Path(task.trace), warn=_tell)) if task.trace else None
+        plan, totals = _run_steps(run, trace)
+        weights_sha256 = _hash(run.store, run.pool)
+        rates.append(mixed_rate([run.directory], run.queue, run.pool))
+        return Measured(
+            num_parameters=plan.num_parameters,
+            step_seconds=totals.step_seconds,
+            losses=totals.losses,
+            peak_bytes=peak_resident_bytes(),
+            weights_sha256=weights_sha256,
+            busy_seconds={str(resource): spent for resource, spent in totals.busy.items()},
+            waited_seconds={str(resource): spent for resource, spent in totals.waited.items()},
+            hidden_fraction=hidden_fraction(totals.spans),
+            nvme_bytes=totals.nvme_bytes,
+            predicted_nvme_bytes=(plan.traffic.read_bytes + plan.traffic.written_bytes) * (task.steps - task.warm_up),
+            mixed_bytes_per_second=sum(rates) / len(rates),
+            predicted_seconds=plan.time.total,
+            placement=_words(plan),
+        )
+
+
+@dataclass(slots=True)
+class _Totals:
+    """Of the steps that count; the losses are those of all."""
+
+    step_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    busy: dict[Resource, float] = field(default_factory=lambda: dict.fromkeys(RESOURCES, 0.0))
+    waited: dict[Resource, float] = field(default_factory=lambda: dict.fromkeys(RESOURCES, 0.0))
+    nvme_bytes: int = 0
+
+    def add(self, step: Step) -> None:
+        """Count one step."""
+        self.step_seconds.append(step.seconds)
+        self.spans += step.times.spans
+        for resource in RESOURCES:
+            self.busy[resource] += step.times.busy[resource]
+            self.waited[resource] += step.times.waited[resource]
+
+
+def _run_steps(run: RatelRun, trace: TraceFile | None) -> tuple[Plan, _Totals]:
+    """All steps of the task, with nothing left to write after them."""
+    task, totals, queue = run.task, _Totals(), run.queue
+    first, *others = batches_of(task)
+    recorded, profile = run.record(first)
+    _note(totals, trace, recorded, 0, task)
+    plan = run.planner.plan(profile)
+    with run.under(plan) as steps:
+        for number, batches in enumerate(others, start=1):
+            if number == task.warm_up:
+                steps.settle()
+                totals.nvme_bytes = -(queue.read_bytes + queue.written_bytes)
+            _note(totals, trace, steps.run(batches, settled=number == len(others)), number, task)
+    totals.nvme_bytes += queue.read_bytes + queue.written_bytes
+    return plan, totals
+
+
+def _note(totals: _Totals, trace: TraceFile | None, step: Step, number: int, task: Task) -> None:
+    totals.losses.append(step.outcome.loss)
+    if trace is not None:
+        trace.write_step(number + 1, step.times.spans, start=step.start, end=step.end)
+    if number >= task.warm_up:
+        totals.add(step)
+
+
+def hidden_fraction(spans: Sequence[Span]) -> float:
+    """Of the time in which drives or optimizer worked, the fraction in which the compute thread computed."""
+    edges: list[tuple[float, int, int]] = []
+    for span in spans:
+        which = 0 if span.resource == "compute" else 1
+        edges += [(span.start, 1, which), (span.end, -1, which)]
+    counts, worked, hidden, last = [0, 0], 0.0, 0.0, 0.0
+    for moment, change, which in sorted(edges):
+        if counts[1]:
+            worked += moment - last
+            hidden += moment - last if counts[0] else 0.0
+        counts[which] += change
+        last = moment
+    return hidden / worked if worked else 1.0
+
+
+def _words(plan: Plan) -> str:
+    placement = plan.placement
+    return (
+        f"{placement.prefetch_blocks} blocks ahead, {placement.pending_updates} updates pending; of "
+        f"{plan.num_blocks} blocks {len(placement.resident_weights)} weights and {len(placement.resident_states)} "
+        f"states resident, {len(placement.deferred)} deferred; "
+        f"{plan.offloaded.total_bytes / GIB:.2f} of {plan.swappable_bytes / GIB:.2f} GiB of activations offloaded, "
+        f"{plan.offloaded.written_bytes / GIB:.2f} on NVMe"
+    )
+
+
+def _hash(store: Store, pool: BufferPool) -> str:
+    """Of every byte of the current generation."""
+    digest = hashlib.sha256()
+    for block, num_elements in enumerate(store.block_elements):
+        for each in store.layout.fields:
+            with pool.lease(num_elements * each.bytes_per_element, "hashing") as lease:
+                store.read(block, each.name, 0, num_elements, lease.memory).wait()
+                digest.update(lease.memory)
+        pool.trim()
+    return digest.hexdigest()
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run_as(run_ratel)

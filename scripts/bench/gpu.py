@@ -1,0 +1,321 @@
+"""Ratel on a GPU, in one command of a few minutes: steps against GPU memory, overlap, the planner, what fits.
+
+Regime: a Llama with layers of 4096 hidden units (`wide`; random weights and tokens, bf16, deterministic kernels), with
+limits on the GPU's memory that imitate smaller cards; all states in a store on a drive or in a RAM directory. What is
+measured, and against what:
+
+    step       Ratel under each limit beside plain PyTorch with everything in GPU memory (`plain` recomputes,
+               `plain-kept` does not); the ceiling is `block`: one layer's forward and backward with nothing moved
+    overlap    the optimizer beneath backward, optimized and naive, and separate from it; under the first limit
+    sweep      shares of the activations swapped: measured against predicted, and where the planner is among them
+    largest    the deepest model of these layers, and of wider ones, that fits the limits with the space and RAM here
+
+TFLOP/s are the model's own: three times its forward. What is begun after `--minutes` is left out, and that is said.
+The last line is JSON.
+
+    python -m scripts.bench.gpu [--directory DIR] [--limits 24 16] [--shape wide] [--minutes 7]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import get_args
+
+from ratel_cli.errors import DoesNotFit, EnvironmentFailure
+from ratel_cli.hardware.gpu import compute_device
+from ratel_cli.hardware.host import available_bytes, default_limit_bytes
+from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.model.blocks import find_blocks
+from ratel_cli.model.skeleton import build_skeleton
+from ratel_cli.planning.estimate.analytic import analytic_profile
+from ratel_cli.planning.estimate.shapes import traits_from_config
+from ratel_cli.planning.forecast.forecast import Setting
+from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
+from ratel_cli.planning.placement import Activations, Overlap
+from ratel_cli.planning.plan import Decisions
+from ratel_cli.planning.traffic import store_bytes
+from ratel_cli.planning.workload import Workload
+from ratel_cli.units import GIB, format_bytes
+from scripts.bench.contestants import SHAPES, Contestant, Measured, Task, batches_of, config_of, run_process
+from scripts.bench.gpu_steps import GpuSteps, PatternSource, Point, block_flops_per_second
+from scripts.bench.ratel_run import STATE, RatelRun, open_run
+
+_IN_MEMORY = Path("/dev/shm")
+_SHARES = (0.0, 0.25, 0.5, 1.0)
+_OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
+_IN_THE_PAPER: dict[str, float] = {"optimized": 1.0, "naive": 1.22, "separate": 1.33}
+"""Times as long as the optimized order: 13B, micro-batch 64, RTX 4090, 12 SSDs (Ratel, section V-D)."""
+_WIDTHS = (1, 2, 3)
+"""Times the hidden size of the shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Of wall time."""
+
+    start: float
+    seconds: float
+
+    def is_left(self, what: str) -> bool:
+        """Whether something may be begun; told if not."""
+        if time.perf_counter() - self.start < self.seconds:
+            return True
+        print(f"left out, for lack of time: {what}", flush=True)
+        return False
+
+
+def main() -> None:
+    """Parse arguments; measure part by part; report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="wide")
+    parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
+    parser.add_argument("--rows", type=int, default=8, help="that share them")
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=2, help="counted of each plan")
+    parser.add_argument("--limits", type=float, nargs="+", default=[24.0, 16.0], help="of GPU memory, in GiB")
+    parser.add_argument("--host-memory-gib", type=float, default=None, help="default: what is free, less a margin")
+    parser.add_argument("--directory", default=None, help="of the store; default: in RAM if there is room, else /tmp")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to see that it runs")
+    parser.add_argument("--minutes", type=float, default=7.0, help="after which nothing more is begun")
+    arguments = parser.parse_args()
+    budget = Budget(start=time.perf_counter(), seconds=60 * arguments.minutes)
+    try:
+        compute_device(arguments.device)
+    except EnvironmentFailure as refusal:
+        sys.exit(f"{refusal.message}; {refusal.hint}")
+    task = _task(arguments)
+    plain = _measure_plain(task, budget)
+    host_bytes = _host_bytes(task)
+    with open_run(task, limit_bytes=host_bytes, activations="auto", source=PatternSource()) as run:
+        _tell_machine(run)
+        steps = GpuSteps(run)
+        ceiling = block_flops_per_second(run, steps.profile, next(batches_of(task))[0], seconds=2.0)
+        by_limit = _measure_limits(steps, arguments, budget)
+        overlaps = _measure_overlaps(steps, arguments, budget)
+        sweep = _measure_sweep(steps, arguments, budget)
+        hardware = run.planner.hardware
+        process_bytes = run.planner.process_bytes
+    _report_steps(plain, by_limit, ceiling)
+    _report_overlaps(overlaps)
+    _report_sweep(sweep)
+    largest = [_largest(task, hardware, limit, host_bytes, process_bytes) for limit in arguments.limits]
+    for limit, (words, num_parameters) in zip(arguments.limits, largest, strict=True):
+        print(f"largest under {limit:g} GiB: {num_parameters / 1e9:.1f}B parameters ({words})")
+    summary = {
+        "benchmark": "gpu",
+        "arguments": vars(arguments),
+        "hardware": hardware.to_json(),
+        "seconds": time.perf_counter() - budget.start,
+        "block_flops_per_second": ceiling,
+        "plain": {name: asdict(measured) for name, measured in plain.items()},
+        "steps": [asdict(point) for point in by_limit],
+        "overlap": [asdict(point) for point in overlaps],
+        "sweep": [asdict(point) for point in sweep],
+        "largest": dict(zip(map(str, arguments.limits), largest, strict=True)),
+    }
+    print(json.dumps(summary))
+
+
+def _task(arguments: argparse.Namespace) -> Task:
+    task = Task(
+        contestant="ratel",
+        shape=arguments.shape,
+        tokens=arguments.tokens,
+        rows=arguments.rows,
+        micro_batches=arguments.micro_batches,
+        steps=4,
+        warm_up=2,
+        host_memory_gib=arguments.host_memory_gib,
+        device=arguments.device,
+        gpu_memory_gib=max(arguments.limits),
+    )
+    return replace(task, directory=arguments.directory or _directory(task))
+
+
+def _directory(task: Task) -> str:
+    """In RAM, if the store takes less than a third of it; else where temporary files are."""
+    if _IN_MEMORY.is_dir() and _store_bytes(task) < min(available_bytes() // 3, shutil.disk_usage(_IN_MEMORY).free):
+        return str(_IN_MEMORY)
+    return tempfile.gettempdir()
+
+
+def _host_bytes(task: Task) -> int:
+    """The limit on main memory: what is given, or what is free when the store is there."""
+    if task.host_memory_gib is not None:
+        return int(task.host_memory_gib * GIB)
+    is_in_memory = Path(task.directory).resolve().is_relative_to(_IN_MEMORY)
+    return default_limit_bytes() - (_store_bytes(task) if is_in_memory else 0)
+
+
+def _store_bytes(task: Task) -> int:
+    spec = find_blocks(build_skeleton(config_of(task), dtype="bfloat16", attn_implementation="sdpa"), name="").spec
+    return store_bytes(spec, STATE, num_slots=2)
+
+
+def _tell_machine(run: RatelRun) -> None:
+    hardware = run.planner.hardware
+    gpu, nvme, link = hardware.gpu, hardware.nvme, hardware.link
+    print(f"{gpu.name}: {gpu.flops_per_second / 1e12:.0f} TFLOP/s in large products, {format_bytes(gpu.memory_bytes)}")
+    if link is not None:
+        print(
+            f"link: {link.to_gpu_bytes_per_second / 1e9:.1f} GB/s up, {link.from_gpu_bytes_per_second / 1e9:.1f} down, "
+            f"{link.both_bytes_per_second / 1e9:.1f} both"
+        )
+    rate, num_cores = hardware.host.adam_parameters_per_second, hardware.host.num_cores
+    print(
+        f"store in {run.task.directory}: {nvme.read_bytes_per_second / 1e9:.1f} GB/s read, "
+        f"{nvme.write_bytes_per_second / 1e9:.1f} written, {nvme.mixed_bytes_per_second / 1e9:.1f} both; AdamW "
+        f"{rate / 1e9:.2f}B parameters/s on each of {num_cores} cores",
+        flush=True,
+    )
+
+
+def _measure_plain(task: Task, budget: Budget) -> dict[str, Measured]:
+    """In processes of their own, whose GPU memory is free again. What does not fit there is left out."""
+    names: tuple[Contestant, ...] = ("plain", "plain-kept")
+    measured = {}
+    for name in names:
+        if budget.is_left(name):
+            try:
+                measured[str(name)] = run_process(replace(task, contestant=name))
+            except SystemExit as ended:
+                print(f"{ended}; left out", flush=True)
+    return measured
+
+
+def _measure_limits(steps: GpuSteps, arguments: argparse.Namespace, budget: Budget) -> list[Point]:
+    points = []
+    for limit in arguments.limits:
+        points += _measure(f"ratel, {limit:g} GiB", steps, arguments, budget, gpu_memory_gib=limit)
+    return points
+
+
+def _measure_overlaps(steps: GpuSteps, arguments: argparse.Namespace, budget: Budget) -> list[Point]:
+    points = []
+    for overlap in _OVERLAPS:
+        points += _measure(overlap, steps, arguments, budget, overlap=overlap)
+    return points
+
+
+def _measure_sweep(steps: GpuSteps, arguments: argparse.Namespace, budget: Budget) -> list[Point]:
+    points = _measure("planned", steps, arguments, budget)
+    for share in _SHARES:
+        points += _measure(f"{share:.0%}", steps, arguments, budget, activations=share)
+    return points
+
+
+def _measure(
+    name: str,
+    steps: GpuSteps,
+    arguments: argparse.Namespace,
+    budget: Budget,
+    *,
+    gpu_memory_gib: float | None = None,
+    activations: Activations = "auto",
+    overlap: Overlap = "optimized",
+) -> list[Point]:
+    """One point, under the first limit if no other is given; none if there is no time for it, or no room."""
+    if not budget.is_left(name):
+        return []
+    limit = arguments.limits[0] if gpu_memory_gib is None else gpu_memory_gib
+    try:
+        plan = steps.plan(gpu_memory_gib=limit, activations=activations, overlap=overlap)
+        return [steps.measure(name, plan, num_steps=arguments.steps)]
+    except DoesNotFit as refusal:
+        print(f"{name}: {refusal.message}; left out", flush=True)
+        return []
+
+
+def _report_steps(plain: dict[str, Measured], points: Sequence[Point], ceiling: float) -> None:
+    print(f"\n{'step':<16}{'s/step':>8}{'TFLOP/s':>9}{'of block':>9}{'GPU GiB':>9}  most busy, most waited for")
+    print(f"{'block':<16}{'':>8}{ceiling / 1e12:>9.0f}{1:>9.2f}")
+    for name, measured in plain.items():
+        seconds = median(measured.step_seconds)
+        of_peak = f"{'':>18}"
+        if points:
+            flops_per_second = points[0].model_flops / seconds
+            of_peak = f"{flops_per_second / 1e12:>9.0f}{flops_per_second / ceiling:>9.2f}"
+        print(f"{name:<16}{seconds:>8.2f}{of_peak}{measured.gpu_peak_bytes / GIB:>9.1f}")
+    for point in points:
+        rate, share = point.flops_per_second / 1e12, point.flops_per_second / ceiling
+        print(
+            f"{point.name:<16}{median(point.seconds):>8.2f}{rate:>9.0f}{share:>9.2f}"
+            f"{point.gpu_peak_bytes / GIB:>9.1f}  {_most(point.busy_seconds)}, {_most(point.waited_seconds)}"
+        )
+
+
+def _report_overlaps(points: Sequence[Point]) -> None:
+    print(f"\n{'overlap':<16}{'s/step':>8}{'x first':>9}{'in paper':>10}{'computing':>11}")
+    for point in points:
+        seconds = median(point.seconds)
+        times = seconds / median(points[0].seconds)
+        of_step = point.busy_seconds["compute"] / seconds
+        print(f"{point.name:<16}{seconds:>8.2f}{times:>9.2f}{_IN_THE_PAPER[point.name]:>10.2f}{of_step:>11.0%}")
+
+
+def _report_sweep(points: Sequence[Point]) -> None:
+    print(f"\n{'swapped':<16}{'GiB':>8}{'on NVMe':>9}{'kept':>7}{'predicted':>11}{'measured':>10}{'error':>8}")
+    for point in points:
+        seconds = median(point.seconds)
+        print(
+            f"{point.name:<16}{point.swapped_bytes / GIB:>8.1f}{point.spilled_bytes / GIB:>9.1f}"
+            f"{point.kept_bytes / GIB:>7.1f}"
+            f"{point.predicted_seconds:>11.2f}{seconds:>10.2f}{point.predicted_seconds / seconds - 1:>+8.0%}"
+        )
+    planned = [point for point in points if point.name == "planned"]
+    if planned:
+        over = median(planned[0].seconds) / min(median(point.seconds) for point in points) - 1
+        print(f"planned point, slower than the best one measured: {over:.1%}")
+
+
+def _largest(
+    task: Task, hardware: HardwareProfile, gpu_memory_gib: float, host_bytes: int, process_bytes: int
+) -> tuple[str, int]:
+    """Of the shape's width and of multiples of it; one slot, one micro-batch of one row. ("none", 0) if none fits."""
+    best = ("none", 0)
+    workload = Workload(micro_batch_size=1, num_micro_batches=1, sequence_len=task.tokens // task.rows)
+    for times in _WIDTHS:
+        config = config_of(task)
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
+            setattr(config, name, times * getattr(config, name))
+        spec = find_blocks(build_skeleton(config, dtype="bfloat16", attn_implementation="sdpa"), name="wide").spec
+        forecaster = RatelForecaster(
+            spec=spec,
+            profile=analytic_profile(
+                spec,
+                STATE,
+                traits=traits_from_config(config.to_dict()),
+                micro_batch_tokens=workload.micro_batch_tokens,
+                sequence_len=workload.sequence_len,
+            ),
+            state=STATE,
+            decisions=Decisions(
+                holds_gradients=True,
+                num_slots=1,
+                host_limit_bytes=host_bytes,
+                device_limit_bytes=int(gpu_memory_gib * GIB),
+            ),
+            process_bytes=process_bytes,
+        )
+        depth = forecaster.deepest(Setting(workload=workload, hardware=hardware, host_limit_bytes=host_bytes))
+        if depth is not None and depth.num_parameters > best[1]:
+            best = f"{depth.num_layers} layers of {config.hidden_size}", depth.num_parameters
+    return best
+
+
+def _most(seconds: dict[str, float]) -> str:
+    name = max(seconds, key=lambda resource: seconds[resource])
+    return f"{name} {seconds[name]:.2f} s"
+
+
+if __name__ == "__main__":
+    main()

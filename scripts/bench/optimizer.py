@@ -1,0 +1,176 @@
+"""The out-of-core optimizer alone: states from NVMe, through AdamW, and back.
+
+Regime: a store of bf16 records (12 B per parameter), all gradients in memory, no compute thread; one update of
+every block. Two ceilings, measured in the same rounds, in turn with the contestants:
+
+    NVMe     as many bytes read and written as the update moves, through the same queue, both directions at once
+    AdamW    the kernel on as many parameters, in memory
+
+`of ceiling` is the larger of the two divided by the contestant's time; the goal is 0.91 (1 / 1.10) for
+`optimized`. `naive` is the order of Ratel's Fig. 3a. Medians over rounds, fractions within a round. The last
+line is JSON.
+
+    python -m scripts.bench.optimizer [--parameters N] [--rounds N] [--directory DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from ratel_cli.engine.device.device import HostDevice
+from ratel_cli.engine.optimizer.adamw import AdamWSettings, AdamWUpdate, GroupAdamW
+from ratel_cli.engine.optimizer.gradients import BlockGradient, GradientSum
+from ratel_cli.engine.optimizer.groups import BlockUpdate, GroupWork
+from ratel_cli.engine.optimizer.pipeline import GROUP_ELEMENTS, GroupOrder, UpdatePipeline
+from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.queue import open_queue
+from ratel_cli.io.views import view_field
+from ratel_cli.model.spec import BlockSpec, lay_out_block
+from ratel_cli.store.layout import record_layout
+from ratel_cli.store.store import Progress, Store, StoreIdentity
+from scripts.bench.mixed_rate import mixed_rate
+
+LAYOUT = record_layout("bfloat16")
+BYTES_PER_PARAMETER = 2 * LAYOUT.bytes_per_parameter
+ORDERS: tuple[GroupOrder, ...] = ("optimized", "naive")
+NUM_BLOCKS = 4
+
+
+class Bench:
+    """A store of equal blocks, and what is timed on it."""
+
+    def __init__(self, directory: Path, resources: ExitStack, num_parameters: int) -> None:
+        self.pool = resources.enter_context(BufferPool(None))
+        self.queue = resources.enter_context(open_queue("auto", notice=lambda text: print(text, file=sys.stderr)))
+        self.directory = directory
+        self.blocks = [_block(index, num_parameters // NUM_BLOCKS) for index in range(NUM_BLOCKS)]
+        self.num_parameters = sum(block.num_elements for block in self.blocks)
+        self.store = resources.enter_context(
+            Store.create(
+                [directory],
+                identity=StoreIdentity(model_hash="", config_hash="", data_hash="", seed=0, software=""),
+                layout=LAYOUT,
+                block_elements=[block.num_elements for block in self.blocks],
+                num_slots=2,
+                queue=self.queue,
+            )
+        )
+        self.store.commit_import(_progress(0))
+        self._adamw = GroupAdamW(AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01), LAYOUT.dtype)
+        self._pipelines = {
+            order: resources.enter_context(UpdatePipeline(self._work(), order=order)) for order in ORDERS
+        }
+
+    def optimizer(self, order: GroupOrder) -> float:
+        """Seconds of one update of everything, until the last byte is written."""
+        gradients = [self._gradient(block) for block in self.blocks]
+        step = self.store.progress.step + 1
+        self.store.begin_step()
+        start = time.perf_counter()
+        for gradient in gradients:
+            adamw = AdamWUpdate(number=step, learning_rate=1e-5, gradient_scale=1.0)
+            self._pipelines[order].submit(BlockUpdate(gradient=gradient, weights=None, adamw=adamw))
+        self._pipelines[order].wait_unfinished(at_most=0)
+        seconds = time.perf_counter() - start
+        self.store.commit(_progress(step))
+        return seconds
+
+    def nvme(self) -> float:
+        """Seconds of the same bytes without the optimizer."""
+        num_bytes = self.num_parameters * LAYOUT.bytes_per_parameter
+        return 2 * num_bytes / mixed_rate([self.directory], self.queue, self.pool, num_bytes=min(num_bytes, 2 << 30))
+
+    def adamw(self) -> float:
+        """Seconds of the same update on states that are in memory already."""
+        block = _block(0, min(GROUP_ELEMENTS, self.num_parameters))
+        gradient = self._gradient(block)
+        leases = {
+            each.name: self.pool.lease(block.num_elements * each.bytes_per_element, "bench") for each in LAYOUT.fields
+        }
+        memories = {name: lease.memory for name, lease in leases.items()}
+        for name, memory in memories.items():
+            view_field(memory, name, block.num_elements).zero_()
+        update = AdamWUpdate(number=1, learning_rate=1e-5, gradient_scale=1.0)
+        self._adamw.update(memories, gradient, update, start=0, stop=block.num_elements)
+        num_updates = max(1, self.num_parameters // block.num_elements)
+        start = time.perf_counter()
+        for _ in range(num_updates):
+            self._adamw.update(memories, gradient, update, start=0, stop=block.num_elements)
+        seconds = time.perf_counter() - start
+        memories.clear()
+        for lease in leases.values():
+            lease.release()
+        gradient.release()
+        return seconds
+
+    def _gradient(self, block: BlockSpec) -> BlockGradient:
+        total = GradientSum(block, self.pool, HostDevice(Timeline()), dtype=torch.bfloat16, single=True)
+        total.add([torch.full(block.parameters[0].shape, 1e-3, dtype=torch.bfloat16)])
+        return total.finish()
+
+    def _work(self) -> GroupWork:
+        return GroupWork(self._adamw, self.store, self.pool, timeline=Timeline(), resident_states=frozenset())
+
+
+def main() -> None:
+    """Parse arguments; run the rounds; report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--parameters", type=int, default=256 << 20)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--directory", default=tempfile.gettempdir(), help="where the store lies")
+    arguments = parser.parse_args()
+    with ExitStack() as resources:
+        directory = Path(resources.enter_context(tempfile.TemporaryDirectory(dir=arguments.directory)))
+        bench = Bench(directory, resources, arguments.parameters)
+        timed: dict[str, Callable[[], float]] = {
+            "NVMe": bench.nvme,
+            "AdamW": bench.adamw,
+            "optimized": lambda: bench.optimizer("optimized"),
+            "naive": lambda: bench.optimizer("naive"),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in timed}
+        names = list(timed)
+        for number in range(arguments.rounds + 1):
+            for turn in range(len(names)):
+                name = names[(turn + number) % len(names)]
+                spent = timed[name]()
+                if number:
+                    seconds[name].append(spent)
+        report(bench.num_parameters, seconds)
+
+
+def report(num_parameters: int, seconds: dict[str, list[float]]) -> None:
+    """A table, and the JSON."""
+    ceilings = [max(pair) for pair in zip(seconds["NVMe"], seconds["AdamW"], strict=True)]
+    print(f"{'contestant':<12}{'seconds':>9}{'ns/param':>10}{'GB/s':>7}{'of ceiling':>12}")
+    summary: dict[str, object] = {"benchmark": "optimizer", "num_parameters": num_parameters}
+    for name, spent in seconds.items():
+        median = statistics.median(spent)
+        fraction = statistics.median(ceiling / own for ceiling, own in zip(ceilings, spent, strict=True))
+        rate = num_parameters * BYTES_PER_PARAMETER / median / 1e9
+        print(f"{name:<12}{median:>9.3f}{1e9 * median / num_parameters:>10.2f}{rate:>7.2f}{fraction:>12.3f}")
+        summary[name] = {"seconds": spent, "median_seconds": median, "of_ceiling": fraction}
+    print(json.dumps(summary))
+
+
+def _block(index: int, num_elements: int) -> BlockSpec:
+    return lay_out_block(index=index, kind="layer", name=f"block {index}", parameters=[("w", (num_elements,), True)])
+
+
+def _progress(step: int) -> Progress:
+    return Progress(step=step, updates=step, loss_scale=1.0, good_steps=0, tokens=0)
+
+
+if __name__ == "__main__":
+    main()

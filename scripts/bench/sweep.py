@@ -1,0 +1,158 @@
+"""Steps of one batch size under plans that swap more and more, on a drive of known speed. The process of `bench.plan`.
+
+One step is recorded; then every share of the activations is planned from that, and so is what the planner chooses by
+itself. The plans take turns on one store; what they have in common is the memory, of which there is little.
+
+Invariant: every plan moves the bytes that it said, read and written, and offloads what it said.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+
+from ratel_cli.errors import DoesNotFit
+from ratel_cli.hardware.host import default_limit_bytes
+from ratel_cli.io.queue import IoQueue
+from ratel_cli.planning.placement import Activations
+from ratel_cli.planning.plan import Plan
+from ratel_cli.run.plan import Planner
+from scripts.bench.contestants import Batch, Task, batches_of
+from scripts.bench.ratel_run import RatelRun, open_run
+from scripts.bench.throttled_queue import ThrottledQueue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """What to measure."""
+
+    shape: str
+    tokens: int
+    """Of a micro-batch."""
+    micro_batches: int
+    shares: list[float]
+    """Of the bytes that could be swapped: a point each."""
+    rounds: int
+    steps: int
+    """Counted in each round; one more before them is not."""
+    available_bytes: int
+    """Of memory, on top of the least that a step takes."""
+    nvme_bytes_per_second: float
+    """In either direction."""
+    directory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One plan, as predicted and as measured."""
+
+    is_planned: bool
+    """By the planner alone."""
+    swapped_bytes: int
+    spilled_bytes: int
+    """Of those, to NVMe."""
+    resident_bytes: int
+    """Weights and states that stay in memory."""
+    predicted_forward_seconds: float
+    predicted_seconds: float
+    bottleneck: str
+    forward_seconds: list[float]
+    seconds: list[float]
+    """From decision to decision."""
+
+
+def main() -> None:
+    """Be the process of one sweep: the argument is JSON, and so is the last line printed."""
+    print(json.dumps([asdict(point) for point in points(Sweep(**json.loads(sys.argv[1])))]))
+
+
+def points(sweep: Sweep) -> list[Point]:
+    """One for each share, and the planner's own."""
+    task = Task(
+        contestant="ratel",
+        shape=sweep.shape,
+        tokens=sweep.tokens,
+        micro_batches=sweep.micro_batches,
+        steps=1 + sweep.rounds * (1 + sweep.steps),
+        directory=sweep.directory,
+    )
+
+    def throttled(queue: IoQueue) -> IoQueue:
+        rate = sweep.nvme_bytes_per_second
+        return ThrottledQueue(queue, read_bytes_per_second=rate, write_bytes_per_second=rate)
+
+    with open_run(task, limit_bytes=default_limit_bytes(), activations="auto", throttled=throttled) as free:
+        first, *others = batches_of(task)
+        limit_bytes = _least_bytes(free) + sweep.available_bytes
+        run = replace(free, planner=_deciding(free.planner, host_limit_bytes=limit_bytes))
+        _, profile = run.record(first)
+        wishes: list[Activations] = [*sweep.shares, "auto"]
+        plans = [_deciding(run.planner, activations=wish).plan(profile) for wish in wishes]
+        found = [_point(plan) for plan in plans]
+        batches = iter(others)
+        for number in range(sweep.rounds):
+            of_round = list(islice(batches, 1 + sweep.steps))
+            turns = list(zip(plans, found, strict=True))
+            for plan, point in turns if number % 2 == 0 else reversed(turns):
+                for forward_seconds, seconds in _measure(run, plan, of_round):
+                    point.forward_seconds.append(forward_seconds)
+                    point.seconds.append(seconds)
+        return found
+
+
+def _least_bytes(run: RatelRun) -> int:
+    """Of memory, without which no step fits."""
+    try:
+        _deciding(run.planner, host_limit_bytes=0).plan(run.estimate())
+    except DoesNotFit as refusal:
+        return refusal.shortfall_bytes
+    raise AssertionError("a step takes memory")
+
+
+def _deciding(planner: Planner, *, host_limit_bytes: int | None = None, activations: Activations = "auto") -> Planner:
+    before = planner.decisions
+    limit_bytes = before.host_limit_bytes if host_limit_bytes is None else host_limit_bytes
+    return replace(planner, decisions=replace(before, host_limit_bytes=limit_bytes, activations=activations))
+
+
+def _point(plan: Plan) -> Point:
+    return Point(
+        is_planned=plan.decisions.activations == "auto",
+        swapped_bytes=plan.offloaded.total_bytes,
+        spilled_bytes=plan.offloaded.written_bytes,
+        resident_bytes=plan.memory.resident,
+        predicted_forward_seconds=plan.time.forward.total,
+        predicted_seconds=plan.time.total,
+        bottleneck=plan.time.bottleneck,
+        forward_seconds=[],
+        seconds=[],
+    )
+
+
+def _measure(run: RatelRun, plan: Plan, steps_batches: Sequence[list[Batch]]) -> Iterator[tuple[float, float]]:
+    """Forward and whole steps, all but the first; what is left of the last is written afterwards."""
+    queue, num_steps = run.queue, len(steps_batches)
+    read_bytes, written_bytes = queue.read_bytes, queue.written_bytes
+    with run.under(plan) as steps:
+        for number, batches in enumerate(steps_batches):
+            step = steps.run(batches)
+            assert step.outcome.swapped_bytes == plan.offloaded.total_bytes
+            if number:
+                yield step.outcome.forward_seconds, step.seconds
+    traffic = plan.traffic
+    once_bytes = traffic.first_read_bytes + _last_bytes(run, plan)
+    assert queue.read_bytes - read_bytes == num_steps * traffic.read_bytes + once_bytes
+    assert queue.written_bytes - written_bytes == num_steps * traffic.written_bytes
+
+
+def _last_bytes(run: RatelRun, plan: Plan) -> int:
+    """Read after the last step: the weights for its deferred updates, which otherwise are a forward's too."""
+    put_off = plan.placement.deferred - plan.placement.resident_weights
+    return sum(run.planner.state.compute * run.model.spec.blocks[index].num_elements for index in put_off)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""A queue that is slow on purpose: the real one behind it, and no transfer done before its drive could have done it.
+
+For tests and benchmarks that need a store of a known speed. Each direction is a drive of its own that moves one
+transfer after the other, so reading does not slow writing down; bytes and errors are the real queue's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from threading import Lock
+from types import TracebackType
+from typing import Self
+
+from ratel_cli.io.queue import IoQueue, Piece
+from ratel_cli.io.tickets import Ticket
+
+
+class ThrottledQueue:
+    """An IoQueue over another, which it borrows: whoever opened that one may still use and must close it."""
+
+    def __init__(self, queue: IoQueue, *, read_bytes_per_second: float, write_bytes_per_second: float) -> None:
+        self._queue = queue
+        self._reads = _Clock(read_bytes_per_second)
+        self._writes = _Clock(write_bytes_per_second)
+
+    @property
+    def engine(self) -> str:
+        return self._queue.engine
+
+    @property
+    def read_bytes(self) -> int:
+        return self._queue.read_bytes
+
+    @property
+    def written_bytes(self) -> int:
+        return self._queue.written_bytes
+
+    def read(self, pieces: Sequence[Piece]) -> Ticket:
+        return _LateTicket(self._queue.read(pieces), *self._reads.take(pieces))
+
+    def write(self, pieces: Sequence[Piece]) -> Ticket:
+        return _LateTicket(self._queue.write(pieces), *self._writes.take(pieces))
+
+    def close(self) -> None:
+        """Nothing is its own."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Clock:
+    """One direction of the drive: when it is done with what it was given so far."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        assert bytes_per_second > 0
+        self._bytes_per_second = bytes_per_second
+        self._lock = Lock()
+        self._free_at = 0.0
+
+    def take(self, pieces: Sequence[Piece]) -> tuple[float, float]:
+        """When the drive begins with these pieces and when it is done, by `perf_counter`."""
+        num_bytes = sum(len(piece.memory) for piece in pieces)
+        with self._lock:
+            begins = max(self._free_at, time.perf_counter())
+            self._free_at = begins + num_bytes / self._bytes_per_second
+            return begins, self._free_at
+
+
+class _LateTicket(Ticket):
+    """Another ticket's, not done before `due`."""
+
+    def __init__(self, ticket: Ticket, begins: float, due: float) -> None:
+        super().__init__(num_parts=0)
+        self._ticket = ticket
+        self._begins = begins
+        self._due = due
+
+    @property
+    def done(self) -> bool:
+        return self._ticket.done and time.perf_counter() >= self._due
+
+    @property
+    def span(self) -> tuple[float, float]:
+        return self._begins, max(self._ticket.span[1], self._due)
+
+    def _await(self) -> None:
+        try:
+            self._ticket.wait()
+        finally:
+            time.sleep(max(0.0, self._due - time.perf_counter()))

@@ -1,0 +1,110 @@
+"""Tokenizers built on the spot, and short ways to write and load data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import cast
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from ratel_cli.data.dataset import DatasetSource, TrainingData, load_training_data
+from ratel_cli.data.encode import Tokenizer
+from tests.data.fixture_types import Load, MakeTokenizer, WriteRows
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"]
+CORPUS = ["the quick brown fox jumps over the lazy dog", "what is a list? a list is a mutable sequence"] * 4
+
+
+def _backend() -> Backend:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return backend
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> MakeTokenizer:
+    """A byte-level BPE tokenizer: with any chat template, and with a BOS token that it adds by itself."""
+    saved = _backend().to_str()
+
+    def make(*, chat_template: str | None = CHATML, adds_bos: bool = False) -> PreTrainedTokenizerFast:
+        backend = Backend.from_str(saved)
+        if adds_bos:
+            backend.post_processor = processors.TemplateProcessing(
+                single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", SPECIAL_TOKENS.index("<s>"))]
+            )
+        names = {
+            "eos_token": "<|endoftext|>",
+            "pad_token": "<|endoftext|>",
+            **({"bos_token": "<s>"} if adds_bos else {}),
+        }
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)  # type: ignore[no-untyped-call]
+        tokenizer.chat_template = chat_template
+        return tokenizer
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tokenizer(make_tokenizer: MakeTokenizer) -> PreTrainedTokenizerFast:
+    """The plain one, with ChatML."""
+    return make_tokenizer()
+
+
+@pytest.fixture
+def write_rows(tmp_path: Path) -> WriteRows:
+    """Writes objects as JSON Lines and returns the path."""
+
+    def write(*rows: object, name: str = "rows.jsonl") -> Path:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def notices() -> list[str]:
+    """What was said while loading."""
+    return []
+
+
+@pytest.fixture
+def load(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, notices: list[str]) -> Load:
+    """`load_training_data` with small defaults; sources may be paths."""
+
+    def run(*sources: DatasetSource | Path, **changes: object) -> TrainingData:
+        settings: dict[str, object] = {
+            "tokenizer": cast(Tokenizer, tokenizer),
+            "sequence_len": 64,
+            "micro_batch_size": 1,
+            "gradient_accumulation_steps": 1,
+            "packing": False,
+            "shuffle": False,
+            "seed": 0,
+            "val_set_size": 0,
+            "train_on_inputs": False,
+            "cache_dir": tmp_path / "cache",
+            "rejects_path": tmp_path / "run" / "rejects.jsonl",
+            "notice": notices.append,
+            **changes,
+        }
+        items = [DatasetSource(path=str(item)) if isinstance(item, Path) else item for item in sources]
+        return load_training_data(items, **settings)  # type: ignore[arg-type]
+
+    return run

@@ -1,0 +1,188 @@
+"""Chat templates: where assistant turns lie, and that no template can hang or fill the machine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import jinja2
+import pytest
+
+from ratel_cli.data.chat import ChatRenderer
+from ratel_cli.data.chat_child import Message, Refused, has_generation_tag, locate_turns
+from ratel_cli.data.formats import ChatDraft, Unusable
+from ratel_cli.errors import BadInput, EnvironmentFailure
+
+HEADED = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>\n{% endfor %}"
+PLAIN = HEADED + "{% if add_generation_prompt %}<assistant>{% endif %}"
+# As Qwen3 does: only what answers the last user message shows its (here empty) reasoning.
+REASONING = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}<{{ m.role }}>"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}<think></think>{% endif %}{{ m.content }}</>\n"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# As DeepSeek-R1 does: the generation prompt opens the reasoning, which finished turns do not show.
+OPENED = HEADED + "{% if add_generation_prompt %}<assistant><think>{% endif %}"
+# As Llama 2 does: turns in brackets, no header for the assistant, text trimmed.
+BRACKETS = (
+    "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]"
+    "{% else %} {{ m.content | trim }}</s>{% endif %}{% endfor %}"
+)
+# The end mark of a turn stands only after the last one.
+ONE_END = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if loop.last %}</s>{% endif %}{% endfor %}"
+REVERSED = "{% for m in messages | reverse %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+SILENT = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}{{ messages | length }}"
+
+
+def _turns(*contents: str) -> list[Message]:
+    return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(contents)]
+
+
+def _located(template: str, messages: list[Message]) -> list[str]:
+    compiled = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).from_string(template)
+
+    def render(some: list[Message], prompt: bool) -> str:
+        if not some:
+            raise Refused("no messages")
+        return compiled.render(messages=some, add_generation_prompt=prompt)
+
+    text, spans = locate_turns(render, messages)
+    assert text == render(messages, False)
+    return [text[start:end] for start, end in spans]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (PLAIN, ["one</>\n", "two</>\n"]),
+        (REASONING, ["one</>\n", "<think></think>two</>\n"]),
+        (OPENED, ["one</>\n", "two</>\n"]),
+        (BRACKETS, [" one</s>", " two</s>"]),
+        (ONE_END, ["one", "two</s>"]),
+    ],
+)
+def test_turns_are_found_whatever_the_template_does(template: str, expected: list[str]) -> None:
+    assert _located(template, _turns("hello", "one", "again", "two")) == expected
+
+
+def test_turns_that_look_like_each_other_or_the_stand_in() -> None:
+    same = _turns("x", "x", "x", "x", "x")
+    assert _located(PLAIN, same) == ["x</>\n", "x</>\n"]
+    assert _located(REASONING, same) == ["x</>\n", "x</>\n"]
+    stand_in = _turns("TextOfOneAssistantTurn", "one", "again", "two")
+    assert _located(REASONING, stand_in) == ["one</>\n", "<think></think>two</>\n"]
+
+
+def test_a_conversation_that_begins_with_the_assistant() -> None:
+    assert _located(PLAIN, _turns("", "one", "b", "two")[1:]) == ["one</>\n", "two</>\n"]
+
+
+def test_turns_of_the_assistant_in_a_row() -> None:
+    messages: list[Message] = [*_turns("a", "one"), {"role": "assistant", "content": "two"}]
+    assert _located(PLAIN, messages) == ["one</>\n", "two</>\n"]
+
+
+def test_a_conversation_without_assistant_has_no_turns() -> None:
+    assert _located(PLAIN, _turns("a")) == []
+
+
+@pytest.mark.parametrize("template", [REVERSED, SILENT])
+def test_a_template_that_hides_turns_is_refused(template: str) -> None:
+    with pytest.raises(Refused, match=r"assistant turn \d cannot be located"):
+        _located(template, _turns("a", "one", "b", "two", "c"))
+
+
+def test_a_turn_without_text_out_of_place_is_refused() -> None:
+    messages = _turns("a", "one", "b", "two")
+    messages[1] = {"role": "assistant", "tool_calls": [{}]}
+    with pytest.raises(Refused, match="has no text"):
+        _located(REASONING, messages)
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [("{% generation %}", True), ("{%- generation -%}", True), ("{{ generation }}", False), ("", False)],
+)
+def test_generation_tag(template: str, found: bool) -> None:
+    assert has_generation_tag(template) == found
+
+
+def _children() -> set[str]:
+    return set(Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split())
+
+
+@pytest.fixture
+def no_child_left() -> Iterator[None]:
+    """The rendering process is gone afterwards, however it ended."""
+    before = _children()
+    yield
+    assert _children() == before
+
+
+def _draft(*contents: str) -> ChatDraft:
+    return ChatDraft(messages=_turns(*contents), tools=None)
+
+
+@pytest.mark.usefixtures("no_child_left")
+def test_rendering_in_the_child() -> None:
+    with ChatRenderer(PLAIN.replace("</>", "{{ end }}"), {"end": "<e>"}) as renderer:
+        chat = renderer.render(_draft("a\u00e9\n", "b\U0001f600"), locate_turns=True)
+        assert chat.text == "<user>a\u00e9\n<e>\n<assistant>b\U0001f600<e>\n"
+        assert [chat.text[start:end] for start, end in chat.spans] == ["b\U0001f600<e>\n"]
+        assert renderer.render(_draft("a", "b"), locate_turns=False).spans == ()
+        long = "long " * 100_000  # more than a pipe holds
+        assert renderer.render(_draft(long, long), locate_turns=True).text.count("long ") == 200_000
+        unfit: list[Message] = [{"role": "user", "content": "a", "raw": b"x"}]
+        with pytest.raises(Unusable, match="a message holds what JSON cannot"):
+            renderer.render(ChatDraft(messages=unfit, tools=None), locate_turns=True)
+        renderer.close()
+        renderer.close()
+
+
+BAD_WAYS = {
+    "{{ raise_exception('roles must alternate') }}": "TemplateError: roles must alternate",
+    "{{ messages.__class__.__mro__[1].__subclasses__() }}": "SecurityError",
+    "{{ messages.append(1) }}": "SecurityError",
+    "{% set x = 'y' * 10 ** 11 %}{{ x }}": "too much memory",
+    "{{ 'xy' * (20 * 1024 * 1024) * (messages | length) }}": "renders more than 67108864 characters",
+    "{{ undefined.field }}": "UndefinedError",
+    "<assistant>fine": "",
+}
+
+
+@pytest.mark.usefixtures("no_child_left")
+def test_what_a_template_may_not_do_costs_one_row() -> None:
+    """One template that does whatever the first message says; the child survives each."""
+    branches = (f"{{% if way == {index} %}}{way}" for index, way in enumerate(BAD_WAYS))
+    template = "{% set way = messages[0].content | int %}" + "{% endif %}".join(branches) + "{% endif %}"
+    with ChatRenderer(template, {}) as renderer:
+        for index, reason in enumerate(BAD_WAYS.values()):
+            if reason:
+                with pytest.raises(Unusable, match=reason):
+                    renderer.render(_draft(str(index), "b"), locate_turns=False)
+            else:
+                assert renderer.render(_draft(str(index), "b"), locate_turns=False).text == "<assistant>fine"
+
+
+@pytest.mark.usefixtures("no_child_left")
+def test_a_template_that_is_none() -> None:
+    with ChatRenderer("{% for %}", {}) as renderer, pytest.raises(Unusable, match="TemplateSyntaxError"):
+        renderer.render(_draft("a", "b"), locate_turns=True)
+
+
+@pytest.mark.usefixtures("no_child_left")
+def test_an_endless_template_ends_the_run() -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with (
+        ChatRenderer(endless, {}, limit_seconds=0.3) as renderer,
+        pytest.raises(BadInput, match=r"did not finish one conversation within 0\.3 s"),
+    ):
+        renderer.render(_draft("a"), locate_turns=True)
+
+
+@pytest.mark.usefixtures("no_child_left")
+def test_a_child_that_cannot_start() -> None:
+    with pytest.raises(EnvironmentFailure, match="does not start: OverflowError"):
+        ChatRenderer(PLAIN, {}, limit_bytes=1 << 80)

@@ -1,0 +1,268 @@
+"""Token ids and loss masks against independent ways to compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from ratel_cli.data.encode import (
+    IGNORED,
+    Encoded,
+    SampleEncoder,
+    Tokenizer,
+    tokenizer_hash,
+)
+from ratel_cli.data.formats import ChatDraft, Draft, Message, TextDraft, TokensDraft, Unusable
+from ratel_cli.errors import BadInput
+from tests.data.fixture_types import MakeTokenizer
+
+Pair = tuple[list[int], list[int]]
+
+MARKED = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ message['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
+)
+EOS = 0
+BOS = 3
+
+
+def _encoder(tokenizer: object, *, sequence_len: int = 4096, train_on_inputs: bool = False) -> SampleEncoder:
+    return SampleEncoder(cast(Tokenizer, tokenizer), sequence_len=sequence_len, train_on_inputs=train_on_inputs)
+
+
+def _pairs(answer: Encoded | Unusable) -> list[Pair]:
+    assert isinstance(answer, Encoded), str(answer)
+    return [(sample.input_ids.tolist(), sample.labels.tolist()) for sample in answer.samples]
+
+
+def _encode(tokenizer: object, draft: Draft, **settings_: bool | int) -> list[Pair]:
+    with _encoder(tokenizer, **settings_) as encoder:  # type: ignore[arg-type]
+        return _pairs(encoder.encode([draft])[0])
+
+
+def _ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return cast(list[int], tokenizer.encode(text, add_special_tokens=False))
+
+
+def _chat_ids(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> list[int]:
+    plain = cast(list[dict[str, str]], messages)
+    return cast(list[int], tokenizer.apply_chat_template(plain, return_dict=False))
+
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="<"), min_size=1, max_size=20)
+
+
+@pytest.fixture(scope="module")
+def chat_encoder(make_tokenizer: MakeTokenizer) -> Iterator[SampleEncoder]:
+    with _encoder(make_tokenizer()) as encoder:
+        yield encoder
+
+
+@pytest.fixture(scope="module")
+def marked_encoder(make_tokenizer: MakeTokenizer) -> Iterator[SampleEncoder]:
+    with _encoder(make_tokenizer(chat_template=MARKED)) as encoder:
+        yield encoder
+
+
+ROLES = st.sampled_from(["user", "assistant", "system", "tool"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(turns=st.lists(st.tuples(ROLES, TEXTS), min_size=1, max_size=6))
+def test_chat_masks_equal_those_put_together_turn_by_turn(
+    chat_encoder: SampleEncoder, tokenizer: PreTrainedTokenizerFast, turns: list[tuple[str, str]]
+) -> None:
+    input_ids: list[int] = []
+    labels: list[int] = []
+    for role, content in turns:
+        header, body = _ids(tokenizer, f"<|im_start|>{role}\n"), _ids(tokenizer, f"{content}<|im_end|>\n")
+        input_ids += header + body
+        labels += [IGNORED] * len(header) + (body if role == "assistant" else [IGNORED] * len(body))
+    messages: list[Message] = [{"role": role, "content": content} for role, content in turns]
+    (answer,) = chat_encoder.encode([ChatDraft(messages=messages, tools=None)])
+    whole = _chat_ids(tokenizer, messages)
+    if whole != input_ids:  # white space of a turn melted with the newline before it: then refused, or all the same
+        assert isinstance(answer, Unusable) or answer.samples[0].input_ids.tolist() == whole
+    elif any(role == "assistant" for role, _ in turns):
+        assert _pairs(answer) == [(input_ids, labels)]
+    else:
+        assert str(answer) == "all masked: no token carries loss"
+
+
+@settings(max_examples=60, deadline=None)
+@given(turns=st.lists(st.tuples(ROLES, TEXTS), min_size=1, max_size=6))
+def test_marked_templates_give_the_mask_of_transformers(
+    marked_encoder: SampleEncoder, make_tokenizer: MakeTokenizer, turns: list[tuple[str, str]]
+) -> None:
+    tokenizer = make_tokenizer(chat_template=MARKED)
+    messages: list[Message] = [{"role": role, "content": content} for role, content in turns]
+    plain = cast(list[dict[str, str]], messages)
+    oracle = cast(
+        dict[str, list[int]],
+        tokenizer.apply_chat_template(plain, return_dict=True, return_assistant_tokens_mask=True),
+    )
+    pairs = list(zip(oracle["input_ids"], oracle["assistant_masks"], strict=True))
+    (answer,) = marked_encoder.encode([ChatDraft(messages=messages, tools=None)])
+    if any(mask for _, mask in pairs):
+        labels = [token if mask else IGNORED for token, mask in pairs]
+        assert _pairs(answer) == [([token for token, _ in pairs], labels)]
+    else:
+        assert isinstance(answer, Unusable)
+
+
+def test_train_on_inputs_learns_the_whole_chat(tokenizer: PreTrainedTokenizerFast) -> None:
+    messages: list[Message] = [{"role": "user", "content": "only me"}]
+    ids = _chat_ids(tokenizer, messages)
+    assert _encode(tokenizer, ChatDraft(messages=messages, tools=None), train_on_inputs=True) == [(ids, ids)]
+
+
+def test_tools_reach_the_template(make_tokenizer: MakeTokenizer) -> None:
+    tokenizer = make_tokenizer(chat_template="{{ tools | tojson }}{{ messages[0].content }}{{ eos_token }}")
+    draft = ChatDraft(messages=[{"role": "user", "content": "x"}], tools=[{"name": "f"}])
+    ids = _ids(tokenizer, '[{"name": "f"}]x<|endoftext|>')
+    assert _encode(tokenizer, draft, train_on_inputs=True) == [(ids, ids)]
+
+
+def test_a_turn_that_melts_with_its_header_is_refused(make_tokenizer: MakeTokenizer) -> None:
+    """ "lazy" is one token, so a header that ends in "la" hides where the turn begins."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}{% endif %}"
+    tokenizer = make_tokenizer(chat_template=template)
+    messages: list[Message] = [{"role": "user", "content": "the la"}, {"role": "assistant", "content": "zy dog"}]
+    assert len(_ids(tokenizer, " lazy")) < len(_ids(tokenizer, " la")) + len(_ids(tokenizer, "zy"))
+    with _encoder(tokenizer) as encoder:
+        (answer,) = encoder.encode([ChatDraft(messages=messages, tools=None)])
+    assert isinstance(answer, Unusable)
+    assert "joins an assistant turn" in str(answer)
+
+
+def test_a_slow_tokenizer_cannot_find_turns(make_tokenizer: MakeTokenizer) -> None:
+    class Slow(PreTrainedTokenizerFast):
+        is_fast = False
+
+    backend = make_tokenizer().backend_tokenizer
+    tokenizer = Slow(tokenizer_object=backend, eos_token="<|endoftext|>")  # type: ignore[no-untyped-call]
+    tokenizer.chat_template = MARKED
+    draft = ChatDraft(messages=[{"role": "user", "content": "x"}], tools=None)
+    with _encoder(tokenizer) as encoder, pytest.raises(BadInput, match="needs a fast tokenizer"):
+        encoder.encode([draft])
+    assert len(tokenizer_hash(cast(Tokenizer, tokenizer))) == 64
+    assert _encode(tokenizer, TextDraft(prompt="", answer="a b"))
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("train_on_inputs", [False, True])
+def test_prompt_and_answer(make_tokenizer: MakeTokenizer, adds_bos: bool, train_on_inputs: bool) -> None:
+    tokenizer = make_tokenizer(adds_bos=adds_bos)
+    prompt, answer = _ids(tokenizer, "the quick "), _ids(tokenizer, "brown fox")
+    head = [BOS] * adds_bos + prompt
+    labels = (head if train_on_inputs else [IGNORED] * len(head)) + [*answer, EOS]
+    draft = TextDraft(prompt="the quick ", answer="brown fox")
+    assert _encode(tokenizer, draft, train_on_inputs=train_on_inputs) == [([*head, *answer, EOS], labels)]
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+@pytest.mark.parametrize("text", ["the fox", "<s>the fox", "the fox<|endoftext|>", "<s>the fox<|endoftext|>"])
+def test_bos_and_eos_are_never_doubled(make_tokenizer: MakeTokenizer, adds_bos: bool, text: str) -> None:
+    tokenizer = make_tokenizer(adds_bos=adds_bos)
+    ((ids, labels),) = _encode(tokenizer, TextDraft(prompt="", answer=text, splittable=True))
+    assert ids == [BOS] * (adds_bos or "<s>" in text) + _ids(tokenizer, "the fox") + [EOS]
+    assert labels == ids
+
+
+@settings(max_examples=50, deadline=None)
+@given(num_words=st.integers(1, 60), sequence_len=st.integers(2, 30))
+def test_split_text_predicts_every_token_once(
+    tokenizer: PreTrainedTokenizerFast, num_words: int, sequence_len: int
+) -> None:
+    text = "the quick fox " * num_words
+    whole = [*_ids(tokenizer, text), EOS]
+    draft = TextDraft(prompt="", answer=text, splittable=True)
+    pieces = _encode(tokenizer, draft, sequence_len=sequence_len)
+    assert all(2 <= len(ids) <= sequence_len and ids == labels for ids, labels in pieces)
+    assert pieces[0][0][:1] + [token for ids, _ in pieces for token in ids[1:]] == whole
+    assert all(len(ids) == sequence_len for ids, _ in pieces[:-1])
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9])
+def test_tokens_are_taken_as_they_are_and_cut(tokenizer: PreTrainedTokenizerFast, length: int) -> None:
+    ids = [5 + index for index in range(length)]
+    labels = [IGNORED] * (length // 2) + [9] * (length - length // 2)  # labels need not be the ids
+    with _encoder(tokenizer, sequence_len=8) as encoder:
+        (answer,) = encoder.encode([TokensDraft(input_ids=ids, labels=labels)])
+    if length == 1:
+        assert str(answer) == "all masked: no token carries loss"
+    else:
+        assert _pairs(answer) == [(ids[:8], labels[:8])]
+        assert isinstance(answer, Encoded)
+        assert answer.truncated == (length == 9)
+
+
+@pytest.mark.parametrize(
+    ("draft", "reason"),
+    [
+        (TokensDraft(input_ids=[], labels=[]), "the row has no tokens"),
+        (TokensDraft(input_ids=[1, 9999], labels=[1, 2]), "'input_ids' holds 9999; the tokenizer has ids 0 to "),
+        (TokensDraft(input_ids=[1, -100], labels=[1, 2]), "'input_ids' holds -100; the tokenizer has ids 0 to "),
+        (TokensDraft(input_ids=[1, 2], labels=[1, -1]), "'labels' holds -1; the tokenizer has ids 0 to "),
+        (TokensDraft(input_ids=[1, 2], labels=[1, IGNORED]), "all masked: no token carries loss"),
+        (
+            TokensDraft(input_ids=[1] * 9, labels=[IGNORED] * 8 + [1]),
+            "all masked: no token carries loss within the first 8 tokens",
+        ),
+        (TextDraft(prompt="a", answer=""), "the text to learn is empty"),
+        (TextDraft(prompt="", answer=" \n", splittable=True), "the text to learn is empty"),
+        (
+            TextDraft(prompt="the quick brown fox " * 9, answer="b"),
+            "all masked: no token carries loss within the first",
+        ),
+    ],
+)
+def test_reasons(tokenizer: PreTrainedTokenizerFast, draft: Draft, reason: str) -> None:
+    with _encoder(tokenizer, sequence_len=8) as encoder:
+        (answer,) = encoder.encode([draft])
+    assert isinstance(answer, Unusable)
+    assert str(answer).startswith(reason)
+
+
+def test_one_token_without_eos_is_all_masked(make_tokenizer: MakeTokenizer) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.eos_token = None
+    with _encoder(tokenizer) as encoder:
+        one, two = encoder.encode([TextDraft(prompt="", answer=text, splittable=True) for text in ("a", "a b")])
+    assert str(one).startswith("all masked")
+    assert _pairs(two)
+
+
+def test_answers_keep_the_order_of_mixed_drafts(tokenizer: PreTrainedTokenizerFast) -> None:
+    chat = ChatDraft(messages=[{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}], tools=None)
+    masked = ChatDraft(messages=[{"role": "user", "content": "q"}], tools=None)
+    text, tokens = TextDraft(prompt="", answer="b"), TokensDraft(input_ids=[7, 7], labels=[7, 7])
+    drafts: list[Draft] = [text, masked, chat, tokens, TextDraft(prompt="", answer=""), chat, text]
+    with _encoder(tokenizer) as encoder:
+        together = encoder.encode(drafts)
+        apart = [encoder.encode([draft])[0] for draft in drafts]
+        assert encoder.encode([]) == []
+    for one, other in zip(together, apart, strict=True):
+        assert str(one) == str(other) if isinstance(one, Unusable) else _pairs(one) == _pairs(other)
+
+
+def test_the_hash_follows_what_changes_ids(make_tokenizer: MakeTokenizer) -> None:
+    def of(tokenizer: PreTrainedTokenizerFast) -> str:
+        return tokenizer_hash(cast(Tokenizer, tokenizer))
+
+    plain = make_tokenizer()
+    assert of(plain) == of(make_tokenizer())
+    plain(["a", "longer text"], padding=True, truncation=True, max_length=4)  # leaves settings in the backend
+    assert of(plain) == of(make_tokenizer())
+    more = make_tokenizer()
+    more.add_tokens(["another"])
+    no_end = make_tokenizer()
+    no_end.eos_token = None
+    others = [make_tokenizer(adds_bos=True), make_tokenizer(chat_template=MARKED), more, no_end]
+    assert len({of(tokenizer) for tokenizer in (plain, *others)}) == 5

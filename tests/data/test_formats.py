@@ -1,0 +1,172 @@
+"""Which type a dataset has, and every reason why a row is not one of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from ratel_cli.data.formats import ChatDraft, RowFormat, TextDraft, TokensDraft, Unusable, decide_format
+from ratel_cli.data.rows import DatasetSource
+from ratel_cli.errors import BadInput
+
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("columns", "kind", "used"),
+    [
+        ("messages", "messages", ("messages",)),
+        ("conversations", "messages", ("conversations",)),
+        ("messages conversations", "messages", ("messages",)),
+        ("messages text", "messages", ("messages",)),
+        ("instruction output", "alpaca", ("instruction", "input", "output")),
+        ("instruction input output text", "alpaca", ("instruction", "input", "output")),
+        ("input_ids", "tokens", ("input_ids", "labels")),
+        ("input_ids labels text", "tokens", ("input_ids", "labels")),
+        ("text", "completion", ("text",)),
+        ("text prompt completion", "completion", ("text",)),
+        ("prompt completion", "prompt_completion", ("prompt", "completion")),
+        ("question answer", "question_answer", ("question", "answer")),
+    ],
+)
+def test_auto_decides_from_the_columns(columns: str, kind: str, used: tuple[str, ...]) -> None:
+    record: dict[str, object] = dict.fromkeys(columns.split(), "x")
+    found = decide_format(DatasetSource(path="p"), record, has_chat_template=True)
+    assert (found.kind, found.columns) == (kind, used)
+    for column in used[:1]:
+        assert column in found.describe()
+
+
+def test_questions_without_a_chat_template_become_alpaca() -> None:
+    record: dict[str, object] = {"question": "q", "answer": "a"}
+    found = decide_format(DatasetSource(path="p"), record, has_chat_template=False)
+    assert (found.kind, found.columns) == ("alpaca", ("question", "input", "answer"))
+    assert found.draft(record) == TextDraft(prompt=_alpaca("q"), answer="a")
+
+
+@pytest.mark.parametrize(
+    ("source", "kind", "used"),
+    [
+        (DatasetSource(path="p", type="completion"), "completion", ("text",)),
+        (DatasetSource(path="p", type="completion", field="body"), "completion", ("body",)),
+        (DatasetSource(path="p", field="body"), "completion", ("body",)),
+        (DatasetSource(path="p", type="alpaca", field_output="answer"), "alpaca", ("instruction", "input", "answer")),
+        (DatasetSource(path="p", type="tokens"), "tokens", ("input_ids", "labels")),
+        (DatasetSource(path="p", type="chat_template", field_messages="turns"), "messages", ("turns",)),
+        (DatasetSource(path="p", field_messages="turns"), "messages", ("turns",)),
+    ],
+)
+def test_settings_come_before_columns(source: DatasetSource, kind: str, used: tuple[str, ...]) -> None:
+    record: dict[str, object] = {"turns": TURNS} if source.field_messages == "turns" else {"body": "x"}
+    found = decide_format(source, record, has_chat_template=True)
+    assert (found.kind, found.columns) == (kind, used)
+
+
+def test_unknown_columns_are_named() -> None:
+    with pytest.raises(BadInput, match="no known type has the columns one, two") as caught:
+        decide_format(DatasetSource(path="p"), {"one": 1, "two": 2}, has_chat_template=True)
+    assert caught.value.hint is not None
+
+
+def test_conversations_need_a_chat_template() -> None:
+    with pytest.raises(BadInput, match="no chat template"):
+        decide_format(DatasetSource(path="p"), {"messages": TURNS}, has_chat_template=False)
+
+
+def _alpaca(instruction: str, context: str = "") -> str:
+    further = ", paired with an input that provides further context" if context else ""
+    middle = f"### Input:\n{context}\n\n" if context else ""
+    return (
+        f"Below is an instruction that describes a task{further}. Write a response that appropriately completes "
+        f"the request.\n\n### Instruction:\n{instruction}\n\n{middle}### Response:\n"
+    )
+
+
+@pytest.mark.parametrize("extra", [{}, {"input": None}, {"input": ""}, {"input": " "}, {"input": "{more}"}])
+def test_alpaca_prompt(extra: dict[str, object]) -> None:
+    record = {"instruction": "do {it}", "output": "done", **extra}
+    context = "{more}" if extra.get("input") == "{more}" else ""
+    draft = RowFormat(kind="alpaca", columns=("instruction", "input", "output")).draft(record)
+    assert draft == TextDraft(prompt=_alpaca("do {it}", context), answer="done")
+
+
+def test_sharegpt_turns_are_translated() -> None:
+    turns = [
+        {"from": "system", "value": "s"},
+        {"from": "human", "value": "h", "weight": None},
+        {"from": "gpt", "value": "g"},
+        {"role": "tool", "content": "t", "name": "f"},
+    ]
+    draft = RowFormat(kind="messages", columns=("conversations",)).draft({"conversations": turns, "tools": [{"a": 1}]})
+    assert draft == ChatDraft(
+        messages=[
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "h"},
+            {"role": "assistant", "content": "g"},
+            {"role": "tool", "content": "t", "name": "f"},
+        ],
+        tools=[{"a": 1}],
+    )
+
+
+def test_a_turn_may_have_tool_calls_and_no_content() -> None:
+    calls = [{"function": {"name": "f", "arguments": {}}}]
+    turns = [{"role": "assistant", "content": None, "tool_calls": calls}]
+    draft = RowFormat(kind="messages", columns=("messages",)).draft({"messages": turns, "tools": None})
+    assert draft == ChatDraft(messages=[{"role": "assistant", "tool_calls": calls}], tools=None)
+
+
+def test_tokens_without_labels_learn_everything() -> None:
+    token_format = RowFormat(kind="tokens", columns=("input_ids", "labels"))
+    expected = TokensDraft(input_ids=[1, 2], labels=[1, 2])
+    assert token_format.draft({"input_ids": [1, 2]}) == expected
+    assert token_format.draft({"input_ids": [1, 2], "labels": None}) == expected
+
+
+ALPACA = RowFormat(kind="alpaca", columns=("instruction", "input", "output"))
+TEXT = RowFormat(kind="completion", columns=("text",))
+PAIR = RowFormat(kind="prompt_completion", columns=("prompt", "completion"))
+CHAT = RowFormat(kind="messages", columns=("messages",))
+QUESTION = RowFormat(kind="question_answer", columns=("question", "answer"))
+TOKENS = RowFormat(kind="tokens", columns=("input_ids", "labels"))
+
+
+@pytest.mark.parametrize(
+    ("row_format", "record", "reason"),
+    [
+        (TEXT, {}, "the field 'text' is missing"),
+        (TEXT, {"text": None}, "'text' must be text, this is null"),
+        (TEXT, {"text": 1}, "'text' must be text, this is a number"),
+        (TEXT, {"text": "\ud800"}, "'text' holds half of a surrogate pair"),
+        (PAIR, {"prompt": "a"}, "the field 'completion' is missing"),
+        (PAIR, {"prompt": TURNS, "completion": "x"}, "'prompt' must be text, this is an array"),
+        (QUESTION, {"question": "a"}, "the field 'answer' is missing"),
+        (ALPACA, {"instruction": "a"}, "the field 'output' is missing"),
+        (ALPACA, {"instruction": ["a"], "output": "b"}, "'instruction' must be text, this is an array"),
+        (ALPACA, {"instruction": "a", "output": "b", "input": {}}, "'input' must be text, this is an object"),
+        (CHAT, {}, "the field 'messages' is missing"),
+        (CHAT, {"messages": "a"}, "'messages' must be an array of messages, this is text"),
+        (CHAT, {"messages": []}, "the conversation has no messages"),
+        (CHAT, {"messages": ["a"]}, "message 1 must be an object, this is text"),
+        (CHAT, {"messages": [TURNS[0], {"content": "a"}]}, "message 2 has no role"),
+        (CHAT, {"messages": [{"role": 1, "content": "a"}]}, "'role of message 1' must be text, this is a number"),
+        (CHAT, {"messages": [{"from": [], "value": "a"}]}, "'role of message 1' must be text, this is an array"),
+        (CHAT, {"messages": [{"role": "user"}]}, "message 1 has no content"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [1]}]},
+            "'content of message 1' must be text, this is an array",
+        ),
+        (CHAT, {"messages": TURNS, "tools": "x"}, "'tools' must be an array, this is text"),
+        (TOKENS, {"labels": [1]}, "the field 'input_ids' is missing"),
+        (TOKENS, {"input_ids": "1 2"}, "'input_ids' must be an array of token ids, this is text"),
+        (TOKENS, {"input_ids": [1, 2.0]}, "'input_ids' must hold whole numbers only"),
+        (TOKENS, {"input_ids": [1, True]}, "'input_ids' must hold whole numbers only"),
+        (TOKENS, {"input_ids": [1, 2**31]}, "'input_ids' holds a number that is no token id"),
+        (TOKENS, {"input_ids": [1, 2], "labels": [1]}, "1 labels for 2 input_ids"),
+        (TOKENS, {"input_ids": [1], "labels": [-101]}, "'labels' holds a number that is no token id"),
+    ],
+)
+def test_reasons(row_format: RowFormat, record: dict[str, object], reason: str) -> None:
+    with pytest.raises(Unusable) as caught:
+        row_format.draft(record)
+    assert str(caught.value) == reason

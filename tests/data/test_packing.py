@@ -1,0 +1,147 @@
+"""Packing and batch assembly against slow, obvious re-implementations."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ratel_cli.data.encode import IGNORED, Sample
+from ratel_cli.data.packing import Rows, assemble, one_per_row, pack, random_order
+
+LENGTHS = st.lists(st.integers(1, 12), max_size=60)
+
+
+def _pack(lengths: list[int], capacity: int = 12, *, seed: int | None = None) -> list[list[int]]:
+    """Rows as lists of positions into `lengths`."""
+    count = len(lengths)
+    order = np.arange(count) if seed is None else random_order(count, seed)
+    rows = pack(np.arange(count), np.array(lengths, dtype=np.int64), capacity=capacity, order=order)
+    return [rows[row].tolist() for row in range(len(rows))]
+
+
+def _slow_best_fit(lengths: list[int], capacity: int) -> list[int]:
+    """How full each row gets when every row is tried for every sample."""
+    rows: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [row for row in range(len(rows)) if rows[row] + length <= capacity]
+        if fitting:
+            rows[max(fitting, key=lambda row: rows[row])] += length
+        else:
+            rows.append(length)
+    return sorted(rows)
+
+
+@given(lengths=LENGTHS, seed=st.none() | st.integers(0, 5))
+def test_packing_is_best_fit_decreasing(lengths: list[int], seed: int | None) -> None:
+    rows = _pack(lengths, seed=seed)
+    assert sorted(sum(lengths[sample] for sample in row) for row in rows) == _slow_best_fit(lengths, 12)
+    assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
+    assert all(row == sorted(row) for row in rows)
+    assert [row[0] for row in rows] == sorted(row[0] for row in rows)
+
+
+def test_packing_keeps_sample_numbers() -> None:
+    rows = pack(np.array([10, 20, 30]), np.array([3, 4, 1]), capacity=4, order=np.arange(3))
+    assert [rows[row].tolist() for row in range(len(rows))] == [[10, 30], [20]]
+
+
+def test_a_seed_mixes_samples_of_one_length() -> None:
+    lengths = [6] * 40
+    assert _pack(lengths) == [[2 * row, 2 * row + 1] for row in range(20)]
+    mixed = _pack(lengths, seed=1)
+    assert mixed == _pack(lengths, seed=1)
+    assert mixed != _pack(lengths, seed=2)
+    assert sum(row[1] == row[0] + 1 for row in mixed) < 10
+
+
+def test_a_large_set_crosses_chunks() -> None:
+    lengths = np.random.default_rng(0).integers(2, 65, size=(1 << 16) + 1)
+    rows = pack(np.arange(len(lengths)), lengths, capacity=64, order=np.arange(len(lengths)))
+    fill = np.add.reduceat(lengths[rows.samples], rows.starts[:-1])
+    assert fill.max() <= 64
+    assert fill.sum() / (64 * len(rows)) > 0.99
+    assert np.array_equal(np.sort(rows.samples), np.arange(len(lengths)))
+
+
+def test_without_packing_every_sample_has_its_row() -> None:
+    rows = one_per_row(np.array([4, 7]))
+    assert [rows[row].tolist() for row in range(len(rows))] == [[4], [7]]
+    assert len(one_per_row(np.arange(0))) == 0
+    assert _pack([]) == []
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 1000])
+def test_random_order_is_a_permutation_and_depends_on_its_key_alone(count: int) -> None:
+    order = random_order(count, 42, 3)
+    assert order.dtype == np.int64
+    assert np.array_equal(np.sort(order), np.arange(count))
+    np.random.seed(0)  # a global state that must not matter
+    assert np.array_equal(order, random_order(count, 42, 3))
+    if count == 1000:
+        keys = [(42, 4), (43, 3), (3, 42), (-1, 3), (2**70, 3)]
+        assert all(not np.array_equal(order, random_order(count, *key)) for key in keys)
+
+
+def test_random_order_is_pinned() -> None:
+    """Changed order means that no interrupted run can go on: this list may not change."""
+    assert random_order(8, 42, 2).tolist() == [2, 6, 0, 3, 4, 7, 5, 1]
+
+
+def _sample(*labels: int) -> Sample:
+    ids = np.arange(100, 100 + len(labels), dtype=np.int32)
+    return Sample(input_ids=ids, labels=np.array(labels, dtype=np.int32))
+
+
+@settings(max_examples=60)
+@given(
+    shape=st.lists(st.lists(st.integers(2, 5), min_size=1, max_size=3), min_size=1, max_size=4),
+    packed=st.booleans(),
+    data=st.data(),
+)
+def test_micro_batches_against_a_loop_over_positions(shape: list[list[int]], packed: bool, data: st.DataObject) -> None:
+    if not packed:
+        shape = [row[:1] for row in shape]
+    label = st.sampled_from([IGNORED, 5, 6])
+    samples = [_sample(*data.draw(st.lists(label, min_size=n, max_size=n))) for row in shape for n in row]
+    numbers = iter(range(40, 80))
+    rows = [np.array([next(numbers) for _ in row]) for row in shape]
+    width = 16 if packed else max(sum(row) for row in shape)
+    batch = assemble(rows, samples, packed_tokens=16 if packed else None, padding_id=9)
+
+    left = iter(samples)
+    for index, row in enumerate(shape):
+        expected: list[tuple[int, int, int]] = []  # (id, target, position)
+        for _ in row:
+            sample = next(left)
+            follows = [*sample.labels[1:].tolist(), IGNORED]
+            expected += list(zip(sample.input_ids.tolist(), follows, range(len(follows)), strict=True))
+        padding = width - len(expected)
+        begin = 0 if packed else len(expected)
+        expected += [(9, IGNORED, begin + offset) for offset in range(padding)]
+        got = zip(
+            *(tensor[index].tolist() for tensor in (batch.input_ids, batch.targets, batch.position_ids)), strict=True
+        )
+        assert list(got) == expected
+    assert batch.num_tokens == sum(map(sum, shape))
+    assert batch.num_targets == int((batch.targets != IGNORED).sum())
+    assert batch.num_targets == sum(int((sample.labels[1:] != IGNORED).sum()) for sample in samples)
+    assert batch.sample_ids == tuple(range(40, 40 + len(samples)))
+    tensors = (batch.input_ids, batch.targets, batch.position_ids)
+    assert all(tensor.dtype == torch.int64 and tensor.shape == (len(shape), width) for tensor in tensors)
+
+
+def test_transformers_separates_samples_and_padding_by_our_positions() -> None:
+    from transformers.masking_utils import find_packed_sequence_indices
+
+    samples = [_sample(1, 2, 3), _sample(1, 2), _sample(1, 2)]
+    batch = assemble([np.array([0, 1]), np.array([2])], samples, packed_tokens=6, padding_id=0)
+    found = find_packed_sequence_indices(batch.position_ids)
+    assert found is not None
+    assert found.tolist() == [[0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 1, 1]]
+
+
+def test_rows_know_their_number() -> None:
+    assert len(Rows(samples=np.arange(3), starts=np.array([0, 1, 3]))) == 2

@@ -1,0 +1,139 @@
+"""Finding the files of a source, and reading parquet and hub datasets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import datasets  # type: ignore[import-untyped]
+import pyarrow  # type: ignore[import-untyped]
+import pyarrow.parquet  # type: ignore[import-untyped]
+import pytest
+
+from ratel_cli.data.lines import Row
+from ratel_cli.data.rows import DatasetSource, open_source
+from ratel_cli.errors import BadInput, EnvironmentFailure
+
+
+def _texts(path: object, notices: list[str]) -> list[object]:
+    source = open_source(DatasetSource(path=str(path)), notice=notices.append)
+    return [item.record["text"] for item in source.read() if isinstance(item, Row)]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A directory with all kinds of files, and some that are no data."""
+    root = tmp_path / "data"
+    (root / "sub").mkdir(parents=True)
+    (root / ".hidden").mkdir()
+    (root / "b.jsonl").write_text('{"text": "b"}\n')
+    (root / "a.json").write_text('[{"text": "a"}]')
+    (root / "sub" / "c.txt").write_text("c\n")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["d", "e"]}), root / "sub" / "d.parquet")
+    (root / ".hidden" / "x.jsonl").write_text('{"text": "x"}\n')
+    (root / "dataset_info.json").write_text("{}")
+    (root / "README.md").write_text("no data")
+    return root
+
+
+def test_a_directory_is_read_in_the_order_of_its_paths(tree: Path, notices: list[str]) -> None:
+    assert _texts(tree, notices) == ["a", "b", "c", "d", "e"]
+    assert notices == [f"{tree}: each line of a text file is one sample"]
+
+
+def test_globs_and_single_files(tree: Path, notices: list[str]) -> None:
+    assert _texts(tree / "[ab].json*", notices) == ["a", "b"]
+    assert _texts(tree / "**" / "*.parquet", notices) == ["d", "e"]
+    assert _texts(tree / "b.jsonl", notices) == ["b"]
+
+
+def test_parquet_rows_are_numbered(tree: Path, notices: list[str]) -> None:
+    source = open_source(DatasetSource(path=str(tree / "sub" / "d.parquet")), notice=notices.append)
+    assert [(item.file, item.line) for item in source.read()] == [(str(tree / "sub" / "d.parquet"), n) for n in (1, 2)]
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1" + b"\0" * 100 + b"PAR1"])
+def test_a_broken_parquet_file(tmp_path: Path, notices: list[str], content: bytes) -> None:
+    path = tmp_path / "x.parquet"
+    path.write_bytes(content)
+    with pytest.raises(BadInput, match=r"x\.parquet: not a usable parquet file"):
+        _texts(path, notices)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing.jsonl", "no such file"),
+        ("./missing", "no such file"),
+        ("data/README.md", r"do not know how to read '\.md'"),
+        ("data/.hidden/../*.zip", "no file matches"),
+        ("empty", "no data files"),
+        ("pipe.jsonl", "not a regular file"),
+        ("nul\0.jsonl", r"nul\\x00\.jsonl: a path cannot hold a NUL"),
+    ],
+)
+def test_paths_that_give_nothing(tree: Path, notices: list[str], name: str, message: str) -> None:
+    (tree.parent / "empty").mkdir()
+    os.mkfifo(tree.parent / "pipe.jsonl")
+    with pytest.raises(BadInput, match=message):
+        open_source(DatasetSource(path=f"{tree.parent}/{name}"), notice=notices.append)
+
+
+def test_a_relative_name_of_a_data_file_never_goes_to_the_hub(
+    tmp_path: Path, notices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.jsonl", "data/train.parquet", "../x", "a/b/c"):
+        with pytest.raises(BadInput, match="no such file"):
+            open_source(DatasetSource(path=name), notice=notices.append)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_an_unreadable_file(tree: Path, notices: list[str]) -> None:
+    (tree / "b.jsonl").chmod(0)
+    with pytest.raises(EnvironmentFailure, match="cannot be read: Permission denied"):
+        open_source(DatasetSource(path=str(tree / "b.jsonl")), notice=notices.append)
+
+
+def test_a_file_that_is_gone_when_it_is_read(tree: Path, notices: list[str]) -> None:
+    source = open_source(DatasetSource(path=str(tree / "b.jsonl")), notice=notices.append)
+    (tree / "b.jsonl").unlink()
+    with pytest.raises(EnvironmentFailure, match="cannot be read"):
+        list(source.read())
+    with pytest.raises(BadInput, match="changed while it was being read"):
+        source.check_unchanged()
+
+
+def test_a_split_of_local_files_is_told_to_be_ignored(tree: Path, notices: list[str]) -> None:
+    open_source(DatasetSource(path=str(tree / "b.jsonl"), split="test"), notice=notices.append)
+    assert notices == [f"{tree / 'b.jsonl'}: split 'test' has no meaning for local files and is ignored"]
+
+
+def test_a_hub_dataset_is_streamed_from_its_files(
+    tmp_path: Path, notices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = tmp_path / "saved"
+    datasets.Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(saved)
+    asked: list[object] = []
+
+    def fake(path: str, name: str | None, *, split: str, keep_in_memory: bool) -> datasets.Dataset:
+        asked.append((path, name, split, keep_in_memory))
+        return datasets.load_from_disk(str(saved))
+
+    monkeypatch.setattr(datasets, "load_dataset", fake)
+    source = open_source(DatasetSource(path="owner/name", split="test", name="main"), notice=notices.append)
+    assert asked == [("owner/name", "main", "test", False)]
+    assert [(item.file, item.line) for item in source.read()] == [
+        ("hub:owner/name[test]", 1),
+        ("hub:owner/name[test]", 2),
+    ]
+    assert [stamp.path.suffix for stamp in source.files] == [".arrow"]
+
+
+def test_a_hub_that_has_no_such_dataset(notices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(*_: object, **__: object) -> None:
+        raise ConnectionError("offline\nmode")
+
+    monkeypatch.setattr(datasets, "load_dataset", fake)
+    with pytest.raises(BadInput, match=r"owner/name: no such local file, .*ConnectionError: offline\\nmode"):
+        open_source(DatasetSource(path="owner/name"), notice=notices.append)

@@ -1,0 +1,90 @@
+"""Whatever lies in a data file: rows and rejects with their lines, or a BadInput; and whatever a row holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ratel_cli.data.formats import Unusable, decide_format
+from ratel_cli.data.lines import Reject, Row, read_json, read_json_lines, read_text_lines
+from ratel_cli.data.rows import DatasetSource, DatasetType
+from ratel_cli.errors import BadInput
+
+QUICK = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=8)
+COLUMNS = (
+    "text", "messages", "conversations", "instruction", "input", "output", "prompt", "completion", "question",
+    "answer", "input_ids", "labels", "tools", "role", "content", "from", "value", "tool_calls",
+)  # fmt: skip
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(COLUMNS), inner, max_size=4),
+    max_leaves=12,
+)
+PIECES = st.sampled_from(
+    [
+        *(bytes([byte]) for byte in b'{}[],:"-1\n \0\xc3\xff'),
+        *(b"\r\n", b"\xef\xbb\xbf", b"\\u", b"\\ud800", b"1e999", b"NaN", b"null", b"true", b"1" * 4400),
+        *(b'{"text": "a"}', b'"text"'),
+    ]
+)
+
+
+@QUICK
+@given(
+    content=st.lists(PIECES, max_size=30).map(b"".join) | st.binary(max_size=60),
+    bound=st.sampled_from([8, 64, 1 << 20]),
+)
+def test_any_file(tmp_path: Path, content: bytes, bound: int) -> None:
+    path = tmp_path / "rows"
+    path.write_bytes(content)
+    num_lines = content.count(b"\n") + 1
+    for read in (read_json_lines, read_text_lines, read_json):
+        try:
+            items = list(read(path, "label", max_row_bytes=bound))
+        except BadInput as error:
+            assert read is read_json and error.message.startswith("label:") and error.message.isprintable()
+            continue
+        for item in items:
+            assert item.file == "label" and 1 <= item.line <= num_lines
+            assert isinstance(item, Row) or (isinstance(item, Reject) and item.reason.isprintable())
+        if read is not read_json:
+            lines = [item.line for item in items]
+            assert lines == sorted(set(lines)), "no line is read twice"
+
+
+@QUICK
+@given(
+    first=st.dictionaries(st.sampled_from(COLUMNS), VALUES), record=st.dictionaries(st.sampled_from(COLUMNS), VALUES)
+)
+@pytest.mark.parametrize("kind", ["auto", "completion", "chat_template", "alpaca", "tokens"])
+def test_any_record(kind: DatasetType, first: dict[str, object], record: dict[str, object]) -> None:
+    """The first one decides on the format, by which the second is read."""
+    try:
+        row_format = decide_format(DatasetSource(path="p", type=kind), first, has_chat_template=True)
+    except BadInput as error:
+        assert kind == "auto" and error.message.isprintable()
+        return
+    for each in (first, record):
+        try:
+            draft = row_format.draft(each)
+        except Unusable as unusable:
+            assert str(unusable).isprintable() and len(str(unusable)) < 200
+            continue
+        assert row_format.describe().isprintable()
+        assert draft is not None
+
+
+@QUICK
+@given(record=st.dictionaries(st.text(max_size=4), VALUES))
+def test_any_columns(record: dict[str, object]) -> None:
+    with pytest.raises(BadInput) as caught:
+        decide_format(
+            DatasetSource(path="p"), {f"x{key}": value for key, value in record.items()}, has_chat_template=True
+        )
+    assert caught.value.message.isprintable()
+    assert json.dumps(caught.value.hint)

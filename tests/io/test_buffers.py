@@ -1,0 +1,300 @@
+"""Buffers: exact sizes, alignment, one limit, reuse, and huge pages as the kernel itself reports them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.errors import DoesNotFit, EnvironmentFailure
+from ratel_cli.io.buffers import HUGE_PAGE_BYTES, PAGE_BYTES, BufferPool, address_of
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapping:
+    """What /proc/self/smaps tells of one range of addresses."""
+
+    start: int
+    stop: int
+    permissions: str
+    is_file: bool
+    resident_bytes: int
+    huge_bytes: int
+
+
+def mappings_of(start: int, num_bytes: int) -> list[Mapping]:
+    """The mappings that overlap a range of this process's addresses."""
+    found: list[Mapping] = []
+    blocks: list[list[str]] = []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.split()[0].endswith(":"):
+            blocks[-1].append(line)
+        else:
+            blocks.append([line])
+    for block in blocks:
+        addresses, permissions, _, _, inode = block[0].split()[:5]
+        first, last = (int(part, 16) for part in addresses.split("-"))
+        values = {line.split()[0]: line.split()[1] for line in block[1:]}
+        if first < start + num_bytes and start < last:
+            found.append(
+                Mapping(
+                    start=first,
+                    stop=last,
+                    permissions=permissions,
+                    is_file=inode != "0",
+                    resident_bytes=int(values["Rss:"]) * 1024,
+                    huge_bytes=int(values["AnonHugePages:"]) * 1024,
+                )
+            )
+    return found
+
+
+def touch(memory: memoryview) -> None:
+    for position in range(0, len(memory), PAGE_BYTES):
+        memory[position] = 1
+
+
+@pytest.mark.parametrize(
+    "num_bytes",
+    [0, 1, 4095, 4096, 4097, 3 * MIB + 5, HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + 1, 5 * MIB],
+)
+def test_memory_is_exact_aligned_writable_and_private(num_bytes: int) -> None:
+    with BufferPool(None) as pool, pool.lease(num_bytes, "test") as lease:
+        assert lease.num_bytes == len(lease.memory) == num_bytes
+        assert lease.memory.format == "B" and not lease.memory.readonly and lease.memory.contiguous
+        assert pool.leased_bytes == -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+        if num_bytes:
+            alignment = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else PAGE_BYTES
+            assert address_of(lease.memory) % alignment == 0
+            lease.memory[:] = bytes(range(256)) * (num_bytes // 256) + bytes(num_bytes % 256)
+            assert lease.memory[num_bytes - 1] == (0 if num_bytes % 256 else 255)
+            mappings = mappings_of(address_of(lease.memory), num_bytes)
+            assert {mapping.permissions for mapping in mappings} == {"rw-p"}
+            assert not any(mapping.is_file for mapping in mappings)
+
+
+def test_memory_starts_zeroed_and_costs_nothing_before_it_is_touched() -> None:
+    with BufferPool(None) as pool, pool.lease(64 * MIB, "test") as lease:
+        start = address_of(lease.memory)
+        inside = [mapping for mapping in mappings_of(start, 64 * MIB) if start <= mapping.start < start + 64 * MIB]
+        assert inside and sum(mapping.resident_bytes for mapping in inside) == 0
+        assert lease.memory[::PAGE_BYTES].tobytes() == bytes(64 * MIB // PAGE_BYTES)
+
+
+def test_lies_on_huge_pages_and_no_byte_beyond_its_size() -> None:
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not enabled.exists() or "[never]" in enabled.read_text():
+        pytest.skip("this kernel gives no transparent huge pages")
+    num_bytes = 4 * HUGE_PAGE_BYTES + 5 * PAGE_BYTES
+    with BufferPool(None) as pool, pool.lease(num_bytes, "test") as lease:
+        touch(lease.memory)
+        mappings = mappings_of(address_of(lease.memory), num_bytes)
+        huge_bytes = sum(mapping.huge_bytes for mapping in mappings)
+        if huge_bytes == 0:
+            pytest.skip("this kernel has no huge page free")
+        assert huge_bytes <= 4 * HUGE_PAGE_BYTES
+        start = address_of(lease.memory)
+        own = [mapping for mapping in mappings if start <= mapping.start]
+        assert sum(mapping.resident_bytes for mapping in own if mapping.stop <= start + num_bytes) <= num_bytes
+        tail = next(mapping for mapping in mappings if mapping.start <= start + num_bytes - 1 < mapping.stop)
+        assert tail.huge_bytes == 0, "the last, partial huge page would cost more than was asked for"
+
+
+def test_returned_buffers_are_reused_by_exact_size() -> None:
+    with BufferPool(None) as pool:
+        first = pool.lease(3 * MIB, "a")
+        address = address_of(first.memory)
+        first.release()
+        assert pool.leased_bytes == 0
+        other = pool.lease(3 * MIB + PAGE_BYTES, "b")
+        assert address_of(other.memory) != address
+        again = pool.lease(3 * MIB - 1, "c")  # the same number of pages
+        assert address_of(again.memory) == address and len(again.memory) == 3 * MIB - 1
+        assert pool.peak_bytes == 6 * MIB + PAGE_BYTES
+
+
+def test_limit_is_exact_and_its_error_says_what_is_missing() -> None:
+    with BufferPool(4 * PAGE_BYTES) as pool:
+        kept = pool.lease(3 * PAGE_BYTES, "gradients")
+        with pytest.raises(DoesNotFit, match="optimizer states") as raised:
+            pool.lease(2 * PAGE_BYTES, "optimizer states")
+        assert raised.value.shortfall_bytes == PAGE_BYTES
+        assert raised.value.hint is not None and "limits.host_memory" in raised.value.hint
+        assert pool.leased_bytes == 3 * PAGE_BYTES
+        last = pool.lease(1, "weights")
+        assert pool.leased_bytes == 4 * PAGE_BYTES
+        kept.release()
+        last.release()
+
+
+def test_idle_buffers_are_trimmed_oldest_first_when_the_limit_would_be_passed() -> None:
+    with BufferPool(10 * PAGE_BYTES) as pool:
+        leases = [pool.lease(size * PAGE_BYTES, "test") for size in (4, 2, 3)]
+        addresses = [address_of(lease.memory) for lease in leases]
+        for lease in leases:
+            lease.release()
+        big = pool.lease(5 * PAGE_BYTES, "test")  # 9 idle + 5 > 10: the oldest, of 4, must go
+        assert pool.peak_bytes == 10 * PAGE_BYTES
+        two, three = pool.lease(2 * PAGE_BYTES, "test"), pool.lease(3 * PAGE_BYTES, "test")
+        assert [address_of(two.memory), address_of(three.memory)] == addresses[1:]
+        assert pool.leased_bytes == pool.peak_bytes == 10 * PAGE_BYTES
+        for lease in (big, two, three):
+            lease.release()
+
+
+def test_trim_and_close_give_memory_back() -> None:
+    pool = BufferPool(None)
+    leases = [pool.lease(8 * MIB, "test") for _ in range(2)]
+    addresses = [address_of(lease.memory) for lease in leases]
+    for lease in leases:
+        touch(lease.memory)
+    leases[0].release()
+    pool.trim()
+    assert not mappings_of(addresses[0] + MIB, MIB)
+    pool.close()
+    assert mappings_of(addresses[1] + MIB, MIB)
+    leases[1].memory[0] = 7  # lent out: still good
+    leases[1].release()
+    assert not mappings_of(addresses[1] + MIB, MIB)
+    pool.close()
+    with pytest.raises(AssertionError, match="closed pool"):
+        pool.lease(1, "late")
+
+
+def test_a_view_keeps_its_memory_mapped_after_lease_and_pool_are_gone() -> None:
+    pool = BufferPool(None)
+    lease = pool.lease(4 * MIB, "test")
+    view = lease.memory[MIB : 2 * MIB]
+    view[:3] = b"abc"
+    address = address_of(view)
+    lease.release()
+    pool.close()
+    del lease, pool
+    gc.collect()
+    assert view[:3].tobytes() == b"abc"
+    del view
+    assert not mappings_of(address, MIB)
+
+
+def test_release_ends_the_lease_and_a_second_one_is_a_bug() -> None:
+    with BufferPool(None) as pool:
+        lease = pool.lease(PAGE_BYTES, "test")
+        lease.release()
+        with pytest.raises(AssertionError, match="more often than it was taken"):
+            lease.release()
+        with pytest.raises(AssertionError, match="shared after its release"):
+            lease.share()
+        with pytest.raises(AssertionError, match="used after its release"):
+            _ = lease.memory
+        assert pool.leased_bytes == 0
+        one, two = pool.lease(PAGE_BYTES, "test"), pool.lease(PAGE_BYTES, "test")
+        assert address_of(one.memory) != address_of(two.memory)  # was returned once, not twice
+
+
+def test_a_shared_lease_ends_with_its_last_user() -> None:
+    with BufferPool(None) as pool:
+        lease = pool.lease(PAGE_BYTES, "test")
+        assert lease.share() is lease
+        lease.share().release()
+        lease.release()
+        assert pool.leased_bytes == PAGE_BYTES == len(lease.memory)
+        lease.release()
+        assert pool.leased_bytes == 0
+
+
+def test_refused_mapping_is_an_environment_failure_with_its_cause() -> None:
+    with BufferPool(None) as pool:
+        with pytest.raises(EnvironmentFailure, match="everything") as raised:
+            pool.lease(1 << 60, "everything")
+        assert isinstance(raised.value.__cause__, OSError)
+        assert pool.leased_bytes == 0
+
+
+def test_many_threads_never_share_a_buffer_or_pass_the_limit() -> None:
+    limit_bytes = 64 * PAGE_BYTES
+    wrong: list[str] = []
+    with BufferPool(limit_bytes) as pool:
+
+        def work(number: int) -> None:
+            for turn in range(200):
+                with pool.lease((1 + (turn * 7 + number) % 8) * PAGE_BYTES, "test") as lease:
+                    mark = bytes([number, turn % 256])
+                    lease.memory[:2] = mark
+                    lease.memory[-2:] = mark
+                    if lease.memory[:2].tobytes() != mark or lease.memory[-2:].tobytes() != mark:
+                        wrong.append(f"thread {number} turn {turn}")
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        assert pool.leased_bytes == 0 and pool.peak_bytes <= limit_bytes
+
+
+class Pins:
+    """Notes what is pinned and unpinned, and that whatever is unpinned is still mapped."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self._refuses = refuses
+        self.sizes: dict[int, int] = {}
+        self.unpinned: list[int] = []
+
+    def __call__(self, address: int, num_bytes: int) -> Callable[[], None] | None:
+        if self._refuses:
+            return None
+        assert address % PAGE_BYTES == 0 and address not in self.sizes
+        self.sizes[address] = num_bytes
+        return lambda: self._unpin(address)
+
+    def _unpin(self, address: int) -> None:
+        assert mappings_of(address, PAGE_BYTES), "was unmapped first"
+        self.unpinned.append(self.sizes.pop(address))
+
+
+@pytest.mark.parametrize("num_bytes", [1, PAGE_BYTES, 3 * MIB + 5])
+def test_what_is_pinned_is_the_memory_and_no_byte_more(num_bytes: int) -> None:
+    pins = Pins()
+    with BufferPool(None, pin=pins) as pool:
+        lease = pool.lease(num_bytes, "test")
+        size_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+        assert pins.sizes == {address_of(lease.memory): size_bytes}
+        lease.release()
+        pool.lease(num_bytes, "again").release()
+        assert len(pins.sizes) == 1 and not pins.unpinned, "what is kept stays pinned"
+        pool.trim()
+        assert pins.unpinned == [size_bytes] and not pins.sizes
+
+
+def test_nothing_is_pinned_of_an_empty_lease() -> None:
+    pins = Pins()
+    with BufferPool(None, pin=pins) as pool, pool.lease(0, "test"):
+        assert not pins.sizes
+
+
+def test_memory_is_unpinned_before_it_is_unmapped() -> None:
+    pins = Pins()
+    pool = BufferPool(2 * PAGE_BYTES, pin=pins)
+    first = pool.lease(PAGE_BYTES, "a")
+    view = first.memory[:3]
+    first.release()
+    second = pool.lease(2 * PAGE_BYTES, "b")  # makes room
+    assert pins.unpinned == [PAGE_BYTES]
+    view[:] = b"abc"  # still mapped, for whoever looks
+    pool.close()
+    assert pins.unpinned == [PAGE_BYTES]
+    second.release()
+    assert pins.unpinned == [PAGE_BYTES, 2 * PAGE_BYTES]
+
+
+def test_memory_that_cannot_be_pinned_is_as_good() -> None:
+    with BufferPool(None, pin=Pins(refuses=True)) as pool, pool.lease(PAGE_BYTES, "test") as lease:
+        lease.memory[0] = 7
+        assert lease.memory[0] == 7

@@ -1,0 +1,84 @@
+"""Scratch: gives back what was written, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.io.buffers import PAGE_BYTES, BufferPool
+from ratel_cli.io.queue import IoQueue
+from ratel_cli.io.scratch import Scratch
+from tests.fakes import FaultyQueue, filled
+
+
+@pytest.mark.parametrize("num_directories", [1, 2, 3])
+def test_gives_back_what_was_written(tmp_path: Path, queue: IoQueue, pool: BufferPool, num_directories: int) -> None:
+    paths = [tmp_path / f"drive{index}" for index in range(num_directories)]
+    num_pages = 50
+    expected = bytearray(num_pages * PAGE_BYTES)
+    random_state = random.Random(num_directories)
+    with Scratch(paths, num_pages * PAGE_BYTES, queue, stripe_bytes=3 * PAGE_BYTES) as scratch:
+        for start, stop in [(0, num_pages), (0, 1), (7, 30), (num_pages - 1, num_pages), (5, 5)]:
+            part = random_state.randbytes((stop - start) * PAGE_BYTES)
+            expected[start * PAGE_BYTES : stop * PAGE_BYTES] = part
+            scratch.write(start * PAGE_BYTES, filled(pool, part)).wait()
+        for start, stop in [(0, num_pages), (3, 17), (49, 50), (9, 9)]:
+            memory = pool.lease((stop - start) * PAGE_BYTES, "test").memory
+            scratch.read(start * PAGE_BYTES, memory).wait()
+            assert memory == expected[start * PAGE_BYTES : stop * PAGE_BYTES]
+        assert [list(path.iterdir()) for path in paths] == [[]] * num_directories
+
+
+@pytest.mark.parametrize("weights", [(1,), (1, 2), (8, 1, 3)])
+def test_directories_take_their_shares(tmp_path: Path, pool: BufferPool, weights: tuple[int, ...]) -> None:
+    paths = [tmp_path / f"drive{index}" for index in range(len(weights))]
+    expected = random.Random(1).randbytes(3 * sum(weights) * PAGE_BYTES)
+    with (
+        FaultyQueue(request_bytes=PAGE_BYTES) as queue,
+        Scratch(paths, len(expected), queue, weights=weights, stripe_bytes=PAGE_BYTES) as scratch,
+    ):
+        scratch.write(0, filled(pool, expected)).wait()
+        memory = pool.lease(len(expected), "test").memory
+        scratch.read(0, memory).wait()
+        assert memory == expected
+        written = Counter(call.fd for call in queue.calls if call.direction == "write")
+        assert [written[fd] for fd in sorted(written)] == [3 * weight for weight in weights]
+
+
+def test_of_nothing(tmp_path: Path, queue: IoQueue) -> None:
+    with Scratch([tmp_path], 0, queue) as scratch:
+        scratch.write(0, memoryview(bytearray())).wait()
+
+
+def test_beyond_the_end_is_a_bug(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
+    with Scratch([tmp_path], PAGE_BYTES, queue) as scratch, pytest.raises(AssertionError):
+        scratch.write(PAGE_BYTES, filled(pool, bytes(PAGE_BYTES)))
+
+
+def test_closes_once_and_not_before_its_transfers(tmp_path: Path, pool: BufferPool) -> None:
+    with FaultyQueue(shuffle_seed=1) as queue:
+        scratch = Scratch([tmp_path], 64 * PAGE_BYTES, queue)
+        tickets = [scratch.write(page * PAGE_BYTES, filled(pool, bytes(PAGE_BYTES))) for page in range(64)]
+        scratch.close()
+        assert all(ticket.done for ticket in tickets)
+        scratch.close()
+
+
+def test_says_what_it_needs(tmp_path: Path, queue: IoQueue) -> None:
+    with pytest.raises(EnvironmentFailure, match=rf"need 1024 TiB, have .* on {tmp_path}/new"):
+        Scratch([tmp_path / "new"], 1 << 50, queue)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wants_directories(tmp_path: Path, queue: IoQueue) -> None:
+    with pytest.raises(BadInput, match=r"storage\.paths is empty"):
+        Scratch([], PAGE_BYTES, queue)
+    with pytest.raises(BadInput, match="twice"):
+        Scratch([tmp_path, tmp_path / "x" / ".."], PAGE_BYTES, queue)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentFailure, match="cannot be created"):
+        Scratch([tmp_path / "file"], PAGE_BYTES, queue)

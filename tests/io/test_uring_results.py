@@ -1,0 +1,125 @@
+"""What io_uring's completions say is heeded as the threads' results are (test_requests): refusals, and short ones."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.errors import EnvironmentFailure, IntegrityFailure
+from ratel_cli.io.buffers import PAGE_BYTES, BufferPool
+from ratel_cli.io.queue import IoQueue, LanedQueue, Piece, open_queue
+from ratel_cli.io.requests import MAX_ATTEMPTS
+from tests.fakes import filled
+
+Results = list[int | OSError | None]
+NUM_PAGES = 6
+
+
+@pytest.fixture(autouse=True)
+def _with_io_uring() -> None:
+    try:
+        open_queue("io_uring", notice=pytest.fail).close()
+    except EnvironmentFailure as refusal:
+        pytest.skip(refusal.message)
+
+
+def queue_with(results: Results) -> IoQueue:
+    """A queue on real rings, but the first results of each are these; None leaves one as it is."""
+    from ratel_cli.io.uring import Ring, UringLane
+
+    class ChangedRing(Ring):
+        def __init__(self, num_entries: int) -> None:
+            super().__init__(num_entries)
+            self._results = list(results)
+
+        def reap(self) -> list[tuple[int, int | OSError]]:
+            return [(key, self._changed(result) if key else result) for key, result in super().reap()]
+
+        def _changed(self, result: int | OSError) -> int | OSError:
+            instead = self._results.pop(0) if self._results else None
+            return result if instead is None else instead
+
+    return LanedQueue(
+        "io_uring",
+        lambda direction: UringLane(direction, depth=2, timeout_seconds=10.0, open_ring=ChangedRing),
+        request_bytes=4 * PAGE_BYTES,
+    )
+
+
+def refusals(error_number: int, count: int) -> Results:
+    return [OSError(error_number, os.strerror(error_number)) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        refusals(errno.EAGAIN, 1),
+        refusals(errno.EINTR, 3),
+        refusals(errno.EAGAIN, MAX_ATTEMPTS),
+        [PAGE_BYTES],
+        [PAGE_BYTES + 1, None, *refusals(errno.EAGAIN, 1), PAGE_BYTES],
+    ],
+)
+def test_refused_and_short_transfers_go_on(results: Results, pool: BufferPool, fd: int, tmp_path: Path) -> None:
+    contents = random.Random(3).randbytes(NUM_PAGES * PAGE_BYTES)
+    with queue_with(results) as queue:
+        queue.write([Piece(fd=fd, offset=0, memory=filled(pool, contents))]).wait()
+        assert (tmp_path / "data").read_bytes() == contents
+        memory = pool.lease(len(contents), "test").memory
+        queue.read([Piece(fd=fd, offset=0, memory=memory)]).wait()
+        assert memory == contents
+        assert queue.read_bytes == queue.written_bytes == len(contents)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: refusals(errno.EAGAIN, 2 * MAX_ATTEMPTS + 2), IntegrityFailure),
+        (lambda: refusals(errno.EIO, 1), IntegrityFailure),
+        (lambda: refusals(errno.ENOSPC, 1), EnvironmentFailure),
+        (lambda: [0], IntegrityFailure),
+        (lambda: [PAGE_BYTES - 1], IntegrityFailure),
+    ],
+    ids=["EAGAIN for good", "EIO", "ENOSPC", "nothing", "less than a page"],
+)
+def test_what_is_no_refusal_for_the_moment_fails_its_ticket_alone(
+    make: Callable[[], Results], kind: type[IntegrityFailure | EnvironmentFailure], pool: BufferPool, fd: int
+) -> None:
+    memory = filled(pool, bytes(NUM_PAGES * PAGE_BYTES))
+    with queue_with(make()) as queue:
+        with pytest.raises(kind):
+            queue.write([Piece(fd=fd, offset=0, memory=memory)]).wait()
+        queue.write([Piece(fd=fd, offset=0, memory=memory)]).wait()
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def test_a_read_that_the_kernel_cut_short_goes_on(pool: BufferPool, pipe: tuple[int, int]) -> None:
+    """A pipe gives what is there."""
+    reading, writing = pipe
+    contents = random.Random(2).randbytes(3 * PAGE_BYTES)
+    memory = pool.lease(len(contents), "test").memory
+    os.write(writing, contents[:PAGE_BYTES])
+    with open_queue("io_uring", notice=pytest.fail) as queue:
+        ticket = queue.read([Piece(fd=reading, offset=0, memory=memory)])
+        time.sleep(0.05)
+        assert not ticket.done
+        rest = threading.Thread(target=os.write, args=(writing, contents[PAGE_BYTES:]))
+        rest.start()
+        ticket.wait()
+        rest.join()
+        assert memory == contents
+        assert queue.read_bytes == len(contents)

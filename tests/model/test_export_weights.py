@@ -1,0 +1,294 @@
+"""The exported directory: what transformers loads from it, and what is left when writing fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.model.checkpoint import CheckpointSource
+from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
+from ratel_cli.model.export_weights import export_model, split_into_shards
+from ratel_cli.model.shards import ShardReader, file_bytes
+from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.model.spec import DtypeName, ModelSpec, lay_out_block
+from ratel_cli.store.layout import ComputeDtype
+from ratel_cli.store.store import Store
+from tests.model.tiny import (
+    FAMILIES,
+    Tensors,
+    assert_same,
+    file_size_limit,
+    import_all,
+    imported_store,
+    reference,
+    save_tiny,
+    skeleton_of,
+)
+
+SHARD_BYTES = 60_000
+
+
+class Exported:
+    """A base model, a store that holds it, and the means to export it."""
+
+    def __init__(self, base: Path, spec: ModelSpec, buffers: Tensors, store: Store, pool: BufferPool) -> None:
+        self.base, self.spec, self.buffers, self.store, self.pool = base, spec, buffers, store, pool
+
+    def export(self, output: Path, *, dtype: DtypeName = "float32", max_shard_bytes: int = SHARD_BYTES) -> None:
+        export_model(
+            self.spec,
+            self.store,
+            self.pool,
+            base_dir=self.base,
+            output_dir=output,
+            dtype=dtype,
+            buffers=self.buffers,
+            max_shard_bytes=max_shard_bytes,
+            group_elements=4096,
+        )
+
+
+@contextmanager
+def in_store(tmp_path: Path, family: str, dtype: ComputeDtype = "float32", **changes: object) -> Iterator[Exported]:
+    base = tmp_path / "base"
+    save_tiny(family, base, **changes)
+    skeleton, spec = skeleton_of(base)
+    with CheckpointSource(base, skeleton, spec) as source:
+        buffers = source.read_buffers()
+        with imported_store(tmp_path / "store", spec, source, dtype) as (store, pool):
+            yield Exported(base, spec, buffers, store, pool)
+
+
+def load(directory: Path, **options: object) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, **options)
+    return model
+
+
+def state_of(model: PreTrainedModel) -> Tensors:
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_loads(tmp_path: Path, family: str) -> None:
+    output = tmp_path / "out"
+    with in_store(tmp_path, family) as exported:
+        exported.export(output)
+    base, found = load(tmp_path / "base"), load(output)
+    assert type(found) is type(base) and found.dtype == torch.float32
+    assert found.config.tie_word_embeddings == base.config.tie_word_embeddings
+    wanted, state = state_of(base), state_of(found)
+    assert state.keys() == wanted.keys()
+    assert all(torch.equal(state[name], wanted[name]) for name in wanted)
+    assert_same(import_all(output), reference(tmp_path / "base"))
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_every_dtype_of_every_layout(tmp_path: Path, stored: ComputeDtype, dtype: DtypeName) -> None:
+    output = tmp_path / "out"
+    with in_store(tmp_path, "mixtral", stored) as exported:
+        exported.export(output, dtype=dtype)
+    assert json.loads((output / "config.json").read_text())["dtype"] == dtype
+    found = load(output)
+    assert found.dtype == DTYPES[dtype]
+    wanted = reference(tmp_path / "base")
+    for name, parameter in found.named_parameters():
+        assert torch.equal(parameter, wanted[name].to(DTYPES[dtype])), name
+
+
+@pytest.mark.parametrize(("tied", "names"), [(True, 1), (False, 2)])
+def test_a_tied_weight_is_written_once(tmp_path: Path, tied: bool, names: int) -> None:
+    output = tmp_path / "out"
+    with in_store(tmp_path, "gpt2", tie_word_embeddings=tied) as exported:
+        exported.export(output, max_shard_bytes=10**9)
+    written = load_file(output / WEIGHTS_NAME)
+    assert len({"transformer.wte.weight", "lm_head.weight"} & set(written)) == names
+    model = load(output)
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied  # type: ignore[no-untyped-call]
+    assert_same(import_all(output), reference(tmp_path / "base"))
+
+
+def test_shards_and_index(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with in_store(tmp_path, "llama") as exported:
+        exported.export(output)
+        num_parameters = exported.spec.num_parameters
+    index = json.loads((output / INDEX_NAME).read_text())
+    shards = sorted(path.name for path in output.glob("*.safetensors"))
+    assert shards == [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
+    assert len(shards) > 2 and set(index["weight_map"].values()) == set(shards)
+    assert index["metadata"] == {"total_parameters": num_parameters, "total_size": 4 * num_parameters}
+    for name in shards:
+        assert (output / name).stat().st_size <= SHARD_BYTES
+        with safe_open(output / name, "pt") as file, ShardReader(output / name) as reader:
+            assert file.metadata() == {"format": "pt"}
+            assert set(reader.tensors) == {tensor for tensor, shard in index["weight_map"].items() if shard == name}
+
+
+def test_companions(tmp_path: Path) -> None:
+    output, base = tmp_path / "out", tmp_path / "base"
+    with in_store(tmp_path, "llama") as exported:
+        make_tokenizer().save_pretrained(base)
+        (base / "LICENSE").write_text("be good")
+        (base / "code.py").write_text("raise SystemExit")
+        (base / "pytorch_model.bin").write_bytes(b"pickle")
+        (base / "additional_chat_templates").mkdir()
+        (base / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+        GenerationConfig(temperature=0.25, do_sample=True).save_pretrained(base)  # type: ignore[no-untyped-call]
+        config = json.loads((base / "config.json").read_text())
+        config |= {"auto_map": {"AutoConfig": "code.C"}, "torch_dtype": "float16", "unknown_key": [1]}
+        (base / "config.json").write_text(json.dumps(config))
+        exported.export(output, dtype="bfloat16")
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    assert tokenizer("a b").input_ids == [0, 1]
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "<user>a"
+    assert GenerationConfig.from_pretrained(output).temperature == 0.25
+    assert (output / "additional_chat_templates" / "tools.jinja").read_text() == "{{ tools }}"
+    assert (output / "LICENSE").read_text() == "be good"
+    assert not (output / "code.py").exists() and not (output / "pytorch_model.bin").exists()
+    written = json.loads((output / "config.json").read_text())
+    assert written["dtype"] == "bfloat16" and written["unknown_key"] == [1]
+    assert "torch_dtype" not in written and "auto_map" not in written
+    card = (output / "README.md").read_text()
+    assert "LlamaForCausalLM" in card and "3 optimizer updates" in card and str(tmp_path) not in card
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    words = Tokenizer(WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")  # type: ignore[no-untyped-call]
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    return tokenizer
+
+
+def test_generation_defaults_where_the_base_has_none(tmp_path: Path) -> None:
+    with in_store(tmp_path, "llama") as exported:
+        (exported.base / "generation_config.json").unlink()
+        exported.export(tmp_path / "out")
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 2
+
+
+def test_an_earlier_export_is_replaced_and_the_run_stays(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with in_store(tmp_path, "llama") as exported:
+        exported.export(output, max_shard_bytes=30_000)
+        many = len(list(output.glob("*.safetensors")))
+        (output / "run").mkdir()
+        (output / "run" / "metrics.jsonl").write_text("{}\n")
+        (output / "notes.txt").write_text("mine")
+        for max_shard_bytes, number in ((10**9, 1), (60_000, None), (10**9, 1)):
+            exported.export(output, max_shard_bytes=max_shard_bytes)
+            shards = list(output.glob("*.safetensors"))
+            assert len(shards) == number if number else 1 < len(shards) < many
+            assert (output / INDEX_NAME).exists() == (number is None)
+            assert_same(import_all(output), reference(exported.base))
+    assert (output / "run" / "metrics.jsonl").read_text() == "{}\n" and (output / "notes.txt").read_text() == "mine"
+    assert not [path for path in output.iterdir() if path.name.startswith(".")]
+
+
+def test_into_the_directory_of_the_base_model(tmp_path: Path) -> None:
+    with in_store(tmp_path, "mixtral", "bfloat16") as exported:
+        wanted = reference(exported.base)
+        exported.export(exported.base, dtype="float32")
+        assert_same(import_all(exported.base), wanted)
+
+
+def test_leftovers_of_a_killed_export_are_removed(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    (output / ".export-in-progress" / "deep").mkdir(parents=True)
+    (output / ".export-in-progress" / "model.safetensors").write_bytes(b"half")
+    with in_store(tmp_path, "llama") as exported:
+        exported.export(output)
+    assert not (output / ".export-in-progress").exists()
+    assert_same(import_all(output), reference(tmp_path / "base"))
+
+
+def test_no_space_is_known_before_the_first_byte(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with in_store(tmp_path, "llama") as exported:
+        block = lay_out_block(index=0, kind="embedding", name="e", parameters=[("e", (1 << 50,), True)])
+        huge = ModelSpec(name="x", architecture="X", blocks=(block,), tied=False, hidden_size=1, vocab_size=1)
+        exported.spec = huge
+        with pytest.raises(EnvironmentFailure, match=r"the export needs 4096 TiB, .* are free"):
+            exported.export(output)
+    assert list(output.iterdir()) == []
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 5_000, 30_000])
+def test_no_space_half_way(tmp_path: Path, limit_bytes: int) -> None:
+    output = tmp_path / "out"
+    with in_store(tmp_path, "llama") as exported:
+        exported.export(output, max_shard_bytes=40_000)
+        before = {path.name: path.read_bytes() for path in output.iterdir()}
+        with pytest.raises(EnvironmentFailure, match="no space left"), file_size_limit(limit_bytes):
+            exported.export(output, dtype="bfloat16", max_shard_bytes=60_000)
+        assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+        exported.export(output, max_shard_bytes=60_000)
+    assert_same(import_all(output), reference(tmp_path / "base"))
+
+
+def test_an_interrupted_export_leaves_the_old_one(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with in_store(tmp_path, "llama") as exported:
+        exported.export(output)
+        before = {path.name: path.read_bytes() for path in output.iterdir()}
+        (exported.base / "config.json").write_text("{")
+        with suppress(BadInput):
+            exported.export(output)
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+
+
+def test_a_failure_between_the_renames_leaves_nothing_that_loads(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with in_store(tmp_path, "llama") as exported:
+        for max_shard_bytes in (SHARD_BYTES, 10**9):
+            exported.export(output, max_shard_bytes=max_shard_bytes)
+            (output / "README.md").unlink()
+            (output / "README.md" / "full").mkdir(parents=True)
+            with pytest.raises(EnvironmentFailure, match="cannot be written"):
+                exported.export(output, max_shard_bytes=max_shard_bytes)
+            assert not (output / INDEX_NAME).exists() and not (output / WEIGHTS_NAME).exists()
+            assert not (output / ".export-in-progress").exists()
+            (output / "README.md" / "full").rmdir()
+            (output / "README.md").rmdir()
+        exported.export(output)
+    assert_same(import_all(output), reference(tmp_path / "base"))
+
+
+def test_output_that_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    with in_store(tmp_path, "llama") as exported, pytest.raises(BadInput, match="not a directory"):
+        exported.export(tmp_path / "out")
+
+
+def test_memory_is_that_of_a_group(tmp_path: Path) -> None:
+    with in_store(tmp_path, "llama", "bfloat16") as exported:
+        for dtype, bytes_per_element in (("bfloat16", 2), ("float32", 12)):
+            with BufferPool(bytes_per_element * 4096) as pool:
+                exported.pool = pool
+                exported.export(tmp_path / "out", dtype=dtype)  # type: ignore[arg-type]
+                assert pool.leased_bytes == 0
+
+
+@pytest.mark.parametrize("limit", [1, 500, 1000, 1 << 20])
+def test_shard_sizes(limit: int) -> None:
+    tensors = [(f"t{index}", torch.float32, (index, 10)) for index in range(20)]
+    shards = split_into_shards(tensors, limit)
+    assert [tensor for shard in shards for tensor in shard.tensors] == tensors
+    for shard in shards:
+        assert shard.tensors and (len(shard.tensors) == 1 or file_bytes(shard.tensors) <= limit)
+    assert len({shard.file_name for shard in shards}) == len(shards)

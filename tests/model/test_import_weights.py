@@ -1,0 +1,108 @@
+"""The import: what lies in the store afterwards, field by field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.views import view_field
+from ratel_cli.model.import_weights import import_weights, overlaps
+from ratel_cli.model.spec import BlockSpec, ModelSpec, lay_out_block
+from ratel_cli.store.layout import ComputeDtype, record_layout
+from ratel_cli.store.store import Store
+from tests.model.tiny import imported_store
+
+SIZES = [1, 31, 32, 33, 2047, 2048, 2049, 9000]
+
+
+class CountingSource:
+    """Weights whose bit patterns are all different, with ties and specials of bfloat16 among them."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.values: dict[str, torch.Tensor] = {}
+        generator = torch.Generator().manual_seed(1)
+        for parameter in (parameter for block in spec.blocks for parameter in block.parameters):
+            bits = torch.randint(-(2**31), 2**31, (parameter.num_elements,), generator=generator, dtype=torch.int64)
+            bits[::3] = bits[::3] // 2**16 * 2**16 + 0x8000
+            bits[bits // 2**23 % 256 == 255] -= 2**23
+            self.values[parameter.name] = bits.to(torch.int32).view(torch.float32)
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self.values[name][start:stop].clone()
+
+
+def made_up_spec() -> ModelSpec:
+    blocks = (
+        lay_out_block(index=0, kind="embedding", name="embedding", parameters=[("e", (7, 3), True)]),
+        lay_out_block(index=1, kind="layer", name="layer 0", parameters=[(f"p{n}", (n,), True) for n in SIZES]),
+        lay_out_block(index=2, kind="head", name="head", parameters=[("h", (2048,), True)]),
+    )
+    return ModelSpec(name="x", architecture="X", blocks=blocks, tied=False, hidden_size=1, vocab_size=1)
+
+
+def read_field(store: Store, pool: BufferPool, block: BlockSpec, name: str) -> torch.Tensor:
+    num_bytes = store.layout.field(name).bytes_per_element
+    lease = pool.lease(block.num_elements * num_bytes, "test")
+    store.read(block.index, name, 0, block.num_elements, lease.memory).wait()
+    return view_field(lease.memory, name, block.num_elements)
+
+
+def flat(block: BlockSpec, source: CountingSource) -> torch.Tensor:
+    whole = torch.zeros(block.num_elements)
+    for parameter in block.parameters:
+        whole[parameter.start : parameter.stop] = source.values[parameter.name]
+    return whole
+
+
+@pytest.mark.parametrize("group_elements", [2048, 4096, 1 << 23])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_every_field(tmp_path: Path, dtype: ComputeDtype, group_elements: int) -> None:
+    spec = made_up_spec()
+    source = CountingSource(spec)
+    with imported_store(tmp_path, spec, source, dtype, group_elements=group_elements) as (store, pool):
+        for block in spec.blocks:
+            fields = {field.name: read_field(store, pool, block, field.name) for field in store.layout.fields}
+            master = flat(block, source)
+            assert not fields["m32"].any() and torch.equal(fields["v32"].abs(), torch.zeros(block.num_elements))
+            if dtype == "bfloat16":
+                bits = master.view(torch.int32)
+                assert torch.equal(fields["hi16"].view(torch.int16), master.to(torch.bfloat16).view(torch.int16))
+                assert torch.equal(fields["lo16"].to(torch.int32) & 0xFFFF, bits & 0xFFFF)
+                rounded_up = fields["hi16"].view(torch.int16).to(torch.int32) & 0xFFFF != bits >> 16 & 0xFFFF
+                is_tie = bits & 0xFFFF == 0x8000
+                assert is_tie.any() and torch.equal(fields["v32"].signbit()[is_tie], rounded_up[is_tie])
+            else:
+                assert torch.equal(fields["w32"].view(torch.int32), master.view(torch.int32))
+            if dtype == "float16":
+                assert torch.equal(fields["w16"].view(torch.int16), master.to(torch.float16).view(torch.int16))
+
+
+def test_memory_is_that_of_a_group_and_progress_adds_up(tmp_path: Path) -> None:
+    spec = made_up_spec()
+    source = CountingSource(spec)
+    counts: list[int] = []
+    # hi16, lo16, m32, v32 and the master: 16 bytes for each element of a group, and not one more.
+    with imported_store(tmp_path, spec, source, "bfloat16") as (store, _), BufferPool(16 * 4096) as pool:
+        store.begin_step()
+        import_weights(spec, source, store, pool, progress=counts.append, group_elements=4096)
+        assert pool.peak_bytes == 16 * 4096 and pool.leased_bytes == 0
+    assert sum(counts) == spec.num_parameters and counts[0] == 21 and len(counts) == 1 + 4 + 1
+
+
+def test_overlaps() -> None:
+    block = made_up_spec().blocks[1]
+    assert [p.name for p, _, _ in overlaps(block, 0, 1)] == ["p1"]
+    assert overlaps(block, 1, 32) == []
+    found = overlaps(block, 2048, 4096)
+    assert all(2048 <= first < last <= 4096 for _, first, last in found)
+    whole = overlaps(block, 0, block.num_elements)
+    assert [(first, last) for _, first, last in whole] == [(p.start, p.stop) for p in block.parameters]
+
+
+def test_layouts_are_those_of_the_store() -> None:
+    for dtype in ("bfloat16", "float16", "float32"):
+        for field in record_layout(dtype).fields:
+            assert view_field(memoryview(bytearray(64)), field.name, 2).element_size() == field.bytes_per_element

@@ -1,0 +1,169 @@
+"""Forecasts of Ratel's own cost model: equal to plans, and there even of what does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ratel_cli.hardware.spec import margin_bytes
+from ratel_cli.planning.estimate.analytic import analytic_profile
+from ratel_cli.planning.estimate.shapes import LayerTraits
+from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster, host_limit_bytes
+from ratel_cli.planning.plan import make_plan
+from ratel_cli.units import GIB, MIB
+from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
+from tests.planning.forecasters import paper_machine, ratel_forecaster, setting
+from tests.planning.shapes import BFLOAT16
+
+
+def test_a_forecast_is_the_plan_of_a_run() -> None:
+    forecaster, asked = ratel_forecaster(), setting(num_steps=10)
+    memory_bytes = asked.hardware.gpu.memory_bytes
+    plan = make_plan(
+        forecaster.spec,
+        forecaster.profile,
+        forecaster.state,
+        asked.workload,
+        replace(
+            forecaster.decisions,
+            host_limit_bytes=64 * GIB,
+            device_limit_bytes=memory_bytes - margin_bytes(memory_bytes),
+        ),
+        asked.hardware,
+        process_bytes=forecaster.process_bytes,
+    )
+    forecast = forecaster.forecast(asked)
+    assert forecast.fits
+    assert forecast.step_seconds == plan.time.total
+    assert forecast.bottleneck == plan.time.bottleneck
+    assert (forecast.nvme_read_bytes, forecast.nvme_written_bytes) == (
+        plan.traffic.read_bytes,
+        plan.traffic.written_bytes,
+    )
+    assert (forecast.swap_set, forecast.curve) == (plan.swapped, plan.curve)
+    assert forecast.kept_on_gpu_bytes == plan.offloaded.kept_bytes > 0
+    told, planned = forecast.to_json(), plan.to_json()
+    assert told["activations"] == planned["activations"]
+    assert told["throughput"] == planned["throughput"]
+    assert told["model"] == planned["model"]
+
+
+def test_the_run_is_its_steps() -> None:
+    forecaster, machine = ratel_forecaster(), replace(WITH_GPU, nvme=replace(WITH_GPU.nvme, endurance_tb_written=2.0))
+    forecast = forecaster.forecast(setting(machine, num_steps=10))
+    assert forecast.run_seconds == 10 * forecast.step_seconds
+    assert forecast.run_tb_written == pytest.approx(forecast.nvme_written_bytes / 1e11)
+    assert forecast.endurance_share == pytest.approx(forecast.nvme_written_bytes / 2e11)
+    unknown = forecaster.forecast(setting(machine))
+    assert (unknown.run_seconds, unknown.run_tb_written, unknown.endurance_share) == (None, None, None)
+
+
+def test_the_limit_is_the_user_s_or_what_is_free_less_a_margin() -> None:
+    assert host_limit_bytes(setting(host_limit_bytes=GIB)) == GIB
+    assert host_limit_bytes(setting(WITH_GPU, host_limit_bytes=None)) == 100 * GIB - 128 * GIB // 20
+    assert host_limit_bytes(setting(host_limit_bytes=None)) == 0, "a machine with nothing free"
+
+
+@pytest.mark.parametrize("holds_gradients", [True, False])
+def test_too_little_ram_is_told_to_the_byte(holds_gradients: bool) -> None:
+    forecaster = ratel_forecaster(holds_gradients=holds_gradients)
+    short = forecaster.forecast(setting(host_limit_bytes=GIB // 2))
+    [tier] = short.shortfalls
+    assert (tier.name, short.fits) == ("RAM", False)
+    assert "limits.host_memory" in tier.remedy
+    assert not forecaster.forecast(setting(host_limit_bytes=tier.need_bytes - 1)).fits
+    assert forecaster.forecast(setting(host_limit_bytes=tier.need_bytes)).fits
+
+
+def test_too_little_space_is_told() -> None:
+    machine = paper_machine()
+    forecast = ratel_forecaster().forecast(setting(replace(machine, nvme=replace(machine.nvme, free_bytes=MIB))))
+    [tier] = forecast.shortfalls
+    assert (tier.name, tier.shortfall_bytes) == ("NVMe", forecast.nvme_bytes - MIB)
+    assert "storage.paths" in tier.remedy
+
+
+def test_a_gpu_has_its_own_memory_and_a_cpu_only_a_budget() -> None:
+    [gpu, *_] = ratel_forecaster().forecast(setting()).tiers
+    assert (gpu.name, gpu.have_bytes) == ("GPU", 24 * GIB - 24 * GIB // 20)
+    [gpu, *_] = ratel_forecaster(device_limit_bytes=MIB).forecast(setting()).tiers
+    assert (gpu.have_bytes, gpu.shortfall_bytes) == (MIB, gpu.need_bytes - MIB)
+    names = [tier.name for tier in ratel_forecaster().forecast(setting(WITHOUT_GPU)).tiers]
+    assert names == ["RAM", "NVMe"]
+    limited = ratel_forecaster(device_limit_bytes=MIB).forecast(setting(WITHOUT_GPU))
+    assert limited.shortfalls[0].name == "GPU"
+
+
+def test_a_larger_micro_batch_is_as_if_estimated_anew() -> None:
+    """And where times were recorded they grow with the rows."""
+    forecaster = ratel_forecaster(rows=4)
+    anew = analytic_profile(
+        forecaster.spec,
+        BFLOAT16,
+        traits=LayerTraits(num_heads=8, head_dim=128),
+        micro_batch_tokens=8192,
+        sequence_len=1024,
+    )
+    asked = setting(rows=8)
+    assert forecaster.forecast(asked) == replace(forecaster, profile=anew).forecast(asked)
+    timed = recorded(forecaster)
+    once, twice = (timed.forecast(setting(rows=rows)) for rows in (4, 8))
+    assert twice.forward.compute == pytest.approx(2 * once.forward.compute)
+    assert twice.source == "recorded"
+
+
+def recorded(forecaster: RatelForecaster) -> RatelForecaster:
+    """With times, as if they had been recorded on a device of 1 TFLOP/s."""
+    profile = forecaster.profile
+    layers = tuple(
+        replace(
+            layer,
+            forward_seconds=layer.flops_forward / 1e12,
+            recomputed_seconds=layer.flops_recomputed / 1e12,
+            backward_seconds=layer.flops_forward / 5e11,
+            candidates=tuple(replace(each, seconds=each.flops / 1e12) for each in layer.candidates),
+        )
+        for layer in profile.profiles
+    )
+    timed = replace(profile, source="recorded", profiles=layers, embedding_seconds=0.0, head_seconds=0.01)
+    return replace(forecaster, profile=timed)
+
+
+def test_the_optimizer_after_backward_counts_as_backward() -> None:
+    forecaster, asked = ratel_forecaster(overlap="separate"), setting()
+    plan, forecast = forecaster.plan(asked), forecaster.forecast(asked)
+    assert forecast.backward.optimizer == plan.time.update.optimizer > 0
+    assert forecast.backward.total == plan.time.backward.total + plan.time.update.total
+    assert forecast.step_seconds == pytest.approx(plan.time.total, rel=1e-12)
+
+
+@pytest.mark.parametrize("holds_gradients", [True, False])
+def test_the_deepest_fits_and_a_deeper_one_does_not(holds_gradients: bool) -> None:
+    """In memory that is just enough, where nothing stays that can be on NVMe, and the GPU keeps nothing."""
+    machine = paper_machine()
+    machine = replace(machine, nvme=replace(machine.nvme, free_bytes=20 * GIB))
+    gpu_bytes = ratel_forecaster(device_limit_bytes=MIB).forecast(setting(machine)).gpu_bytes
+    small = ratel_forecaster(holds_gradients=holds_gradients, device_limit_bytes=gpu_bytes)
+    limit_bytes = small.forecast(setting(machine, host_limit_bytes=MIB)).host_bytes
+    asked = setting(machine, host_limit_bytes=limit_bytes)
+    depth = small.deepest(asked)
+    assert depth is not None
+    at, beyond = (
+        ratel_forecaster(
+            num_layers=depth.num_layers + more, holds_gradients=holds_gradients, device_limit_bytes=gpu_bytes
+        )
+        for more in (0, 1)
+    )
+    assert at.spec.num_parameters == depth.num_parameters
+    assert at.forecast(asked).fits
+    if holds_gradients:
+        assert not beyond.forecast(asked).fits
+
+
+def test_no_depth_fits_where_memory_or_space_is_short() -> None:
+    machine = paper_machine()
+    no_space = replace(machine, nvme=replace(machine.nvme, free_bytes=MIB))
+    assert ratel_forecaster().deepest(setting(no_space)) is None
+    assert ratel_forecaster().deepest(setting(host_limit_bytes=MIB)) is None
+    assert ratel_forecaster(device_limit_bytes=MIB).deepest(setting()) is None

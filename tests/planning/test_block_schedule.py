@@ -1,0 +1,94 @@
+"""The order of uses, and which of them find their weights in memory, against a reader that is walked by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.block_schedule import needs_read, step_uses, window_bytes
+from ratel_cli.planning.placement import Placement
+from tests.planning.shapes import gpt
+
+
+def order(spec: ModelSpec) -> list[tuple[int, str]]:
+    return [(use.block.index, use.stage) for use in step_uses(spec)]
+
+
+def walk(blocks: list[int], prefetch_blocks: int, *, tied_head: int | None) -> list[bool]:
+    """For each use, whether it reads: open one after another, issue what comes, share what is there."""
+    read: dict[int, bool] = {}
+    users: Counter[int] = Counter()
+    for position, block in enumerate(blocks):
+        for coming in range(position, min(len(blocks), position + 1 + prefetch_blocks)):
+            if coming not in read:
+                read[coming] = users[blocks[coming]] == 0
+                users[blocks[coming]] += 1
+        if position == tied_head:
+            continue  # it stays open beside the embedding
+        users[block] -= 1
+        if tied_head is not None and position == tied_head + 1:
+            users[blocks[tied_head]] -= 1
+    return [read[position] for position in range(len(blocks))]
+
+
+def test_forward_head_backward() -> None:
+    assert order(gpt(num_layers=2)) == [
+        (0, "forward"),
+        (1, "forward"),
+        (2, "forward"),
+        (3, "backward"),
+        (2, "backward"),
+        (1, "backward"),
+        (0, "backward"),
+    ]
+
+
+def test_a_tied_embedding_is_used_beside_the_head() -> None:
+    assert order(gpt(num_layers=1, tied=True)) == [
+        (0, "forward"),
+        (1, "forward"),
+        (2, "backward"),
+        (0, "backward"),
+        (1, "backward"),
+        (0, "backward"),
+    ]
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5])
+@pytest.mark.parametrize("prefetch_blocks", range(7))
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_still_open_is_shared(num_layers: int, prefetch_blocks: int, tied: bool) -> None:
+    spec = gpt(num_layers=num_layers, tied=tied)
+    uses, placement = step_uses(spec), Placement(prefetch_blocks=prefetch_blocks)
+    reads = walk([use.block.index for use in uses], prefetch_blocks, tied_head=len(spec.blocks) - 1 if tied else None)
+    assert [needs_read(uses, position, placement) for position in range(len(uses))] == reads
+
+
+def test_with_two_blocks_ahead_the_last_layer_is_read_once() -> None:
+    uses = step_uses(gpt(num_layers=3))
+    assert [needs_read(uses, 5, Placement(prefetch_blocks=ahead)) for ahead in (0, 1, 2)] == [True, True, False]
+
+
+def test_what_is_resident_is_never_read() -> None:
+    uses = step_uses(gpt(num_layers=3))
+    placement = Placement(resident_weights=frozenset({0, 4}))
+    read = [use.block.index for position, use in enumerate(uses) if needs_read(uses, position, placement)]
+    assert read == [1, 2, 3, 3, 2, 1]
+
+
+def test_a_window_holds_each_block_once_and_no_resident_one() -> None:
+    spec = gpt(num_layers=3)
+    uses, (embedding, layer, _, _, head) = step_uses(spec), [block.num_elements for block in spec.blocks]
+
+    def window(position: int, ahead: int, resident: frozenset[int] = frozenset(), num_open: int = 1) -> int:
+        placement = Placement(prefetch_blocks=ahead, resident_weights=resident)
+        return window_bytes(uses, position, placement, compute_bytes=2, num_open=num_open)
+
+    assert window(0, 0) == 2 * embedding
+    assert window(0, 2) == 2 * (embedding + 2 * layer)
+    assert window(3, 2) == 2 * (layer + head)
+    assert window(3, 2, frozenset({3})) == 2 * head
+    assert window(4, 1, num_open=2) == 2 * (head + 2 * layer)
+    assert window(8, 2) == 0 + window(8, 0)

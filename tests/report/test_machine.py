@@ -1,0 +1,48 @@
+"""The words of a machine's profile, whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ratel_cli.report.machine import hardware_rows
+from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
+
+
+def test_a_machine_with_a_gpu_and_two_drives() -> None:
+    assert hardware_rows(WITH_GPU, dtype="bfloat16") == [
+        ("compute", "a GPU: 164 TFLOP/s in bfloat16"),
+        ("GPU memory", "24.0 GiB"),
+        ("link", "22.6 GB/s to the GPU, 24.1 GB/s from it, 38.2 GB/s both at once"),
+        ("memory", "128 GiB, 100 GiB of it free; 76.8 GB/s read and written on 16 cores"),
+        ("AdamW", "1.25B parameters/s on one thread"),
+        (
+            "NVMe",
+            "6.00 GB/s read  2.00 GB/s written  3.25 GB/s both at once  together: 2 drives, 1.00 TiB free",
+        ),
+        ("", "1.50 GB/s read  0.50 GB/s written  0.75 GB/s both at once  /mnt/a alone"),
+        ("", "6.50 GB/s read  3.40 GB/s written  4.40 GB/s both at once  /mnt/b alone"),
+    ]
+
+
+def test_a_machine_without() -> None:
+    assert hardware_rows(WITHOUT_GPU, dtype="float32") == [
+        ("compute", "a CPU: 0.5 TFLOP/s in float32"),
+        ("memory", "4.00 TiB, 8.00 GiB of it free"),
+        ("AdamW", "500M parameters/s on one thread"),
+        ("NVMe", "2.00 GB/s read  1.00 GB/s written  1.50 GB/s both at once  /mnt/a, 1 drive, 64.0 GiB free"),
+    ]
+
+
+def test_a_machine_that_is_only_described() -> None:
+    nvme = replace(WITH_GPU.nvme, paths=(), weights=(), alone=(), num_devices=12)
+    rows = hardware_rows(replace(WITH_GPU, nvme=nvme), dtype="float16")
+    assert rows[-1] == (
+        "NVMe",
+        "6.00 GB/s read  2.00 GB/s written  3.25 GB/s both at once  12 drives, 1.00 TiB free",
+    )
+
+
+def test_one_core() -> None:
+    host = replace(WITH_GPU.host, num_cores=1)
+    rows = dict(hardware_rows(replace(WITH_GPU, host=host), dtype="float32"))
+    assert rows["memory"].endswith("; 76.8 GB/s read and written on one core")

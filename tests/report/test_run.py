@@ -1,0 +1,242 @@
+"""The words of a run, whole: what a person reads before the first step, after each, and after the last."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.engine.telemetry import RESOURCES, Resource
+from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.placement import Activations
+from ratel_cli.planning.plan import Decisions, Plan, make_plan
+from ratel_cli.planning.workload import Workload
+from ratel_cli.report.run import opening, run_summary, step_line, swap_line
+from ratel_cli.training.metrics import RunTotals, StepMetrics
+from ratel_cli.units import GIB, MIB, format_bytes, format_seconds
+from tests.planning.profiles import estimated
+from tests.planning.shapes import BFLOAT16, gpt, machine
+
+SPEC = gpt(num_layers=6, hidden_size=1024, vocab_size=1000)
+IDLE: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
+METRICS = StepMetrics(
+    step=3,
+    loss=2.34567,
+    learning_rate=1.5e-5,
+    grad_norm=0.98765,
+    tokens=1000,
+    step_seconds=4.0,
+    forward_seconds=1.0,
+    backward_seconds=3.0,
+    tokens_per_second=250.4,
+    tflops_model=0.1,
+    tflops_hardware=0.2,
+    nvme_read_bytes=14 * 10**9,
+    nvme_written_bytes=12 * 10**9,
+    swapped_bytes=3 * 10**9,
+    gpu_peak_bytes=0,
+    host_peak_bytes=1000,
+    bottleneck="compute",
+    busy_seconds=IDLE | {"compute": 3.84, "nvme read": 2.0, "nvme write": 1.5, "optimizer": 0.0625},
+    waited_seconds=IDLE | {"nvme read": 0.12, "optimizer": 0.04},
+    predicted_seconds=3.0,
+    applied=True,
+    eval_loss=None,
+)
+
+
+def plan(
+    *,
+    device_limit_bytes: int | None = None,
+    holds_gradients: bool = False,
+    num_micro_batches: int = 3,
+    limit_bytes: int = GIB,
+    activations: Activations = "auto",
+) -> Plan:
+    workload = Workload(micro_batch_size=2, num_micro_batches=num_micro_batches, sequence_len=64)
+    return make_plan(
+        SPEC,
+        estimated(SPEC, workload),
+        BFLOAT16,
+        workload,
+        Decisions(
+            holds_gradients=holds_gradients,
+            num_slots=2,
+            host_limit_bytes=limit_bytes,
+            activations=activations,
+            device_limit_bytes=device_limit_bytes,
+        ),
+        machine(),
+        process_bytes=200 * MIB,
+    )
+
+
+def facts(
+    made: Plan,
+    *,
+    spec: ModelSpec = SPEC,
+    hardware: HardwareProfile | None = None,
+    samples: int = 12,
+    num_steps: int = 10,
+    first_step: int = 0,
+    taken_bytes: int = 0,
+) -> dict[str, str]:
+    rows = opening(
+        spec,
+        made,
+        hardware or machine(),
+        dtype="bfloat16",
+        samples=samples,
+        data_tokens=12345,
+        num_steps=num_steps,
+        first_step=first_step,
+        engine="threads",
+        paths=[Path("/a"), Path("/b")],
+        output_dir=Path("out"),
+        taken_bytes=taken_bytes,
+    )
+    assert len(dict(rows)) == len(rows)
+    return dict(rows)
+
+
+def test_the_opening_statement() -> None:
+    made = plan()
+    found = facts(made)
+    assert list(found) == ["model", "data", "step", "compute", "memory", "NVMe", "predicted", "output"]
+    assert found["model"] == (
+        "gpt (GPT): 77.6M parameters in 8 blocks, computing in bfloat16, master weights and moments in fp32"
+    )
+    assert found["data"] == "12 samples, 12.3K tokens"
+    assert found["step"] == "3 micro-batches of 2 x 64 = 384 tokens; steps 1 to 10"
+    assert found["compute"] == "a device, 1 TFLOP/s; one block at a time"
+    assert found["memory"].endswith("of RAM, have 1.00 GiB; weights of 8 and states of 4 of 8 blocks stay in RAM")
+    assert found["NVMe"] == "need 1.73 GiB in /a, /b, have 1.00 TiB (threads, 2 GB/s read, 1 GB/s written)"
+    assert found["predicted"].split(";")[0].endswith(f"a step, most of it {made.time.bottleneck}")
+    assert found["predicted"].endswith(f" and {made.traffic.written_bytes * 10 / 1e12:.3g} TB written for the run")
+    assert found["output"] == "out"
+
+
+def test_what_a_run_takes_of_a_gpu_is_told() -> None:
+    made = plan(device_limit_bytes=8 * GIB)
+    assert facts(made)["GPU memory"] == f"need {format_bytes(made.memory.device)}, have 8.00 GiB"
+    assert "GPU memory" not in facts(made, hardware=machine(num_cores=2))
+
+
+def test_a_single_thing_is_told_as_one() -> None:
+    found = facts(plan(num_micro_batches=1), samples=1)
+    assert found["data"] == "1 sample, 12.3K tokens"
+    assert found["step"] == "1 micro-batch of 2 x 64 = 128 tokens; steps 1 to 10"
+
+
+def test_a_resumed_run_tells_of_what_is_left() -> None:
+    made = plan()
+    found = facts(made, first_step=6)
+    assert found["step"].endswith("steps 7 to 10")
+    assert f"{made.traffic.written_bytes * 4 / 1e12:.3g} TB" in found["predicted"]
+
+
+def test_a_run_with_nothing_left_says_so() -> None:
+    found = facts(plan(), first_step=10)
+    assert found["step"].endswith("all 10 steps are done")
+    assert "0 TB written" in found["predicted"]
+
+
+def test_held_gradients_are_told_and_where_they_lie() -> None:
+    roomy = plan(holds_gradients=True)
+    assert "gradients wait for the norm: 148 MiB of them in RAM" in facts(roomy)["memory"]
+    assert "on NVMe" not in facts(roomy)["memory"]
+    tight = plan(holds_gradients=True, limit_bytes=500 * MIB)
+    assert tight.spilled_bytes
+    assert facts(tight)["memory"].endswith("MiB on NVMe")
+
+
+@pytest.mark.parametrize(
+    ("free", "taken", "told"),
+    [(0, 0, "have 0 B: 1.73 GiB too few, see storage.paths ("), (GIB, 0, "too few"), (GIB, GIB, "have 2.00 GiB (")],
+)
+def test_too_little_space_is_told(free: int, taken: int, told: str) -> None:
+    assert told in facts(plan(), hardware=machine(free_bytes=free), taken_bytes=taken)["NVMe"]
+
+
+def test_what_is_put_aside_is_told_and_where_it_goes() -> None:
+    inputs = swap_line(plan(activations="recompute"))
+    assert inputs.startswith("planned from step 1: 4.50 MiB of ")
+    assert " of activations are offloaded (layers' inputs alone); " in inputs
+    everything = plan(activations="swap_all", limit_bytes=8 * GIB)
+    assert swap_line(everything) == (
+        "planned from step 1: 45.0 MiB of 45.0 MiB of activations are offloaded (4 operators); "
+        f"{format_seconds(everything.time.total)} a step, most of it {everything.time.bottleneck}"
+    )
+    tight = plan(activations="swap_all", limit_bytes=480 * MIB)
+    told = f"are offloaded, {format_bytes(tight.offloaded.written_bytes)} of them on NVMe (4 operators); "
+    assert tight.offloaded.written_bytes and told in swap_line(tight)
+
+
+def test_the_step_line_ends_with_what_it_waited_for() -> None:
+    assert step_line(METRICS, 20) == (
+        "step 3/20  loss 2.3457  lr 1.50e-05  norm 0.988  250 tokens/s  4.00 s  waited 3 % for nvme read"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (0.0, "waited for nothing, compute busy 96 %"),
+        (0.039, "waited for nothing, compute busy 96 %"),
+        (0.04, "waited 1 % for up"),
+        (4.0, "waited 100 % for up"),
+    ],
+)
+def test_a_wait_below_one_percent_is_none(seconds: float, told: str) -> None:
+    assert step_line(replace(METRICS, waited_seconds=IDLE | {"up": seconds}), 20).endswith(f"  4.00 s  {told}")
+
+
+def test_no_step_is_busier_than_the_clock() -> None:
+    """A transfer that began beneath the step before counts here, whole."""
+    metrics = replace(METRICS, bottleneck="nvme read", busy_seconds=IDLE | {"nvme read": 4.2}, waited_seconds=IDLE)
+    assert step_line(metrics, 20).endswith("waited for nothing, nvme read busy 100 %")
+
+
+def test_the_step_line_tells_an_evaluation_and_a_step_that_was_not_applied() -> None:
+    line = step_line(replace(METRICS, eval_loss=1.5, applied=False, grad_norm=math.inf), 20)
+    assert "  norm inf  " in line
+    assert "  eval loss 1.5000  not applied: gradients overflowed, the loss scale is halved  waited 3 %" in line
+
+
+def summary(*steps: StepMetrics) -> list[str]:
+    totals = RunTotals()
+    for metrics in steps:
+        totals.add(metrics)
+    return [f"{name}: {fact}" for name, fact in run_summary(totals)]
+
+
+def test_the_summary_of_a_run() -> None:
+    warming_up = replace(METRICS, step_seconds=100.0, tokens=1, waited_seconds=IDLE | {"compute": 96.0})
+    assert summary(warming_up, METRICS, METRICS) == [
+        "mean of: 2 steps, without the first, which warms up",
+        "step:  4.00 s  100 %  250 tokens/s",
+        "compute:  3.84 s   96 %",
+        "nvme read:  2.00 s   50 %  14 GB at 7 GB/s while busy",
+        "nvme write:  1.50 s   38 %  12 GB at 8 GB/s while busy",
+        "optimizer: 62.5 ms    2 %",
+        "waited:  0.16 s    4 %  for nvme read 3 %, optimizer 1 %",
+    ]
+
+
+def test_the_summary_of_a_single_step() -> None:
+    rows = summary(replace(METRICS, waited_seconds=IDLE))
+    assert rows[0] == "mean of: 1 step, which warms up"
+    assert rows[-1] == "waited: 0.00 ms    0 %  for nothing"
+
+
+def test_the_summary_of_a_run_with_nothing_on_nvme_tells_no_rates() -> None:
+    rows = summary(replace(METRICS, nvme_read_bytes=0, nvme_written_bytes=0, busy_seconds=IDLE | {"compute": 4.0}))
+    assert [row.split(":")[0] for row in rows] == ["mean of", "step", "compute", "waited"]
+    assert not any("GB" in row for row in rows)
+
+
+def test_a_run_without_steps_has_no_summary() -> None:
+    assert summary() == []

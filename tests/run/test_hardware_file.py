@@ -1,0 +1,104 @@
+"""Hardware files: what was written is read again, and a person's file may leave out what has an honest default."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.errors import BadInput
+from ratel_cli.hardware.spec import (
+    ComputeDevice,
+    HardwareProfile,
+    Host,
+    Link,
+    Nvme,
+    alternating_bytes_per_second,
+)
+from ratel_cli.run.hardware_file import load_hardware, to_text
+from ratel_cli.units import GIB
+from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
+
+ROOT = Path(__file__).parents[2]
+BY_HAND = """
+gpu: {name: RTX 4090, memory_bytes: 24GiB, flops_per_second: 165e12}
+link:
+  to_gpu_bytes_per_second: 22.6GB/s
+  from_gpu_bytes_per_second: 21e9
+nvme:
+  num_devices: 12
+  read_bytes_per_second: 60 GB/s
+  write_bytes_per_second: 30GB/s
+  free_bytes: 46e12
+  endurance_tb_written: 84_000
+host:
+  memory_bytes: 768GiB
+  available_bytes: 0
+  adam_parameters_per_second: 10e9
+"""
+
+
+@pytest.mark.parametrize("profile", [WITH_GPU, WITHOUT_GPU], ids=["gpu", "cpu"])
+def test_what_was_written_is_read_again(tmp_path: Path, profile: HardwareProfile) -> None:
+    path = tmp_path / "hardware.json"
+    path.write_text(to_text(profile), encoding="utf-8")
+    assert load_hardware(path) == profile
+    path.write_text(json.dumps(profile.to_json(), separators=(",", ":")))
+    assert load_hardware(path) == profile
+
+
+def test_names_of_any_script_are_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "hardware.json"
+    path.write_text(to_text(WITHOUT_GPU).replace("a CPU", 'Zuse \\"Z3\\" \U0001f600: \u00fc #1'), encoding="utf-8")
+    assert load_hardware(path).gpu.name == 'Zuse "Z3" \U0001f600: \u00fc #1'
+
+
+def test_a_file_by_hand(tmp_path: Path) -> None:
+    path = tmp_path / "paper.yaml"
+    path.write_text(BY_HAND)
+    assert load_hardware(path) == HardwareProfile(
+        gpu=ComputeDevice(name="RTX 4090", memory_bytes=24 * GIB, flops_per_second=165e12),
+        link=Link(
+            to_gpu_bytes_per_second=22.6e9,
+            from_gpu_bytes_per_second=21e9,
+            both_bytes_per_second=22.6e9 + 21e9,
+        ),
+        nvme=Nvme(
+            paths=(),
+            num_devices=12,
+            read_bytes_per_second=60e9,
+            write_bytes_per_second=30e9,
+            mixed_bytes_per_second=alternating_bytes_per_second(60e9, 30e9),
+            weights=(),
+            free_bytes=46 * 10**12,
+            endurance_tb_written=84_000.0,
+        ),
+        host=Host(memory_bytes=768 * GIB, available_bytes=0, adam_parameters_per_second=10e9),
+    )
+
+
+def test_what_is_left_out_where_paths_are_given(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(BY_HAND.replace("num_devices: 12", "paths: [/a, /b]"))
+    nvme = load_hardware(path).nvme
+    assert (nvme.paths, nvme.num_devices, nvme.weights, nvme.alone) == (("/a", "/b"), 2, (1, 1), ())
+
+
+def test_a_drive_that_does_one_thing_at_a_time() -> None:
+    """Four bytes read in 2 seconds and four written in 4: eight in 6."""
+    assert alternating_bytes_per_second(2.0, 1.0) == pytest.approx(8 / 6)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "hardware").glob("*")), ids=lambda path: path.name)
+def test_the_machines_in_the_repository(path: Path) -> None:
+    profile = load_hardware(path)
+    assert profile.link is not None
+    assert profile.nvme.num_devices >= 1
+
+
+def test_a_missing_file_is_told_with_its_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "hardware.json").write_text("{}")
+    with pytest.raises(BadInput, match=r"hardwar\.json: there is no such file") as caught:
+        load_hardware(tmp_path / "hardwar.json")
+    assert caught.value.hint == f"did you mean {tmp_path / 'hardware.json'}?"

@@ -1,0 +1,64 @@
+"""What a recorded step says of a model's times, given to the planner as spans."""
+
+from __future__ import annotations
+
+import pytest
+
+from ratel_cli.engine.replay.recording import StepRecording
+from ratel_cli.engine.telemetry import Resource, Span, Stage
+from ratel_cli.planning.plan import Decisions
+from ratel_cli.planning.recorded import UnitRecord
+from ratel_cli.run.plan import Planner
+from ratel_cli.units import GIB
+from tests.planning.shapes import BFLOAT16, WORKLOAD, gpt, machine
+
+SPEC = gpt(num_layers=2)
+NUM_MICRO_BATCHES = WORKLOAD.num_micro_batches
+
+
+class NothingRecorded(StepRecording):
+    def units(self) -> dict[tuple[int, int], UnitRecord]:
+        nothing = UnitRecord(operators=(), saved=frozenset(), saved_bytes=0)
+        return {(block, number): nothing for block in (1, 2) for number in range(NUM_MICRO_BATCHES)}
+
+
+def span(label: str, seconds: float, *, block: int, stage: Stage, resource: Resource = "compute") -> Span:
+    return Span(resource=resource, label=label, start=7.0, end=7.0 + seconds, block=block, stage=stage, part=0)
+
+
+def spans() -> list[Span]:
+    """A step whose first micro-batch takes ten times as long as the others, in every block."""
+    found = []
+    for number in range(NUM_MICRO_BATCHES):
+        times = 10 if number == 0 else 1
+        for block in (1, 2):
+            found += [
+                span(f"forward of {block}", 2.0 * times, block=block, stage="forward"),
+                span(f"backward of {block}", 6.0 * times, block=block, stage="backward"),
+            ]
+        found.append(span("backward of head", 4.0 * times, block=3, stage="backward"))
+    found.append(span("forward of embedding", 0.5 * NUM_MICRO_BATCHES, block=0, stage="forward"))
+    return [*found, *(span("gradient", 0.9 * NUM_MICRO_BATCHES, block=block, stage="backward") for block in (1, 2, 3))]
+
+
+@pytest.mark.parametrize(("num_cores", "optimizing", "left"), [(None, 99.0, 1.0), (4, 0.0, 1.0), (2, 18.7, 0.5)])
+def test_times_are_of_micro_batches_that_find_nothing_cold(
+    num_cores: int | None, optimizing: float, left: float
+) -> None:
+    """And less what the optimizer's thread took of the CPU that computes: here a half at most."""
+    planner = Planner(
+        spec=SPEC,
+        state=BFLOAT16,
+        workload=WORKLOAD,
+        decisions=Decisions(holds_gradients=False, num_slots=2, host_limit_bytes=GIB),
+        hardware=machine(num_cores=num_cores),
+        process_bytes=0,
+    )
+    updating = span("update", NUM_MICRO_BATCHES * optimizing, block=0, stage="update", resource="optimizer")
+    found = planner.recorded(NothingRecorded(), [*spans(), updating])
+    [layer] = found.profiles
+    assert found.layers == (0, 0)
+    assert layer.forward_seconds == pytest.approx(2.0)
+    assert layer.backward_seconds == pytest.approx(left * 6.9)
+    assert found.head_seconds == pytest.approx(left * 4.9)
+    assert found.embedding_seconds == pytest.approx(0.5)

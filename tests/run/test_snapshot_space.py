@@ -1,0 +1,108 @@
+"""What a snapshot takes on its device: with what is there, beside the store, and in `ratel plan`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.cli.app import main
+from ratel_cli.config.load import load_config
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.run.hardware_file import to_text
+from ratel_cli.run.settings import num_slots
+from ratel_cli.run.snapshot_space import SnapshotSpace, snapshot_space
+from ratel_cli.units import GIB
+from tests.hardware.profiles import WITHOUT_GPU
+from tests.planning.shapes import gpt
+
+SPEC = gpt()
+ELEMENTS = sum(block.num_elements for block in SPEC.blocks)
+SHAPE = "model_shape: {num_layers: 2, num_heads: 2, hidden_size: 64, vocab_size: 512}\nlimits: {host_memory: 4GiB}\n"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config_of(text: str = "") -> RunConfig:
+    Path("run.yaml").write_text(SHAPE + "storage:\n  paths: [store]\n" + text)
+    return load_config(Path("run.yaml")).config
+
+
+def space_of(*, nvme_bytes: int = 0, path: str = "there") -> SnapshotSpace:
+    space = snapshot_space(config_of(f"  snapshot: {{path: {path}, every: 3}}\n"), SPEC, nvme_bytes=nvme_bytes)
+    assert space is not None
+    return space
+
+
+def free_bytes() -> int:
+    free = os.statvfs(".")
+    return free.f_bavail * free.f_frsize
+
+
+def test_without_a_snapshot_there_is_nothing_to_tell() -> None:
+    assert snapshot_space(config_of(), SPEC, nvme_bytes=0) is None
+    assert num_slots(config_of()) == 2
+
+
+def test_two_generations_are_needed_and_a_slot_in_the_store() -> None:
+    space = space_of()
+    assert space.path == Path("there")
+    assert 2 * 12 * ELEMENTS < space.need_bytes < 2 * 12 * ELEMENTS + 20_000
+    assert num_slots(config_of("  snapshot: {path: there, every: 3}\n")) == 3
+
+
+def test_what_goes_to_the_same_device_is_not_there_twice(here: Path) -> None:
+    have, beside = space_of().have_bytes, space_of(nvme_bytes=GIB).have_bytes
+    assert have == pytest.approx(free_bytes(), abs=100 << 20)
+    assert have - beside == pytest.approx(GIB, abs=100 << 20)
+    assert space_of(nvme_bytes=1 << 60).have_bytes == 0
+    (here / "store").mkdir()
+    with (here / "store" / "ratel.store").open("wb") as file:
+        file.truncate(GIB)  # the store has its bytes already
+    assert space_of(nvme_bytes=GIB).have_bytes == pytest.approx(have, abs=100 << 20)
+
+
+def test_an_earlier_snapshot_has_its_space(here: Path) -> None:
+    (here / "there").mkdir()
+    with (here / "there" / "ratel.store").open("wb") as file:
+        file.truncate(4 * GIB)
+    assert space_of().have_bytes == pytest.approx(free_bytes() + 4 * GIB, abs=100 << 20)
+
+
+def test_another_device_is_counted_by_itself() -> None:
+    if not Path("/dev/shm").is_dir() or os.stat("/dev/shm").st_dev == os.stat(".").st_dev:
+        pytest.skip("there is one file system only")
+    assert space_of(nvme_bytes=1 << 60, path="/dev/shm/none").have_bytes > 0
+
+
+def test_the_plan_tells_of_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On this machine; what a snapshot has on another one is not known."""
+    config_of("  snapshot: {path: there, every: 3}\n")
+    (here / "outputs" / "run" / "run").mkdir(parents=True)
+    (here / "outputs" / "run" / "run" / "hardware.json").write_text(to_text(WITHOUT_GPU))
+    (here / "machine.json").write_text(to_text(WITHOUT_GPU))
+    assert main(["plan", "run.yaml"]) == 0
+    [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("snapshot ")]
+    assert "need " in row and "have " in row
+    assert main(["plan", "run.yaml", "--json"]) == 0
+    tiers = json.loads(capsys.readouterr().out)["memory"]["tiers"]
+    assert [tier["name"] for tier in tiers] == ["RAM", "NVMe", "snapshot"]
+    assert main(["plan", "run.yaml", "--hardware", "machine.json"]) == 0
+    assert "snapshot" not in capsys.readouterr().out
+
+
+def test_a_plan_whose_snapshot_does_not_fit(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config_of("  snapshot: {path: /proc/self, every: 3}\n")  # a file system without a free byte
+    (here / "outputs" / "run" / "run").mkdir(parents=True)
+    (here / "outputs" / "run" / "run" / "hardware.json").write_text(to_text(WITHOUT_GPU))
+    assert main(["plan", "run.yaml"]) == 3
+    captured = capsys.readouterr()
+    assert "this does not fit; too few: snapshot " in captured.err
+    assert "hint: set storage.snapshot.path to a device with more room" in captured.err

@@ -1,0 +1,243 @@
+"""Runs work on a recorded store, cuts the power at every event of it, and lets the real recovery loose on what is left.
+
+For `test_store_power`. What the work has committed is acknowledged after each operation; after a cut the store
+must stand, whole and with its pins, where it was acknowledged last, or where the operation in flight would have
+brought it: nothing in between, and nothing else.
+"""
+
+from __future__ import annotations
+
+import mmap
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ratel_cli.errors import IntegrityFailure, RatelError
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.store.lock import DATA_FILE_NAME
+from ratel_cli.store.store import Progress, Store
+from tests.store.power import Event, Files, Recorder, cuts
+from tests.store.stores import SMALL_CHUNK, contents, create_store, import_all, progress_of, write_generation
+
+BLOCK_ELEMENTS = (2048, 2048)
+_MEMORY = memoryview(mmap.mmap(-1, 1 << 20))
+_GOES_ON_EVERY = 41
+"""After so many recoveries one is followed by a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """What a store holds: its current generation, and those that are kept. `good_steps` names their contents."""
+
+    progress: Progress
+    pins: tuple[Progress, ...] = ()
+
+
+class Driver:
+    """Does to a store what a run does, each time with contents that were never there before."""
+
+    def __init__(self, store: Store, recorder: Recorder) -> None:
+        self.store = store
+        self._recorder = recorder
+        self._pins: dict[int, Progress] = {}
+        self._serial = 0
+
+    @property
+    def pinned(self) -> list[int]:
+        return sorted(self._pins)
+
+    def step(self) -> None:
+        self._serial += 1
+        self.store.begin_step()
+        write_generation(self.store, self._serial)
+        self.store.commit(self._following(contents_number=self._serial))
+        self._acknowledge()
+
+    def discard(self) -> None:
+        self._serial += 1
+        self.store.begin_step()
+        if not self.store.in_place:
+            write_generation(self.store, self._serial)
+        self.store.discard()
+
+    def move_on(self) -> None:
+        """A step that was not applied."""
+        self._serial += 1
+        self.store.commit_progress(self._following(contents_number=self.store.progress.good_steps))
+        self._acknowledge()
+
+    def pin(self) -> None:
+        self.store.pin()
+        self._pins[self.store.progress.step] = self.store.progress
+        self._acknowledge()
+
+    def unpin(self, step: int) -> None:
+        self.store.unpin(step)
+        del self._pins[step]
+        self._acknowledge()
+
+    def rewind(self, step: int) -> None:
+        self.store.rewind(step)
+        self._pins = {kept: progress for kept, progress in self._pins.items() if kept <= step}
+        self._acknowledge()
+
+    def walk(self, num_operations: int, seed: int) -> None:
+        """Operations by chance, most of them steps."""
+        chance = random.Random(seed)
+        for _ in range(num_operations):
+            choices = [self.step] * 5 + [self.discard, self.move_on]
+            if not self.store.in_place:
+                choices += self._with_pins(chance)
+            chance.choice(choices)()
+
+    def _with_pins(self, chance: random.Random) -> list[Callable[[], None]]:
+        choices: list[Callable[[], None]] = []
+        if len(self._pins) + 2 < self.store.num_slots and self.store.progress.step not in self._pins:
+            choices += [self.pin] * 3
+        if self._pins:
+            step = chance.choice(self.pinned)
+            choices += [lambda: self.unpin(step), lambda: self.rewind(step)]
+        return choices
+
+    def _following(self, *, contents_number: int) -> Progress:
+        step = self.store.progress.step + 1
+        return Progress(step=step, updates=step, loss_scale=1.0, good_steps=contents_number, tokens=self._serial)
+
+    def _acknowledge(self) -> None:
+        pins = tuple(self._pins[step] for step in self.pinned)
+        self._recorder.acknowledge(Committed(progress=self.store.progress, pins=pins))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What some work did to the files of a new store."""
+
+    paths: list[Path]
+    before: Files
+    events: list[Event]
+    in_place: bool
+
+
+def record(
+    directory: Path,
+    recorder: Recorder,
+    work: Callable[[Driver], None],
+    *,
+    num_slots: int = 2,
+    in_place: bool = False,
+    store_class: type[Store] = Store,
+    chunk_elements: int = SMALL_CHUNK,
+) -> Recording:
+    """Let the work loose on a new store, which begins with step 0."""
+    paths = [directory / "a", directory / "b"]
+    with create_store(
+        paths,
+        recorder,
+        block_elements=BLOCK_ELEMENTS,
+        num_slots=num_slots,
+        in_place=in_place,
+        barrier=recorder,
+        store_class=store_class,
+        chunk_elements=chunk_elements,
+    ) as store:
+        import_all(store)
+        before = {path / DATA_FILE_NAME: (path / DATA_FILE_NAME).read_bytes() for path in paths}
+        recorder.events.clear()
+        work(Driver(store, recorder))
+    return Recording(paths=paths, before=before, events=recorder.events, in_place=in_place)
+
+
+def recover(
+    recording: Recording, *, per_event: int, seed: int = 0, seen_as: Callable[[Files], Files] = lambda files: files
+) -> int:
+    """Returns the number of states that recovery stood up to; the first one that it does not is an AssertionError.
+
+    `seen_as` changes the files before recovery sees them.
+    """
+    acknowledged = [Committed(progress=progress_of(0)), *_states(recording.events)]
+    num_states = 0
+    for cut, left in cuts(recording.before, recording.events, per_event=per_event, seed=seed):
+        for file, content in seen_as(left).items():
+            file.write_bytes(content)
+        last = len(_states(recording.events[:cut]))
+        num_states += 1
+        check_recovery(
+            recording.paths,
+            acknowledged[last : last + 2],
+            in_place=recording.in_place,
+            goes_on=num_states % _GOES_ON_EVERY == 0,
+        )
+    return num_states
+
+
+def check_recovery(paths: list[Path], allowed: Sequence[Committed], *, in_place: bool, goes_on: bool) -> None:
+    """`allowed`: what was acknowledged last, and what the operation in flight leads to, if there is one."""
+    recorder = Recorder()
+    try:
+        store = Store.open(paths, queue=recorder, identity=None, barrier=recorder)
+    except IntegrityFailure as failure:
+        assert in_place
+        assert f"step {allowed[0].progress.step + 1} was being written in place" in failure.message
+        return
+    with store:
+        candidates = [state for state in allowed if state.progress == store.progress]
+        assert candidates, f"{store.progress} was never committed, or is not the newest"
+        assert store.pinned_steps in [tuple(pin.step for pin in state.pins) for state in candidates]
+        check_contents(store)
+        if goes_on:
+            _ensure_whole(store, notice=_refuse)
+            _do_a_step(store)
+        for pinned in reversed(store.pinned_steps):
+            store.rewind(pinned)
+            assert store.progress in allowed[0].pins or store.progress in allowed[-1].pins
+            check_contents(store)
+
+
+def recover_from_a_lie(recording: Recording, *, per_event: int) -> Counter[str]:
+    """The drive broke its promises. Whatever recovery makes of it, no wrong byte is used. How often it made what."""
+    made: Counter[str] = Counter()
+    for _, left in cuts(recording.before, recording.events, per_event=per_event, seed=0):
+        for file, content in left.items():
+            file.write_bytes(content)
+        told: list[str] = []
+        try:
+            with Store.open(recording.paths, queue=Recorder(), identity=None) as store:
+                _ensure_whole(store, notice=told.append)
+                check_contents(store)
+            made["fell back" if told else "whole"] += 1
+        except RatelError:
+            made["refused"] += 1
+    return made
+
+
+def check_contents(store: Store) -> None:
+    """The current generation is, in every byte, the one whose number its progress carries."""
+    for block, num_elements in enumerate(store.block_elements):
+        for field in store.layout.fields:
+            memory = _MEMORY[: num_elements * field.bytes_per_element]
+            store.read(block, field.name, 0, num_elements, memory).wait()
+            wanted = contents(store.progress.good_steps, block, field.name, len(memory))
+            assert bytes(memory) == wanted, (store.progress, block, field.name)
+
+
+def _ensure_whole(store: Store, *, notice: Callable[[str], None]) -> None:
+    with BufferPool(None) as pool:
+        store.ensure_whole(pool, progress=lambda num_bytes: None, notice=notice)
+
+
+def _refuse(text: str) -> None:
+    raise AssertionError(text)
+
+
+def _do_a_step(store: Store) -> None:
+    step = store.progress.step + 1
+    store.begin_step()
+    write_generation(store, -step)
+    store.commit(replace(store.progress, step=step, good_steps=-step))
+    check_contents(store)
+
+
+def _states(events: Sequence[Event]) -> list[Committed]:
+    return [event.state for event in events if isinstance(event.state, Committed)]

@@ -1,0 +1,118 @@
+"""A small store whose contents are a pure function of the step, so that any generation can be checked byte for byte."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.queue import IoQueue
+from ratel_cli.store.barrier import Barrier
+from ratel_cli.store.layout import ComputeDtype, record_layout
+from ratel_cli.store.store import Progress, Store, StoreIdentity
+from tests.fakes import filled
+
+BLOCK_ELEMENTS = (4096, 2048, 2048, 6144)
+SMALL_CHUNK = 2048
+STRIPE_BYTES = 5 * 4096  # not a divisor of any field, so that transfers are cut in odd places
+IDENTITY = StoreIdentity(model_hash="m" * 64, config_hash="c" * 64, data_hash="d" * 64, seed=42, software="ratel 1")
+
+
+def progress_of(step: int) -> Progress:
+    return Progress(step=step, updates=step, loss_scale=2.0**16, good_steps=step % 3, tokens=100 * step)
+
+
+@lru_cache(maxsize=512)
+def contents(step: int, block: int, field: str, num_bytes: int) -> bytes:
+    return random.Random(f"{step} {block} {field}").randbytes(num_bytes)
+
+
+def create_store(
+    paths: Sequence[Path],
+    queue: IoQueue,
+    *,
+    dtype: ComputeDtype = "bfloat16",
+    block_elements: Sequence[int] = BLOCK_ELEMENTS,
+    num_slots: int = 2,
+    in_place: bool = False,
+    overwrite: bool = False,
+    identity: StoreIdentity = IDENTITY,
+    weights: Sequence[int] | None = None,
+    stripe_bytes: int = STRIPE_BYTES,
+    chunk_elements: int = SMALL_CHUNK,
+    notice: Callable[[str], None] | None = None,
+    progress: Callable[[int], None] | None = None,
+    barrier: Barrier | None = None,
+    store_class: type[Store] = Store,
+) -> Store:
+    return store_class.create(
+        paths,
+        identity=identity,
+        layout=record_layout(dtype),
+        block_elements=block_elements,
+        num_slots=1 if in_place else num_slots,
+        queue=queue,
+        in_place=in_place,
+        overwrite=overwrite,
+        weights=weights,
+        stripe_bytes=stripe_bytes,
+        chunk_elements=chunk_elements,
+        notice=notice,
+        progress=progress,
+        lock_wait_seconds=0.2,
+        barrier=barrier,
+    )
+
+
+def write_generation(store: Store, step: int) -> None:
+    """Write every record; larger fields in two parts."""
+    with BufferPool(None) as pool:
+        tickets = []
+        for block, num_elements in enumerate(store.block_elements):
+            for field in store.layout.fields:
+                size = field.bytes_per_element
+                memory = filled(pool, contents(step, block, field.name, num_elements * size))
+                middle = num_elements // 4096 * 2048
+                tickets.append(store.write(block, field.name, 0, middle, memory[: middle * size]))
+                tickets.append(store.write(block, field.name, middle, num_elements, memory[middle * size :]))
+        for ticket in tickets:
+            ticket.wait()
+
+
+def import_all(store: Store) -> Store:
+    """Commit the import of step 0."""
+    write_generation(store, 0)
+    store.commit_import(progress_of(0))
+    return store
+
+
+def run_step(store: Store) -> None:
+    """One step, committed."""
+    step = store.progress.step + 1
+    store.begin_step()
+    write_generation(store, step)
+    store.commit(progress_of(step))
+
+
+def check_generation(store: Store, step: int) -> None:
+    """The current generation is that of `step`, in every byte."""
+    assert store.progress == progress_of(step)
+    with BufferPool(None) as pool:
+        for block, num_elements in enumerate(store.block_elements):
+            for field in store.layout.fields:
+                memory = pool.lease(num_elements * field.bytes_per_element, "test").memory
+                store.read(block, field.name, 0, num_elements, memory).wait()
+                assert bytes(memory) == contents(step, block, field.name, len(memory)), (step, block, field.name)
+
+
+def open_store(
+    paths: Sequence[Path],
+    queue: IoQueue,
+    *,
+    identity: StoreIdentity | None = IDENTITY,
+    notice: Callable[[str], None] | None = None,
+    lock_wait_seconds: float = 0.2,
+) -> Store:
+    return Store.open(paths, queue=queue, identity=identity, notice=notice, lock_wait_seconds=lock_wait_seconds)

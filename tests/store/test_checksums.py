@@ -1,0 +1,346 @@
+"""Chunk checksums: every changed, stale or misplaced chunk is noticed before its bytes are used, and told by name."""
+
+from __future__ import annotations
+
+import errno
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from ratel_cli.errors import IntegrityFailure
+from ratel_cli.io.buffers import PAGE_BYTES, BufferPool
+from ratel_cli.io.queue import IoQueue
+from ratel_cli.io.views import FIELD_DTYPES
+from ratel_cli.store.checksums import CHUNK_ELEMENTS, ChunkMap, ChunkTable
+from ratel_cli.store.geometry import HEADER_BYTES
+from ratel_cli.store.layout import ComputeDtype, RecordMap, record_layout
+from ratel_cli.store.lock import DATA_FILE_NAME
+from ratel_cli.store.store import Store
+from tests.fakes import Fault, FaultyQueue
+from tests.store.stores import (
+    BLOCK_ELEMENTS,
+    SMALL_CHUNK,
+    check_generation,
+    create_store,
+    import_all,
+    open_store,
+    run_step,
+    write_generation,
+)
+
+LAYOUT = record_layout("bfloat16")
+STORE_ID = bytes(range(16))
+
+
+@pytest.fixture
+def paths(tmp_path: Path, queue: IoQueue) -> list[Path]:
+    """A store in one file, of step 2: its slot is 0, and step 1's is 1."""
+    with import_all(create_store([tmp_path / "store"], queue)) as store:
+        run_step(store)
+        run_step(store)
+    return [tmp_path / "store"]
+
+
+def records_of(store: Store) -> RecordMap:
+    return RecordMap(store.layout, store.block_elements, table_bytes=PAGE_BYTES)
+
+
+def flip(path: Path, address: int, mask: int = 1) -> None:
+    """One byte of the logical range, which a single file has in one piece."""
+    with (path / DATA_FILE_NAME).open("r+b") as file:
+        file.seek(HEADER_BYTES + address)
+        [byte] = file.read(1)
+        file.seek(HEADER_BYTES + address)
+        file.write(bytes([byte ^ mask]))
+
+
+def read_all(store: Store) -> None:
+    with BufferPool(None) as pool:
+        store.current().check_all(pool, progress=lambda num_bytes: None)
+
+
+@pytest.mark.parametrize("elements", [(), (0,), (2048,), (2048, 0, 6144), (CHUNK_ELEMENTS + 2048, CHUNK_ELEMENTS)])
+@pytest.mark.parametrize("chunk_elements", [2048, CHUNK_ELEMENTS])
+def test_every_chunk_has_a_place_of_its_own(elements: tuple[int, ...], chunk_elements: int) -> None:
+    chunks = ChunkMap(LAYOUT, elements, chunk_elements)
+    places = []
+    for block, field, start, stop in chunks.ranges():
+        [(place, first, last)] = chunks.parts(block, field, start, stop)
+        assert (first, last) == (start, stop)
+        assert 0 < stop - start <= chunk_elements
+        places.append(place)
+    assert places == list(range(1, chunks.num_places))
+    assert chunks.table_bytes % PAGE_BYTES == 0
+    assert 8 * chunks.num_places <= chunks.table_bytes < 8 * chunks.num_places + PAGE_BYTES
+
+
+@pytest.mark.parametrize(("start", "stop"), [(1, 2048), (2048, 4095), (0, 6000)])
+def test_parts_of_chunks_are_a_bug(start: int, stop: int) -> None:
+    with pytest.raises(AssertionError):
+        list(ChunkMap(LAYOUT, (6144,), 2048).parts(0, "hi16", start, stop))
+
+
+def test_a_table_knows_its_bytes_and_no_others() -> None:
+    """Another value, block, field, chunk, step or store: none passes for what was sealed."""
+    chunks = ChunkMap(LAYOUT, (4096, 4096), 2048)
+    table = ChunkTable(chunks, STORE_ID, 7)
+    data = memoryview(bytearray(random.Random(0).randbytes(4096)))
+    for block in (0, 1):
+        for field in ("hi16", "lo16"):
+            for start in (0, 2048):
+                table.seal(block, field, start, start + 2048, data)
+                table.check(block, field, start, start + 2048, data)
+    seeds = {chunks.seed(STORE_ID, 7, block, field, start) for block, field, start, _ in chunks.ranges()}
+    assert len(seeds) == chunks.num_places - 1
+    one = chunks.seed(STORE_ID, 7, 0, "hi16", 0)
+    assert one not in (chunks.seed(STORE_ID, 8, 0, "hi16", 0), chunks.seed(bytes(16), 7, 0, "hi16", 0))
+    data[100] ^= 1
+    with pytest.raises(IntegrityFailure, match="block 1, lo16: elements 2048 to 4096 are not what step 7 wrote"):
+        table.check(1, "lo16", 2048, 4096, data)
+    assert not table.is_complete
+    table.seal_zeros()
+    assert table.is_complete
+    table.check(1, "v32", 2048, 4096, memoryview(bytes(8192)))
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 2048), (0, 6144), (2048, 6144), (4096, 6144)])
+def test_checksums_taken_elsewhere_are_those_of_the_bytes(start: int, stop: int) -> None:
+    """Chunk by chunk, and field by field: against sealing every field by itself."""
+    chunks, choice = ChunkMap(LAYOUT, (2048, 6144), 2048), random.Random(start + stop)
+    data = {
+        field.name: memoryview(choice.randbytes((stop - start) * field.bytes_per_element)) for field in LAYOUT.fields
+    }
+    taken, sealed = (ChunkTable(chunks, STORE_ID, 5) for _ in range(2))
+    for name, memory in data.items():
+        sealed.seal(1, name, start, stop, memory)
+    parts = [
+        memory[first * size : (first + 2048) * size]
+        for first in range(0, stop - start, 2048)
+        for memory, size in ((data[field.name], field.bytes_per_element) for field in LAYOUT.fields)
+    ]
+    seeds = taken.seeds(1, start, stop, data.keys())
+    digests = [
+        xxhash.xxh3_64_intdigest(part, seed=seed) for part, seed in zip(parts, seeds, strict=True) if seed is not None
+    ]
+    taken.take(1, start, stop, digests)
+    for name, memory in data.items():
+        taken.check(1, name, start, stop, memory)
+    sealed.compare(1, start, stop, digests)
+    some = [None if number % 2 else digest for number, digest in enumerate(digests)]
+    sealed.compare(1, start, stop, some)
+    states = taken.seeds(1, start, stop, ["m32"])
+    assert [seed for seed in states if seed is not None] == seeds[LAYOUT.fields.index(LAYOUT.field("m32")) :: 4]
+    for number, digest in enumerate(digests):
+        wrong = [*digests[:number], digest ^ 1, *digests[number + 1 :]]
+        first = start + 2048 * (number // 4)
+        named = f"block 1, {LAYOUT.fields[number % 4].name}: elements {first} to {first + 2048} are not"
+        with pytest.raises(IntegrityFailure, match=named):
+            sealed.compare(1, start, stop, wrong)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_kernel_s_arrays_are_the_record_s_fields(dtype: ComputeDtype) -> None:
+    fields = [field.name for field in record_layout(dtype).fields]
+    assert fields == [name for name in FIELD_DTYPES if name in fields]
+
+
+def test_a_stored_table_is_the_one_of_its_root() -> None:
+    chunks = ChunkMap(LAYOUT, (4096,), 2048)
+    table = ChunkTable(chunks, STORE_ID, 3)
+    table.seal_zeros()
+    stored = memoryview(bytearray(chunks.table_bytes))
+    root = table.store_into(stored)
+    again = ChunkTable.from_bytes(chunks, STORE_ID, stored, root)
+    again.check(0, "m32", 0, 4096, memoryview(bytes(16384)))
+    for place in (0, 8, chunks.table_bytes - 1):
+        stored[place] ^= 1
+        with pytest.raises(IntegrityFailure, match="table of checksums is damaged"):
+            ChunkTable.from_bytes(chunks, STORE_ID, stored, root)
+        stored[place] ^= 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_flipped_byte_is_found_on_reading(paths: list[Path], queue: IoQueue, seed: int) -> None:
+    chance = random.Random(seed)
+    with open_store(paths, queue) as store:
+        records = records_of(store)
+    block = chance.randrange(len(BLOCK_ELEMENTS))
+    field = chance.choice(LAYOUT.fields)
+    start = chance.randrange(0, BLOCK_ELEMENTS[block], SMALL_CHUNK)
+    inside = chance.randrange(SMALL_CHUNK * field.bytes_per_element)
+    flip(paths[0], records.address(0, block, field.name, start) + inside, 1 << chance.randrange(8))
+    with open_store(paths, queue) as store, BufferPool(None) as pool:
+        memory = pool.lease(BLOCK_ELEMENTS[block] * field.bytes_per_element, "test").memory
+        ticket = store.read(block, field.name, 0, BLOCK_ELEMENTS[block], memory)
+        with pytest.raises(IntegrityFailure, match=f"block {block}, {field.name}: elements {start} to"):
+            ticket.wait()
+        with pytest.raises(IntegrityFailure, match=f"block {block}, {field.name}"):
+            store.current().check_all(pool, progress=lambda num_bytes: None)
+
+
+def test_a_damaged_table_is_found(paths: list[Path], queue: IoQueue) -> None:
+    with open_store(paths, queue) as store:
+        table = records_of(store).table_address(0)
+    flip(paths[0], table + 20)
+    with open_store(paths, queue) as store, pytest.raises(IntegrityFailure, match="step 2: the table of checksums"):
+        read_all(store)
+
+
+def test_a_stale_slot_is_found(paths: list[Path], queue: IoQueue, tmp_path: Path) -> None:
+    """A drive that lost every write of a step, its table's included, but not its manifest."""
+    shutil.copytree(paths[0], tmp_path / "before")
+    with open_store(paths, queue) as store:
+        run_step(store)
+        size, slot = store.slot_bytes, store.current().slot
+    old = (tmp_path / "before" / DATA_FILE_NAME).read_bytes()
+    with (paths[0] / DATA_FILE_NAME).open("r+b") as file:
+        file.seek(HEADER_BYTES + slot * size)
+        file.write(old[HEADER_BYTES + slot * size : HEADER_BYTES + (slot + 1) * size])
+    with open_store(paths, queue) as store, pytest.raises(IntegrityFailure, match="step 3: the table"):
+        read_all(store)
+
+
+def test_swapped_chunks_are_found(paths: list[Path], queue: IoQueue) -> None:
+    """Two chunks of one field in each other's place."""
+    with open_store(paths, queue) as store:
+        records = records_of(store)
+    first, second = (HEADER_BYTES + records.address(0, 0, "m32", start) for start in (0, SMALL_CHUNK))
+    content = bytearray((paths[0] / DATA_FILE_NAME).read_bytes())
+    size = 4 * SMALL_CHUNK
+    content[first : first + size], content[second : second + size] = (
+        content[second : second + size],
+        content[first : first + size],
+    )
+    (paths[0] / DATA_FILE_NAME).write_bytes(content)
+    with open_store(paths, queue) as store, pytest.raises(IntegrityFailure, match="block 0, m32: elements 0 to 2048"):
+        read_all(store)
+
+
+def test_a_damaged_generation_gives_way_to_the_one_before(paths: list[Path], queue: IoQueue, pool: BufferPool) -> None:
+    flip(paths[0], 5000)
+    told: list[str] = []
+    checked: list[int] = []
+    with open_store(paths, queue) as store:
+        store.ensure_whole(pool, progress=checked.append, notice=told.append)
+        check_generation(store, 1)
+        run_step(store)
+        check_generation(store, 2)
+    assert len(told) == 1
+    assert "step 2 is damaged (block 0" in told[0]
+    assert "going on from step 1" in told[0]
+    assert sum(checked) > 12 * sum(BLOCK_ELEMENTS)
+    told.clear()
+    with open_store(paths, queue) as store:
+        store.ensure_whole(pool, progress=checked.append, notice=told.append)
+        check_generation(store, 2)
+    assert told == []
+
+
+def test_pins_of_what_was_given_up_go_too(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
+    with import_all(create_store([tmp_path], queue, num_slots=4)) as store:
+        run_step(store)
+        store.pin()
+        run_step(store)
+        store.pin()
+        slot_bytes, slot = store.slot_bytes, store.current().slot
+    flip(tmp_path, slot * slot_bytes)
+    with open_store([tmp_path], queue) as store:
+        store.ensure_whole(pool, progress=lambda num_bytes: None, notice=lambda text: None)
+        assert store.progress.step == 1
+        assert store.pinned_steps == (1,)
+
+
+def test_two_damaged_generations_end_the_run(paths: list[Path], queue: IoQueue, pool: BufferPool) -> None:
+    with open_store(paths, queue) as store:
+        slot_bytes = store.slot_bytes
+    flip(paths[0], 5000)
+    flip(paths[0], slot_bytes + 5000)
+    with open_store(paths, queue) as store, pytest.raises(IntegrityFailure, match=r"block 0, hi16.*step 2 wrote"):
+        store.ensure_whole(pool, progress=lambda num_bytes: None, notice=pytest.fail)
+
+
+def test_an_import_has_nothing_to_fall_back_on(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
+    import_all(create_store([tmp_path], queue)).close()
+    flip(tmp_path, 0)
+    with open_store([tmp_path], queue) as store, pytest.raises(IntegrityFailure, match="step 0 wrote"):
+        store.ensure_whole(pool, progress=lambda num_bytes: None, notice=pytest.fail)
+
+
+def test_kept_generations_are_checked_too(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
+    with import_all(create_store([tmp_path], queue, num_slots=3)) as store:
+        run_step(store)
+        store.pin()
+        slot = store.current().slot
+        run_step(store)
+        run_step(store)
+        slot_bytes = store.slot_bytes
+        kept = store.kept(1)
+        assert kept.progress.step == 1
+        kept.check_all(pool, progress=lambda num_bytes: None)
+    flip(tmp_path, slot * slot_bytes + 9000)
+    with open_store([tmp_path], queue) as store:
+        read_all(store)
+        with pytest.raises(IntegrityFailure, match="step 1 wrote"):
+            store.kept(1).check_all(pool, progress=lambda num_bytes: None)
+
+
+def test_what_was_not_imported_is_zero(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
+    with create_store([tmp_path], queue) as store:
+        store.commit_import(store.progress)
+        read_all(store)
+        memory = pool.lease(8192, "test").memory
+        store.read(0, "hi16", 0, 4096, memory).wait()
+        assert bytes(memory) == bytes(8192)
+
+
+def test_a_discarded_step_leaves_no_checksum(paths: list[Path], queue: IoQueue) -> None:
+    with open_store(paths, queue) as store:
+        store.begin_step()
+        write_generation(store, 99)
+        store.discard()
+        check_generation(store, 2)
+        run_step(store)
+        check_generation(store, 3)
+    with open_store(paths, queue) as store:
+        check_generation(store, 3)
+
+
+def test_a_chunk_that_was_not_sealed_stops_the_commit(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
+    with import_all(create_store([tmp_path], queue, block_elements=(2048,))) as store:
+        store.begin_step()
+        shadow = store.shadow()
+        for field in store.layout.fields:
+            memory = pool.lease(2048 * field.bytes_per_element, "test").memory
+            if field.name != "m32":
+                shadow.seal(0, field.name, 0, 2048, memory)
+            shadow.write(0, field.name, 0, 2048, memory).wait()
+        with pytest.raises(AssertionError, match="not sealed"):
+            store.commit(replace(store.progress, step=1))
+
+
+def test_a_store_may_have_none(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
+    """As those of earlier formats: nothing is checked but that it can be read."""
+    with import_all(create_store([tmp_path], queue, chunk_elements=0)) as store:
+        run_step(store)
+        assert store.slot_bytes == 12 * sum(BLOCK_ELEMENTS)
+        slot = store.current().slot
+        flip(tmp_path, slot * store.slot_bytes)
+        checked: list[int] = []
+        store.ensure_whole(pool, progress=checked.append, notice=pytest.fail)
+        assert sum(checked) == 12 * sum(BLOCK_ELEMENTS)
+
+
+def test_without_checksums_nothing_is_fallen_back_on(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
+    """Nobody could say whether the slot before is whole: a step may have begun to write it."""
+    with import_all(create_store([tmp_path], queue, chunk_elements=0)) as store:
+        run_step(store)
+    with (
+        FaultyQueue({0: Fault(error_number=errno.EIO)}) as broken,
+        open_store([tmp_path], broken) as store,
+        pytest.raises(IntegrityFailure),
+    ):
+        store.ensure_whole(pool, progress=lambda num_bytes: None, notice=pytest.fail)

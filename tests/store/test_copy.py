@@ -1,0 +1,128 @@
+"""Copies between stores: the same bytes whatever the stores' shapes, and nothing is handed on that is damaged."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.errors import IntegrityFailure
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.queue import IoQueue
+from ratel_cli.store.copy import COPY_BYTES, copy_generation
+from ratel_cli.store.layout import ComputeDtype
+from ratel_cli.store.lock import DATA_FILE_NAME
+from ratel_cli.store.store import Store
+from tests.fakes import Fault, FaultyQueue
+from tests.store.stores import (
+    BLOCK_ELEMENTS,
+    check_generation,
+    contents,
+    create_store,
+    import_all,
+    open_store,
+    run_step,
+)
+
+LARGE_BLOCKS = (2048, (1 << 20) + 2048, 2048)
+"""The second one needs two parts for each field."""
+
+
+def copy(source: Store, target: Store, pool: BufferPool) -> list[int]:
+    """The bytes of each part."""
+    parts: list[int] = []
+    copy_generation(source.current(), target, pool, progress=parts.append)
+    return parts
+
+
+def flip_a_bit(directory: Path, content: bytes) -> None:
+    """In the first place of the data file where this content is."""
+    path = directory / DATA_FILE_NAME
+    data = bytearray(path.read_bytes())
+    place = data.index(content)
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+def test_every_byte_arrives(queue: IoQueue, pool: BufferPool, tmp_path: Path, dtype: ComputeDtype) -> None:
+    """From two files to one, with stripes and slots of another size; into an import and then into a step."""
+    with (
+        import_all(create_store([tmp_path / "a", tmp_path / "b"], queue, dtype=dtype, num_slots=3)) as source,
+        create_store([tmp_path / "c"], queue, dtype=dtype, stripe_bytes=1 << 20) as target,
+    ):
+        run_step(source)
+        parts = copy(source, target, pool)
+        target.commit_import(source.progress)
+        check_generation(target, 1)
+        assert sum(parts) == source.layout.bytes_per_parameter * sum(source.block_elements)
+        run_step(source)
+        target.begin_step()
+        copy(source, target, pool)
+        target.commit(source.progress)
+        check_generation(target, 2)
+        check_generation(source, 2)
+    with open_store([tmp_path / "c"], queue) as reopened:
+        check_generation(reopened, 2)
+
+
+def test_large_fields_go_in_parts_and_memory_does_not_grow(queue: IoQueue, tmp_path: Path) -> None:
+    with (
+        import_all(create_store([tmp_path / "a"], queue, block_elements=LARGE_BLOCKS)) as source,
+        create_store([tmp_path / "b"], queue, block_elements=LARGE_BLOCKS) as target,
+        BufferPool(COPY_BYTES) as pool,
+    ):
+        parts = copy(source, target, pool)
+        assert len(parts) == 4 * 4
+        assert max(parts) == COPY_BYTES // 2
+        target.commit_import(source.progress)
+        check_generation(target, 0)
+        assert pool.leased_bytes == 0
+
+
+def test_what_is_damaged_is_not_handed_on(queue: IoQueue, pool: BufferPool, tmp_path: Path) -> None:
+    import_all(create_store([tmp_path / "a"], queue)).close()
+    flip_a_bit(tmp_path / "a", contents(0, 3, "m32", 4 * BLOCK_ELEMENTS[3])[:4096])
+    with (
+        open_store([tmp_path / "a"], queue) as source,
+        create_store([tmp_path / "b"], queue) as target,
+        pytest.raises(IntegrityFailure, match=r"block 3, m32"),
+    ):
+        copy(source, target, pool)
+    assert not Store.exists([tmp_path / "b"])
+    assert pool.leased_bytes == 0
+
+
+@pytest.mark.parametrize("call", [0, 3, 7])
+def test_a_target_that_cannot_be_written(queue: IoQueue, pool: BufferPool, tmp_path: Path, call: int) -> None:
+    with (
+        import_all(create_store([tmp_path / "a"], queue)) as source,
+        import_all(create_store([tmp_path / "b"], queue)) as target,
+    ):
+        run_step(source)
+        target.close()
+        with (
+            FaultyQueue(from_call=call, lasting=Fault(error_number=errno.EIO)) as faulty,
+            open_store([tmp_path / "b"], faulty) as failing,
+        ):
+            failing.begin_step()
+            with pytest.raises(IntegrityFailure):
+                copy(source, failing, pool)
+        assert pool.leased_bytes == 0
+        check_generation(source, 1)
+    with open_store([tmp_path / "b"], queue) as reopened:
+        check_generation(reopened, 0)
+
+
+def test_who_is_told_of_the_progress_may_end_the_copy(queue: IoQueue, pool: BufferPool, tmp_path: Path) -> None:
+    def stop(num_bytes: int) -> None:
+        raise KeyboardInterrupt
+
+    with (
+        import_all(create_store([tmp_path / "a"], queue)) as source,
+        create_store([tmp_path / "b"], queue) as target,
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            copy_generation(source.current(), target, pool, progress=stop)
+        assert pool.leased_bytes == 0

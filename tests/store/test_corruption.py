@@ -1,0 +1,161 @@
+"""Silent corruption in bulk: 190,000 flipped bits, 1,000 stale or misplaced chunks, all noticed before they are used.
+
+Most flips are in memory, against the table of checksums itself; the others go through real files and the real reads.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.errors import IntegrityFailure, RatelError
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.store.checksums import ChunkMap, ChunkTable
+from ratel_cli.store.geometry import HEADER_BYTES
+from ratel_cli.store.layout import RecordMap, record_layout
+from ratel_cli.store.lock import DATA_FILE_NAME
+from tests.fakes import directory_in_memory
+from tests.store.power import Recorder
+from tests.store.stores import (
+    SMALL_CHUNK,
+    check_generation,
+    create_store,
+    import_all,
+    open_store,
+    run_step,
+)
+
+LAYOUT = record_layout("bfloat16")
+STORE_ID = bytes(range(16))
+NUM_STEPS = 3
+NUM_FLIPS_IN_FILES = 400
+NUM_WRONG_CHUNKS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A store of three steps in one file, where every address is an offset."""
+
+    directory: Path
+    content: bytes
+    records: RecordMap
+    slot: int
+    """Of step 3; the other one has step 2."""
+
+    @property
+    def file(self) -> Path:
+        return self.directory / DATA_FILE_NAME
+
+    def chunk(self, slot: int, block: int, field: str, start: int) -> slice:
+        size = self.records.layout.field(field).bytes_per_element
+        first = HEADER_BYTES + self.records.address(slot, block, field, start)
+        return slice(first, first + SMALL_CHUNK * size)
+
+    def chunks(self, slot: int) -> list[slice]:
+        return [
+            self.chunk(slot, block, field.name, start)
+            for block, num_elements in enumerate(self.records.block_elements)
+            for field in self.records.layout.fields
+            for start in range(0, num_elements, SMALL_CHUNK)
+        ]
+
+    def is_in(self, slot: int, offset: int) -> bool:
+        size = self.records.slot_bytes
+        return HEADER_BYTES + slot * size <= offset < HEADER_BYTES + (slot + 1) * size
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[Stored]:
+    with directory_in_memory(tmp_path) as directory:
+        recorder = Recorder()
+        with import_all(create_store([directory], recorder, barrier=recorder)) as store:
+            for _ in range(NUM_STEPS):
+                run_step(store)
+            chunks = ChunkMap(store.layout, store.block_elements, SMALL_CHUNK)
+            records = RecordMap(store.layout, store.block_elements, table_bytes=chunks.table_bytes)
+            slot = store.current().slot
+        content = (directory / DATA_FILE_NAME).read_bytes()
+        yield Stored(directory=directory, content=content, records=records, slot=slot)
+
+
+def reopened(stored: Stored, content: bytes) -> list[str]:
+    """Opens the store with this in its file, as a run does. What was told, or the error; what is used is right."""
+    stored.file.write_bytes(content)
+    told: list[str] = []
+    try:
+        with open_store([stored.directory], Recorder(), notice=told.append) as store, BufferPool(None) as pool:
+            store.ensure_whole(pool, progress=lambda num_bytes: None, notice=told.append)
+            check_generation(store, store.progress.step)
+    except RatelError as error:
+        told.append(error.message)
+    return [text for text in told if "direct I/O" not in text]
+
+
+def test_every_flipped_bit_of_a_record_is_noticed() -> None:
+    chunks = ChunkMap(LAYOUT, (SMALL_CHUNK,), SMALL_CHUNK)
+    table = ChunkTable(chunks, STORE_ID, 5)
+    num_flips = 0
+    for field in LAYOUT.fields:
+        memory = memoryview(bytearray(random.Random(field.name).randbytes(SMALL_CHUNK * field.bytes_per_element)))
+        table.seal(0, field.name, 0, SMALL_CHUNK, memory)
+        for place in range(len(memory)):
+            for bit in range(8):
+                memory[place] ^= 1 << bit
+                with pytest.raises(IntegrityFailure):
+                    table.check(0, field.name, 0, SMALL_CHUNK, memory)
+                memory[place] ^= 1 << bit
+                num_flips += 1
+        table.check(0, field.name, 0, SMALL_CHUNK, memory)
+    assert num_flips > 190_000
+
+
+def test_a_flipped_bit_anywhere_in_the_file_is_noticed(stored: Stored) -> None:
+    """Or it lies in the slot that is not used."""
+    assert reopened(stored, stored.content) == []
+    chance = random.Random(0)
+    num_noticed, end = 0, HEADER_BYTES + 2 * stored.records.slot_bytes
+    for number in range(NUM_FLIPS_IN_FILES):
+        # Every tenth one in the first pages: manifests, identification.
+        offset = chance.randrange(HEADER_BYTES if number % 10 == 0 else end)
+        content = bytearray(stored.content)
+        content[offset] ^= 1 << chance.randrange(8)
+        told = reopened(stored, bytes(content))
+        assert bool(told) != stored.is_in(1 - stored.slot, offset), (offset, told)
+        num_noticed += bool(told)
+    assert num_noticed > NUM_FLIPS_IN_FILES // 3
+
+
+def test_a_stale_or_misplaced_chunk_is_noticed(stored: Stored) -> None:
+    """The chunk of the step before, one of another place, or one of another block with the same name."""
+    chance = random.Random(1)
+    current, before = stored.chunks(stored.slot), stored.chunks(1 - stored.slot)
+    for _ in range(NUM_WRONG_CHUNKS):
+        index = chance.randrange(len(current))
+        place = current[index]
+        size = place.stop - place.start
+        others = [other for other in current if other != place and other.stop - other.start == size]
+        source = chance.choice([before[index], chance.choice(others)])
+        content = bytearray(stored.content)
+        content[place] = stored.content[source]
+        [told, *_] = reopened(stored, bytes(content))
+        assert f"step {NUM_STEPS} is damaged (block " in told
+
+
+def test_chunks_of_another_store_are_noticed(stored: Stored, tmp_path: Path) -> None:
+    """The whole slot, table and all, of the same step: a copy that was put back in the wrong place."""
+    recorder = Recorder()
+    with import_all(create_store([tmp_path / "other"], recorder, barrier=recorder)) as store:
+        for _ in range(NUM_STEPS):
+            run_step(store)
+        assert store.current().slot == stored.slot
+    start = HEADER_BYTES + stored.slot * stored.records.slot_bytes
+    stop = start + stored.records.slot_bytes
+    other = (tmp_path / "other" / DATA_FILE_NAME).read_bytes()
+    content = stored.content[:start] + other[start:stop] + stored.content[stop:]
+    [told, *_] = reopened(stored, content)
+    assert f"step {NUM_STEPS}" in told
+    assert "table of checksums" in told

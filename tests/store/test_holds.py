@@ -1,0 +1,76 @@
+"""Held generations: nothing is written over them, they cost no manifest, and a crash lets them go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.errors import EnvironmentFailure
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.queue import IoQueue
+from ratel_cli.store.generation import Generation
+from tests.store.stores import contents, create_store, import_all, open_store, run_step
+
+
+def check_held(generation: Generation, step: int, pool: BufferPool) -> None:
+    assert generation.progress.step == step
+    for block, num_elements in enumerate(generation.block_elements):
+        for field in generation.layout.fields:
+            with pool.lease(num_elements * field.bytes_per_element, "test") as lease:
+                generation.read(block, field.name, 0, num_elements, lease.memory).wait()
+                assert bytes(lease.memory) == contents(step, block, field.name, len(lease.memory))
+
+
+def test_steps_go_on_and_leave_it_alone(queue: IoQueue, pool: BufferPool, tmp_path: Path) -> None:
+    with import_all(create_store([tmp_path], queue, num_slots=3)) as store:
+        run_step(store)
+        held = store.hold()
+        for _ in range(4):
+            run_step(store)
+            check_held(held, 1, pool)
+        store.release(held)
+        run_step(store)
+        run_step(store)
+        assert store.pinned_steps == ()
+
+
+def test_it_is_one_of_those_that_are_kept(queue: IoQueue, tmp_path: Path) -> None:
+    with import_all(create_store([tmp_path], queue, num_slots=4)) as store:
+        run_step(store)
+        held = store.hold()
+        run_step(store)
+        store.pin()
+        run_step(store)
+        with pytest.raises(EnvironmentFailure, match=r"step 3 cannot be kept: .* 4 slots, .* 2 are kept already"):
+            store.pin()
+        with pytest.raises(EnvironmentFailure, match="step 3 cannot be kept"):
+            store.hold()
+        store.release(held)
+        store.pin()
+        assert store.pinned_steps == (2, 3)
+
+
+def test_what_is_pinned_may_be_held_too(queue: IoQueue, pool: BufferPool, tmp_path: Path) -> None:
+    with import_all(create_store([tmp_path], queue, num_slots=3)) as store:
+        run_step(store)
+        store.pin()
+        held = store.hold()
+        run_step(store)
+        store.unpin(1)
+        run_step(store)
+        run_step(store)
+        check_held(held, 1, pool)
+
+
+def test_a_store_without_room_for_it(queue: IoQueue, tmp_path: Path) -> None:
+    with import_all(create_store([tmp_path], queue)) as store, pytest.raises(EnvironmentFailure, match="2 slots"):
+        store.hold()
+
+
+def test_the_next_process_knows_nothing_of_it(queue: IoQueue, tmp_path: Path) -> None:
+    with import_all(create_store([tmp_path], queue, num_slots=3)) as store:
+        store.hold()
+    with open_store([tmp_path], queue) as store:
+        assert store.pinned_steps == ()
+        store.hold()

@@ -1,0 +1,295 @@
+"""The wrong store, a damaged one, and failing drives: each ends in the documented error, and loses no step."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.errors import BadInput, IntegrityFailure
+from ratel_cli.io.buffers import PAGE_BYTES, BufferPool
+from ratel_cli.io.queue import IoQueue
+from ratel_cli.io.tickets import Ticket
+from ratel_cli.store.lock import DATA_FILE_NAME
+from ratel_cli.store.manifest import FORMAT_VERSION
+from ratel_cli.store.store import Store
+from tests.fakes import Fault, FaultyBarrier, FaultyQueue, filled
+from tests.store.stores import (
+    IDENTITY,
+    check_generation,
+    create_store,
+    import_all,
+    open_store,
+    progress_of,
+    run_step,
+    write_generation,
+)
+
+
+@pytest.fixture
+def queue() -> Iterator[IoQueue]:
+    with FaultyQueue(depth=4) as opened:
+        yield opened
+
+
+@pytest.fixture
+def paths(tmp_path: Path, queue: IoQueue) -> list[Path]:
+    """A store of three steps over two directories: generation 4, in place 0."""
+    made = [tmp_path / "a", tmp_path / "b"]
+    with import_all(create_store(made, queue)) as store:
+        for _ in range(3):
+            run_step(store)
+    return made
+
+
+def are_done(*tickets: Ticket) -> tuple[bool, ...]:
+    return tuple(ticket.done for ticket in tickets)
+
+
+def edit(path: Path, offset: int, content: bytes) -> None:
+    with (path / DATA_FILE_NAME).open("r+b") as file:
+        file.seek(offset)
+        file.write(content)
+
+
+@pytest.mark.parametrize(
+    ("field", "wanted"),
+    [
+        ("model_hash", replace(IDENTITY, model_hash="other")),
+        ("config_hash", replace(IDENTITY, config_hash="other")),
+        ("data_hash", replace(IDENTITY, data_hash="other")),
+        ("seed", replace(IDENTITY, seed=43)),
+    ],
+)
+def test_another_runs_store_is_refused_by_field(paths: list[Path], queue: IoQueue, field: str, wanted: object) -> None:
+    assert isinstance(wanted, type(IDENTITY))
+    with pytest.raises(BadInput) as refusal:
+        open_store(paths, queue, identity=wanted)
+    assert refusal.value.message.startswith(f"{field}: the store in {paths[0]}")
+    assert "\n" not in refusal.value.message
+    assert "--resume no" in (refusal.value.hint or "")
+
+
+def test_all_differences_are_told(paths: list[Path], queue: IoQueue) -> None:
+    with pytest.raises(BadInput, match="model_hash") as refusal:
+        open_store(paths, queue, identity=replace(IDENTITY, model_hash="x", seed=1))
+    assert [other.message.split(":")[0] for other in refusal.value.others] == ["seed"]
+
+
+def test_other_software_is_a_notice(paths: list[Path], queue: IoQueue) -> None:
+    told: list[str] = []
+    with open_store(paths, queue, identity=replace(IDENTITY, software="ratel 2"), notice=told.append) as store:
+        check_generation(store, 3)
+    assert told == ["resume is valid, not bit-exact: software was ratel 1, now is ratel 2"]
+
+
+def test_without_an_identity_any_store_opens(paths: list[Path], queue: IoQueue) -> None:
+    with open_store(paths, queue, identity=None) as store:
+        assert store.identity == IDENTITY
+
+
+def test_no_store(tmp_path: Path, queue: IoQueue) -> None:
+    with pytest.raises(BadInput, match="there is no store in"):
+        open_store([tmp_path], queue)
+
+
+def test_swapped_missing_and_mixed_directories(paths: list[Path], tmp_path: Path, queue: IoQueue) -> None:
+    for wrong, reason in (
+        (paths[::-1], "is file 2 of a store, named as 1"),
+        (paths[:1], "names 1 directories, and the store has 2"),
+        (paths[1:], "is file 2 of a store, named as 1"),
+        ([paths[0], tmp_path / "c"], "there is no store in"),
+    ):
+        with pytest.raises(BadInput, match=reason):
+            open_store(wrong, queue)
+    others = [tmp_path / "c", tmp_path / "d"]
+    import_all(create_store(others, queue)).close()
+    with pytest.raises(BadInput, match="belongs to another store"):
+        open_store([paths[0], others[1]], queue)
+    three = [tmp_path / "e", tmp_path / "f", tmp_path / "g"]
+    import_all(create_store(three, queue)).close()
+    with pytest.raises(BadInput, match="is file 3 of the store, named as 2"):
+        open_store([three[0], three[2], three[1]], queue)
+
+
+def test_a_damaged_identification_is_refused(paths: list[Path], queue: IoQueue) -> None:
+    edit(paths[1], 2 * PAGE_BYTES + 20, b"?")
+    with pytest.raises(BadInput, match="is not a data file of Ratel, or is damaged"):
+        open_store(paths, queue)
+
+
+def test_a_truncated_file_is_refused(paths: list[Path], queue: IoQueue) -> None:
+    size_bytes = (paths[1] / DATA_FILE_NAME).stat().st_size
+    os.truncate(paths[1] / DATA_FILE_NAME, size_bytes - 1)
+    with pytest.raises(IntegrityFailure, match=f"file size: truncated, has {size_bytes - 1} of {size_bytes} bytes"):
+        open_store(paths, queue)
+
+
+def test_an_empty_file_is_an_incomplete_store(paths: list[Path], queue: IoQueue) -> None:
+    for path in paths:
+        os.truncate(path / DATA_FILE_NAME, 0)
+    with pytest.raises(BadInput, match="incomplete"):
+        open_store(paths, queue)
+
+
+def test_another_format_is_refused(paths: list[Path], queue: IoQueue) -> None:
+    page = bytearray((paths[0] / DATA_FILE_NAME).read_bytes()[: PAGE_BYTES - 4])
+    page[8:12] = struct.pack("<I", FORMAT_VERSION + 1)
+    edit(paths[0], 0, bytes(page) + struct.pack("<I", zlib.crc32(page)))
+    with pytest.raises(BadInput, match="format_version: the store has format 4"):
+        open_store(paths, queue)
+    assert Store.exists(paths)
+
+
+@pytest.mark.parametrize("offset", [0, 8, 100, 2000, PAGE_BYTES - 1])
+def test_a_torn_manifest_falls_back_by_one(paths: list[Path], queue: IoQueue, offset: int) -> None:
+    edit(paths[0], offset, b"?")  # generation 4, of step 3
+    assert Store.exists(paths)
+    told: list[str] = []
+    with open_store(paths, queue, notice=told.append) as store:
+        check_generation(store, 2)
+        run_step(store)
+        check_generation(store, 3)
+    assert [text for text in told if "going on from step 2" in text] == told
+    assert len(told) == 1
+    told.clear()
+    with open_store(paths, queue, notice=told.append) as store:
+        check_generation(store, 3)
+    assert told == []
+
+
+def test_two_torn_manifests_are_an_integrity_failure(paths: list[Path], queue: IoQueue) -> None:
+    edit(paths[0], 100, b"?")
+    edit(paths[0], PAGE_BYTES + 100, b"?")
+    with pytest.raises(IntegrityFailure, match="both manifests"):
+        open_store(paths, queue)
+    with pytest.raises(BadInput, match="there is a store"):
+        create_store(paths, queue)
+    import_all(create_store(paths, queue, overwrite=True)).close()
+
+
+def test_a_manifest_that_a_drive_lost_is_noticed(paths: list[Path], queue: IoQueue) -> None:
+    first_file = (paths[0] / DATA_FILE_NAME).read_bytes()
+    with open_store(paths, queue) as store:
+        run_step(store)
+        run_step(store)
+    edit(paths[0], PAGE_BYTES, first_file[PAGE_BYTES : 2 * PAGE_BYTES])  # generation 5 never arrived, 6 did
+    with pytest.raises(IntegrityFailure, match="generations 3 and 6 do not follow each other"):
+        open_store(paths, queue)
+
+
+@pytest.mark.parametrize("fails", ["sync", "write_through"])
+@pytest.mark.parametrize("action", ["import", "step"])
+def test_a_failed_commit_is_final(tmp_path: Path, queue: IoQueue, fails: str, action: str) -> None:
+    barrier = FaultyBarrier()
+    with create_store([tmp_path], queue, barrier=barrier, num_slots=3) as store:
+        if action == "step":
+            import_all(store)
+            run_step(store)
+            store.begin_step()
+            write_generation(store, 2)
+        barrier.fails = fails
+        before = len(barrier.calls)
+        with pytest.raises(IntegrityFailure, match="nothing more is committed") as failure:
+            store.commit(progress_of(2)) if action == "step" else store.commit_import(progress_of(0))
+        assert isinstance(failure.value.__cause__, OSError)
+        assert barrier.calls[before:].count(fails) == 1
+        made = len(barrier.calls)
+        for call in (store.begin_step, store.pin, store.discard, lambda: store.commit_progress(progress_of(9))):
+            with pytest.raises(IntegrityFailure, match="takes no more commits"):
+                call()
+        assert len(barrier.calls) == made
+    if action == "import":
+        assert not Store.exists([tmp_path])
+    else:
+        with open_store([tmp_path], queue) as store:
+            check_generation(store, 1)
+
+
+def test_a_failed_sync_writes_no_manifest(tmp_path: Path, queue: IoQueue) -> None:
+    barrier = FaultyBarrier()
+    with import_all(create_store([tmp_path], queue, barrier=barrier)) as store:
+        store.begin_step()
+        write_generation(store, 1)
+        barrier.fails = "sync"
+        barrier.calls.clear()
+        with pytest.raises(IntegrityFailure):
+            store.commit(progress_of(1))
+        assert barrier.calls == ["sync"]
+
+
+def test_a_failed_creation_write_is_an_integrity_failure(tmp_path: Path, queue: IoQueue) -> None:
+    barrier = FaultyBarrier()
+    barrier.fails = "write_through"
+    with pytest.raises(IntegrityFailure, match="could not be written: Input/output error"):
+        create_store([tmp_path], queue, barrier=barrier)
+    assert not Store.exists([tmp_path])
+    create_store([tmp_path], queue).close()
+
+
+def test_every_failing_transfer_leaves_the_last_step(tmp_path: Path) -> None:
+    """One transfer fails, at each place of a step in turn; the step is given up and done again."""
+    with FaultyQueue() as sound:
+        import_all(create_store([tmp_path], sound)).close()
+        before = len(sound.calls)
+        with open_store([tmp_path], sound) as store:
+            run_step(store)
+        calls_of_a_step = len(sound.calls) - before
+    assert calls_of_a_step > 10
+    for call in range(calls_of_a_step):
+        with FaultyQueue({call: Fault(error_number=errno.EIO)}) as faulty, open_store([tmp_path], faulty) as store:
+            step = store.progress.step
+            with pytest.raises(IntegrityFailure):
+                run_step(store)
+            store.discard()
+            check_generation(store, step)
+            run_step(store)
+            check_generation(store, step + 1)
+
+
+@pytest.mark.parametrize("shuffle_seed", [1, 2])
+def test_completions_in_any_order(tmp_path: Path, shuffle_seed: int) -> None:
+    faults = {
+        call: Fault(short_bytes=4096) if call % 2 else Fault(error_number=errno.EAGAIN) for call in range(0, 200, 7)
+    }
+    with (
+        FaultyQueue(faults, shuffle_seed=shuffle_seed, depth=8, request_bytes=8192) as queue,
+        import_all(create_store([tmp_path / "a", tmp_path / "b"], queue)) as store,
+    ):
+        run_step(store)
+        check_generation(store, 1)
+
+
+def test_closing_waits_for_what_is_in_flight(tmp_path: Path, pool: BufferPool) -> None:
+    with FaultyQueue() as sound:
+        import_all(create_store([tmp_path], sound)).close()
+    with FaultyQueue(lasting=Fault(delay_seconds=0.05)) as slow:
+        store = open_store([tmp_path], slow)
+        store.begin_step()
+        written = store.write(0, "hi16", 0, 2048, filled(pool, bytes(4096)))
+        read = store.read(0, "hi16", 0, 2048, pool.lease(4096, "test").memory)
+        assert are_done(written, read) == (False, False)
+        store.close()
+        assert are_done(written, read) == (True, True)
+        store.close()
+
+
+def test_in_place_says_what_was_lost(tmp_path: Path, queue: IoQueue) -> None:
+    with import_all(create_store([tmp_path], queue, in_place=True)) as store:
+        run_step(store)
+        store.begin_step()
+        write_generation(store, 2)
+        with pytest.raises(IntegrityFailure, match="step 2 cannot be abandoned"):
+            store.discard()
+    assert Store.exists([tmp_path])
+    with pytest.raises(
+        IntegrityFailure, match=r"step 2 was being written .* the state after step 1 is lost"
+    ) as failure:
+        open_store([tmp_path], queue)
+    assert "--resume no" in (failure.value.hint or "")

@@ -1,0 +1,166 @@
+"""Power cuts at every moment of a store's life, and the proof that the exploration finds broken protocols.
+
+The walks alone meet 20,000 different states of the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.errors import IntegrityFailure, RatelError
+from ratel_cli.store.lock import DATA_FILE_NAME
+from ratel_cli.store.store import Store
+from tests.fakes import directory_in_memory
+from tests.store.exploration import (
+    BLOCK_ELEMENTS,
+    Driver,
+    check_contents,
+    record,
+    recover,
+    recover_from_a_lie,
+)
+from tests.store.mutants import RECORDERS, STORES, NeverSyncs, SyncsAgain, SyncsTheFirstFileAlone, trusting
+from tests.store.power import FailsToSync, Recorder, cuts
+from tests.store.stores import IDENTITY, create_store, import_all
+
+NUM_WALKS = 8
+STATES_PER_WALK = 20_000 // NUM_WALKS
+OTHER = replace(IDENTITY, seed=7)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    with directory_in_memory(tmp_path) as found:
+        yield found
+
+
+def three_steps(driver: Driver) -> None:
+    for _ in range(3):
+        driver.step()
+
+
+def steps_with_pins(driver: Driver) -> None:
+    """Each slot is used again while another one is kept."""
+    driver.step()
+    driver.pin()
+    three_steps(driver)
+    driver.rewind(1)
+    driver.step()
+    driver.unpin(1)
+    driver.step()
+
+
+@pytest.mark.parametrize("seed", range(NUM_WALKS))
+def test_nothing_is_lost(directory: Path, seed: int) -> None:
+    recording = record(directory, Recorder(), lambda driver: driver.walk(32, seed), num_slots=2 + seed % 4)
+    assert recover(recording, per_event=16, seed=seed) >= STATES_PER_WALK
+
+
+def test_in_place_is_whole_or_says_so(directory: Path) -> None:
+    recording = record(directory, Recorder(), lambda driver: driver.walk(12, 0), in_place=True)
+    assert recover(recording, per_event=8) > 500
+
+
+@pytest.mark.parametrize("first_failing", range(1, 8))
+def test_a_failed_sync_loses_no_step(directory: Path, first_failing: int) -> None:
+    """Two files: the syncs of three steps are six. One that fails ends the run, and what it was for never counts."""
+
+    def until_it_fails(driver: Driver) -> None:
+        with suppress(IntegrityFailure):
+            three_steps(driver)
+            assert first_failing == 7
+            return
+        assert driver.store.progress.step == (first_failing - 1) // 2
+        with pytest.raises(IntegrityFailure, match="takes no more commits"):
+            driver.step()
+
+    recorder = FailsToSync(first_failing=first_failing + 4)  # two are for directories, two for the import
+    assert recover(record(directory, recorder, until_it_fails), per_event=4) > 30
+
+
+def cut_creations(directory: Path, *, over_another: bool) -> Iterator[list[Path]]:
+    """A new store is made and filled, in place of nothing or of an older one; the directories after each cut."""
+    paths = [directory / "a", directory / "b"]
+    files = [path / DATA_FILE_NAME for path in paths]
+    if over_another:
+        old = Recorder()
+        with import_all(create_store(paths, old, block_elements=BLOCK_ELEMENTS, barrier=old)) as store:
+            driver = Driver(store, old)
+            driver.step()
+            driver.step()
+        before = {file: file.read_bytes() for file in files}
+    recorder = Recorder()
+    with create_store(
+        paths, recorder, block_elements=BLOCK_ELEMENTS, barrier=recorder, overwrite=over_another, identity=OTHER
+    ) as store:
+        import_all(store)
+    if not over_another:
+        before = {file: bytes(file.stat().st_size) for file in files}
+    for _, left in cuts(before, recorder.events, per_event=24, seed=0):
+        for file, content in left.items():
+            file.write_bytes(content)
+        yield paths
+
+
+@pytest.mark.parametrize("over_another", [False, True])
+def test_a_new_store_is_whole_or_not_there(directory: Path, over_another: bool) -> None:
+    """Until its import is committed the place holds the old store, whole, or counts as empty."""
+    found: list[str] = []
+    for paths in cut_creations(directory, over_another=over_another):
+        if not Store.exists(paths):
+            found.append("none")
+            continue
+        recorder = Recorder()
+        with Store.open(paths, queue=recorder, identity=None, barrier=recorder) as store:
+            is_old = store.identity == IDENTITY
+            found.append("old" if is_old else "new")
+            assert store.progress.step in ((1, 2) if is_old else (0,))
+            check_contents(store)
+    assert set(found) == ({"old", "none", "new"} if over_another else {"none", "new"})
+    assert found[-1] == "new"
+    assert len(found) > 250
+
+
+@pytest.mark.parametrize("mutant", RECORDERS)
+def test_broken_protocols_are_found(directory: Path, mutant: type[Recorder]) -> None:
+    recording = record(directory, mutant(), three_steps)
+    with pytest.raises((AssertionError, RatelError)):
+        recover(recording, per_event=16)
+
+
+@pytest.mark.parametrize("mutant", STORES)
+def test_stores_that_write_to_the_wrong_place_are_found(directory: Path, mutant: type[Store]) -> None:
+    recording = record(directory, Recorder(), steps_with_pins, num_slots=4, store_class=mutant)
+    with pytest.raises((AssertionError, RatelError)):
+        recover(recording, per_event=16)
+
+
+def test_a_recovery_that_trusts_torn_manifests_is_found(directory: Path) -> None:
+    recording = record(directory, Recorder(), three_steps)
+    with pytest.raises((AssertionError, RatelError)):
+        recover(recording, per_event=16, seen_as=trusting)
+
+
+def test_what_mutants_are_let_loose_on_is_survived(directory: Path) -> None:
+    """With the same work and the same cuts the real protocol passes: it is the mutation that is found."""
+    assert recover(record(directory, Recorder(), three_steps), per_event=16) > 300
+    assert recover(record(directory / "pins", Recorder(), steps_with_pins, num_slots=4), per_event=16) > 600
+
+
+@pytest.mark.parametrize("lie", [NeverSyncs, SyncsTheFirstFileAlone, SyncsAgain])
+def test_a_drive_that_lies_about_flushes_is_noticed(directory: Path, lie: type[Recorder]) -> None:
+    """A manifest may speak of bytes that never came: they are not used, and the step before is, if that is whole."""
+    made = recover_from_a_lie(record(directory, lie(), three_steps), per_event=16)
+    assert made["whole"] > 10
+    assert made["fell back"] > 5
+
+
+def test_without_checksums_the_lie_would_be_believed(directory: Path) -> None:
+    recording = record(directory, NeverSyncs(), three_steps, chunk_elements=0)
+    with pytest.raises(AssertionError):
+        recover_from_a_lie(recording, per_event=16)
