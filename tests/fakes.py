@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Lock
 
-from ratel_cli.io.buffers import PAGE_BYTES, BufferPool
+from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import LanedQueue
 from ratel_cli.io.requests import Direction
 from ratel_cli.io.threads import ThreadedLane, transfer_with_kernel
+from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.barrier import KernelBarrier
 
 # Small, so that tests of few bytes are cut into many requests.

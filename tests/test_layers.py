@@ -17,7 +17,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "ratel_cli"
 PARTS = (
-    "errors", "units", "console", "_native", "config", "io", "store", "hardware", "data", "model", "planning",
+    "errors", "units", "sizes", "console", "_native", "config", "io", "store", "hardware", "data", "model", "planning",
     "engine", "training", "report", "run", "cli",
 )  # fmt: skip
 """From the ground up."""

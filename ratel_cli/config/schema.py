@@ -27,6 +27,7 @@ from ratel_cli.config.sections import (
     refuse,
     refuse_together,
 )
+from ratel_cli.sizes import DtypeName
 
 __all__ = ["DatasetConfig", "LimitsConfig", "ModelShape", "RunConfig", "SnapshotConfig", "StorageConfig"]
 
@@ -121,7 +122,7 @@ class RunConfig(Section):
     max_grad_norm: ClipNorm = 1.0
     """Clip the global gradient norm to this, exactly. 0 or null: off."""
 
-    dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"
+    dtype: DtypeName = "bfloat16"
     """What the model computes in. Master weights are fp32 always."""
     gradient_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What gradients are rounded to after micro-batches were summed in fp32. auto: the same as `dtype`."""
@@ -170,7 +171,7 @@ class RunConfig(Section):
         return self.model_copy(update={"output_dir": output_dir, "storage": storage})
 
     @property
-    def resolved_gradient_dtype(self) -> Literal["float32", "bfloat16", "float16"]:
+    def resolved_gradient_dtype(self) -> DtypeName:
         """What `auto` stands for."""
         return self.dtype if self.gradient_dtype == "auto" else self.gradient_dtype
 

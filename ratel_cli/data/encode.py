@@ -23,9 +23,7 @@ from ratel_cli.data.chat_child import has_generation_tag
 from ratel_cli.data.formats import ChatDraft, Draft, TextDraft, TokensDraft, Unusable
 from ratel_cli.data.lines import printable
 from ratel_cli.errors import BadInput
-
-IGNORED = -100
-"""The label, and target, of a token that carries no loss (torch's and transformers' convention)."""
+from ratel_cli.sizes import IGNORED_TARGET
 
 TokenIds = npt.NDArray[np.int32]
 
@@ -157,7 +155,7 @@ class SampleEncoder:
             input_ids = np.array(head + tail, dtype=np.int32)
             labels = input_ids.copy()
             if draft.prompt and not self._train_on_inputs:
-                labels[: len(head)] = IGNORED
+                labels[: len(head)] = IGNORED_TARGET
             yield self._split(input_ids, labels) if draft.splittable else self._cut(input_ids, labels)
 
     def _encode_chats(self, drafts: Sequence[ChatDraft]) -> Iterator[Encoded | Unusable]:
@@ -195,7 +193,7 @@ class SampleEncoder:
         for chat, ids, offsets in zip(chats, ids_of, cast(list[list[tuple[int, int]]], offsets_of), strict=True):
             prefixes = [next(prompt_ids) for _ in chat.spans] if inferred else []
             input_ids = np.array(ids, dtype=np.int32)
-            labels = np.full_like(input_ids, IGNORED)
+            labels = np.full_like(input_ids, IGNORED_TARGET)
             reaches = np.array(offsets, dtype=np.int64).reshape(-1, 2)
             try:
                 for index, span in enumerate(chat.spans):
@@ -214,7 +212,7 @@ class SampleEncoder:
             ids = np.array(values, dtype=np.int64)
             allowed = (ids >= 0) & (ids < self._vocabulary)
             if name == "labels":
-                allowed |= ids == IGNORED
+                allowed |= ids == IGNORED_TARGET
             if not allowed.all():
                 reach = f"the tokenizer has ids 0 to {self._vocabulary - 1}"
                 return Unusable(f"{name!r} holds {ids[~allowed][0]}; {reach}")
@@ -232,7 +230,7 @@ class SampleEncoder:
     def _cut(self, input_ids: TokenIds, labels: TokenIds) -> Encoded | Unusable:
         truncated = len(input_ids) > self._sequence_len
         sample = Sample(input_ids=input_ids[: self._sequence_len], labels=labels[: self._sequence_len])
-        if not (sample.labels[1:] != IGNORED).any():
+        if not (sample.labels[1:] != IGNORED_TARGET).any():
             where = f" within the first {self._sequence_len} tokens" if truncated else ""
             return Unusable(f"all masked: no token carries loss{where}")
         return Encoded(samples=(sample,), truncated=truncated)

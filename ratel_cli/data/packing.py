@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ratel_cli.data.encode import IGNORED, Sample
+from ratel_cli.data.encode import Sample
+from ratel_cli.sizes import IGNORED_TARGET
 
 Integers = npt.NDArray[np.int64]
 
@@ -124,7 +125,7 @@ def assemble(
     lengths = [len(sample.input_ids) for sample in samples]
     width = max(lengths) if packed_tokens is None else packed_tokens
     input_ids = np.full((len(rows), width), padding_id, dtype=np.int64)
-    targets = np.full((len(rows), width), IGNORED, dtype=np.int64)
+    targets = np.full((len(rows), width), IGNORED_TARGET, dtype=np.int64)
     position_ids = np.tile(np.arange(width, dtype=np.int64), (len(rows), 1))
     taken = iter(samples)
     for index, row in enumerate(rows):
@@ -144,6 +145,6 @@ def assemble(
         targets=torch.from_numpy(targets),
         position_ids=torch.from_numpy(position_ids),
         sample_ids=tuple(int(sample_id) for row in rows for sample_id in row),
-        num_targets=int((targets != IGNORED).sum()),
+        num_targets=int((targets != IGNORED_TARGET).sum()),
         num_tokens=sum(lengths),
     )

@@ -29,13 +29,13 @@ from dataclasses import dataclass
 import torch
 
 from ratel_cli.engine.device.device import Device, DeviceBuffer, Download, SpanLabel, Upload
-from ratel_cli.engine.replay.tape import PACKED_ALIGNMENT
 from ratel_cli.engine.telemetry import Resource, Stage, Timeline
 from ratel_cli.errors import RatelError
-from ratel_cli.io.buffers import PAGE_BYTES, BufferPool, Lease
+from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Placement
+from ratel_cli.sizes import PACKED_ALIGNMENT, PAGE_BYTES
 from ratel_cli.store.checksums import Seal
 from ratel_cli.units import align_up
 

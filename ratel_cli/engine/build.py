@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.optimizer.adamw import AdamWSettings, GroupAdamW
 from ratel_cli.engine.optimizer.groups import GroupWork
-from ratel_cli.engine.optimizer.pipeline import GROUP_ELEMENTS, GroupOrder, UpdatePipeline
+from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
 from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
@@ -19,6 +19,7 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.planning.placement import Placement
+from ratel_cli.sizes import GROUP_ELEMENTS
 from ratel_cli.store.store import Store
 
 

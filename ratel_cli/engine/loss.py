@@ -14,22 +14,18 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ratel_cli.model.layer_runner import LayerRunner, last_hidden_state
-
-IGNORED = -100
-"""Targets with this value count for nothing (torch's ignore_index)."""
-
-_CHUNK_LOGITS_BYTES = 64 << 20
+from ratel_cli.sizes import IGNORED_TARGET, LOGITS_CHUNK_BYTES
 
 
 def tokens_per_chunk(vocab_size: int) -> int:
     """Tokens whose fp32 logits fill 64 MiB: enough for an efficient product, small beside the head itself."""
-    return max(16, _CHUNK_LOGITS_BYTES // (4 * vocab_size))
+    return max(16, LOGITS_CHUNK_BYTES // (4 * vocab_size))
 
 
 def loss_sum(layer_runner: LayerRunner, finished: object, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Sum of cross-entropies (fp32 scalar) of one chunk: hidden [1, tokens, width], targets [tokens]."""
     logits = layer_runner.logits(finished, hidden)
-    return cross_entropy(logits[0].float(), targets, ignore_index=IGNORED, reduction="sum")
+    return cross_entropy(logits[0].float(), targets, ignore_index=IGNORED_TARGET, reduction="sum")
 
 
 def loss_and_gradients(

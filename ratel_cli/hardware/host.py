@@ -16,7 +16,7 @@ from ratel_cli.hardware.spec import margin_bytes
 
 _PROC = Path("/proc")
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_SYSTEM_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 4 << 20
 
@@ -48,7 +48,7 @@ def num_cores() -> int:
 
 def memory_bytes() -> int:
     """Installed main memory."""
-    return os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES
+    return os.sysconf("SC_PHYS_PAGES") * _SYSTEM_PAGE_BYTES
 
 
 def available_bytes(proc: Path = _PROC, control_groups: Path = _CONTROL_GROUPS) -> int:
@@ -78,7 +78,7 @@ def default_limit_bytes() -> int:
 
 def resident_bytes() -> int:
     """Main memory that this process holds now."""
-    return int((_PROC / "self" / "statm").read_text().split()[1]) * _PAGE_BYTES
+    return int((_PROC / "self" / "statm").read_text().split()[1]) * _SYSTEM_PAGE_BYTES
 
 
 def peak_resident_bytes() -> int:

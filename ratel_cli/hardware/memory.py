@@ -10,7 +10,7 @@ import torch
 from ratel_cli import _native
 from ratel_cli.hardware.budget import best_seconds
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.store.checksums import CHUNK_ELEMENTS
+from ratel_cli.sizes import CHUNK_ELEMENTS
 
 _ADAM_PARAMETERS = 1 << 21
 """As many as the optimizer's group, and more than caches hold."""

@@ -23,10 +23,9 @@ from types import TracebackType
 from typing import Self
 
 from ratel_cli.errors import DoesNotFit, EnvironmentFailure
+from ratel_cli.sizes import HUGE_PAGE_BYTES, PAGE_BYTES
 from ratel_cli.units import align_up, format_bytes
 
-PAGE_BYTES = 4096
-HUGE_PAGE_BYTES = 2 << 20
 Pin = Callable[[int, int], Callable[[], None] | None]
 """Makes memory, by address and size, such that a GPU can copy from it by itself; what undoes that, or None."""
 

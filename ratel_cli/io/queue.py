@@ -19,9 +19,10 @@ from types import TracebackType
 from typing import Literal, Protocol, Self
 
 from ratel_cli.errors import EnvironmentFailure
-from ratel_cli.io.buffers import PAGE_BYTES, address_of
+from ratel_cli.io.buffers import address_of
 from ratel_cli.io.requests import Direction, Lane, Request
 from ratel_cli.io.tickets import Ticket
+from ratel_cli.sizes import PAGE_BYTES
 
 EngineName = Literal["io_uring", "threads"]
 EngineChoice = Literal["auto", "io_uring", "threads"]

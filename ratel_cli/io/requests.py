@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from ratel_cli.errors import EnvironmentFailure, IntegrityFailure, RatelError
-from ratel_cli.io.buffers import PAGE_BYTES
 from ratel_cli.io.tickets import Ticket
+from ratel_cli.sizes import PAGE_BYTES
 
 Direction = Literal["read", "write"]
 

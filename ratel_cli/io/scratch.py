@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Self
 
 from ratel_cli.errors import EnvironmentFailure
-from ratel_cli.io.buffers import PAGE_BYTES
 from ratel_cli.io.files import (
     SpaceNeed,
     StripedFiles,
@@ -29,8 +28,7 @@ from ratel_cli.io.files import (
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.io.striping import StripeMap
 from ratel_cli.io.tickets import Ticket
-
-STRIPE_BYTES = 4 << 20
+from ratel_cli.sizes import PAGE_BYTES, STRIPE_BYTES
 
 
 class Scratch:

@@ -21,13 +21,14 @@ import torch
 
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
-from ratel_cli.model.import_weights import GROUP_ELEMENTS
+from ratel_cli.model.import_weights import PIECE_ELEMENTS
 from ratel_cli.model.shards import ShardWriter, file_bytes
 from ratel_cli.model.sidecars import add_companions
 from ratel_cli.model.skeleton import DTYPES
-from ratel_cli.model.spec import DtypeName, ModelSpec
+from ratel_cli.model.spec import ModelSpec
 from ratel_cli.model.staging import Staging
 from ratel_cli.model.stored_weights import StoredGeneration, stored_weights
+from ratel_cli.sizes import DtypeName
 from ratel_cli.units import MIB
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -59,7 +60,7 @@ def export_model(
     buffers: Mapping[str, torch.Tensor],
     base_model: str | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    group_elements: int = GROUP_ELEMENTS,
+    group_elements: int = PIECE_ELEMENTS,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Replace the model in `output_dir` by the weights of a generation. Other files there stay.

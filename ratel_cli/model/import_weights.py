@@ -18,10 +18,11 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import join
 from ratel_cli.io.views import view_field
 from ratel_cli.model.spec import BlockSpec, ModelSpec, ParameterSpec
-from ratel_cli.store.layout import ComputeDtype, RecordLayout
+from ratel_cli.sizes import DtypeName
+from ratel_cli.store.layout import RecordLayout
 from ratel_cli.store.store import Store
 
-GROUP_ELEMENTS = 1 << 23
+PIECE_ELEMENTS = 1 << 23
 """32 MiB of fp32: long enough for full disk speed, short enough to be forgotten in any memory budget."""
 
 
@@ -40,7 +41,7 @@ def import_weights(
     pool: BufferPool,
     *,
     progress: Callable[[int], None],
-    group_elements: int = GROUP_ELEMENTS,
+    group_elements: int = PIECE_ELEMENTS,
 ) -> None:
     """Write every block's record. `progress` hears the number of parameters that each group added.
 
@@ -98,7 +99,7 @@ def _read_group(block: BlockSpec, source: WeightSource, start: int, stop: int, m
     return num_parameters
 
 
-def _encode(dtype: ComputeDtype, fields: Mapping[str, torch.Tensor]) -> None:
+def _encode(dtype: DtypeName, fields: Mapping[str, torch.Tensor]) -> None:
     """Fill the other fields of the layout from the master in ``w32``. Moments begin at zero."""
     fields["m32"].zero_()
     fields["v32"].zero_()

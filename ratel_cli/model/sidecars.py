@@ -15,8 +15,9 @@ from transformers import GenerationConfig
 from ratel_cli.errors import BadInput
 from ratel_cli.model.directory import trusted_file
 from ratel_cli.model.skeleton import read_model_config
-from ratel_cli.model.spec import DtypeName, ModelSpec
+from ratel_cli.model.spec import ModelSpec
 from ratel_cli.model.staging import Staging
+from ratel_cli.sizes import DtypeName
 from ratel_cli.units import format_count
 
 _COPIED = (

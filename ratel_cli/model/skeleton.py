@@ -19,7 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.directory import check_companions
-from ratel_cli.model.spec import DtypeName, check_depth
+from ratel_cli.model.spec import check_depth
+from ratel_cli.sizes import DtypeName
 
 DTYPES: dict[DtypeName, torch.dtype] = {
     "bfloat16": torch.bfloat16,

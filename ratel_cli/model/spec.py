@@ -17,16 +17,14 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from ratel_cli.errors import BadInput
+from ratel_cli.sizes import BLOCK_ALIGNMENT, PARAMETER_ALIGNMENT
 from ratel_cli.units import align_up
 
 FORMAT_VERSION = 1
-PARAMETER_ALIGNMENT = 128
-BLOCK_ALIGNMENT = 2048
 MAX_LAYERS = 10_000
 """More is a mistake in a config: the deepest models have some hundred, and each takes milliseconds to describe."""
 
 BlockKind = Literal["embedding", "layer", "head"]
-DtypeName = Literal["bfloat16", "float16", "float32"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

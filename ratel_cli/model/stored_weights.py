@@ -18,10 +18,11 @@ from ratel_cli import _native
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import Ticket, join
 from ratel_cli.io.views import view_field
-from ratel_cli.model.import_weights import GROUP_ELEMENTS, overlaps
+from ratel_cli.model.import_weights import PIECE_ELEMENTS, overlaps
 from ratel_cli.model.skeleton import DTYPES
-from ratel_cli.model.spec import DtypeName, ModelSpec
-from ratel_cli.store.layout import ComputeDtype, RecordLayout
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.sizes import DtypeName
+from ratel_cli.store.layout import RecordLayout
 from ratel_cli.store.store import Progress
 
 
@@ -50,7 +51,7 @@ def stored_weights(
     pool: BufferPool,
     dtype: DtypeName,
     *,
-    group_elements: int = GROUP_ELEMENTS,
+    group_elements: int = PIECE_ELEMENTS,
     progress: Callable[[], None] = lambda: None,
 ) -> Generator[Piece, None, None]:
     """Every parameter in `dtype`, in one or more pieces; to be closed if it is not used up.
@@ -81,7 +82,7 @@ def stored_weights(
                     yield Piece(name=parameter.name, start=first - parameter.start, values=part)
 
 
-def _fields_for(stored: ComputeDtype, dtype: DtypeName) -> tuple[str, ...]:
+def _fields_for(stored: DtypeName, dtype: DtypeName) -> tuple[str, ...]:
     """What must be read to have the weights in `dtype`: the compute copy if it is that, else the master."""
     match stored:
         case "bfloat16":

@@ -17,14 +17,13 @@ from typing import NamedTuple
 from ratel_cli.model.spec import BlockSpec, ModelSpec, ParameterSpec
 from ratel_cli.planning.placement import SPILL_WINDOW_UNITS
 from ratel_cli.planning.workload import StateBytes, Workload
-from ratel_cli.units import MIB, align_up
+from ratel_cli.sizes import LOGITS_CHUNK_BYTES, PAGE_BYTES
+from ratel_cli.units import align_up
 
-PAGE_BYTES = 4096
 _ACTIVE_EXPERTS = 8
 """Of a stack of experts, those that a token visits: the most that models in use choose."""
 _WIDTHS_OF_VECTORS = 12
 """Norms, residuals, rotations and attention, in hidden sizes per token."""
-_CHUNK_LOGITS_BYTES = 64 * MIB
 _LOGITS_COPIES = 4
 """Logits in fp32 and in the compute dtype, their softmax and their gradient (engine.loss)."""
 
@@ -135,7 +134,7 @@ def block_activation_bytes(spec: ModelSpec, block: BlockSpec, state: StateBytes,
 
 def head_chunk_tokens(spec: ModelSpec, *, tokens: int) -> int:
     """Of a micro-batch of so many tokens, those whose logits exist at once."""
-    return min(tokens, max(16, _CHUNK_LOGITS_BYTES // (4 * spec.vocab_size)))
+    return min(tokens, max(16, LOGITS_CHUNK_BYTES // (4 * spec.vocab_size)))
 
 
 def logits_bytes(spec: ModelSpec, *, tokens: int) -> int:

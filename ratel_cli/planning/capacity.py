@@ -34,13 +34,13 @@ from ratel_cli.planning.block_schedule import step_uses, window_bytes
 from ratel_cli.planning.gpu_memory import gpu_memory_bytes, kept_weight_bytes
 from ratel_cli.planning.placement import Overlap, Placement, Stage
 from ratel_cli.planning.workload import StateBytes, Workload
+from ratel_cli.sizes import GROUP_ELEMENTS
 from ratel_cli.units import MIB, format_bytes
 
 _RUNTIME_BYTES = 64 * MIB
 """What torch takes at its first step, kernels' code above all (11 to 17 MiB for a model of next to nothing), and
 what an import leaves in the heap (up to 30 MiB). With it, models of 1M to 85M parameters in bf16 stayed 2 to 33 %
 below the estimate, process not counted (2-core Xeon, 2026-11, before anything overlapped)."""
-GROUP_ELEMENTS = 1 << 21
 _NUM_GROUPS = 3
 """Of the optimizer (engine.optimizer.pipeline): one is read, one updated, one written."""
 

@@ -30,12 +30,12 @@ from typing import Literal
 from ratel_cli.hardware.spec import HardwareProfile, Nvme
 from ratel_cli.model.spec import BlockSpec, ModelSpec
 from ratel_cli.planning.activations import OffloadedActivations, Units
-from ratel_cli.planning.capacity import GROUP_ELEMENTS
 from ratel_cli.planning.gpu_memory import kept_weight_bytes
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Overlap, Placement, Stage
 from ratel_cli.planning.traffic import Traffic
 from ratel_cli.planning.workload import StateBytes, Workload
+from ratel_cli.sizes import GROUP_ELEMENTS
 
 Bottleneck = Literal["compute", "up", "down", "nvme read", "nvme write", "optimizer", "memory"]
 _ADAMW_MEMORY_BYTES = 26

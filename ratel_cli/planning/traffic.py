@@ -20,19 +20,14 @@ they belong to the step whose gradients it applies.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
 
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import OffloadedActivations
 from ratel_cli.planning.block_schedule import needs_read, step_uses
 from ratel_cli.planning.placement import Overlap, Placement, Stage
 from ratel_cli.planning.workload import StateBytes
+from ratel_cli.sizes import CHECKSUM_BYTES, CHUNK_ELEMENTS, PAGE_BYTES
 from ratel_cli.units import align_up
-
-CHUNK_ELEMENTS: Final = 1 << 18
-"""Equal to `movement.checksums.CHUNK_ELEMENTS`, which this layer may not import."""
-_CHECKSUM_BYTES: Final = 8
-_PAGE_BYTES: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,4 +130,4 @@ def store_bytes(spec: ModelSpec, state: StateBytes, *, num_slots: int) -> int:
 def checksum_bytes(spec: ModelSpec, state: StateBytes) -> int:
     """The table of one generation, in whole pages: an entry for each chunk, and one on top."""
     num_chunks = sum(-(-block.num_elements // CHUNK_ELEMENTS) for block in spec.blocks)
-    return align_up(_CHECKSUM_BYTES * (1 + state.num_fields * num_chunks), _PAGE_BYTES)
+    return align_up(CHECKSUM_BYTES * (1 + state.num_fields * num_chunks), PAGE_BYTES)

@@ -17,7 +17,6 @@ from statistics import median
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.replay.tape import PACKED_ALIGNMENT
 from ratel_cli.engine.telemetry import Span
 from ratel_cli.errors import DoesNotFit, EnvironmentFailure
 from ratel_cli.hardware.gpu import gpu_limit_bytes
@@ -38,6 +37,7 @@ from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
 from ratel_cli.planning.workload import StateBytes, Workload
 from ratel_cli.run.inputs import Inputs
 from ratel_cli.run.settings import decisions_of, state_bytes, workload_of
+from ratel_cli.sizes import PACKED_ALIGNMENT
 from ratel_cli.store.copy import COPY_BYTES
 from ratel_cli.store.store import Store
 from ratel_cli.units import align_up

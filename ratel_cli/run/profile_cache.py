@@ -27,6 +27,7 @@ from ratel_cli.hardware.host import available_bytes, free_bytes, gpu_names, memo
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.queue import EngineChoice
 from ratel_cli.run.hardware_file import load_hardware, to_text
+from ratel_cli.sizes import DtypeName
 from ratel_cli.units import format_seconds
 
 
@@ -35,7 +36,7 @@ class ProfileTarget:
     """What is to be measured: the directories must exist; the other fields are as in a run's config."""
 
     paths: tuple[Path, ...]
-    dtype: Literal["bfloat16", "float32", "float16"]
+    dtype: DtypeName
     device: Literal["auto", "cuda", "cpu"]
     engine: EngineChoice
 

@@ -19,7 +19,6 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.engine.device.cuda import translate_errors
 from ratel_cli.engine.replay.profiling import BlockProfiler
-from ratel_cli.engine.replay.tape import PACKED_ALIGNMENT
 from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.hardware.gpu import compute_device, set_determinism
 from ratel_cli.hardware.host import default_limit_bytes, resident_bytes, return_freed_memory
@@ -37,6 +36,7 @@ from ratel_cli.planning.recorded import recorded_profile
 from ratel_cli.planning.workload import Workload
 from ratel_cli.run.cached_profile import CachedProfile
 from ratel_cli.run.settings import decisions_of, state_bytes, workload_of
+from ratel_cli.sizes import PACKED_ALIGNMENT
 from ratel_cli.units import align_up
 
 

@@ -26,14 +26,10 @@ from typing import Final, Self
 import xxhash
 
 from ratel_cli.errors import IntegrityFailure
-from ratel_cli.io.buffers import PAGE_BYTES
-from ratel_cli.store.layout import ELEMENT_ALIGNMENT, RecordLayout
+from ratel_cli.sizes import BLOCK_ALIGNMENT, CHECKSUM_BYTES, PAGE_BYTES
+from ratel_cli.store.layout import RecordLayout
 from ratel_cli.units import align_up
 
-CHUNK_ELEMENTS: Final = 1 << 18
-"""1 MiB of fp32, half of it in 16 bit; also `planning.traffic.CHUNK_ELEMENTS`, which may not import this."""
-
-_DIGEST_BYTES: Final = 8
 assert sys.byteorder == "little", "tables are stored as they lie in memory"
 _SEED: Final = Struct("<16sQIII")
 _HINT: Final = "go back to a kept generation with --resume STEP, or bring a snapshot back with `ratel restore`"
@@ -43,7 +39,7 @@ class ChunkMap:
     """Places in the table: blocks in order, fields in order, chunks in order. Place 0 has the step."""
 
     def __init__(self, layout: RecordLayout, block_elements: Sequence[int], chunk_elements: int) -> None:
-        assert chunk_elements > 0 and chunk_elements % ELEMENT_ALIGNMENT == 0, chunk_elements
+        assert chunk_elements > 0 and chunk_elements % BLOCK_ALIGNMENT == 0, chunk_elements
         self.layout = layout
         self.block_elements = tuple(block_elements)
         self.chunk_elements = chunk_elements
@@ -58,7 +54,7 @@ class ChunkMap:
     @property
     def table_bytes(self) -> int:
         """What a table takes in its slot: whole pages."""
-        return align_up(_DIGEST_BYTES * self.num_places, PAGE_BYTES)
+        return align_up(CHECKSUM_BYTES * self.num_places, PAGE_BYTES)
 
     def parts(self, block: int, field: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(place, first element, last) of the chunks that are [start, stop), which must be whole ones."""
@@ -106,7 +102,7 @@ class ChunkTable:
         found = _root(content)
         if found != root:
             raise IntegrityFailure(f"the table of checksums is damaged: its checksum is {found}, not {root}", _HINT)
-        digests = array("Q", bytes(content[: _DIGEST_BYTES * chunks.num_places]))
+        digests = array("Q", bytes(content[: CHECKSUM_BYTES * chunks.num_places]))
         table = cls(chunks, store_id, digests[0])
         table._digests = digests
         table._is_sealed = bytearray([1]) * chunks.num_places

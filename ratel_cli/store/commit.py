@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import NoReturn
 
 from ratel_cli.errors import IntegrityFailure
-from ratel_cli.io.buffers import PAGE_BYTES, BufferPool
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.barrier import Barrier, failpoint
 from ratel_cli.store.geometry import NUM_MANIFESTS
 from ratel_cli.store.lock import StoreLock

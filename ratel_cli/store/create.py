@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ratel_cli.errors import BadInput, IntegrityFailure
-from ratel_cli.io.buffers import PAGE_BYTES, BufferPool
+from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.files import SpaceNeed, StripedFiles, check_space, make_directory, reserve
 from ratel_cli.io.tickets import Ticket
+from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.barrier import Barrier, failpoint
 from ratel_cli.store.geometry import IDENTIFICATION_OFFSET
 from ratel_cli.store.headers import (

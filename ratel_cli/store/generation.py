@@ -17,8 +17,9 @@ from ratel_cli.errors import IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.files import StripedFiles
 from ratel_cli.io.tickets import Ticket, follow
-from ratel_cli.store.checksums import CHUNK_ELEMENTS, ChunkMap, ChunkTable
-from ratel_cli.store.layout import ELEMENT_ALIGNMENT, RecordLayout, RecordMap
+from ratel_cli.sizes import BLOCK_ALIGNMENT, CHUNK_ELEMENTS
+from ratel_cli.store.checksums import ChunkMap, ChunkTable
+from ratel_cli.store.layout import RecordLayout, RecordMap
 from ratel_cli.store.manifest import Pin, Progress
 
 _AHEAD = 8
@@ -107,7 +108,7 @@ class Generation:
 
     def address(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> int:
         """Where element `start` lies; the range must be the block's, and the memory as large."""
-        assert start <= stop <= self.block_elements[block] and stop % ELEMENT_ALIGNMENT == 0, (start, stop)
+        assert start <= stop <= self.block_elements[block] and stop % BLOCK_ALIGNMENT == 0, (start, stop)
         assert len(memory) == (stop - start) * self._size(field), len(memory)
         return self._slots.records.address(self.slot, block, field, start)
 

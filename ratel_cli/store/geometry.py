@@ -8,23 +8,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from ratel_cli.io.buffers import PAGE_BYTES
 from ratel_cli.io.striping import StripeMap
+from ratel_cli.sizes import PAGE_BYTES, DtypeName
 from ratel_cli.store.checksums import ChunkMap
-from ratel_cli.store.layout import ComputeDtype, RecordMap, record_layout
+from ratel_cli.store.layout import RecordMap, record_layout
 
 NUM_MANIFESTS: Final = 2
 IDENTIFICATION_OFFSET: Final = NUM_MANIFESTS * PAGE_BYTES
 HEADER_BYTES: Final = IDENTIFICATION_OFFSET + PAGE_BYTES
 """Of every data file: two places for manifests, and the file's identification (headers.py)."""
-STRIPE_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
     """The shape of a store."""
 
-    dtype: ComputeDtype
+    dtype: DtypeName
     block_elements: tuple[int, ...]
     num_slots: int
     weights: tuple[int, ...]

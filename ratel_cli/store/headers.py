@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from ratel_cli.errors import BadInput, EnvironmentFailure, RatelError
-from ratel_cli.io.buffers import PAGE_BYTES
+from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.barrier import Barrier
 from ratel_cli.store.geometry import HEADER_BYTES, IDENTIFICATION_OFFSET, NUM_MANIFESTS
 from ratel_cli.store.manifest import (

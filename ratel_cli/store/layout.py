@@ -8,7 +8,7 @@ its upper and lower half: the upper is the weight that the device computes with,
 of it exists. The one bit which rounding loses is carried by the sign of v (architecture.md, 4).
 
 Invariant: fields lie one after another without gaps, and a block has a multiple of
-`ELEMENT_ALIGNMENT` elements, so that every field of every record begins on a page.
+`BLOCK_ALIGNMENT` elements, so that every field of every record begins on a page.
 """
 
 from __future__ import annotations
@@ -16,12 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
 
-ELEMENT_ALIGNMENT = 2048
-"""Elements; 4 KiB in 16 bit. Equal to `model.spec.BLOCK_ALIGNMENT`, which this layer may not import."""
-
-ComputeDtype = Literal["bfloat16", "float32", "float16"]
+from ratel_cli.sizes import BLOCK_ALIGNMENT, DtypeName
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +32,7 @@ class Field:
 class RecordLayout:
     """The fields of a record for one compute dtype, in the order in which they are stored."""
 
-    dtype: ComputeDtype
+    dtype: DtypeName
     fields: tuple[Field, ...]
 
     @property
@@ -59,12 +55,12 @@ class RecordLayout:
 
     def record_bytes(self, num_elements: int) -> int:
         """Size of the record of a block with `num_elements` elements."""
-        assert num_elements % ELEMENT_ALIGNMENT == 0, num_elements
+        assert num_elements % BLOCK_ALIGNMENT == 0, num_elements
         return num_elements * self.bytes_per_parameter
 
     def field_offset(self, name: str, num_elements: int) -> int:
         """Where the field begins, in bytes from the start of the record."""
-        assert num_elements % ELEMENT_ALIGNMENT == 0, num_elements
+        assert num_elements % BLOCK_ALIGNMENT == 0, num_elements
         return num_elements * sum(field.bytes_per_element for field in self.fields[: self._index(name)])
 
     def _index(self, name: str) -> int:
@@ -98,12 +94,12 @@ class RecordMap:
     def address(self, slot: int, block: int, field: str, start: int) -> int:
         """Logical address of element `start` of a field."""
         num_elements = self.block_elements[block]
-        assert 0 <= start <= num_elements and start % ELEMENT_ALIGNMENT == 0, start
+        assert 0 <= start <= num_elements and start % BLOCK_ALIGNMENT == 0, start
         inside = self.layout.field_offset(field, num_elements) + start * self.layout.field(field).bytes_per_element
         return slot * self.slot_bytes + self._block_offsets[block] + inside
 
 
-def record_layout(dtype: ComputeDtype) -> RecordLayout:
+def record_layout(dtype: DtypeName) -> RecordLayout:
     """The layout for a compute dtype: 12, 12 and 14 bytes per parameter."""
     match dtype:
         case "bfloat16":

@@ -23,9 +23,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Final
 
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
-from ratel_cli.io.buffers import PAGE_BYTES
+from ratel_cli.sizes import BLOCK_ALIGNMENT, PAGE_BYTES, DtypeName
 from ratel_cli.store.geometry import Geometry
-from ratel_cli.store.layout import ELEMENT_ALIGNMENT, ComputeDtype
 
 FORMAT_VERSION: Final = 3
 _WITHOUT_CHECKSUMS: Final = 2
@@ -283,7 +282,7 @@ def _identity(row: _Row) -> StoreIdentity:
 
 
 def _geometry(row: _Row, version: int) -> Geometry:
-    dtypes: dict[str, ComputeDtype] = {"bfloat16": "bfloat16", "float32": "float32", "float16": "float16"}
+    dtypes: dict[str, DtypeName] = {"bfloat16": "bfloat16", "float32": "float32", "float16": "float16"}
     elements: list[int] = []
     for run in row.items("block_elements"):
         count, size = (_checked_integer(value, "block_elements") for value in _checked_list(run, "block_elements"))
@@ -300,7 +299,7 @@ def _geometry(row: _Row, version: int) -> Geometry:
     if stripe_bytes <= 0 or stripe_bytes % PAGE_BYTES:
         raise ValueError("stripe_bytes are no pages")
     chunk_elements = row.integer("chunk_elements") if version > _WITHOUT_CHECKSUMS else 0
-    if chunk_elements < 0 or chunk_elements % ELEMENT_ALIGNMENT:
+    if chunk_elements < 0 or chunk_elements % BLOCK_ALIGNMENT:
         raise ValueError("chunk_elements are none that a chunk has")
     return Geometry(
         dtype=dtypes[row.text("dtype")],

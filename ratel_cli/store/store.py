@@ -28,12 +28,12 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.files import StripedFiles, check_directories, use_direct_io
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.io.tickets import Ticket
+from ratel_cli.sizes import CHUNK_ELEMENTS, STRIPE_BYTES
 from ratel_cli.store.barrier import KILL_POINTS, Barrier, KernelBarrier, failpoint
-from ratel_cli.store.checksums import CHUNK_ELEMENTS
 from ratel_cli.store.commit import Commits
 from ratel_cli.store.create import fill_with_zeros, make_files
 from ratel_cli.store.generation import Generation, StoreSlots
-from ratel_cli.store.geometry import STRIPE_BYTES, Geometry
+from ratel_cli.store.geometry import Geometry
 from ratel_cli.store.headers import existing_store, read_header
 from ratel_cli.store.layout import RecordLayout
 from ratel_cli.store.lock import DATA_FILE_NAME, DEFAULT_WAIT_SECONDS, StoreLock
@@ -50,7 +50,7 @@ from ratel_cli.store.open import START_OVER, open_files
 from ratel_cli.store.shadow import Shadow
 from ratel_cli.store.slots import check_room, kept_slots
 
-__all__ = ["KILL_POINTS", "STRIPE_BYTES", "Progress", "Store", "StoreIdentity"]
+__all__ = ["KILL_POINTS", "Progress", "Store", "StoreIdentity"]
 
 
 class _Phase(Enum):

@@ -30,8 +30,8 @@ from statistics import median
 
 from ratel_cli.hardware.host import default_limit_bytes
 from ratel_cli.planning.plan import Plan
+from ratel_cli.sizes import CHUNK_ELEMENTS
 from ratel_cli.store.barrier import KernelBarrier
-from ratel_cli.store.checksums import CHUNK_ELEMENTS
 from ratel_cli.units import GIB
 from scripts.bench.contestants import Batch, add_arguments, batches_of, task_of
 from scripts.bench.ratel_run import RatelRun, Steps, open_run

@@ -31,12 +31,13 @@ from ratel_cli.engine.device.device import HostDevice
 from ratel_cli.engine.optimizer.adamw import AdamWSettings, AdamWUpdate, GroupAdamW
 from ratel_cli.engine.optimizer.gradients import BlockGradient, GradientSum
 from ratel_cli.engine.optimizer.groups import BlockUpdate, GroupWork
-from ratel_cli.engine.optimizer.pipeline import GROUP_ELEMENTS, GroupOrder, UpdatePipeline
+from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
 from ratel_cli.io.views import view_field
 from ratel_cli.model.spec import BlockSpec, lay_out_block
+from ratel_cli.sizes import GROUP_ELEMENTS
 from ratel_cli.store.layout import record_layout
 from ratel_cli.store.store import Progress, Store, StoreIdentity
 from scripts.bench.mixed_rate import mixed_rate

@@ -44,8 +44,8 @@ from ratel_cli.planning.placement import Activations
 from ratel_cli.planning.plan import Decisions, Plan
 from ratel_cli.planning.workload import StateBytes, Workload
 from ratel_cli.run.plan import Planner
+from ratel_cli.sizes import CHUNK_ELEMENTS
 from ratel_cli.store.barrier import Barrier
-from ratel_cli.store.checksums import CHUNK_ELEMENTS
 from ratel_cli.store.layout import record_layout
 from ratel_cli.store.store import Progress, Store, StoreIdentity
 from ratel_cli.units import GIB

@@ -10,15 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from ratel_cli.data.encode import (
-    IGNORED,
-    Encoded,
-    SampleEncoder,
-    Tokenizer,
-    tokenizer_hash,
-)
+from ratel_cli.data.encode import Encoded, SampleEncoder, Tokenizer, tokenizer_hash
 from ratel_cli.data.formats import ChatDraft, Draft, Message, TextDraft, TokensDraft, Unusable
 from ratel_cli.errors import BadInput
+from ratel_cli.sizes import IGNORED_TARGET
 from tests.data.fixture_types import MakeTokenizer
 
 Pair = tuple[list[int], list[int]]
@@ -83,7 +78,7 @@ def test_chat_masks_equal_those_put_together_turn_by_turn(
     for role, content in turns:
         header, body = _ids(tokenizer, f"<|im_start|>{role}\n"), _ids(tokenizer, f"{content}<|im_end|>\n")
         input_ids += header + body
-        labels += [IGNORED] * len(header) + (body if role == "assistant" else [IGNORED] * len(body))
+        labels += [IGNORED_TARGET] * len(header) + (body if role == "assistant" else [IGNORED_TARGET] * len(body))
     messages: list[Message] = [{"role": role, "content": content} for role, content in turns]
     (answer,) = chat_encoder.encode([ChatDraft(messages=messages, tools=None)])
     whole = _chat_ids(tokenizer, messages)
@@ -110,7 +105,7 @@ def test_marked_templates_give_the_mask_of_transformers(
     pairs = list(zip(oracle["input_ids"], oracle["assistant_masks"], strict=True))
     (answer,) = marked_encoder.encode([ChatDraft(messages=messages, tools=None)])
     if any(mask for _, mask in pairs):
-        labels = [token if mask else IGNORED for token, mask in pairs]
+        labels = [token if mask else IGNORED_TARGET for token, mask in pairs]
         assert _pairs(answer) == [([token for token, _ in pairs], labels)]
     else:
         assert isinstance(answer, Unusable)
@@ -161,7 +156,7 @@ def test_prompt_and_answer(make_tokenizer: MakeTokenizer, adds_bos: bool, train_
     tokenizer = make_tokenizer(adds_bos=adds_bos)
     prompt, answer = _ids(tokenizer, "the quick "), _ids(tokenizer, "brown fox")
     head = [BOS] * adds_bos + prompt
-    labels = (head if train_on_inputs else [IGNORED] * len(head)) + [*answer, EOS]
+    labels = (head if train_on_inputs else [IGNORED_TARGET] * len(head)) + [*answer, EOS]
     draft = TextDraft(prompt="the quick ", answer="brown fox")
     assert _encode(tokenizer, draft, train_on_inputs=train_on_inputs) == [([*head, *answer, EOS], labels)]
 
@@ -192,7 +187,7 @@ def test_split_text_predicts_every_token_once(
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9])
 def test_tokens_are_taken_as_they_are_and_cut(tokenizer: PreTrainedTokenizerFast, length: int) -> None:
     ids = [5 + index for index in range(length)]
-    labels = [IGNORED] * (length // 2) + [9] * (length - length // 2)  # labels need not be the ids
+    labels = [IGNORED_TARGET] * (length // 2) + [9] * (length - length // 2)  # labels need not be the ids
     with _encoder(tokenizer, sequence_len=8) as encoder:
         (answer,) = encoder.encode([TokensDraft(input_ids=ids, labels=labels)])
     if length == 1:
@@ -210,9 +205,9 @@ def test_tokens_are_taken_as_they_are_and_cut(tokenizer: PreTrainedTokenizerFast
         (TokensDraft(input_ids=[1, 9999], labels=[1, 2]), "'input_ids' holds 9999; the tokenizer has ids 0 to "),
         (TokensDraft(input_ids=[1, -100], labels=[1, 2]), "'input_ids' holds -100; the tokenizer has ids 0 to "),
         (TokensDraft(input_ids=[1, 2], labels=[1, -1]), "'labels' holds -1; the tokenizer has ids 0 to "),
-        (TokensDraft(input_ids=[1, 2], labels=[1, IGNORED]), "all masked: no token carries loss"),
+        (TokensDraft(input_ids=[1, 2], labels=[1, IGNORED_TARGET]), "all masked: no token carries loss"),
         (
-            TokensDraft(input_ids=[1] * 9, labels=[IGNORED] * 8 + [1]),
+            TokensDraft(input_ids=[1] * 9, labels=[IGNORED_TARGET] * 8 + [1]),
             "all masked: no token carries loss within the first 8 tokens",
         ),
         (TextDraft(prompt="a", answer=""), "the text to learn is empty"),

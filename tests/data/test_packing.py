@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratel_cli.data.encode import IGNORED, Sample
+from ratel_cli.data.encode import Sample
 from ratel_cli.data.packing import Rows, assemble, one_per_row, pack, random_order
+from ratel_cli.sizes import IGNORED_TARGET
 
 LENGTHS = st.lists(st.integers(1, 12), max_size=60)
 
@@ -104,7 +105,7 @@ def _sample(*labels: int) -> Sample:
 def test_micro_batches_against_a_loop_over_positions(shape: list[list[int]], packed: bool, data: st.DataObject) -> None:
     if not packed:
         shape = [row[:1] for row in shape]
-    label = st.sampled_from([IGNORED, 5, 6])
+    label = st.sampled_from([IGNORED_TARGET, 5, 6])
     samples = [_sample(*data.draw(st.lists(label, min_size=n, max_size=n))) for row in shape for n in row]
     numbers = iter(range(40, 80))
     rows = [np.array([next(numbers) for _ in row]) for row in shape]
@@ -116,18 +117,18 @@ def test_micro_batches_against_a_loop_over_positions(shape: list[list[int]], pac
         expected: list[tuple[int, int, int]] = []  # (id, target, position)
         for _ in row:
             sample = next(left)
-            follows = [*sample.labels[1:].tolist(), IGNORED]
+            follows = [*sample.labels[1:].tolist(), IGNORED_TARGET]
             expected += list(zip(sample.input_ids.tolist(), follows, range(len(follows)), strict=True))
         padding = width - len(expected)
         begin = 0 if packed else len(expected)
-        expected += [(9, IGNORED, begin + offset) for offset in range(padding)]
+        expected += [(9, IGNORED_TARGET, begin + offset) for offset in range(padding)]
         got = zip(
             *(tensor[index].tolist() for tensor in (batch.input_ids, batch.targets, batch.position_ids)), strict=True
         )
         assert list(got) == expected
     assert batch.num_tokens == sum(map(sum, shape))
-    assert batch.num_targets == int((batch.targets != IGNORED).sum())
-    assert batch.num_targets == sum(int((sample.labels[1:] != IGNORED).sum()) for sample in samples)
+    assert batch.num_targets == int((batch.targets != IGNORED_TARGET).sum())
+    assert batch.num_targets == sum(int((sample.labels[1:] != IGNORED_TARGET).sum()) for sample in samples)
     assert batch.sample_ids == tuple(range(40, 40 + len(samples)))
     tensors = (batch.input_ids, batch.targets, batch.position_ids)
     assert all(tensor.dtype == torch.int64 and tensor.shape == (len(shape), width) for tensor in tensors)

@@ -35,9 +35,9 @@ from ratel_cli.data.dataset import DatasetSource, TrainingData, load_training_da
 from ratel_cli.data.dataset import Tokenizer as EncodeTokenizer
 from ratel_cli.hardware.budget import MeasurementBudget
 from ratel_cli.hardware.measure import measure
-from ratel_cli.io.buffers import PAGE_BYTES
 from ratel_cli.io.queue import open_queue
 from ratel_cli.run import plan as run_plan
+from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.store import Store
 from tests.simulated_gpu import install_if_asked
 

@@ -15,7 +15,6 @@ from ratel_cli.engine.build import open_engine
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.device.open import open_device
 from ratel_cli.engine.optimizer.adamw import AdamWSettings
-from ratel_cli.engine.optimizer.pipeline import GROUP_ELEMENTS
 from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.step import StepEngine
@@ -27,10 +26,9 @@ from ratel_cli.io.views import view_field
 from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.import_weights import import_weights
 from ratel_cli.model.skeleton import build_skeleton, supported_attention
-from ratel_cli.model.spec import DtypeName
 from ratel_cli.planning.placement import Overlap, Placement
+from ratel_cli.sizes import CHUNK_ELEMENTS, GROUP_ELEMENTS, DtypeName
 from ratel_cli.store.barrier import Barrier
-from ratel_cli.store.checksums import CHUNK_ELEMENTS
 from ratel_cli.store.layout import record_layout
 from ratel_cli.store.store import Progress, Store, StoreIdentity
 from tests.engine.architectures import VOCAB_SIZE

@@ -11,8 +11,8 @@ from transformers import PretrainedConfig
 
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.model.skeleton import DTYPES
-from ratel_cli.model.spec import BLOCK_ALIGNMENT, DtypeName
 from ratel_cli.planning.placement import Placement
+from ratel_cli.sizes import BLOCK_ALIGNMENT, DtypeName
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.engine.machine import Batch, attention_of, initial_weights, machine, random_steps
 from tests.engine.swaps import EVERYTHING, ChosenEverywhere

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.errors import EnvironmentFailure, IntegrityFailure
-from ratel_cli.io.buffers import PAGE_BYTES
-from ratel_cli.model.spec import BLOCK_ALIGNMENT
 from ratel_cli.planning.placement import Placement
+from ratel_cli.sizes import BLOCK_ALIGNMENT, PAGE_BYTES
 from tests.engine.faulty_run import Bench, Kind, Way
 from tests.engine.swaps import EVERYTHING
 from tests.fakes import Fault, FaultyBarrier, FaultyQueue, directory_in_memory

@@ -14,19 +14,19 @@ from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
 from ratel_cli.model.reload import load_export
 from ratel_cli.model.skeleton import DTYPES, build_skeleton, read_model_config
-from ratel_cli.store.layout import ComputeDtype
+from ratel_cli.sizes import DtypeName
 from tests.model.tiny import FAMILIES, imported_store, save_tiny
 
 POSITIONS = torch.arange(11).unsqueeze(0)
 TOKENS = POSITIONS * 7919 % 96
 
 
-def decoder(directory: Path, dtype: ComputeDtype) -> DecoderModel:
+def decoder(directory: Path, dtype: DtypeName) -> DecoderModel:
     skeleton = build_skeleton(read_model_config(directory), dtype=dtype, attn_implementation="eager")
     return find_blocks(skeleton, name="tiny")
 
 
-def stored_logits(directory: Path, store: Path, dtype: ComputeDtype) -> torch.Tensor:
+def stored_logits(directory: Path, store: Path, dtype: DtypeName) -> torch.Tensor:
     model = decoder(directory, dtype)
     with CheckpointSource(directory, model.skeleton, model.spec) as source:
         install_buffers(model.skeleton, source.read_buffers())
@@ -38,7 +38,7 @@ def stored_logits(directory: Path, store: Path, dtype: ComputeDtype) -> torch.Te
     return logits
 
 
-def whole_logits(directory: Path, dtype: ComputeDtype) -> torch.Tensor:
+def whole_logits(directory: Path, dtype: DtypeName) -> torch.Tensor:
     model = load_export(directory, dtype=DTYPES[dtype], attention="eager")
     keywords = {"position_ids": POSITIONS} if decoder(directory, dtype).layer_runner.takes_positions else {}
     with torch.no_grad():
@@ -57,7 +57,7 @@ def test_every_family(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_dtype_and_tied_embeddings(tmp_path: Path, dtype: ComputeDtype, tied: bool) -> None:
+def test_every_dtype_and_tied_embeddings(tmp_path: Path, dtype: DtypeName, tied: bool) -> None:
     save_tiny("llama", tmp_path / "base", tie_word_embeddings=tied)
     found = stored_logits(tmp_path / "base", tmp_path / "store", dtype)
     assert found.dtype == DTYPES[dtype]

@@ -19,7 +19,8 @@ from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.spec import BLOCK_ALIGNMENT, BlockSpec, lay_out_block
+from ratel_cli.model.spec import BlockSpec, lay_out_block
+from ratel_cli.sizes import BLOCK_ALIGNMENT
 from ratel_cli.store.store import Store
 from tests.fakes import Fault, FaultyQueue
 from tests.store.stores import create_store, progress_of

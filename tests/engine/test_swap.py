@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.replay.tape import PACKED_ALIGNMENT
 from ratel_cli.engine.telemetry import Span
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import offload
@@ -19,6 +18,7 @@ from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
 from ratel_cli.planning.swap import Order
 from ratel_cli.planning.traffic import step_traffic
+from ratel_cli.sizes import PACKED_ALIGNMENT
 from ratel_cli.units import align_up
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.engine.machine import Batch, Machine, attention_of, initial_weights, machine, random_steps

@@ -16,7 +16,7 @@ from ratel_cli.engine.device.open import open_device
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import Pin
 from ratel_cli.io.pinning import CudaPinning
-from ratel_cli.model.spec import DtypeName
+from ratel_cli.sizes import DtypeName
 from tests.engine.machine import Batch, Machine, initial_weights, machine
 from tests.reference import Recipe, Trained, train_in_memory
 

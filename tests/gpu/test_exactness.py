@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.skeleton import DTYPES
-from ratel_cli.model.spec import DtypeName
 from ratel_cli.planning.placement import Placement
+from ratel_cli.sizes import DtypeName
 from tests.engine.architectures import ARCHITECTURES, larger_config
 from tests.engine.machine import attention_of, random_steps
 from tests.engine.swaps import EVERYTHING, ChosenEverywhere

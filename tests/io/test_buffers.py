@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.errors import DoesNotFit, EnvironmentFailure
-from ratel_cli.io.buffers import HUGE_PAGE_BYTES, PAGE_BYTES, BufferPool, address_of
+from ratel_cli.io.buffers import BufferPool, address_of
+from ratel_cli.sizes import HUGE_PAGE_BYTES, PAGE_BYTES
 
 MIB = 1 << 20
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.errors import EnvironmentFailure, IntegrityFailure
-from ratel_cli.io.buffers import PAGE_BYTES, BufferPool, address_of
+from ratel_cli.io.buffers import BufferPool, address_of
 from ratel_cli.io.queue import EngineName, IoQueue, Piece, open_queue
+from ratel_cli.sizes import PAGE_BYTES
 from tests.fakes import REQUEST_BYTES, Fault, FaultyQueue, filled, open_direct
 
 

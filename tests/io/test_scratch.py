@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.io.buffers import PAGE_BYTES, BufferPool
+from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.io.scratch import Scratch
+from ratel_cli.sizes import PAGE_BYTES
 from tests.fakes import FaultyQueue, filled
 
 

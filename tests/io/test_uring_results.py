@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.errors import EnvironmentFailure, IntegrityFailure
-from ratel_cli.io.buffers import PAGE_BYTES, BufferPool
+from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue, LanedQueue, Piece, open_queue
 from ratel_cli.io.requests import MAX_ATTEMPTS
+from ratel_cli.sizes import PAGE_BYTES
 from tests.fakes import filled
 
 Results = list[int | OSError | None]

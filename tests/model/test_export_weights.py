@@ -20,8 +20,8 @@ from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.export_weights import export_model, split_into_shards
 from ratel_cli.model.shards import ShardReader, file_bytes
 from ratel_cli.model.skeleton import DTYPES
-from ratel_cli.model.spec import DtypeName, ModelSpec, lay_out_block
-from ratel_cli.store.layout import ComputeDtype
+from ratel_cli.model.spec import ModelSpec, lay_out_block
+from ratel_cli.sizes import DtypeName
 from ratel_cli.store.store import Store
 from tests.model.tiny import (
     FAMILIES,
@@ -59,7 +59,7 @@ class Exported:
 
 
 @contextmanager
-def in_store(tmp_path: Path, family: str, dtype: ComputeDtype = "float32", **changes: object) -> Iterator[Exported]:
+def in_store(tmp_path: Path, family: str, dtype: DtypeName = "float32", **changes: object) -> Iterator[Exported]:
     base = tmp_path / "base"
     save_tiny(family, base, **changes)
     skeleton, spec = skeleton_of(base)
@@ -94,7 +94,7 @@ def test_what_transformers_loads(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_every_dtype_of_every_layout(tmp_path: Path, stored: ComputeDtype, dtype: DtypeName) -> None:
+def test_every_dtype_of_every_layout(tmp_path: Path, stored: DtypeName, dtype: DtypeName) -> None:
     output = tmp_path / "out"
     with in_store(tmp_path, "mixtral", stored) as exported:
         exported.export(output, dtype=dtype)

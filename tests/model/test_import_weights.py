@@ -11,7 +11,8 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import view_field
 from ratel_cli.model.import_weights import import_weights, overlaps
 from ratel_cli.model.spec import BlockSpec, ModelSpec, lay_out_block
-from ratel_cli.store.layout import ComputeDtype, record_layout
+from ratel_cli.sizes import DtypeName
+from ratel_cli.store.layout import record_layout
 from ratel_cli.store.store import Store
 from tests.model.tiny import imported_store
 
@@ -59,7 +60,7 @@ def flat(block: BlockSpec, source: CountingSource) -> torch.Tensor:
 
 @pytest.mark.parametrize("group_elements", [2048, 4096, 1 << 23])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_every_field(tmp_path: Path, dtype: ComputeDtype, group_elements: int) -> None:
+def test_every_field(tmp_path: Path, dtype: DtypeName, group_elements: int) -> None:
     spec = made_up_spec()
     source = CountingSource(spec)
     with imported_store(tmp_path, spec, source, dtype, group_elements=group_elements) as (store, pool):

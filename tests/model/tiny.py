@@ -24,7 +24,8 @@ from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.import_weights import WeightSource, import_weights
 from ratel_cli.model.skeleton import build_skeleton, read_model_config
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.store.layout import ComputeDtype, record_layout
+from ratel_cli.sizes import DtypeName
+from ratel_cli.store.layout import record_layout
 from ratel_cli.store.manifest import Progress, StoreIdentity
 from ratel_cli.store.store import Store
 
@@ -155,7 +156,7 @@ def refusal(directory: Path) -> str:
 
 @contextmanager
 def imported_store(
-    directory: Path, spec: ModelSpec, source: WeightSource, dtype: ComputeDtype, *, group_elements: int = 4096
+    directory: Path, spec: ModelSpec, source: WeightSource, dtype: DtypeName, *, group_elements: int = 4096
 ) -> Iterator[tuple[Store, BufferPool]]:
     """A store on disk that holds what `source` gives, as after an import."""
     identity = StoreIdentity(model_hash="m", config_hash="c", data_hash="d", seed=1, software="s")

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from ratel_cli.engine.loss import tokens_per_chunk
-from ratel_cli.engine.optimizer.pipeline import GROUP_ELEMENTS
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning import capacity
@@ -16,6 +15,7 @@ from ratel_cli.planning.activations import OffloadedActivations, block_activatio
 from ratel_cli.planning.capacity import HostMemory, check_device_memory, host_memory
 from ratel_cli.planning.placement import Overlap, Placement
 from ratel_cli.planning.workload import StateBytes, Workload
+from ratel_cli.sizes import GROUP_ELEMENTS
 from ratel_cli.units import GIB, MIB
 from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, WORKLOAD, gpt
 

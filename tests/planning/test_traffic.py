@@ -11,17 +11,11 @@ import pytest
 from ratel_cli.model.spec import BlockSpec, ModelSpec
 from ratel_cli.planning.activations import OffloadedActivations, offload
 from ratel_cli.planning.placement import Overlap, Placement
-from ratel_cli.planning.traffic import (
-    CHUNK_ELEMENTS,
-    Traffic,
-    checksum_bytes,
-    gradient_bytes,
-    step_traffic,
-    store_bytes,
-)
+from ratel_cli.planning.traffic import Traffic, checksum_bytes, gradient_bytes, step_traffic, store_bytes
 from ratel_cli.planning.workload import StateBytes
+from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
 from ratel_cli.store.checksums import ChunkMap
-from ratel_cli.store.layout import ComputeDtype, record_layout
+from ratel_cli.store.layout import record_layout
 from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, gpt
 
 # Elements of the blocks, with the gaps: 512 * 64, then 12 * 64^2 + 2 * 64 up to a multiple of 2048, then 513 * 64.
@@ -247,7 +241,7 @@ def test_the_store_holds_every_record_in_every_slot(num_slots: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 @pytest.mark.parametrize("num_layers", [1, 3, 1000])
-def test_checksums_take_what_the_store_gives_them(dtype: ComputeDtype, num_layers: int) -> None:
+def test_checksums_take_what_the_store_gives_them(dtype: DtypeName, num_layers: int) -> None:
     spec = gpt(num_layers=num_layers)
     layout = record_layout(dtype)
     chunks = ChunkMap(layout, [block.num_elements for block in spec.blocks], CHUNK_ELEMENTS)

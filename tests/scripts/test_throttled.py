@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.errors import IntegrityFailure
-from ratel_cli.io.buffers import PAGE_BYTES, BufferPool
+from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue, Piece, open_queue
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.tickets import join
+from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.units import MIB
 from scripts.bench.throttled_queue import ThrottledQueue
 from tests.fakes import Fault, FaultyQueue, filled

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
+from ratel_cli.sizes import DtypeName
 from ratel_cli.store.barrier import Barrier
-from ratel_cli.store.layout import ComputeDtype, record_layout
+from ratel_cli.store.layout import record_layout
 from ratel_cli.store.store import Progress, Store, StoreIdentity
 from tests.fakes import filled
 
@@ -33,7 +34,7 @@ def create_store(
     paths: Sequence[Path],
     queue: IoQueue,
     *,
-    dtype: ComputeDtype = "bfloat16",
+    dtype: DtypeName = "bfloat16",
     block_elements: Sequence[int] = BLOCK_ELEMENTS,
     num_slots: int = 2,
     in_place: bool = False,

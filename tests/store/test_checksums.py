@@ -12,12 +12,13 @@ import pytest
 import xxhash
 
 from ratel_cli.errors import IntegrityFailure
-from ratel_cli.io.buffers import PAGE_BYTES, BufferPool
+from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.io.views import FIELD_DTYPES
-from ratel_cli.store.checksums import CHUNK_ELEMENTS, ChunkMap, ChunkTable
+from ratel_cli.sizes import CHUNK_ELEMENTS, PAGE_BYTES, DtypeName
+from ratel_cli.store.checksums import ChunkMap, ChunkTable
 from ratel_cli.store.geometry import HEADER_BYTES
-from ratel_cli.store.layout import ComputeDtype, RecordMap, record_layout
+from ratel_cli.store.layout import RecordMap, record_layout
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.store import Store
 from tests.fakes import Fault, FaultyQueue
@@ -143,7 +144,7 @@ def test_checksums_taken_elsewhere_are_those_of_the_bytes(start: int, stop: int)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_the_kernel_s_arrays_are_the_record_s_fields(dtype: ComputeDtype) -> None:
+def test_the_kernel_s_arrays_are_the_record_s_fields(dtype: DtypeName) -> None:
     fields = [field.name for field in record_layout(dtype).fields]
     assert fields == [name for name in FIELD_DTYPES if name in fields]
 

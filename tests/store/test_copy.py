@@ -10,8 +10,8 @@ import pytest
 from ratel_cli.errors import IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
+from ratel_cli.sizes import DtypeName
 from ratel_cli.store.copy import COPY_BYTES, copy_generation
-from ratel_cli.store.layout import ComputeDtype
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.store import Store
 from tests.fakes import Fault, FaultyQueue
@@ -46,7 +46,7 @@ def flip_a_bit(directory: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
-def test_every_byte_arrives(queue: IoQueue, pool: BufferPool, tmp_path: Path, dtype: ComputeDtype) -> None:
+def test_every_byte_arrives(queue: IoQueue, pool: BufferPool, tmp_path: Path, dtype: DtypeName) -> None:
     """From two files to one, with stripes and slots of another size; into an import and then into a step."""
     with (
         import_all(create_store([tmp_path / "a", tmp_path / "b"], queue, dtype=dtype, num_slots=3)) as source,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ratel_cli.io.buffers import PAGE_BYTES
-from ratel_cli.model.spec import BLOCK_ALIGNMENT
-from ratel_cli.store.layout import ELEMENT_ALIGNMENT, ComputeDtype, RecordMap, record_layout
+from ratel_cli.sizes import BLOCK_ALIGNMENT, PAGE_BYTES, DtypeName
+from ratel_cli.store.layout import RecordMap, record_layout
 
-DTYPES: tuple[ComputeDtype, ...] = ("bfloat16", "float32", "float16")
+DTYPES: tuple[DtypeName, ...] = ("bfloat16", "float32", "float16")
 
 
 @pytest.mark.parametrize(
@@ -19,7 +18,7 @@ DTYPES: tuple[ComputeDtype, ...] = ("bfloat16", "float32", "float16")
         ("float16", [("w16", 2), ("w32", 4), ("m32", 4), ("v32", 4)], 14),
     ],
 )
-def test_layouts(dtype: ComputeDtype, fields: list[tuple[str, int]], num_bytes: int) -> None:
+def test_layouts(dtype: DtypeName, fields: list[tuple[str, int]], num_bytes: int) -> None:
     layout = record_layout(dtype)
     assert [(field.name, field.bytes_per_element) for field in layout.fields] == fields
     assert layout.compute_field.name == fields[0][0]
@@ -30,18 +29,18 @@ def test_layouts(dtype: ComputeDtype, fields: list[tuple[str, int]], num_bytes: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_elements", [(), (0,), (2048,), (2048, 0, 6144, 2048)])
-def test_addresses_tile_the_slots(dtype: ComputeDtype, block_elements: tuple[int, ...]) -> None:
+def test_addresses_tile_the_slots(dtype: DtypeName, block_elements: tuple[int, ...]) -> None:
     layout = record_layout(dtype)
     records = RecordMap(layout, block_elements)
     position = 0
     for slot in range(3):
         for block, num_elements in enumerate(block_elements):
             for field in layout.fields:
-                for start in range(0, num_elements, ELEMENT_ALIGNMENT):
+                for start in range(0, num_elements, BLOCK_ALIGNMENT):
                     address = records.address(slot, block, field.name, start)
                     assert address == position
                     assert address % PAGE_BYTES == 0
-                    position += ELEMENT_ALIGNMENT * field.bytes_per_element
+                    position += BLOCK_ALIGNMENT * field.bytes_per_element
         assert position == (slot + 1) * records.slot_bytes
     assert records.slot_bytes == sum(block_elements) * layout.bytes_per_parameter
 
@@ -62,4 +61,4 @@ def test_unknown_fields_are_a_bug() -> None:
 
 
 def test_the_alignment_is_the_models() -> None:
-    assert ELEMENT_ALIGNMENT == BLOCK_ALIGNMENT
+    assert BLOCK_ALIGNMENT == BLOCK_ALIGNMENT

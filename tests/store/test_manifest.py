@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
-from ratel_cli.io.buffers import PAGE_BYTES
+from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.geometry import Geometry
 from ratel_cli.store.manifest import (
     EMPTY_PAGE,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratel_cli.errors import RatelError
-from ratel_cli.io.buffers import PAGE_BYTES
+from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.headers import Header, existing_store
 from ratel_cli.store.manifest import EMPTY_PAGE, Manifest, choose_manifest, decode_manifest, encode_manifest
 from tests.store.test_manifest import FIRST, following, page_with, payload_of, with_crc

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.io.buffers import PAGE_BYTES, BufferPool
+from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue, open_queue
 from ratel_cli.io.striping import StripeMap
+from ratel_cli.sizes import PAGE_BYTES, DtypeName
 from ratel_cli.store.geometry import HEADER_BYTES
-from ratel_cli.store.layout import ComputeDtype
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.store import Store
 from tests.fakes import filled
@@ -66,7 +66,7 @@ def test_files_take_their_shares_of_the_stripes(tmp_path: Path, queue: IoQueue, 
 
 @pytest.mark.parametrize("num_directories", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
-def test_holds_every_generation(tmp_path: Path, queue: IoQueue, dtype: ComputeDtype, num_directories: int) -> None:
+def test_holds_every_generation(tmp_path: Path, queue: IoQueue, dtype: DtypeName, num_directories: int) -> None:
     paths = drives(tmp_path, num_directories)
     with import_all(create_store(paths, queue, dtype=dtype)) as store:
         check_generation(store, 0)

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.errors import BadInput, IntegrityFailure
-from ratel_cli.io.buffers import PAGE_BYTES, BufferPool
+from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.io.tickets import Ticket
+from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.manifest import FORMAT_VERSION
 from ratel_cli.store.store import Store

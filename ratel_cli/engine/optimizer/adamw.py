@@ -25,8 +25,8 @@ import torch
 from ratel_cli import _native
 from ratel_cli.engine.optimizer.gradients import BlockGradient
 from ratel_cli.io.views import FIELD_DTYPES, view_field
-from ratel_cli.model.spec import PARAMETER_ALIGNMENT, BlockSpec
-from ratel_cli.store.layout import ComputeDtype
+from ratel_cli.model.spec import BlockSpec
+from ratel_cli.sizes import PARAMETER_ALIGNMENT, DtypeName
 from ratel_cli.units import align_up
 
 SquareRoot = Literal["correct", "mkl_avx512", "mkl_sse"]
@@ -77,7 +77,7 @@ class Chunks(Protocol):
         ...
 
 
-_KERNELS: dict[ComputeDtype, _Kernel] = {
+_KERNELS: dict[DtypeName, _Kernel] = {
     "bfloat16": cast(_Kernel, _native.update_bfloat16),
     "float32": cast(_Kernel, _native.update_float32),
     "float16": cast(_Kernel, _native.update_float16),
@@ -119,7 +119,7 @@ class AdamWUpdate:
 class GroupAdamW:
     """Updates groups of parameters in host memory, on `num_threads` threads. Use as a context manager."""
 
-    def __init__(self, settings: AdamWSettings, dtype: ComputeDtype, *, num_threads: int = 1) -> None:
+    def __init__(self, settings: AdamWSettings, dtype: DtypeName, *, num_threads: int = 1) -> None:
         assert num_threads > 0
         self._settings = settings
         self._num_threads = num_threads

@@ -26,10 +26,8 @@ from typing import Literal, Self
 
 from ratel_cli.engine.optimizer.groups import BlockUpdate, Group, GroupWork
 from ratel_cli.engine.telemetry import Resource
-from ratel_cli.model.spec import BLOCK_ALIGNMENT, BlockSpec
-
-GROUP_ELEMENTS = 1024 * BLOCK_ALIGNMENT
-"""2 Mi parameters, 24 MiB of state: large enough for full NVMe speed, small against any block."""
+from ratel_cli.model.spec import BlockSpec
+from ratel_cli.sizes import BLOCK_ALIGNMENT, GROUP_ELEMENTS
 
 GroupOrder = Literal["optimized", "naive"]
 

@@ -28,11 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ratel_cli.errors import RatelError
 from ratel_cli.model.dispatch import Operator, tensors_in
 from ratel_cli.planning.liveness import Decision, decide
+from ratel_cli.sizes import PACKED_ALIGNMENT
 from ratel_cli.units import align_up
 
-PACKED_ALIGNMENT = 256
-"""Bytes. Tensors that are offloaded lie one after another on such boundaries: the most that cuBLAS looks at when it
-chooses how to multiply; torch's own are 64 on the CPU and 512 on GPUs."""
 _DETACH = torch.ops.aten.detach.default
 """Not an operator of the model: autograd calls it to save an output, unless hooks are there to take it."""
 _ATTENTION_ON_GPU = frozenset(

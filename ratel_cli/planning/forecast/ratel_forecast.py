@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import margin_bytes
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import PAGE_BYTES
 from ratel_cli.planning.capacity import check_device_memory
 from ratel_cli.planning.choose import Case, evaluate
 from ratel_cli.planning.costs import StageTime, StepTime
@@ -22,6 +21,7 @@ from ratel_cli.planning.papers.prefix import Equations
 from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.plan import Decisions, Plan, make_plan
 from ratel_cli.planning.workload import StateBytes
+from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.units import align_up
 
 

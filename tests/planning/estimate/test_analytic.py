@@ -13,11 +13,11 @@ from ratel_cli.engine.replay.tape import Recorder, Replayer
 from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.dispatch import Operator
 from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.model.spec import DtypeName
 from ratel_cli.planning.estimate.analytic import analytic_profile
 from ratel_cli.planning.estimate.shapes import LayerTraits, spec_from_config, spec_from_shape, traits_from_config
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
 from ratel_cli.planning.workload import StateBytes
+from ratel_cli.sizes import DtypeName
 from tests.engine.architectures import VOCAB_SIZE, tiny_config
 from tests.planning.shapes import BFLOAT16, FLOAT32
 
