@@ -22,6 +22,7 @@ from threading import Lock
 from types import TracebackType
 from typing import Self
 
+from ratel_cli.closing import Closing
 from ratel_cli.errors import DoesNotFit, EnvironmentFailure
 from ratel_cli.sizes import HUGE_PAGE_BYTES, PAGE_BYTES
 from ratel_cli.units import align_up, format_bytes
@@ -76,7 +77,7 @@ class Lease:
         self.release()
 
 
-class BufferPool:
+class BufferPool(Closing):
     """Leases buffers and keeps the returned ones for reuse, by exact size. Safe to use from any thread."""
 
     def __init__(self, limit_bytes: int | None, *, pin: Pin | None = None) -> None:
@@ -126,14 +127,6 @@ class BufferPool:
         with self._lock:
             self._closed = True
             self._drop_idle(self._idle_bytes)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _take_back(self, region: _Region) -> None:
         with self._lock:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Protocol, Self
 
+from ratel_cli.closing import Closing
 from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.io.buffers import address_of
 from ratel_cli.io.requests import Direction, Lane, Request
@@ -88,7 +89,7 @@ class IoQueue(Protocol):
     ) -> None: ...
 
 
-class LanedQueue:
+class LanedQueue(Closing):
     """The queue of both engines: cuts pieces into requests for the lane of their direction."""
 
     def __init__(self, engine: EngineName, open_lane: Callable[[Direction], Lane], *, request_bytes: int) -> None:
@@ -125,14 +126,6 @@ class LanedQueue:
             self._reads.close()
         finally:
             self._writes.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _submit(self, lane: Lane, direction: Direction, pieces: Sequence[Piece]) -> Ticket:
         cuts = [(piece, start) for piece in pieces for start in range(0, len(piece.memory), self._request_bytes)]

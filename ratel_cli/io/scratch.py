@@ -12,9 +12,8 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from ratel_cli.closing import Closing
 from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.io.files import (
     SpaceNeed,
@@ -31,7 +30,7 @@ from ratel_cli.io.tickets import Ticket
 from ratel_cli.sizes import PAGE_BYTES, STRIPE_BYTES
 
 
-class Scratch:
+class Scratch(Closing):
     """Addresses from 0 to `num_bytes`; what was not written reads as anything. Use as a context manager.
 
     `weights` are the directories' shares of the stripes; None: equal ones.
@@ -86,14 +85,6 @@ class Scratch:
         if self._fds:
             self._files.settle()
         self._close_files()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _close_files(self) -> None:
         fds, self._fds = self._fds, []

@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from ratel_cli.closing import Closing
 from ratel_cli.errors import BadInput, EnvironmentFailure
 
 DATA_FILE_NAME = "ratel.store"
@@ -30,7 +29,7 @@ DEFAULT_WAIT_SECONDS = 10.0
 _POLL_SECONDS = 0.02
 
 
-class StoreLock:
+class StoreLock(Closing):
     """Open data files, locked. Closing them is what unlocks; files that it made and nobody filled are removed."""
 
     def __init__(self, directories: Sequence[Path], *, create: bool, wait_seconds: float) -> None:
@@ -59,14 +58,6 @@ class StoreLock:
                 with suppress(OSError):
                     path.unlink()
             os.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _open_locked(self, path: Path, *, create: bool, deadline: float) -> int:
         while True:

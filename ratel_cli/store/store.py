@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
+from ratel_cli.closing import Closing
 from ratel_cli.errors import BadInput, IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.files import StripedFiles, check_directories, use_direct_io
@@ -60,7 +60,7 @@ class _Phase(Enum):
     CLOSED = auto()
 
 
-class Store:
+class Store(Closing):
     """Use as a context manager. Reads and writes may come from any thread; all else from one at a time."""
 
     def __init__(
@@ -349,14 +349,6 @@ class Store:
             self._phase = _Phase.CLOSED
             self._files.settle()
             self._lock.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _free_slots(self) -> set[int]:
         return set(range(self.num_slots)) - kept_slots(self._commits.manifest, self._held)
