@@ -1,10 +1,7 @@
-"""The names that other trainers use: those we accept as ours, and those we refuse with a reason.
+"""The names that other trainers use: those that Ratel accepts as its own, and those that it rejects with a reason.
 
-Called by `config.load` and `config.overrides` before anything is validated. The tables are the whole
-knowledge; `canonical_key` and `explain_unknown` are the only ways to read them.
-
-Invariant: an alias never changes what a value means, except INVERSE ones, whose booleans are turned.
-A key is refused, not accepted, where tools give it different meanings.
+Invariant: an alias never changes what a value means, except those in INVERSE, whose booleans are turned. A key is
+rejected, not accepted, where tools give it different meanings.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
     }
 )
 
-_ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
+ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         TOP: {
             "model_name_or_path": "base_model",
@@ -97,7 +94,7 @@ _TEMPLATE = ("the tokenizer's own chat template is used", "remove it, or change 
 _STRATEGY = ("the steps alone decide", "use `save_steps` or `eval_steps`; remove it")
 _MERGE = ("merge keys are not supported", "write the keys out")
 
-_FOREIGN: Mapping[str, tuple[str, str]] = MappingProxyType(
+FOREIGN: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "batch_size": _BATCH,
         "train_batch_size": _BATCH,
@@ -157,7 +154,7 @@ _FOREIGN: Mapping[str, tuple[str, str]] = MappingProxyType(
         "<<": _MERGE,
     }
 )
-_FOREIGN_PREFIXES: Mapping[str, tuple[str, str]] = MappingProxyType(
+FOREIGN_PREFIXES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "lora_": _ADAPTER,
         "qlora": _ADAPTER,
@@ -183,7 +180,7 @@ def section_in(section: str, key: str) -> str:
 
 def canonical_key(section: str, written: str) -> str:
     """Our name of a key: the alias's target, or the key itself."""
-    return _ALIASES.get(section, {}).get(written, written)
+    return ALIASES.get(section, {}).get(written, written)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,10 +195,10 @@ class UnknownKey:
 
 def explain_unknown(section: str, written: str) -> UnknownKey:
     """The message and hint for a key that the section does not have."""
-    known = [*SECTIONS[section].model_fields, *_ALIASES.get(section, {})]
-    foreign = _FOREIGN.get(written)
+    known = [*SECTIONS[section].model_fields, *ALIASES.get(section, {})]
+    foreign = FOREIGN.get(written)
     close = [] if foreign else get_close_matches(written, known, n=1, cutoff=0.8)
-    for prefix, told in _FOREIGN_PREFIXES.items():
+    for prefix, told in FOREIGN_PREFIXES.items():
         if foreign is None and not close and written.startswith(prefix):
             foreign = told
     if foreign:

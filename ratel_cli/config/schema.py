@@ -1,7 +1,7 @@
 """The config of a run: every key, its type, its default and what it means. The only home of defaults.
 
 Built by `config.load` from a person's YAML and arguments; read by the commands, which pass plain
-values on: nothing below `cli` knows this class. `tests/config/surface.golden` is this file's surface.
+values on: nothing below `run` knows this class. `scripts/write_config_docs.py` writes docs/config.md from it.
 
 Invariant: a RunConfig is whole. Every key is of its type, no two keys contradict each other, and
 dumping one (`to_yaml`) and loading it again gives an equal one.
@@ -73,94 +73,103 @@ class RunConfig(Section):
     """What `ratel finetune` and `ratel plan` are asked to do."""
 
     base_model: PathOrHubId | None = None
-    """The model to train: a directory with config.json and safetensors, or a hub id. Required."""
+    """The model to train: a directory with config.json and safetensors files, or a hub id. Required."""
     model_shape: ModelShape | None = None
-    """Instead of `base_model`, for `ratel plan` only: a GPT-type model by its shape."""
+    """For `ratel plan` only, instead of `base_model`: a GPT-type model given by its shape."""
     cost_model: Literal["ratel", "paper"] = "ratel"
-    """paper: plan with the paper's equations, 14 bytes per parameter and 34 b s h of activations."""
+    """For `ratel plan` only. `ratel` plans what a run does. `paper` uses the equations of the Ratel paper: 14 bytes of
+    state per parameter and 34 b s h bytes of activations per layer."""
     random_init: bool = False
-    """Draw the weights from the model's initialiser (seeded) instead of reading them from files."""
+    """Draw the initial weights from the model's initialiser, seeded by `seed`, instead of reading them from files."""
 
     datasets: Annotated[tuple[DatasetConfig, ...], Field(strict=False)] = ()
-    """What to train on: a path, or a list of paths or of mappings with `path` and more. Required."""
+    """The training data: a path, or a list of paths and of mappings with `path` and the other keys of a dataset.
+    Required."""
     train_on_inputs: bool = False
-    """Learn the prompt's tokens too, not only the answers."""
+    """Learn the tokens of the prompt too, not only those of the answer."""
     sequence_len: int = Field(default=1024, ge=2)
-    """Tokens of a row; longer samples are cut."""
+    """Tokens in a row. A longer plain text is split; any other longer sample is cut."""
     sample_packing: bool = True
-    """Put several samples in a row. No token attends across samples."""
+    """Put several samples into one row. No token attends to another sample."""
     shuffle: bool = True
-    """Visit the samples in a new order each epoch, drawn from `seed`."""
+    """Visit the data in a new order in each epoch, drawn from `seed`."""
 
     micro_batch_size: int = Field(default=1, ge=1)
-    """Rows that go through a block at once. Costs GPU memory."""
+    """Rows that pass through a block at once. More rows take more device memory."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
-    """Micro-batches in a step. Costs time only: weights move once per step."""
+    """Micro-batches in a step. More of them take more time and little memory: weights move once per step, however many
+    micro-batches there are."""
     num_epochs: float = Field(default=1.0, gt=0)
-    """Passes over the data. Not used where `max_steps` is set."""
+    """Passes over the data. Ignored if `max_steps` is set."""
     max_steps: int | None = Field(default=None, ge=1)
-    """End after this many steps, whatever `num_epochs` says."""
+    """Steps in the run. Overrides `num_epochs`."""
 
     learning_rate: float = Field(default=2e-5, ge=0)
-    """The rate after warm-up."""
+    """The learning rate after warm-up."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
-    """How the rate goes on after warm-up: stays, or falls to zero at the last step."""
+    """The learning rate after warm-up: `constant`, or falling to zero at the last step."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the rate rises from zero. Setting it puts `warmup_ratio` to 0."""
+    """Steps in which the learning rate rises linearly from zero. Setting it sets `warmup_ratio` to 0."""
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
-    """The same, as a fraction of all steps."""
+    """The same as `warmup_steps`, as a fraction of all steps."""
     optimizer: Literal["adamw"] = "adamw"
     """AdamW on fp32 master weights and fp32 moments."""
     adam_beta1: Decay = 0.9
-    """Decay of the first moment."""
+    """Decay rate of the first moment."""
     adam_beta2: Decay = 0.999
-    """Decay of the second moment."""
+    """Decay rate of the second moment."""
     adam_epsilon: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Added to the square root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay; never on norms and biases."""
+    """Decoupled weight decay. It is never applied to norms and biases."""
     max_grad_norm: ClipNorm = 1.0
-    """Clip the global gradient norm to this, exactly. 0 or null: off."""
+    """Clip the global gradient norm to this value, exactly. 0 or null turns clipping off."""
 
     dtype: DtypeName = "bfloat16"
-    """What the model computes in. Master weights are fp32 always."""
+    """The precision in which the model computes. Master weights and moments are always fp32."""
     gradient_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What gradients are rounded to after micro-batches were summed in fp32. auto: the same as `dtype`."""
+    """The precision to which gradients are rounded after the micro-batches are summed in fp32. `auto` is the same as
+    `dtype`."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where to compute. auto: cuda if there is one, else cpu."""
+    """Where to compute. `auto` is `cuda` if there is a CUDA device, else `cpu`."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
-    """The attention kernel, by its Hugging Face name. What the model does not support is replaced, with a notice."""
+    """The attention kernel, by its Hugging Face name. If the model does not support it, another one is used, with a
+    notice."""
     activations: Activations = "auto"
-    """auto: the plan decides. Or keep, recompute, swap_all, static (block inputs only), or the fraction
-    of swappable bytes to swap."""
+    """What happens to the outputs of a layer's operators between forward and backward. `auto`: the plan decides for
+    each of them. `keep`: all stay in memory. `swap_all`: all are offloaded, to NVMe where memory is short. `recompute`
+    and `static`: only the inputs of layers are offloaded; everything else is recomputed. A number from 0 to 1: this
+    fraction of their bytes is offloaded."""
     optimizer_overlap: Literal["optimized", "naive", "separate"] = "optimized"
-    """When the optimizer runs: beside backward, piece after piece, or after it. The same bits each way."""
+    """When the optimizer runs. `optimized`: overlapped with backward; one group of parameters is read while another is
+    updated and a third is written. `naive`: overlapped with backward, one transfer after another. `separate`: after
+    backward. The bits are the same for all three."""
     deterministic: bool = True
-    """Only kernels that give the same bits each time."""
+    """Use only kernels that give the same bits every time. `false` allows a faster backward of attention on a GPU."""
     trace: bool = False
-    """Write run/trace.json for Perfetto."""
+    """Write `run/trace.json`, a timeline of every step for Perfetto."""
 
     storage: StorageConfig = StorageConfig()
-    """Where the model's state lies on NVMe, and how it is kept."""
+    """Where the training state lies, and how it is protected."""
     limits: LimitsConfig = LimitsConfig()
-    """How much memory the run may take."""
+    """How much memory the run may use."""
 
     output_dir: Directory = Path("outputs/run")
-    """The Hugging Face directory that the run leaves. Default: outputs/ and the config file's name."""
+    """The Hugging Face directory that the run writes. Default: `outputs/` and the name of the config file."""
     save_steps: int | None = Field(default=None, ge=1)
-    """Save every so many steps, by keeping that generation in the store. Default: only the end."""
+    """Save every N steps, by pinning the step in the store. Default: no step is saved before the end."""
     save_total_limit: int = Field(default=1, ge=1)
-    """How many saved generations are kept; the oldest goes first."""
+    """Number of saved steps in the store. The oldest one is dropped first."""
     eval_steps: int | None = Field(default=None, ge=1)
-    """Evaluate every so many steps. Default: once, at the end."""
+    """Evaluate every N steps. Default: once, at the end."""
     val_set_size: FractionOrCount = 0
-    """Samples held out for evaluation: a fraction below 1, or a count."""
+    """Samples held out for evaluation: a fraction below 1, or a number of samples."""
     logging_steps: int = Field(default=1, ge=1)
-    """Print every so many steps. metrics.jsonl has them all."""
+    """Print every N-th step. `run/metrics.jsonl` has every step."""
     report_to: Annotated[Literal["none"], BeforeValidator(_check_report_to)] = "none"
-    """Ratel sends nothing anywhere."""
+    """Ratel sends nothing anywhere, so `none` is the only choice."""
     seed: int = Field(default=42, ge=0, lt=2**63)
-    """Of weights drawn, of the data's order and of dropout."""
+    """Seed of the drawn weights, of the order of the data and of dropout."""
 
     def resolved(self, name: str) -> Self:
         """The same with the paths filled in that depend on others; ``name`` is the run's."""

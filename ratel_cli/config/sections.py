@@ -89,7 +89,8 @@ def _to_bytes(value: object) -> object:
 
 Directory = Annotated[Path, BeforeValidator(_to_path)]
 PathOrHubId = Annotated[str, Field(min_length=1), AfterValidator(_expand_home)]
-Size = Annotated[int | None, BeforeValidator(_to_bytes)]
+Size = Annotated[int | None, BeforeValidator(_to_bytes), "size"]
+"""A text among the metadata is the type's name in docs/config.md."""
 Column = Annotated[str, Field(min_length=1)]
 
 
@@ -97,52 +98,53 @@ class DatasetConfig(Section):
     """One source of training samples."""
 
     path: PathOrHubId
-    """A JSONL, JSON, parquet or text file, a directory of them, or a hub id."""
+    """A JSONL, JSON, parquet or text file, a directory or glob pattern of such files, or a hub id."""
     type: Literal["auto", "completion", "chat_template", "alpaca", "tokens"] = "auto"
-    """How a row becomes tokens. auto looks at the columns of the first row and prints its decision."""
+    """How a row becomes tokens. `auto` decides by the columns of the first row and prints its decision."""
     split: str = Field(default="train", min_length=1)
-    """Which split of the source is read."""
+    """The split of a hub dataset. Local files have no splits."""
     name: str | None = None
-    """The hub's name of a configuration of the dataset, where it has several."""
+    """The configuration of a hub dataset, if it has several."""
     field: Column = "text"
-    """completion: the column with the text."""
+    """`completion`: the column of the text."""
     field_messages: Column = "messages"
-    """chat_template: the column with the list of messages (role, content)."""
+    """`chat_template`: the column of the messages, each with `role` and `content`."""
     field_instruction: Column = "instruction"
-    """alpaca: the column with the instruction."""
+    """`alpaca`: the column of the instruction."""
     field_input: Column = "input"
-    """alpaca: the column with further input; it may be empty or absent."""
+    """`alpaca`: the column of further input. It may be empty or missing."""
     field_output: Column = "output"
-    """alpaca: the column with the answer."""
+    """`alpaca`: the column of the answer."""
     max_samples: int | None = Field(default=None, ge=1)
-    """Use no more than this many rows. Default: all of them."""
+    """Use only the first N usable rows. Default: all of them."""
 
 
 class SnapshotConfig(Section):
     """A second copy of the model's state, on another device, made beneath training."""
 
     path: Directory
-    """Its directory. It takes the space of two generations: 24 bytes per parameter, 28 for float16."""
+    """The directory of the snapshot, on another device. It takes 24 bytes per parameter, 28 with `dtype: float16`."""
     every: int = Field(ge=1)
-    """Copy the state after every so many steps, in the background."""
+    """Copy the state every N steps, in the background."""
 
 
 class StorageConfig(Section):
     """Where the model's state lies on NVMe, and how it is kept."""
 
     paths: Annotated[tuple[Directory, ...], Field(strict=False)] = ()
-    """The store's directories, one per SSD; data is striped over them. Default: one beside `output_dir`."""
+    """The directories of the store, one per SSD. Data is striped over them. Default: `<output_dir>.store`."""
     engine: Literal["auto", "io_uring", "threads"] = "auto"
-    """How files are read and written. auto takes io_uring, and threads where it is refused."""
+    """How files are read and written. `auto` is `io_uring`, or `threads` where the kernel refuses it."""
     durability: Literal["step", "none"] = "step"
-    """step: a crash loses at most the step in flight. none: written in place, half the space, a crash loses the run."""
+    """`step`: each step is committed, and a crash costs at most the step in flight and the one before it. `none`: the
+    state is updated in place, in half the space, and a crash loses the run."""
     max_tb_written: float | None = Field(default=None, gt=0)
-    """Stop cleanly once this many TB (10^12 bytes) were written to the store. Default: no end."""
+    """End the run cleanly before more than this many TB (10^12 bytes) are written to the store. Default: no limit."""
     keep_generations: int | None = Field(default=None, ge=0)
-    """Saved generations that there is room for beside the two that a step needs.
+    """Room in the store for saved steps, in addition to the two generations that every run needs.
     Default: `save_total_limit` if `save_steps` is set, else 0."""
     snapshot: SnapshotConfig | None = None
-    """A copy on another device, for the day on which this one fails; `ratel restore` brings it back. Default: none."""
+    """A second copy of the state on another device, for `ratel restore`. Default: none."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -172,9 +174,9 @@ class LimitsConfig(Section):
     """How much memory the run may take."""
 
     gpu_memory: Size = None
-    """Bytes on the GPU, such as 24GiB. Default: what is free, less a margin."""
+    """GPU memory that the run may use, such as 24GiB. Default: what is free, less a margin."""
     host_memory: Size = None
-    """Bytes of RAM, such as 64GiB. Default: what is free, less a margin."""
+    """Main memory that the run may use, such as 64GiB. Default: what is free, less a margin."""
 
 
 class ModelShape(Section):
@@ -183,13 +185,13 @@ class ModelShape(Section):
     num_layers: int = Field(ge=1)
     """Decoder layers."""
     num_heads: int = Field(ge=1)
-    """Attention heads of a layer."""
+    """Attention heads in a layer."""
     hidden_size: int = Field(ge=1)
     """Width of the hidden states."""
     vocab_size: int = Field(default=50257, ge=1)
     """Tokens in the vocabulary."""
     num_parameters: int | None = Field(default=None, ge=1)
-    """The model's size, where it is known better than the shape tells."""
+    """Parameters in the model, if the number is known more exactly than the shape gives it."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

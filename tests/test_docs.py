@@ -1,0 +1,233 @@
+"""What the documents promise and a machine can check: links, commands, configs, paths, keys, exit codes.
+
+The documents are README.md, CONTRIBUTING.md, CHANGELOG.md, kernels/README.md and docs/*.md.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from itertools import dropwhile
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from ratel_cli import errors
+from ratel_cli.cli import app as command_line
+from ratel_cli.cli.app import main
+from ratel_cli.config.aliases import SECTIONS
+from ratel_cli.config.load import load_config
+from ratel_cli.errors import RatelError
+from scripts import write_config_docs
+from tests.engine.architectures import ARCHITECTURES
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = tuple(
+    path
+    for pattern in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "kernels/README.md", "docs/*.md")
+    for path in sorted(ROOT.glob(pattern))
+)
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in DOCUMENTS}
+EVERY_DOCUMENT = pytest.mark.parametrize("name", TEXTS)
+
+_FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTALL)
+_PARTS = ("ratel_cli", "scripts", "configs", "kernels", "tests", "docs")
+_PATH = re.compile(rf"`((?:{'|'.join(_PARTS)})/[\w./-]+|\.constraints\.txt|\.ci/run)`")
+
+
+def blocks(language: str, *names: str) -> list[str]:
+    """The fenced blocks in that language, of these documents or of all."""
+    return [body for name in names or TEXTS for _, found, body in _FENCE.findall(TEXTS[name]) if found == language]
+
+
+def prose(name: str) -> str:
+    """A document without its fenced blocks and comments."""
+    return re.sub(r"<!--.*?-->", "", _FENCE.sub("", TEXTS[name]), flags=re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    """Every command line in the documents: those in blocks, and `make ...` in the text."""
+    lines = [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
+    inline = [line for name in TEXTS for line in re.findall(r"`(make [a-z]+)`", prose(name))]
+    words = [shlex.split(line, comments=True) for line in (*lines, *inline)]
+    return [list(dropwhile(lambda word: re.match(r"[A-Z_]+=", word), each)) for each in words]
+
+
+def called(program: str) -> list[list[str]]:
+    """The arguments of each command that calls this program."""
+    return [words[1:] for words in commands() if words and Path(words[0]).name == program]
+
+
+def make_targets() -> dict[str, list[str]]:
+    """Each target and its recipe's lines."""
+    targets: dict[str, list[str]] = {}
+    for line in (ROOT / "Makefile").read_text(encoding="utf-8").splitlines():
+        if match := re.match(r"([^\t#:]+):(?!=)", line):
+            recipe = targets.setdefault(match[1], [])
+        elif line.startswith("\t") and targets:
+            recipe.append(line.strip())
+    return targets
+
+
+def anchors(text: str) -> Iterator[str]:
+    """The anchors that GitHub gives a document's headings."""
+    seen: dict[str, int] = {}
+    for heading in re.findall(r"^#+ (.*)$", _FENCE.sub("", text), flags=re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        slug = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        number = seen.get(slug, 0)
+        seen[slug] = number + 1
+        yield f"{slug}-{number}" if number else slug
+
+
+def broken_links(directory: Path, text: str) -> list[str]:
+    """The relative links of a document that lead nowhere."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = directory / path if path else None
+        if target is not None and not target.exists():
+            broken.append(link)
+        elif anchor:
+            linked = text if target is None else target.read_text(encoding="utf-8")
+            broken += [] if anchor in set(anchors(linked)) else [link]
+    return broken
+
+
+@EVERY_DOCUMENT
+def test_links_lead_somewhere(name: str) -> None:
+    assert broken_links((ROOT / name).parent, _FENCE.sub("", TEXTS[name])) == []
+
+
+def test_the_test_of_links_can_fail() -> None:
+    text = "# A `b` heading: c\n[1](README.md) [2](#a-b-heading-c) [3](nowhere.md) [4](#nowhere) [5](README.md#nowhere)"
+    assert broken_links(ROOT, text) == ["nowhere.md", "#nowhere", "README.md#nowhere"]
+
+
+@EVERY_DOCUMENT
+def test_paths_in_the_text_are_there(name: str) -> None:
+    assert [path for path in _PATH.findall(prose(name)) if not (ROOT / path).exists()] == []
+
+
+def test_make_targets_exist_and_are_short() -> None:
+    named = {target for arguments in called("make") for target in arguments}
+    assert {"demo", "test"} <= named
+    assert named <= make_targets().keys()
+    assert all(len(recipe) <= 3 for recipe in make_targets().values())
+
+
+def test_every_make_target_is_in_the_documents() -> None:
+    named = {target for arguments in called("make") for target in arguments}
+    explained = set(re.findall(r"^([a-z]+):.*##", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    assert explained - named <= {"help"}
+
+
+@pytest.mark.parametrize("target", ["demo", "bench"])
+def test_what_make_runs_exists(target: str) -> None:
+    words = [word for line in make_targets()[target] for word in shlex.split(line)]
+    modules = [word.replace(".", "/") + ".py" for word in words if word.startswith("scripts.")]
+    paths = modules + [word for word in words if re.match(r"(scripts|configs)/", word)]
+    assert paths
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
+
+
+def test_continuous_integration_runs_the_same() -> None:
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o111
+    lines = [line for line in script.read_text().splitlines() if line.startswith("make ")]
+    assert lines == ["make lint", "make types", "make test"]
+
+
+def test_commands_are_understood(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those with a config are run as they stand, with one that does not exist: they get as far as missing it."""
+    group = typer.main.get_command(command_line.app)
+    for arguments in called("ratel"):
+        with group.make_context("ratel", list(arguments)):  # raises for an unknown command or option
+            pass
+        if any(word.endswith(".yaml") for word in arguments):
+            code = main([str(tmp_path / word) if word.endswith(".yaml") else word for word in arguments])
+            printed = capsys.readouterr().err
+            assert (code, "there is no such file" in printed) == (2, True), printed
+    assert len(called("ratel")) >= 3
+
+
+def test_the_test_of_commands_can_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["finetune", "my-run.yaml", "--resume", "sometimes"]) == 2
+    assert "there is no such file" not in capsys.readouterr().err
+
+
+def test_scripts_that_are_called_exist_with_their_options() -> None:
+    calls = called("python")
+    for arguments in calls:
+        path = Path(arguments[1].replace(".", "/") + ".py") if arguments[0] == "-m" else Path(arguments[0])
+        if path.parts[0] not in _PARTS:
+            continue
+        source = (ROOT / path).read_text(encoding="utf-8")
+        options = [word for word in arguments[2:] if word.startswith("--")]
+        assert [option for option in options if f'"{option}"' not in source] == [], arguments
+    assert calls
+
+
+def test_configs_load(tmp_path: Path) -> None:
+    """Whole configs load without a notice, and with the overrides in the document. Parts load in a whole one."""
+    path = tmp_path / "my-run.yaml"
+    for text in blocks("yaml"):
+        whole = text if "base_model:" in text else f"base_model: org/name\n{text}"
+        whole = whole if "datasets:" in whole else f"{whole}\ndatasets: train.jsonl\n"
+        path.write_text(whole, encoding="utf-8")
+        assert load_config(path).notices == (), text
+        path.write_text(f"{whole}\nno_such_key: 1\n", encoding="utf-8")
+        with pytest.raises(RatelError):
+            load_config(path)
+    assert blocks("yaml", "README.md")
+
+
+def test_overrides_are_understood(tmp_path: Path) -> None:
+    path = tmp_path / "my-run.yaml"
+    path.write_text("base_model: org/name\ndatasets: train.jsonl\n", encoding="utf-8")
+    overrides = [word for arguments in called("ratel") for word in arguments if "=" in word]
+    overrides += [word for name in TEXTS for word in re.findall(r"`([a-z_.0-9]+=[^` ]+)`", prose(name))]
+    for override in overrides:
+        if override.split("=")[0].split(".")[0] in SECTIONS[""].model_fields:
+            load_config(path, [override])
+    assert overrides
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+def test_shipped_configs_load(path: Path) -> None:
+    assert load_config(path).notices == ()
+    assert yaml.safe_load(path.read_text())["base_model"].startswith("demo/")
+
+
+def test_the_tree_is_there() -> None:
+    [tree] = [block for block in blocks("text") if block.startswith("ratel_cli/\n")]
+    named = []
+    for line in tree.splitlines():
+        name = line.split()[0]
+        named.append(ROOT / "ratel_cli" / name if line.startswith(" ") else ROOT / name)
+    assert [path for path in named if not path.exists()] == []
+    parts = {path for path in (ROOT / "ratel_cli").iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+    assert parts <= set(named)
+
+
+def test_every_key_of_the_config_is_documented() -> None:
+    current = write_config_docs.DESTINATION.read_text(encoding="utf-8") == write_config_docs.config_page()
+    assert current, f"docs/config.md is out of date; run: {write_config_docs.COMMAND}"
+
+
+def test_every_architecture_that_is_tested_is_named() -> None:
+    named = "".join(TEXTS.values()).replace("-", "_").lower()
+    assert [name for name in ARCHITECTURES if name.removesuffix("_tied") not in named] == []
+
+
+def test_exit_codes_are_those_of_the_errors() -> None:
+    rows = [row for name in TEXTS for row in re.findall(r"^\| ([\d, ]+) \| (.*) \|$", TEXTS[name], flags=re.MULTILINE)]
+    codes = {
+        each.exit_code for each in vars(errors).values() if isinstance(each, type) and issubclass(each, RatelError)
+    }
+    assert [code for code, _ in rows] == ["0", *map(str, sorted(codes)), "130, 143"]
