@@ -2,21 +2,36 @@
 
 Master weights in fp32, updated by `torch.optim.AdamW`; the model computes with a copy in the compute
 dtype; gradients of the step's micro-batches are summed in fp32, rounded once to the gradient dtype,
-clipped by `clip_grad_norm_`. Nothing of Ratel is used here but the rule that seeds each draw.
+clipped by `clip_grad_norm_`.
+
+Invariant: it imports nothing from `ratel_cli`. What Ratel promises is written here a second time, the rule that
+seeds each draw included; `tests/test_oracles.py` holds this.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ratel_cli.engine.replay.randomness import seed_draws
-from ratel_cli.engine.state import Batch
+
+class Batch(Protocol):
+    """One micro-batch: int64 tensors `[batch, tokens]`; targets are shifted already, -100 is ignored."""
+
+    @property
+    def input_ids(self) -> torch.Tensor: ...
+    @property
+    def targets(self) -> torch.Tensor: ...
+    @property
+    def position_ids(self) -> torch.Tensor: ...
+    @property
+    def num_targets(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,12 +172,20 @@ def _chunked_backward(
     return total
 
 
+def seed_of_draws(seed: int, *, step: int, block: int, micro_batch: int) -> int:
+    """The seed that is promised for one block on one micro-batch of one step.
+
+    The first 8 bytes of BLAKE2b over "seed/step/block/micro_batch", as a little-endian number, without its last bit.
+    """
+    digest = hashlib.blake2b("/".join(map(str, (seed, step, block, micro_batch))).encode("ascii"), digest_size=8)
+    return sum(byte << (8 * place) for place, byte in enumerate(digest.digest())) // 2
+
+
 class _Seeding:
     """Seeds torch where block i of Ratel's step begins to draw: at the start, and before each layer."""
 
     def __init__(self, model: nn.Module, seed: int, step: int, micro_batch: int) -> None:
-        self._arguments = {"step": step, "micro_batch": micro_batch}
-        self._seed = seed
+        self._seed, self._step, self._micro_batch = seed, step, micro_batch
         self._layers = max(
             (m for m in model.modules() if isinstance(m, nn.ModuleList)),
             key=lambda m: sum(p.numel() for p in m.parameters()),
@@ -170,7 +193,7 @@ class _Seeding:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def __enter__(self) -> None:
-        seed_draws(self._seed, block=0, **self._arguments)
+        self._begin(0)
         for index, layer in enumerate(self._layers):
             self._handles.append(layer.register_forward_pre_hook(self._hook(index + 1)))
 
@@ -180,9 +203,12 @@ class _Seeding:
 
     def _hook(self, block: int) -> Callable[[nn.Module, tuple[object, ...]], None]:
         def hook(module: nn.Module, args: tuple[object, ...]) -> None:
-            seed_draws(self._seed, block=block, **self._arguments)
+            self._begin(block)
 
         return hook
+
+    def _begin(self, block: int) -> None:
+        torch.manual_seed(seed_of_draws(self._seed, step=self._step, block=block, micro_batch=self._micro_batch))
 
 
 def _copy_down(model: nn.Module, masters: dict[str, nn.Parameter]) -> None:

@@ -215,7 +215,7 @@ def test_no_gpu_where_one_is_asked_for(subject: ProfileTarget) -> None:
     assert measured.link is None, "auto takes the CPU"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_whole_command(subject: ProfileTarget, capsys: pytest.CaptureFixture[str]) -> None:
     """Under a minute, and a second time at once; nothing stays behind but the profile."""
     start = time.perf_counter()

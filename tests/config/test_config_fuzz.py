@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ratel_cli.config.aliases import SECTIONS
 from ratel_cli.config.load import LoadedConfig, load_config, to_yaml
 from ratel_cli.errors import BadInput
 from tests.config.config_loading import MINIMAL
+from tests.tiers import examples
 
 KEYS = sorted({key for model in SECTIONS.values() for key in model.model_fields} | {"lr", "batch_size", "lora_r", "<<"})
 SCALARS = st.one_of(
@@ -32,7 +33,7 @@ VALUES = st.recursive(
 FRAGMENTS = st.sampled_from(
     [*KEYS, *"[]{}:,-&*!|>'\"#%@`~=?.\n\t \\", ": ", "\n  ", "&a", "*a", "!!int ", "---\n", "1e-5"]
 )
-QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = examples(60)
 
 
 def attempt(folder: Path, content: bytes, overrides: list[str]) -> LoadedConfig | None:

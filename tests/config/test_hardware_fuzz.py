@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ratel_cli.config.hardware_file import DriveSection, GpuSection, HardwareFile, HostSection, LinkSection, NvmeSection
 from ratel_cli.errors import BadInput
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.run.hardware_file import load_hardware, to_text
+from tests.tiers import examples
 
-QUICK = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = examples(100)
 SECTIONS = (HardwareFile, GpuSection, LinkSection, NvmeSection, DriveSection, HostSection)
 KEYS = sorted({key for section in SECTIONS for key in section.model_fields} | {"<<", "gpus"})
 SCALARS = (

@@ -13,7 +13,7 @@ import pyarrow  # type: ignore[import-untyped]
 import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -21,6 +21,7 @@ from ratel_cli.data.dataset import DatasetSource, MicroBatch
 from ratel_cli.data.lines import MAX_ROW_BYTES
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from tests.data.fixture_types import Load, MakeTokenizer, WriteRows
+from tests.tiers import examples
 
 GOOD = {"text": "the quick brown fox"}
 
@@ -43,7 +44,7 @@ def _rejects(tmp_path: Path) -> list[tuple[str, int, str]]:
 # Steps
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25)
 @given(
     lengths=st.lists(st.integers(2, 16), min_size=1, max_size=30),
     micro_batch_size=st.integers(1, 4),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -15,6 +15,7 @@ from ratel_cli.data.formats import ChatDraft, Draft, Message, TextDraft, TokensD
 from ratel_cli.errors import BadInput
 from ratel_cli.sizes import IGNORED_TARGET
 from tests.data.fixture_types import MakeTokenizer
+from tests.tiers import examples
 
 Pair = tuple[list[int], list[int]]
 
@@ -68,7 +69,7 @@ def marked_encoder(make_tokenizer: MakeTokenizer) -> Iterator[SampleEncoder]:
 ROLES = st.sampled_from(["user", "assistant", "system", "tool"])
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(turns=st.lists(st.tuples(ROLES, TEXTS), min_size=1, max_size=6))
 def test_chat_masks_equal_those_put_together_turn_by_turn(
     chat_encoder: SampleEncoder, tokenizer: PreTrainedTokenizerFast, turns: list[tuple[str, str]]
@@ -90,7 +91,7 @@ def test_chat_masks_equal_those_put_together_turn_by_turn(
         assert str(answer) == "all masked: no token carries loss"
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(turns=st.lists(st.tuples(ROLES, TEXTS), min_size=1, max_size=6))
 def test_marked_templates_give_the_mask_of_transformers(
     marked_encoder: SampleEncoder, make_tokenizer: MakeTokenizer, turns: list[tuple[str, str]]
@@ -170,7 +171,7 @@ def test_bos_and_eos_are_never_doubled(make_tokenizer: MakeTokenizer, adds_bos: 
     assert labels == ids
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(num_words=st.integers(1, 60), sequence_len=st.integers(2, 30))
 def test_split_text_predicts_every_token_once(
     tokenizer: PreTrainedTokenizerFast, num_words: int, sequence_len: int

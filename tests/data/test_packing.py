@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ratel_cli.data.encode import Sample
 from ratel_cli.data.packing import Rows, assemble, one_per_row, pack, random_order
 from ratel_cli.sizes import IGNORED_TARGET
+from tests.tiers import examples
 
 LENGTHS = st.lists(st.integers(1, 12), max_size=60)
 
@@ -96,7 +97,7 @@ def _sample(*labels: int) -> Sample:
     return Sample(input_ids=ids, labels=np.array(labels, dtype=np.int32))
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     shape=st.lists(st.lists(st.integers(2, 5), min_size=1, max_size=3), min_size=1, max_size=4),
     packed=st.booleans(),

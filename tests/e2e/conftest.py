@@ -92,15 +92,6 @@ def signal_at(monkeypatch: pytest.MonkeyPatch) -> SignalAt:
     return arrange
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """These models are too small for more, and threads that wait for each other cost seconds on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(autouse=True)
 def _deterministic_like_a_run() -> Iterator[None]:
     """A run sets it; what the tests compute beside it must have the same, and other tests what they had."""

@@ -28,7 +28,7 @@ def larger_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_base(tmp_path_factory.mktemp("models") / "larger", num_layers=6, hidden_size=256)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("max_grad_norm", [0, 1.0], ids=["unclipped", "clipped"])
 def test_peaks_stay_inside_limits(make_config: MakeConfig, larger_base: Path, max_grad_norm: float) -> None:
     def config_with(limit_bytes: int) -> Path:

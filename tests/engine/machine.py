@@ -116,6 +116,8 @@ class Machine:
         queue: IoQueue,
         make_engine: Callable[[Callable[[], None]], StepEngine],
         timeline: Timeline,
+        *,
+        device: str,
     ) -> None:
         self.model = model
         self.store = store
@@ -123,6 +125,8 @@ class Machine:
         self.queue = queue
         self.make_engine = make_engine
         self.timeline = timeline
+        self.device = device
+        """Where it computes: "cpu" or "cuda"."""
         self.engine = make_engine(lambda: None)
         self.decided = 0
 
@@ -274,4 +278,4 @@ def machine(
                 )
             )
 
-        yield Machine(model, store, pool, queue, make_engine, timeline)
+        yield Machine(model, store, pool, queue, make_engine, timeline, device=device.torch_device.type)

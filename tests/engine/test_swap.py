@@ -21,8 +21,8 @@ from ratel_cli.planning.traffic import step_traffic
 from ratel_cli.sizes import PACKED_ALIGNMENT
 from ratel_cli.units import align_up
 from tests.engine.architectures import ARCHITECTURES, tiny_config
+from tests.engine.exactness import assert_same_training, reference
 from tests.engine.machine import Batch, Machine, attention_of, initial_weights, machine, random_steps
-from tests.engine.test_exactness import assert_same_training, reference
 from tests.engine.test_step import STATE_BYTES, moved_by_each_step
 from tests.reference import Recipe
 

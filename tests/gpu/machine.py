@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,8 @@ from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import Pin
 from ratel_cli.io.pinning import CudaPinning
 from ratel_cli.sizes import DtypeName
-from tests.engine.machine import Batch, Machine, initial_weights, machine
-from tests.reference import Recipe, Trained, train_in_memory
+from tests.engine.machine import Machine, initial_weights, machine
+from tests.reference import Recipe
 
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -52,8 +51,3 @@ def gpu_machine(
         **settings,  # type: ignore[arg-type]
     ) as ratel:
         yield ratel
-
-
-def gpu_reference(config: PretrainedConfig, steps: list[list[Batch]], recipe: Recipe) -> Trained:
-    """Plain PyTorch on the GPU."""
-    return train_in_memory(config, initial_weights(config), steps, replace(recipe, device="cuda"))

@@ -18,12 +18,22 @@ from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.planning.placement import Placement
 from ratel_cli.sizes import DtypeName
 from tests.engine.architectures import ARCHITECTURES, larger_config
+from tests.engine.exactness import (
+    AHEAD,
+    DROPOUT,
+    OFFLOADING,
+    PLACEMENTS,
+    SETTINGS,
+    assert_same_training,
+    check_training,
+    reference,
+)
 from tests.engine.machine import attention_of, random_steps
 from tests.engine.swaps import EVERYTHING, ChosenEverywhere
-from tests.engine.test_exactness import AHEAD, PLACEMENTS, assert_same_training
-from tests.gpu.machine import NEEDS_GPU, gpu_machine, gpu_reference
+from tests.gpu.machine import NEEDS_GPU, gpu_machine
 from tests.reference import Recipe
 from tests.simulated_gpu import is_simulated
+from tests.tiers import pairwise, rotating
 
 pytestmark = NEEDS_GPU
 
@@ -32,27 +42,19 @@ EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
 DENSE = [name for name in ARCHITECTURES if name not in EXPERTS]
 
 
-@pytest.mark.parametrize("max_grad_norm", [None, 0.5], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("architecture", DENSE)
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "num_micro_batches", "max_grad_norm"), rotating(DENSE, *SETTINGS, offset=3)
+)
 def test_equals_plain_pytorch(
     tmp_path: Path, architecture: str, dtype: DtypeName, num_micro_batches: int, max_grad_norm: float | None
 ) -> None:
-    config = larger_config(architecture)
-    recipe = Recipe(dtype=DTYPES[dtype], max_grad_norm=max_grad_norm, attn_implementation=attention_of(config))
-    with gpu_machine(tmp_path, config, recipe, dtype=dtype, placement=AHEAD) as ratel:
-        steps = random_steps(2, num_micro_batches, packed=ratel.model.packs)
-        outcomes = ratel.train(steps, recipe)
-        assert_same_training(outcomes, ratel.weights(), gpu_reference(config, steps, recipe))
+    config, recipe = larger_config(architecture), Recipe(dtype=DTYPES[dtype], max_grad_norm=max_grad_norm)
+    check_training(gpu_machine, tmp_path, config, recipe, num_micro_batches=num_micro_batches, placement=AHEAD)
 
 
 def test_fp16_with_a_scaled_loss(tmp_path: Path) -> None:
-    config = larger_config("llama")
     recipe = Recipe(dtype=torch.float16, loss_scale=1024.0, max_grad_norm=0.5)
-    steps = random_steps(3, 2)
-    with gpu_machine(tmp_path, config, recipe, dtype="float16", placement=AHEAD) as ratel:
-        assert_same_training(ratel.train(steps, recipe), ratel.weights(), gpu_reference(config, steps, recipe))
+    check_training(gpu_machine, tmp_path, larger_config("llama"), recipe, num_steps=3, placement=AHEAD)
 
 
 def test_an_overflow_is_seen_and_the_step_not_applied(tmp_path: Path) -> None:
@@ -77,7 +79,7 @@ def test_experts_are_refused_where_bits_are_promised(tmp_path: Path, architectur
         except BadInput as refusal:
             assert refusal.hint is not None and "deterministic: false" in refusal.hint
         else:
-            assert_same_training(outcomes, ratel.weights(), gpu_reference(config, steps, recipe))
+            assert_same_training(outcomes, ratel.weights(), reference(config, steps, recipe, device="cuda"))
 
 
 @pytest.mark.parametrize("architecture", EXPERTS)
@@ -91,7 +93,7 @@ def test_experts_are_within_rounding(tmp_path: Path, architecture: str) -> None:
     with gpu_machine(tmp_path, config, recipe, dtype="float32", placement=replace(AHEAD, swapped=EVERYTHING)) as ratel:
         steps = random_steps(2, 2, packed=ratel.model.packs)
         outcomes, weights = ratel.train(steps, recipe), ratel.weights()
-    wanted = gpu_reference(config, steps, recipe)
+    wanted = reference(config, steps, recipe, device="cuda")
     for outcome, loss in zip(outcomes, wanted.losses, strict=True):
         assert outcome.loss == pytest.approx(loss, rel=1e-5)
     for name, found in weights.items():
@@ -100,51 +102,31 @@ def test_experts_are_within_rounding(tmp_path: Path, architecture: str) -> None:
         assert float(difference.norm()) <= 0.01 * float(wanted.weights[name].norm()), name
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("max_grad_norm", [None, 0.5], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("architecture", ["llama", "llama_tied"])
+@pytest.mark.parametrize(
+    ("placement", "max_grad_norm", "architecture"), pairwise(list(PLACEMENTS), [None, 0.5], ["llama", "llama_tied"])
+)
 def test_what_stays_and_what_runs_ahead_changes_no_bit(
-    tmp_path: Path, architecture: str, max_grad_norm: float | None, placement: str
+    tmp_path: Path, placement: str, max_grad_norm: float | None, architecture: str
 ) -> None:
-    config = larger_config(architecture)
     recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
-    steps = random_steps(3, 2)
-    with gpu_machine(tmp_path, config, recipe, **PLACEMENTS[placement]) as ratel:
-        assert_same_training(ratel.train(steps, recipe), ratel.weights(), gpu_reference(config, steps, recipe))
+    check_training(gpu_machine, tmp_path, larger_config(architecture), recipe, num_steps=3, **PLACEMENTS[placement])
 
 
-@pytest.mark.parametrize("architecture", DENSE)
-@pytest.mark.parametrize(
-    ("share", "spilled_units"), [(0.0, 0), (1.0, 0), (0.5, 4), (0.2, 99)], ids=["none", "all", "half", "few"]
-)
-def test_swapping_changes_no_bit(tmp_path: Path, architecture: str, share: float, spilled_units: int) -> None:
-    config = larger_config(architecture)
-    recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=0.5, attn_implementation=attention_of(config))
+@pytest.mark.parametrize(("architecture", "offloading"), rotating(DENSE, ["none", *OFFLOADING]))
+def test_offloading_changes_no_bit(tmp_path: Path, architecture: str, offloading: str) -> None:
+    share, spilled_units = OFFLOADING.get(offloading, (0.0, 0))
     placement = replace(AHEAD, swapped=ChosenEverywhere(share, 3), spilled_units=spilled_units)
-    with gpu_machine(tmp_path, config, recipe, placement=placement) as ratel:
-        steps = random_steps(2, 2, packed=ratel.model.packs)
-        assert_same_training(ratel.train(steps, recipe), ratel.weights(), gpu_reference(config, steps, recipe))
+    recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=0.5)
+    check_training(gpu_machine, tmp_path, larger_config(architecture), recipe, placement=placement)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "changes"),
-    [
-        ("gpt2", {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}),
-        ("llama", {"attention_dropout": 0.3}),
-        ("bloom", {"hidden_dropout": 0.3, "attention_dropout": 0.3}),
-    ],
+    ("architecture", "packed", "share"), rotating(["gpt2", "llama", "bloom"], [False, True], [0.0, 0.5, 1.0], offset=3)
 )
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_dropout_draws_the_same_when_recomputed(
-    tmp_path: Path, architecture: str, changes: dict[str, object], packed: bool, share: float
-) -> None:
-    config = larger_config(architecture, **changes)
-    recipe = Recipe(dtype=torch.bfloat16, attn_implementation=attention_of(config))
+def test_dropout_draws_the_same_when_recomputed(tmp_path: Path, architecture: str, packed: bool, share: float) -> None:
+    config, recipe = larger_config(architecture, **DROPOUT[architecture]), Recipe(dtype=torch.bfloat16)
     placement = Placement(swapped=ChosenEverywhere(share))
-    with gpu_machine(tmp_path, config, recipe, placement=placement) as ratel:
-        steps = random_steps(2, 2, packed=packed and ratel.model.packs)
-        assert_same_training(ratel.train(steps, recipe), ratel.weights(), gpu_reference(config, steps, recipe))
+    check_training(gpu_machine, tmp_path, config, recipe, packed=packed, placement=placement)
 
 
 @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
@@ -155,11 +137,10 @@ def test_every_kernel_of_attention(tmp_path: Path, backend: SDPBackend, share: f
     if is_simulated() and backend != SDPBackend.MATH:
         pytest.skip("the simulated GPU has one kernel of attention")
     config = larger_config("llama", attention_dropout=dropout)
-    recipe = Recipe(dtype=torch.bfloat16)
-    steps = random_steps(2, 2, packed=False, num_tokens=64)
     placement = replace(AHEAD, swapped=ChosenEverywhere(share))
-    with sdpa_kernel(backend), gpu_machine(tmp_path, config, recipe, placement=placement) as ratel:
-        assert_same_training(ratel.train(steps, recipe), ratel.weights(), gpu_reference(config, steps, recipe))
+    with sdpa_kernel(backend):
+        recipe = Recipe(dtype=torch.bfloat16)
+        check_training(gpu_machine, tmp_path, config, recipe, packed=False, num_tokens=64, placement=placement)
 
 
 def test_evaluation_is_that_of_plain_pytorch(tmp_path: Path) -> None:
@@ -168,5 +149,5 @@ def test_evaluation_is_that_of_plain_pytorch(tmp_path: Path) -> None:
     [batches] = random_steps(1, 3)
     with gpu_machine(tmp_path, config, recipe) as ratel:
         total = ratel.engine.evaluate(batches)
-    wanted = gpu_reference(config, [batches], recipe)
+    wanted = reference(config, [batches], recipe, device="cuda")
     assert total / sum(batch.num_targets for batch in batches) == wanted.losses[0]

@@ -14,11 +14,11 @@ from ratel_cli.engine.telemetry import Resource, Span
 from ratel_cli.errors import Interrupted
 from ratel_cli.planning.placement import Placement
 from tests.engine.architectures import tiny_config
+from tests.engine.exactness import AHEAD, assert_same_training, check_training, reference
 from tests.engine.machine import random_steps
 from tests.engine.swaps import EVERYTHING
-from tests.engine.test_exactness import AHEAD, assert_same_training
 from tests.engine.test_step import StopAfter
-from tests.gpu.machine import NEEDS_GPU, gpu_machine, gpu_reference
+from tests.gpu.machine import NEEDS_GPU, gpu_machine
 from tests.reference import Recipe
 from tests.simulated_gpu import is_simulated, num_stops
 
@@ -39,7 +39,9 @@ def test_what_is_kept_goes_neither_down_nor_up_again(
         kept_weights=frozenset(kept_weights),
     )
     with gpu_machine(tmp_path, config, recipe, placement=placement) as ratel:
-        assert_same_training(ratel.train(steps, recipe), ratel.weights(), gpu_reference(config, steps, recipe))
+        assert_same_training(
+            ratel.train(steps, recipe), ratel.weights(), reference(config, steps, recipe, device="cuda")
+        )
         spans = ratel.timeline.take().spans
     num_moved = 6 if kept_from is None else kept_from
     in_each_step = Counter(f"activations of block {number // 2 + 1}" for number in range(num_moved))
@@ -63,9 +65,7 @@ def labels(spans: Sequence[Span], resource: Resource, prefix: str) -> list[str]:
 @pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16])
 def test_sums_are_made_on_the_gpu(tmp_path: Path, num_micro_batches: int, gradient_dtype: torch.dtype) -> None:
     config, recipe = tiny_config("llama_tied"), Recipe(dtype=torch.bfloat16, gradient_dtype=gradient_dtype)
-    steps = random_steps(2, num_micro_batches)
-    with gpu_machine(tmp_path, config, recipe, placement=AHEAD) as ratel:
-        assert_same_training(ratel.train(steps, recipe), ratel.weights(), gpu_reference(config, steps, recipe))
+    check_training(gpu_machine, tmp_path, config, recipe, num_micro_batches=num_micro_batches, placement=AHEAD)
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5], ids=["unclipped", "clipped"])

@@ -19,9 +19,9 @@ from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.workload import StateBytes, Workload
 from ratel_cli.units import MIB
 from tests.engine.architectures import VOCAB_SIZE, tiny_config
+from tests.engine.exactness import AHEAD
 from tests.engine.machine import Batch, Machine, initial_weights_of_zeros, random_steps
 from tests.engine.swaps import EVERYTHING
-from tests.engine.test_exactness import AHEAD
 from tests.engine.test_swap import recorded
 from tests.gpu.machine import NEEDS_GPU, gpu_machine
 from tests.reference import Recipe

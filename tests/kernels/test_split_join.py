@@ -53,7 +53,7 @@ def test_sizes(isa: str) -> None:
         check(words[:size].clone(), isa)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_lossless_for_all_patterns() -> None:
     words = np.arange(CHUNK, dtype=np.uint32)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ratel_cli.errors import BadInput
@@ -14,6 +14,7 @@ from ratel_cli.model.checkpoint import CheckpointSource
 from ratel_cli.model.directory import WEIGHTS_NAME
 from tests.inputs.safetensors_cases import packed, read_parts
 from tests.model.tiny import read_all, save_tiny, skeleton_of
+from tests.tiers import examples
 
 FAMILIES = ("llama", "qwen3_moe", "gpt2")
 DTYPES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8, "I8": 1, "I64": 8}
@@ -30,7 +31,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60)
 @given(data=st.data())
 def test_any_tensors(directories: dict[str, Path], tmp_path: Path, family: str, data: st.DataObject) -> None:
     """Some of the model's own are left out, renamed or made into something else."""

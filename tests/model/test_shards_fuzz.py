@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.directory import INDEX_NAME, find_weight_files
 from ratel_cli.model.shards import DTYPES, ShardReader
 from tests.inputs.safetensors_cases import packed
+from tests.tiers import examples
 
-QUICK = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = examples(200)
 SCALARS = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([1 << 62, 1 << 70])
 )

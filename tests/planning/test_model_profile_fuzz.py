@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ratel_cli.config.load import load_config
@@ -14,8 +14,9 @@ from ratel_cli.planning.estimate.shapes import spec_from_shape
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
 from ratel_cli.run.cached_profile import CachedProfile
 from tests.hardware.profiles import WITHOUT_GPU
+from tests.tiers import examples
 
-QUICK = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = examples(200)
 CANDIDATE = SwapCandidate(operator="mm", key="aten.mm#0", num_bytes=4096, flops=1 << 20, seconds=0.5)
 LAYER = LayerProfile(input_bytes=64, saved_bytes=8192, flops_forward=2, flops_recomputed=1, candidates=(CANDIDATE,))
 PROFILE = ModelProfile(

@@ -33,7 +33,7 @@ def test_a_step_beside_plain_pytorch(tmp_path: Path, clip: tuple[str, ...]) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(1200)  # the first time, DeepSpeed compiles its extensions
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 def test_a_step_beside_deepspeed(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ratel_cli.errors import RatelError
@@ -15,8 +15,9 @@ from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.headers import Header, existing_store
 from ratel_cli.store.manifest import EMPTY_PAGE, Manifest, choose_manifest, decode_manifest, encode_manifest
 from tests.store.test_manifest import FIRST, following, page_with, payload_of, with_crc
+from tests.tiers import examples
 
-QUICK = settings(max_examples=200, deadline=None)
+QUICK = examples(200)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.sampled_from([10**400])
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
@@ -68,7 +69,7 @@ def test_any_length_of_the_payload(length: int) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "bits", "sectors"])
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data())
 def test_any_damage_to_two_pages(damage: str, data: st.DataObject) -> None:
     """One of two good pages damaged: the other one counts, whichever it is."""

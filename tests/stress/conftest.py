@@ -9,11 +9,11 @@ from typing import Protocol
 
 import pytest
 
-from tests.e2e.conftest import _deterministic_like_a_run, _one_thread, base, rows
+from tests.e2e.conftest import _deterministic_like_a_run, base, rows
 from tests.e2e.runs import succeed, write_config
 from tests.stress.lives import CHANGES, Life, Outcome, outcome_of
 
-__all__ = ["_deterministic_like_a_run", "_one_thread", "base", "rows"]
+__all__ = ["_deterministic_like_a_run", "base", "rows"]
 
 
 class Begin(Protocol):

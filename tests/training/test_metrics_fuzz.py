@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ratel_cli.training.metrics import MetricsLog
+from tests.tiers import examples
 
-QUICK = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = examples(200)
 STEPS = st.integers(-1, 6) | st.none() | st.floats() | st.text(max_size=2) | st.just(10**400)
 LINES = (
     st.builds(lambda step: json.dumps({"step": step}).encode() + b"\n", STEPS)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ratel_cli.planning.papers.checkmate import store_within
 from ratel_cli.planning.papers.prefix import Operator
+from tests.tiers import examples
 
 pytest.importorskip("scipy")
 
@@ -45,7 +46,7 @@ ALIKE = st.tuples(st.integers(1, 100), st.integers(0, 100), st.integers(1, 4))
 
 
 @given(sizes=st.lists(SIZES, max_size=10) | st.lists(ALIKE, max_size=4), share=st.floats(0, 1), unit=st.integers(0, 30))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_it_is_exact(sizes: list[tuple[int, int, int]], share: float, unit: int) -> None:
     operators = operators_of(*((num_bytes << unit, flops << 30, blocks) for num_bytes, flops, blocks in sizes))
     available_bytes = int(share * stored_bytes(tuple(operators)))

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ratel_cli.planning.papers.paper import PaperEquations
 from ratel_cli.planning.papers.prefix import Equations, Search, search
 from tests.planning.papers.paper_profiles import EQUATIONS, Graph, graphs
+from tests.tiers import examples
 
 ROUNDING = 1e-12
-thousand = settings(max_examples=1000, deadline=None)
+thousand = examples(1000)
 
 
 def planned_seconds(equations: Equations) -> float:

@@ -7,13 +7,14 @@ from itertools import combinations
 from time import perf_counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from ratel_cli.planning.papers.paper import PaperEquations, PaperHardware, PaperShape
 from ratel_cli.planning.papers.prefix import Equations, Operator, Point, search
 from tests.planning.papers.paper_profiles import EQUATIONS, Graph, graphs, paper_equations
+from tests.tiers import examples
 
-thousand = settings(max_examples=1000, deadline=None)
+thousand = examples(1000)
 
 
 def elements(equations: Equations) -> list[tuple[str, int, int, int]]:
@@ -53,7 +54,7 @@ def planned(equations: Equations) -> Point:
 
 
 @given(equations=EQUATIONS)
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_the_search_finds_the_least_of_all_prefixes(equations: PaperEquations) -> None:
     order = sorted(elements(equations), key=lambda element: -element[3] / element[2])
     brute = [seconds_with(equations, order[:count]) for count in range(len(order) + 1)]

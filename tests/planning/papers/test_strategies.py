@@ -6,16 +6,17 @@ import sys
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from ratel_cli.planning.papers.paper import PaperEquations
 from ratel_cli.planning.papers.prefix import Equations, Operator, search
 from ratel_cli.planning.papers.strategies import Outcome, Strategy, compare
 from ratel_cli.units import GIB, MIB
 from tests.planning.papers.paper_profiles import EQUATIONS, Graph, graphs, paper_equations
+from tests.tiers import examples
 
 HOST_ALONE: tuple[Strategy, ...] = ("static", "host-only", "capuchin", "checkmate")
-thousand = settings(max_examples=1000, deadline=None)
+thousand = examples(1000)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,7 +48,7 @@ def test_ours_is_never_slower_on_any_graph(graph: Graph) -> None:
 
 
 @given(equations=EQUATIONS)
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_what_a_strategy_swaps_is_what_it_says(equations: PaperEquations) -> None:
     recomputed_at_most = search(equations).points[0].recomputed_flops
     for outcome in compare(equations):

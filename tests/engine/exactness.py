@@ -1,0 +1,144 @@
+"""Training equals plain PyTorch, bit for bit: the check and the matrices that the tests of every device share.
+
+A test names the machine that it opens: `machine` on the CPU, `gpu_machine` on a GPU. The oracle computes on the
+device of that machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from transformers import PretrainedConfig
+
+from ratel_cli.engine.state import StepOutcome
+from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.planning.placement import Placement
+from ratel_cli.sizes import BLOCK_ALIGNMENT
+from tests.engine.machine import Batch, Machine, attention_of, initial_weights, random_steps
+from tests.engine.swaps import EVERYTHING, ChosenEverywhere
+from tests.reference import Recipe, Trained, train_in_memory
+
+
+class OpenMachine(Protocol):
+    """`machine` or `gpu_machine`."""
+
+    def __call__(
+        self, directory: Path, config: PretrainedConfig, recipe: Recipe, **options: object
+    ) -> AbstractContextManager[Machine]: ...
+
+
+def check_training(
+    open_machine: OpenMachine,
+    directory: Path,
+    config: PretrainedConfig,
+    recipe: Recipe,
+    *,
+    num_steps: int = 2,
+    num_micro_batches: int = 2,
+    packed: bool = True,
+    num_tokens: int = 12,
+    steps: Sequence[Sequence[Batch]] | None = None,
+    **options: object,
+) -> None:
+    """Train a new model by Ratel and by the oracle: losses, norms and fp32 masters must be equal in every bit.
+
+    `steps` are random ones if they are not given. `options` are those of the machine.
+    """
+    recipe = replace(recipe, attn_implementation=attention_of(config))
+    [dtype] = [name for name, each in DTYPES.items() if each == recipe.dtype]
+    with open_machine(directory, config, recipe, dtype=dtype, weights=initial_weights(config), **options) as ratel:
+        if steps is None:
+            packed = packed and ratel.model.packs
+            steps = random_steps(num_steps, num_micro_batches, packed=packed, num_tokens=num_tokens)
+        outcomes = ratel.train(steps, recipe)
+        assert_same_training(outcomes, ratel.weights(), reference(config, steps, recipe, device=ratel.device))
+
+
+def reference(
+    config: PretrainedConfig, steps: Sequence[Sequence[Batch]], recipe: Recipe, *, device: str = "cpu"
+) -> Trained:
+    """What the oracle makes of the initial weights."""
+    return train_in_memory(config, initial_weights(config), steps, replace(recipe, device=device))
+
+
+def assert_same_training(outcomes: Sequence[StepOutcome], weights: Mapping[str, torch.Tensor], wanted: Trained) -> None:
+    assert [outcome.loss for outcome in outcomes] == list(wanted.losses)
+    assert [outcome.grad_norm for outcome in outcomes] == list(wanted.norms)
+    assert weights.keys() == wanted.weights.keys()
+    different = [
+        name
+        for name, found in weights.items()
+        if not torch.equal(found.view(torch.int32), wanted.weights[name].view(torch.int32))
+    ]
+    assert different == []
+
+
+SETTINGS = (("float32", "bfloat16"), (1, 3), (None, 0.5))
+"""Compute dtypes, numbers of micro-batches, and limits of the gradient's norm."""
+EVERY_BLOCK = frozenset(range(8))
+AHEAD = Placement(prefetch_blocks=2, pending_updates=2)
+PLACEMENTS: dict[str, dict[str, object]] = {
+    "io_uring": {"io_engine": "auto"},
+    "two drives": {"num_directories": 2},
+    "held though nothing clips": {"hold": True},
+    "in place": {"in_place": True},
+    "all gradients on disk": {"held_in_memory_bytes": 0, "hold": True},
+    "some gradients on disk": {"held_in_memory_bytes": 40_000, "hold": True},
+    "one ahead": {"placement": Placement(prefetch_blocks=1, pending_updates=1)},
+    "two ahead": {"placement": AHEAD},
+    "all ahead": {"placement": Placement(prefetch_blocks=9, pending_updates=9)},
+    "two ahead, small groups": {"placement": AHEAD, "group_elements": BLOCK_ALIGNMENT},
+    "resident weights": {"placement": replace(AHEAD, resident_weights=EVERY_BLOCK)},
+    "some resident weights": {"placement": replace(AHEAD, resident_weights=frozenset((0, 2)))},
+    "resident states": {
+        "placement": replace(AHEAD, resident_states=frozenset((0, 1, 3))),
+        "group_elements": BLOCK_ALIGNMENT,
+    },
+    "everything resident": {
+        "placement": replace(AHEAD, resident_weights=EVERY_BLOCK, resident_states=EVERY_BLOCK, swapped=EVERYTHING)
+    },
+    "three threads of AdamW": {"placement": replace(AHEAD, adamw_threads=3), "group_elements": BLOCK_ALIGNMENT},
+    "many chunks": {"placement": AHEAD, "chunk_elements": BLOCK_ALIGNMENT},
+    "three threads of AdamW, many chunks": {
+        "placement": replace(AHEAD, adamw_threads=3, resident_weights=EVERY_BLOCK),
+        "chunk_elements": BLOCK_ALIGNMENT,
+        "group_elements": 8 * BLOCK_ALIGNMENT,
+    },
+    "everything swapped": {"placement": replace(AHEAD, swapped=EVERYTHING)},
+    "everything swapped to NVMe": {"placement": replace(AHEAD, swapped=EVERYTHING, spilled_units=99)},
+    "some operators, some on NVMe": {"placement": replace(AHEAD, swapped=ChosenEverywhere(0.5), spilled_units=3)},
+    "inputs on NVMe": {"placement": Placement(spilled_units=99)},
+    "all kept on a GPU": {"placement": replace(AHEAD, swapped=EVERYTHING, kept_from=0, kept_weights=EVERY_BLOCK)},
+    "some kept on a GPU": {
+        "placement": replace(
+            AHEAD, swapped=ChosenEverywhere(0.5), spilled_units=1, kept_from=3, kept_weights=frozenset((2, 3))
+        )
+    },
+    "some deferred": {"placement": replace(AHEAD, deferred=frozenset((1, 2)))},
+    "all deferred": {"placement": replace(AHEAD, deferred=EVERY_BLOCK)},
+    "naive": {"placement": AHEAD, "overlap": "naive", "group_elements": BLOCK_ALIGNMENT},
+    "separate": {"placement": AHEAD, "overlap": "separate"},
+    "separate, resident": {
+        "placement": replace(AHEAD, resident_weights=EVERY_BLOCK, resident_states=EVERY_BLOCK),
+        "overlap": "separate",
+    },
+    "in place, ahead": {"placement": replace(AHEAD, resident_weights=frozenset((0, 3))), "in_place": True},
+    "gradients on disk, ahead": {"placement": AHEAD, "held_in_memory_bytes": 40_000, "hold": True},
+    "io_uring, ahead": {"placement": AHEAD, "io_engine": "auto"},
+}
+"""Where weights, states, activations and gradients rest, and what runs ahead: options of a machine."""
+DROPOUT: dict[str, dict[str, object]] = {
+    "gpt2": {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3},
+    "opt": {"dropout": 0.3, "attention_dropout": 0.3},
+    "llama": {"attention_dropout": 0.3},
+    "bloom": {"hidden_dropout": 0.3, "attention_dropout": 0.3},
+    "falcon": {"hidden_dropout": 0.3, "attention_dropout": 0.3, "parallel_attn": False},
+}
+"""Changes of a configuration that let a model drop much, by architecture."""
+OFFLOADING = {"all": (1.0, 0), "half, some on NVMe": (0.5, 4), "few, all on NVMe": (0.2, 99)}
+"""The share of operators that are offloaded, and the number of units on NVMe."""

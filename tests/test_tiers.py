@@ -1,0 +1,42 @@
+"""The short tier leaves out what it says it does, and the full tier has every case."""
+
+from __future__ import annotations
+
+import itertools
+
+from _pytest.mark import ParameterSet
+
+from tests.tiers import pairwise, rotating, sample
+
+
+def short(cases: list[ParameterSet]) -> list[tuple[object, ...]]:
+    return [tuple(case.values) for case in cases if not case.marks]
+
+
+def every(cases: list[ParameterSet]) -> list[tuple[object, ...]]:
+    return [tuple(case.values) for case in cases]
+
+
+def test_a_sample_is_every_seventh_case() -> None:
+    cases = sample(range(20), every=7, offset=9)
+    assert every(cases) == [(number,) for number in range(20)]
+    assert short(cases) == [(2,), (9,), (16,)]
+
+
+def test_rotating_has_each_first_value_once_and_meets_every_combination() -> None:
+    axes = range(9), "ab", (None, 0.5)
+    cases = rotating(*axes, offset=1)
+    assert every(cases) == list(itertools.product(*axes))
+    assert [first for first, *_ in short(cases)] == list(range(9))
+    assert {tuple(rest) for _, *rest in short(cases)} == set(itertools.product(*axes[1:]))
+    assert short(cases)[0] == (0, "a", 0.5)
+
+
+def test_pairwise_has_every_pair_in_few_cases() -> None:
+    axes = range(7), "ab", (None, 0.5)
+    cases = pairwise(*axes)
+    assert every(cases) == list(itertools.product(*axes))
+    chosen = short(cases)
+    assert len(chosen) <= 15
+    for one, other in itertools.combinations(range(3), 2):
+        assert {(case[one], case[other]) for case in chosen} == set(itertools.product(axes[one], axes[other]))
