@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 from ratel_cli.errors import BadInput
 from ratel_cli.model.layer_runner import LayerRunner
 from ratel_cli.model.probe import Usage, keeps_samples_apart, probe_usage
-from ratel_cli.model.spec import BlockKind, BlockSpec, ModelSpec, lay_out_block
+from ratel_cli.model.spec import BlockKind, BlockSpec, LayerTraits, ModelSpec, decays, lay_out_block
+from ratel_cli.model.traits import layer_traits
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +64,14 @@ class DecoderModel:
         skeleton: PreTrainedModel,
         layer_runner: LayerRunner,
         spec: ModelSpec,
+        traits: LayerTraits,
         packs: bool,
         tensors: Sequence[tuple[_Tensor, ...]],
     ) -> None:
         self.skeleton = skeleton
         self.layer_runner = layer_runner
         self.spec = spec
+        self.traits = traits
         self.packs = packs
         """Whether samples packed into one row stay apart in every layer's attention."""
         self.parameter_names = tuple(name for name, _ in skeleton.named_parameters())
@@ -156,15 +159,10 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str) -> DecoderModel:
         skeleton=skeleton,
         layer_runner=layer_runner,
         spec=spec,
+        traits=layer_traits(skeleton.config, layers),
         packs=layer_runner.takes_positions and keeps_samples_apart(embedded.calls),
         tensors=[tuple(tensors) for _, _, tensors in groups],
     )
-
-
-def decays(name: str, num_dimensions: int) -> bool:
-    """Whether weight decay applies to a parameter: to matrices, not to norms and biases."""
-    last = name.rsplit(".", 1)[-1]
-    return num_dimensions >= 2 and not last.endswith("bias") and "norm" not in name.lower()
 
 
 def _input_and_output(skeleton: PreTrainedModel) -> tuple[nn.Module, nn.Module]:

@@ -13,10 +13,12 @@ that every field of a record in the store is page-aligned). Elements in gaps are
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal, Self, get_args
 
 from ratel_cli.errors import BadInput
+from ratel_cli.json_fields import JsonFields, checked_integer
 from ratel_cli.sizes import BLOCK_ALIGNMENT, PARAMETER_ALIGNMENT
 from ratel_cli.units import align_up
 
@@ -25,6 +27,7 @@ MAX_LAYERS = 10_000
 """More is a mistake in a config: the deepest models have some hundred, and each takes milliseconds to describe."""
 
 BlockKind = Literal["embedding", "layer", "head"]
+_BEFORE_THE_LAYER = re.compile(r"(.*?\.)?\d+\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,62 @@ class ModelSpec:
         """The content of `run/model.json`."""
         return {"format_version": FORMAT_VERSION, "num_parameters": self.num_parameters, **asdict(self)}
 
+    @classmethod
+    def from_json(cls, content: object) -> Self:
+        """The spec that `to_json` gave this content for. Raises ValueError.
+
+        Blocks are laid out anew from names and shapes. Content that gives another layout was made by other code.
+        """
+        fields = JsonFields(content)
+        if fields.integer("format_version") != FORMAT_VERSION:
+            raise ValueError("made by another version")
+        return cls(
+            name=fields.text("name"),
+            architecture=fields.text("architecture"),
+            blocks=tuple(_block(item, index) for index, item in enumerate(fields.items("blocks"))),
+            tied=fields.flag("tied"),
+            hidden_size=fields.integer("hidden_size"),
+            vocab_size=fields.integer("vocab_size"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTraits:
+    """What a layer computes with and its parameters' shapes do not say."""
+
+    num_heads: int
+    """Attention heads; 0 where the layers have no attention."""
+    head_dim: int
+    active_experts: int = 1
+    """Experts of a stack that each token visits."""
+    inputs_first: tuple[str, ...] = ()
+    """Names within a layer of matrices with shape [inputs, outputs]; all others have [outputs, inputs]."""
+
+    def to_json(self) -> dict[str, object]:
+        """The content for `from_json`."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: object) -> Self:
+        """The traits that `to_json` gave this content for. Raises ValueError."""
+        fields = JsonFields(content)
+        return cls(
+            num_heads=fields.integer("num_heads"),
+            head_dim=fields.integer("head_dim"),
+            active_experts=fields.integer("active_experts"),
+            inputs_first=tuple(fields.texts("inputs_first")),
+        )
+
+
+def decays(name: str, num_dimensions: int) -> bool:
+    """Whether weight decay applies to a parameter: it does to matrices, not to vectors, norms and biases."""
+    return num_dimensions >= 2 and not name.endswith("bias") and "norm" not in name.lower()
+
+
+def name_in_layer(parameter_name: str) -> str:
+    """`self_attn.q_proj.weight` for `model.layers.3.self_attn.q_proj.weight`."""
+    return _BEFORE_THE_LAYER.sub("", parameter_name, count=1)
+
 
 def lay_out_block(
     *, index: int, kind: BlockKind, name: str, parameters: list[tuple[str, tuple[int, ...], bool]]
@@ -108,3 +167,28 @@ def check_depth(num_layers: int) -> None:
     """Raise BadInput for a depth that only a mistake can be, before every layer is described."""
     if num_layers > MAX_LAYERS:
         raise BadInput(f"{num_layers} layers are more than {MAX_LAYERS}, the most there can be")
+
+
+def _block(content: object, index: int) -> BlockSpec:
+    fields = JsonFields(content)
+    kinds: dict[str, BlockKind] = {kind: kind for kind in get_args(BlockKind)}
+    if fields.integer("index") != index or fields.text("kind") not in kinds:
+        raise ValueError(f"block {index} is not described")
+    parameters = [JsonFields(item) for item in fields.items("parameters")]
+    block = lay_out_block(
+        index=index,
+        kind=kinds[fields.text("kind")],
+        name=fields.text("name"),
+        parameters=[(each.text("name"), _shape(each), each.flag("decay")) for each in parameters],
+    )
+    starts = [each.integer("start") for each in parameters]
+    if starts != [each.start for each in block.parameters] or fields.integer("num_elements") != block.num_elements:
+        raise ValueError(f"block {index} has another layout")
+    return block
+
+
+def _shape(fields: JsonFields) -> tuple[int, ...]:
+    shape = tuple(checked_integer(size, "shape") for size in fields.items("shape"))
+    if min(shape, default=0) < 0:
+        raise ValueError("shape is negative")
+    return shape

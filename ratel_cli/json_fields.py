@@ -1,0 +1,86 @@
+"""Typed access to JSON that Ratel wrote earlier and that anything may have happened to since.
+
+Invariant: a reader gets a value of the type that it asked for, or a ValueError that names the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class JsonFields:
+    """The fields of one JSON object. Raises ValueError if `values` is no object."""
+
+    def __init__(self, values: object) -> None:
+        if not isinstance(values, Mapping):
+            raise ValueError("expected an object")
+        self._values: Mapping[str, object] = values
+
+    def value(self, key: str) -> object:
+        """The value as it is. Raises ValueError if the key is missing."""
+        if key not in self._values:
+            raise ValueError(f"{key} is missing")
+        return self._values[key]
+
+    def integer(self, key: str) -> int:
+        """A whole number of any sign."""
+        return checked_integer(self.value(key), key)
+
+    def integers(self, key: str) -> list[int]:
+        """A list of whole numbers."""
+        return [checked_integer(item, key) for item in self.items(key)]
+
+    def number(self, key: str) -> float:
+        """A whole or fractional number."""
+        value = self.value(key)
+        if not isinstance(value, int | float):
+            raise ValueError(f"{key} is not a number")
+        return value
+
+    def optional_number(self, key: str) -> float | None:
+        """A number, or None where the field holds null."""
+        return None if self.value(key) is None else self.number(key)
+
+    def text(self, key: str) -> str:
+        """A string."""
+        return checked_text(self.value(key), key)
+
+    def texts(self, key: str) -> list[str]:
+        """A list of strings."""
+        return [checked_text(item, key) for item in self.items(key)]
+
+    def flag(self, key: str) -> bool:
+        """True or false."""
+        value = self.value(key)
+        if not isinstance(value, bool):
+            raise ValueError(f"{key} is neither true nor false")
+        return value
+
+    def fields(self, key: str) -> JsonFields:
+        """The object under this key."""
+        return JsonFields(self.value(key))
+
+    def items(self, key: str) -> list[object]:
+        """A list of anything."""
+        return checked_list(self.value(key), key)
+
+
+def checked_integer(value: object, name: str) -> int:
+    """`value` if it is a whole number. Raises ValueError that calls it `name`."""
+    if not isinstance(value, int):
+        raise ValueError(f"{name} is not a whole number")
+    return value
+
+
+def checked_text(value: object, name: str) -> str:
+    """`value` if it is a string. Raises ValueError that calls it `name`."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is not a text")
+    return value
+
+
+def checked_list(value: object, name: str) -> list[object]:
+    """`value` as a list, if it is a list or a tuple. Raises ValueError that calls it `name`."""
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{name} is not a list")
+    return list(value)

@@ -1,0 +1,149 @@
+"""A model as a value: its layout, its way through JSON, and which of its parameters decay."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ratel_cli.model.blocks import find_blocks
+from ratel_cli.model.skeleton import build_skeleton
+from ratel_cli.model.spec import LayerTraits, ModelSpec, decays, lay_out_block, name_in_layer
+from tests.engine.architectures import ARCHITECTURES, tiny_config
+
+SPEC = ModelSpec(
+    name="tiny",
+    architecture="TinyForCausalLM",
+    blocks=(
+        lay_out_block(index=0, kind="embedding", name="embedding", parameters=[("wte.weight", (7, 3), True)]),
+        lay_out_block(
+            index=1, kind="layer", name="layer 0", parameters=[("h.0.w", (3, 3), True), ("h.0.b", (), False)]
+        ),
+        lay_out_block(index=2, kind="head", name="head", parameters=[]),
+    ),
+    tied=True,
+    hidden_size=3,
+    vocab_size=7,
+)
+TRAITS = LayerTraits(num_heads=4, head_dim=8, active_experts=2, inputs_first=("attn.c_attn.weight",))
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_dimensions", "expected"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", 2, True),
+        ("model.layers.0.mlp.experts.gate_up_proj", 3, True),
+        ("model.embed_tokens.weight", 2, True),
+        ("lm_head.weight", 2, True),
+        ("transformer.h.0.ln_1.weight", 1, False),
+        ("model.layers.0.mlp.experts.gate_up_proj_bias", 2, False),
+        ("transformer.h.0.attn.c_attn.bias", 1, False),
+        ("model.layers.0.self_attn.q_norm.weight", 2, False),
+        ("model.layers.0.LayerNorm.weight", 2, False),
+        ("model.layers.0.NORM.scale", 3, False),
+        ("model.layers.0.bias.weight", 2, True),
+        ("model.layers.0.scale", 0, False),
+    ],
+)
+def test_which_parameters_decay(name: str, num_dimensions: int, expected: bool) -> None:
+    """Norms of any spelling and biases of experts do not, whatever their shape."""
+    assert decays(name, num_dimensions) is expected
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_spec_and_its_traits_survive_json(architecture: str) -> None:
+    skeleton = build_skeleton(tiny_config(architecture), dtype="float32", attn_implementation="eager")
+    model = find_blocks(skeleton, name="tiny")
+    assert ModelSpec.from_json(through_json(model.spec.to_json())) == model.spec
+    assert LayerTraits.from_json(through_json(model.traits.to_json())) == model.traits
+    assert all(p.decay == decays(p.name, len(p.shape)) for block in model.spec.blocks for p in block.parameters)
+
+
+def through_json(content: object) -> dict[str, object]:
+    found: dict[str, object] = json.loads(json.dumps(content, allow_nan=False))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format_version": 2}, "another version"),
+        ({"name": None}, "name is not a text"),
+        ({"blocks": {}}, "blocks is not a list"),
+        ({"blocks": [3]}, "expected an object"),
+        ({"tied": 1}, "tied is neither true nor false"),
+        ({"hidden_size": "3"}, "hidden_size is not a whole number"),
+    ],
+)
+def test_content_that_is_no_spec_is_rejected(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelSpec.from_json(through_json(SPEC.to_json()) | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"index": 2}, "block 1 is not described"),
+        ({"kind": "middle"}, "block 1 is not described"),
+        ({"num_elements": 2048 * 3}, "block 1 has another layout"),
+        ({"parameters": [{"name": "w", "shape": [3], "start": 128, "decay": True}]}, "block 1 has another layout"),
+        ({"parameters": [{"name": "w", "shape": [-3], "start": 0, "decay": True}]}, "shape is negative"),
+        ({"parameters": [{"name": "w", "shape": [3], "start": 0}]}, "decay is missing"),
+    ],
+)
+def test_a_block_that_is_none_is_rejected(changes: dict[str, object], message: str) -> None:
+    content = json.loads(json.dumps(SPEC.to_json()))
+    content["blocks"][1] |= changes
+    with pytest.raises(ValueError, match=message):
+        ModelSpec.from_json(content)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(data=st.data(), value=VALUES)
+def test_any_value_gives_a_spec_or_a_value_error(data: st.DataObject, value: object) -> None:
+    content = json.loads(json.dumps(SPEC.to_json()))
+    fields = data.draw(st.sampled_from([content, content["blocks"][1], content["blocks"][1]["parameters"][0]]))
+    fields[data.draw(st.sampled_from(sorted(fields)))] = value
+    try:
+        found = ModelSpec.from_json(content)
+    except ValueError as error:
+        assert str(error)
+    else:
+        assert ModelSpec.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize("changes", [{"num_heads": None}, {"inputs_first": "w"}, {"inputs_first": [1]}])
+def test_content_that_is_no_traits_is_rejected(changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"num_heads|inputs_first"):
+        LayerTraits.from_json(TRAITS.to_json() | changes)
+
+
+def test_a_parameters_name_within_its_layer() -> None:
+    assert name_in_layer("model.layers.3.self_attn.q_proj.weight") == "self_attn.q_proj.weight"
+    assert name_in_layer("h.12.mlp.experts.0.w") == "mlp.experts.0.w"
+    assert name_in_layer("3.qkv") == "qkv"
+    assert name_in_layer("lm_head.weight") == "lm_head.weight"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "active_experts", "inputs_first"),
+    [
+        ("llama", 1, ()),
+        ("gpt2", 1, ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")),
+        ("mpt", 1, ()),
+        ("mixtral", 2, ()),
+        ("qwen3_moe", 2, ()),
+        ("gpt_oss", 4, ("mlp.experts.down_proj", "mlp.experts.gate_up_proj")),
+    ],
+)
+def test_traits_are_those_of_the_model(architecture: str, active_experts: int, inputs_first: tuple[str, ...]) -> None:
+    skeleton = build_skeleton(tiny_config(architecture), dtype="float32", attn_implementation="eager")
+    found = find_blocks(skeleton, name="tiny").traits
+    assert (found.num_heads, found.head_dim, found.active_experts) == (4, 8, active_experts)
+    assert found.inputs_first == inputs_first
