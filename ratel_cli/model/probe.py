@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ratel_cli.model.dispatch import Operator, tensors_in
 from ratel_cli.model.layer_runner import Embedded, LayerCall, LayerRunner, last_hidden_state
+from ratel_cli.model.operators import OperatorMode, TorchOperator, tensors_in
 
 _SAMPLE_TOKENS = 4
 
@@ -34,7 +33,7 @@ def probe_usage(layer_runner: LayerRunner, parameters: Mapping[str, torch.nn.Par
     input_ids = torch.zeros((1, 2 * _SAMPLE_TOKENS), dtype=torch.long)
     position_ids = torch.arange(_SAMPLE_TOKENS).repeat(2).unsqueeze(0)
     names = {parameter.untyped_storage()._cdata: name for name, parameter in parameters.items()}
-    with torch.no_grad(), _Watch(names) as watch:
+    with torch.no_grad(), _UsageWatch(names) as watch:
         layer_runner.find_layer_output(input_ids, position_ids)
         watch.before.clear()
         layer_runner.at_layer = watch.enter_layers
@@ -59,11 +58,11 @@ def _separates(mask: object) -> bool:
     return bool((~across).all() if mask.dtype == torch.bool else (across <= -1e4).all())
 
 
-class _Watch(TorchDispatchMode):
+class _UsageWatch(OperatorMode):
     """Notes operators that read a placeholder, and shapes their results without computing them."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._names = names
         self.before: set[str] = set()
         self.after: set[str] = set()
@@ -77,14 +76,7 @@ class _Watch(TorchDispatchMode):
         """The owner starts again with its embedding."""
         self._current = self.before
 
-    def __torch_dispatch__(
-        self,
-        func: Operator,
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        kwargs = kwargs or {}
+    def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         tensors = tensors_in((args, kwargs))
         touched = {self._names[key] for tensor in tensors if (key := tensor.untyped_storage()._cdata) in self._names}
         self._current |= touched

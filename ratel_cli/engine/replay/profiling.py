@@ -23,8 +23,8 @@ from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.replay.tape import Replayer
 from ratel_cli.engine.state import Batch, place
 from ratel_cli.model.blocks import DecoderModel
-from ratel_cli.model.dispatch import tensors_in
 from ratel_cli.model.layer_runner import LayerCall, last_hidden_state
+from ratel_cli.model.operators import tensors_in
 from ratel_cli.model.spec import BlockSpec
 from ratel_cli.planning.recorded import BlockSeconds, UnitRecord
 

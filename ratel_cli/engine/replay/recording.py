@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from ratel_cli.engine.replay.tape import Recorder
-from ratel_cli.model.dispatch import Operator, tensors_in
+from ratel_cli.model.operators import TorchOperator, tensors_in
 from ratel_cli.planning.recorded import OperatorRecord, UnitRecord
 
 
@@ -86,7 +86,7 @@ class _TimingRecorder(Recorder):
             saved_bytes=self.saved_bytes,
         )
 
-    def _call(self, func: Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def _call(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         stop = _start_clock(any(tensor.is_cuda for tensor in tensors_in((args, kwargs))))
         result = super()._call(func, args, kwargs)
         seconds = stop()
@@ -120,7 +120,7 @@ def _start_clock(on_gpu: bool) -> Callable[[], Callable[[], float]]:
     return stop_on_gpu
 
 
-def _flops(func: Operator, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> int:
+def _flops(func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> int:
     """Torch's count, and what it leaves out: attention on the CPU, and products of groups of rows (experts)."""
     packet = getattr(func, "_overloadpacket", None)
     shapes = [tensor.shape for tensor in tensors_in(args)]

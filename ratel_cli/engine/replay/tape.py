@@ -23,10 +23,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ratel_cli.errors import RatelError
-from ratel_cli.model.dispatch import Operator, tensors_in
+from ratel_cli.model.operators import OperatorMode, TorchOperator, tensors_in
 from ratel_cli.planning.liveness import Decision, decide
 from ratel_cli.sizes import PACKED_ALIGNMENT
 from ratel_cli.units import align_up
@@ -61,7 +60,7 @@ class OutputShape:
 class RecordedOperator:
     """One call: which storages it read and wrote, as serial numbers."""
 
-    func: Operator
+    func: TorchOperator
     key: str
     reads: tuple[int, ...]
     writes: tuple[int, ...]
@@ -82,19 +81,19 @@ class RecordedOperator:
 class Tape:
     """What a block's forward did, and what of it the backward pass has to do again."""
 
-    funcs: tuple[Operator, ...]
+    funcs: tuple[TorchOperator, ...]
     decisions: tuple[Decision, ...]
     outputs: tuple[tuple[object, ...] | None, ...]
     random_states: dict[int, torch.Tensor]
     """State of the generator before each random operator, by position."""
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(OperatorMode):
     """Runs a forward pass without keeping activations. Use as a context; then call `finish()`."""
 
     def __init__(self, parameters: Sequence[torch.Tensor] = (), swapped: Collection[str] = ()) -> None:
         """`parameters`, and what shares their storage, do not count as activations; `swapped` are keys."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._not_counted = {parameter.untyped_storage()._cdata for parameter in parameters}
         self._swapped = swapped
         self.operators: list[RecordedOperator] = []
@@ -145,14 +144,7 @@ class Recorder(TorchDispatchMode):
         """Whether its outputs are its own and stay as they are. Known when all is recorded."""
         return operator.output_bytes > 0 and self._mutated.isdisjoint(operator.writes)
 
-    def __torch_dispatch__(
-        self,
-        func: Operator,
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        kwargs = kwargs or {}
+    def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if func is _DETACH:
             return func(*args, **kwargs)
         reads = self._serials_of(tensors_in((args, kwargs)))
@@ -167,11 +159,11 @@ class Recorder(TorchDispatchMode):
         self.operators.append(operator)
         return result
 
-    def _call(self, func: Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def _call(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         return func(*args, **kwargs)
 
     def _describe(
-        self, func: Operator, reads: tuple[int, ...], result: object, random_state: torch.Tensor | None
+        self, func: TorchOperator, reads: tuple[int, ...], result: object, random_state: torch.Tensor | None
     ) -> RecordedOperator:
         name = str(func)
         key = f"{name}#{self._num_calls[name]}"
@@ -228,12 +220,12 @@ class Recorder(TorchDispatchMode):
                 self.saved_bytes += storage.nbytes()
 
 
-class Replayer(TorchDispatchMode):
+class Replayer(OperatorMode):
     """Runs the recorded forward again, doing only what its tape decided. Use as a context."""
 
     def __init__(self, tape: Tape, offloaded: Mapping[int, tuple[torch.Tensor, ...]] | None = None) -> None:
         """`offloaded` is what `Recorder.finish` gave with the tape; each output is used once."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._tape = tape
         self._offloaded = dict(offloaded or {})
         self._position = 0
@@ -243,13 +235,7 @@ class Replayer(TorchDispatchMode):
         if self._position != len(self._tape.funcs):
             raise _not_repeated(self._position, "the end", self._tape.funcs[self._position])
 
-    def __torch_dispatch__(
-        self,
-        func: Operator,
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
+    def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if func is _DETACH:
             return func(*args)
         position, tape = self._position, self._tape
@@ -261,8 +247,8 @@ class Replayer(TorchDispatchMode):
         if decision is Decision.EXEC:
             state = tape.random_states.get(position)
             if state is not None:
-                _generator(args, kwargs or {}).set_state(state)
-            return func(*args, **(kwargs or {}))
+                _generator(args, kwargs).set_state(state)
+            return func(*args, **kwargs)
         outputs = tape.outputs[position]
         assert outputs is not None
         offloaded = iter(self._offloaded.pop(position)) if decision is Decision.SWAP else None
@@ -292,7 +278,7 @@ def _without_values(part: object) -> object:
     return part
 
 
-def _random_state(func: Operator, args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor | None:
+def _random_state(func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Tensor | None:
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
     return _generator(args, kwargs).get_state()

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ratel_cli.engine.replay.tape import Recorder, Replayer
 from ratel_cli.model.blocks import find_blocks
-from ratel_cli.model.dispatch import Operator
+from ratel_cli.model.operators import TorchOperator
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.planning.estimate.analytic import analytic_profile
 from ratel_cli.planning.estimate.shapes import LayerTraits, spec_from_config, spec_from_shape, traits_from_config
@@ -65,7 +65,7 @@ class Counts(TorchDispatchMode):
         self.product_bytes: list[int] = []
 
     def __torch_dispatch__(
-        self, func: Operator, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+        self, func: TorchOperator, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
     ) -> object:
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket in flop_registry:
