@@ -5,7 +5,6 @@ Called by `cli.app`. Nothing heavy is imported before the run's config is known 
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 
 from ratel_cli.console import RunLog
@@ -16,11 +15,11 @@ def run(path: Path, step: int | None, output: Path) -> None:
     """Export the generation of `step`, or the current one. Raises RatelError."""
     log = RunLog()
     config = find_run(path, log)
+    from ratel_cli.run.context import open_context
     from ratel_cli.run.open import open_run, write_export
-    from ratel_cli.training.stopping import StopRequest
 
-    with ExitStack() as resources:
-        stop = resources.enter_context(StopRequest())
-        opened = open_run(config, resources, log)
-        exported = write_export(opened, opened.generation(step), output, stop)
+    with open_context(config, log) as context:
+        context.listen()
+        opened = open_run(context)
+        exported = write_export(opened, opened.generation(step), output)
     log.say(f"saved step {exported} in {output}; load it with transformers' from_pretrained")

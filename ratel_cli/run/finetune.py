@@ -18,24 +18,20 @@ import json
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-
 from ratel_cli.config.load import to_yaml
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.hardware.gpu import set_determinism
-from ratel_cli.hardware.host import default_limit_bytes, resident_bytes, return_freed_memory
+from ratel_cli.hardware.host import return_freed_memory
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.pinning import CudaPinning
-from ratel_cli.io.queue import IoQueue, open_queue
 from ratel_cli.model.export_weights import export_model
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Plan
 from ratel_cli.report.run import opening
 from ratel_cli.run.base_model import hub_id, silence_transformers
 from ratel_cli.run.cached_profile import CachedProfile
+from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.inputs import Inputs, identity_of, read_inputs
 from ratel_cli.run.plan import estimated_profile, make_planner, measure_hardware
 from ratel_cli.run.settings import taken_bytes
@@ -44,7 +40,6 @@ from ratel_cli.run.snapshots import check_space, find_snapshot, make_snapshot, s
 from ratel_cli.run.store import find_store, make_store, resume_store
 from ratel_cli.run.train import Training
 from ratel_cli.store.store import Store
-from ratel_cli.training.stopping import StopRequest
 from ratel_cli.units import format_bytes
 
 
@@ -55,63 +50,55 @@ def run_finetune(config: RunConfig, log: RunLog, *, resume: str, dry_run: bool) 
     with ExitStack() as resources:
         inputs = read_inputs(config, resources, log)
         set_determinism(config.deterministic, inputs.device)
-        queue = resources.enter_context(open_queue(config.storage.engine, notice=log.notice))
-        limit_bytes = config.limits.host_memory or default_limit_bytes()
-        pool = resources.enter_context(_open_pool(inputs.device, limit_bytes, log))
-        store = find_store(config, inputs, queue, resume, log)
+        context = resources.enter_context(open_context(config, log, device=inputs.device))
+        store = find_store(context, inputs, resume=resume)
         if store is not None:
-            resources.enter_context(store)
+            context.resources.enter_context(store)
         identity = identity_of(config, inputs)
-        snapshot = find_snapshot(config, identity, resources, log, has_store=store is not None, resume=resume)
-        hardware = measure_hardware(config, inputs, queue, pool, store, log)
-        planner = make_planner(config, inputs, hardware, limit_bytes=limit_bytes)
+        snapshot = find_snapshot(context, identity, has_store=store is not None, resume=resume)
+        hardware = measure_hardware(context, inputs, has_store=store is not None)
+        planner = make_planner(context, inputs, hardware)
         kept = CachedProfile(config, planner.spec, hardware)
         profile = kept.read() or estimated_profile(planner, inputs)
         plan = planner.plan(profile)
         space = snapshot_space(config, planner.spec, nvme_bytes=plan.nvme_bytes)
-        told = _opening(config, inputs, plan, hardware, queue, store, resume)
-        log.facts([*told, *snapshot_rows(config, space, hardware)])
+        rows = _opening(context, inputs, plan, hardware, store, resume=resume)
+        log.facts([*rows, *snapshot_rows(config, space, hardware)])
         if store is None:
             _check_space(config, plan, hardware)
         check_space(space)
         if dry_run:
             return
-        stop = resources.enter_context(StopRequest())
-        target = snapshot or make_snapshot(config, planner.spec, identity, resources, stop, log, resume=resume)
+        context.listen()
+        target = snapshot or make_snapshot(context, planner.spec, identity, resume=resume)
         if store is None:
-            store = resources.enter_context(make_store(config, inputs, hardware, queue, pool, resume, stop, log))
+            store = context.resources.enter_context(make_store(context, inputs, hardware, resume=resume))
         else:
-            resume_store(store, resume, pool, stop, log)
+            resume_store(context, store, resume=resume)
 
         def planned(plan: Plan, profile: ModelProfile) -> None:
             _write_run_files(config, kept.content(inputs.model.spec, profile), hardware, plan, log)
 
         planned(plan, profile)
-        snapshots = start_snapshots(config, store, target, hardware, resources, log, is_new=snapshot is None)
-        with Training(config, inputs, planner, store, snapshots, queue, pool, stop, log, planned=planned) as training:
+        snapshots = start_snapshots(context, store, target, hardware, is_new=snapshot is None)
+        with Training(context, inputs, planner, store, snapshots=snapshots, planned=planned) as training:
             training.run(plan, profile)
-        stop.check()
-        _export(config, inputs, store, pool, stop, log)
+        context.stop.check()
+        _export(context, inputs, store)
 
 
-def _open_pool(device: torch.device, limit_bytes: int, log: RunLog) -> BufferPool:
-    """For a GPU, of memory that it copies from by itself. That is kept, so the limit is less what the process has."""
-    if device.type == "cpu":
-        return BufferPool(limit_bytes)
-    return BufferPool(max(0, limit_bytes - resident_bytes()), pin=CudaPinning(log.notice))
-
-
-def _export(config: RunConfig, inputs: Inputs, store: Store, pool: BufferPool, stop: StopRequest, log: RunLog) -> None:
+def _export(context: RunContext, inputs: Inputs, store: Store) -> None:
+    config, log = context.config, context.log
     export_model(
         inputs.model.spec,
         store,
-        pool,
+        context.pool,
         base_dir=inputs.base_dir,
         output_dir=config.output_dir,
         dtype=config.dtype,
         buffers=inputs.buffers,
         base_model=hub_id(config),
-        progress=stop.check,
+        progress=context.stop.check,
     )
     log.say(f"saved {config.output_dir}; load it with transformers' from_pretrained")
     log.say(
@@ -121,14 +108,9 @@ def _export(config: RunConfig, inputs: Inputs, store: Store, pool: BufferPool, s
 
 
 def _opening(
-    config: RunConfig,
-    inputs: Inputs,
-    plan: Plan,
-    hardware: HardwareProfile,
-    queue: IoQueue,
-    store: Store | None,
-    resume: str,
+    context: RunContext, inputs: Inputs, plan: Plan, hardware: HardwareProfile, store: Store | None, *, resume: str
 ) -> list[tuple[str, str]]:
+    config = context.config
     first_step = 0 if store is None else store.progress.step if resume == "auto" else int(resume)
     return opening(
         inputs.model.spec,
@@ -139,7 +121,7 @@ def _opening(
         data_tokens=inputs.data.num_tokens,
         num_steps=inputs.num_steps,
         first_step=first_step,
-        engine=queue.engine,
+        engine=context.queue.engine,
         paths=config.storage.paths,
         output_dir=config.output_dir,
         taken_bytes=taken_bytes(config),

@@ -10,11 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
-from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
-from ratel_cli.hardware.host import default_limit_bytes, return_freed_memory
-from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.queue import open_queue
+from ratel_cli.hardware.host import return_freed_memory
 from ratel_cli.model.export_weights import export_model
 from ratel_cli.run.base_model import (
     Base,
@@ -25,19 +22,18 @@ from ratel_cli.run.base_model import (
     refuse_as_output,
     silence_transformers,
 )
+from ratel_cli.run.context import RunContext
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.store import Store
-from ratel_cli.training.stopping import StopRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRun:
     """A run at rest."""
 
-    config: RunConfig
+    context: RunContext
     base: Base
     store: Store
-    pool: BufferPool
 
     def generation(self, step: int | None) -> Generation:
         """Of that step, if the store has it; None: the current one. Raises BadInput."""
@@ -46,10 +42,11 @@ class OpenedRun:
         return self.store.kept(step)
 
 
-def open_run(config: RunConfig, resources: ExitStack, log: RunLog) -> OpenedRun:
-    """Open it; `resources` closes it. Raises BadInput if the store is not there, or not of this model."""
+def open_run(context: RunContext) -> OpenedRun:
+    """Open it; the context closes it. Raises BadInput if the store is not there, or not of this model."""
     return_freed_memory()
     silence_transformers()
+    config, log = context.config, context.log
     paths = config.storage.paths
     if not Store.exists(paths):
         raise BadInput(
@@ -58,11 +55,9 @@ def open_run(config: RunConfig, resources: ExitStack, log: RunLog) -> OpenedRun:
             "a store that is lost comes back from its snapshot with `ratel restore`",
         )
     base = read_base(_on_the_cpu(config), log)
-    queue = resources.enter_context(open_queue(config.storage.engine, notice=log.notice))
-    pool = resources.enter_context(BufferPool(config.limits.host_memory or default_limit_bytes()))
-    store = resources.enter_context(Store.open(paths, queue=queue, identity=None, notice=log.notice))
+    store = context.resources.enter_context(Store.open(paths, queue=context.queue, identity=None, notice=log.notice))
     check_model(store, config, base.model.spec, paths[0])
-    return OpenedRun(config=config, base=base, store=store, pool=pool)
+    return OpenedRun(context=context, base=base, store=store)
 
 
 def _on_the_cpu(config: RunConfig) -> RunConfig:
@@ -72,20 +67,21 @@ def _on_the_cpu(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"attn_implementation": "sdpa"})
 
 
-def write_export(run: OpenedRun, generation: Generation, output: Path, stop: StopRequest) -> int:
+def write_export(run: OpenedRun, generation: Generation, output: Path) -> int:
     """Export a generation to a directory. Returns its step."""
     refuse_as_output(output, run.base.directory, name="-o")
+    context = run.context
     with ExitStack() as resources:
-        _, buffers = open_weights(run.config, run.base, resources)
+        _, buffers = open_weights(context.config, run.base, resources)
         export_model(
             run.base.model.spec,
             generation,
-            run.pool,
+            context.pool,
             base_dir=run.base.directory,
             output_dir=output,
-            dtype=run.config.dtype,
+            dtype=context.config.dtype,
             buffers=buffers,
-            base_model=hub_id(run.config),
-            progress=stop.check,
+            base_model=hub_id(context.config),
+            progress=context.stop.check,
         )
     return generation.progress.step

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.telemetry import Span
@@ -23,9 +22,7 @@ from ratel_cli.hardware.gpu import gpu_limit_bytes
 from ratel_cli.hardware.host import resident_bytes
 from ratel_cli.hardware.measure import measure
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.files import nearest_existing
-from ratel_cli.io.queue import IoQueue
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.costs import head_flops
@@ -35,11 +32,11 @@ from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Decisions, Plan, make_plan
 from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
 from ratel_cli.planning.workload import StateBytes, Workload
+from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs import Inputs
 from ratel_cli.run.settings import decisions_of, state_bytes, workload_of
 from ratel_cli.sizes import PACKED_ALIGNMENT
 from ratel_cli.store.copy import COPY_BYTES
-from ratel_cli.store.store import Store
 from ratel_cli.units import align_up
 
 
@@ -97,9 +94,10 @@ class Planner:
         )
 
 
-def make_planner(config: RunConfig, inputs: Inputs, hardware: HardwareProfile, *, limit_bytes: int) -> Planner:
+def make_planner(context: RunContext, inputs: Inputs, hardware: HardwareProfile) -> Planner:
     """For a run on this machine, now."""
-    decisions = decisions_of(config, host_limit_bytes=limit_bytes)
+    config = context.config
+    decisions = decisions_of(config, host_limit_bytes=context.host_limit_bytes)
     if inputs.device.type == "cuda":
         gpu_bytes = gpu_limit_bytes(inputs.device, config.limits.gpu_memory)
         decisions = replace(decisions, device_limit_bytes=gpu_bytes)
@@ -113,19 +111,18 @@ def make_planner(config: RunConfig, inputs: Inputs, hardware: HardwareProfile, *
     )
 
 
-def measure_hardware(
-    config: RunConfig, inputs: Inputs, queue: IoQueue, pool: BufferPool, store: Store | None, log: RunLog
-) -> HardwareProfile:
+def measure_hardware(context: RunContext, inputs: Inputs, *, has_store: bool) -> HardwareProfile:
     """This machine, with the directories of the run. Raises EnvironmentFailure."""
+    config, queue, pool = context.config, context.queue, context.pool
     paths, dtype = [nearest_existing(path) for path in config.storage.paths], DTYPES[config.dtype]
     try:
         return measure(paths, queue, pool, dtype=dtype, device=inputs.device)
     except EnvironmentFailure as failure:
         # A store that exists needs no more space, so a full disk is no reason not to go on. If memory is too small to
         # measure with, the plan says what is missing in all.
-        if store is None and not isinstance(failure, DoesNotFit):
+        if not has_store and not isinstance(failure, DoesNotFit):
             raise
-        log.warn(f"the drives could not be measured: {failure.message}; the prediction assumes 1 GB/s")
+        context.log.warn(f"the drives could not be measured: {failure.message}; the prediction assumes 1 GB/s")
         return measure(paths, queue, pool, dtype=dtype, device=inputs.device, nvme_rates=(1e9, 1e9))
 
 

@@ -14,24 +14,20 @@ last byte is copied the new store counts as unfinished, and nobody goes on from 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
-from ratel_cli.console import Bar, RunLog
+from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.hardware.budget import BRIEF
 from ratel_cli.hardware.drives import measure_drives
-from ratel_cli.hardware.host import default_limit_bytes, return_freed_memory
-from ratel_cli.io.buffers import BufferPool
+from ratel_cli.hardware.host import return_freed_memory
 from ratel_cli.io.files import nearest_existing
-from ratel_cli.io.queue import IoQueue, open_queue
 from ratel_cli.run.base_model import check_model, read_base, silence_transformers
+from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.settings import num_slots
 from ratel_cli.store.copy import copy_generation
 from ratel_cli.store.store import Store
-from ratel_cli.training.stopping import StopRequest
 
 
 def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog) -> int:
@@ -42,20 +38,18 @@ def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog)
     if not Store.exists([directory]):
         raise BadInput(f"there is no snapshot in {directory}", "name its directory: --from DIR")
     base = read_base(config, log)
-    with ExitStack() as resources:
-        stop = resources.enter_context(StopRequest())
-        queue = resources.enter_context(open_queue(config.storage.engine, notice=log.notice))
-        pool = resources.enter_context(BufferPool(config.limits.host_memory or default_limit_bytes()))
-        snapshot = resources.enter_context(_open(directory, queue, log))
+    with open_context(config, log) as context:
+        context.listen()
+        snapshot = context.resources.enter_context(_open(context, directory))
         check_model(snapshot, config, base.model.spec, directory)
         if Store.exists(config.storage.paths):
             if not overwrite:
-                _refuse_to_lose(config, snapshot, queue, log)
-            with log.bar("verifying the snapshot", snapshot.slot_bytes) as bar:
-                snapshot.current().check_all(pool, progress=_advance(bar, stop))
-        with _make(config, snapshot, queue, pool, stop, log) as store:
-            with log.bar("copying the snapshot", snapshot.slot_bytes) as bar:
-                copy_generation(snapshot.current(), store, pool, progress=_advance(bar, stop))
+                _refuse_to_lose(context, snapshot)
+            with context.bar("verifying the snapshot", snapshot.slot_bytes) as advance:
+                snapshot.current().check_all(context.pool, progress=advance)
+        with _make(context, snapshot) as store:
+            with context.bar("copying the snapshot", snapshot.slot_bytes) as advance:
+                copy_generation(snapshot.current(), store, context.pool, progress=advance)
             store.commit_import(snapshot.progress)
         return snapshot.progress.step
 
@@ -65,9 +59,9 @@ def _refuse_same_directory(config: RunConfig, directory: Path) -> None:
         raise BadInput(f"the snapshot in {directory} and the store to be restored are the same directory")
 
 
-def _open(directory: Path, queue: IoQueue, log: RunLog) -> Store:
+def _open(context: RunContext, directory: Path) -> Store:
     try:
-        return Store.open([directory], queue=queue, identity=None, notice=log.notice)
+        return Store.open([directory], queue=context.queue, identity=None, notice=context.log.notice)
     except EnvironmentFailure as failure:
         raise EnvironmentFailure(
             f"the snapshot cannot be used: {failure.message}",
@@ -75,11 +69,12 @@ def _open(directory: Path, queue: IoQueue, log: RunLog) -> Store:
         ) from failure
 
 
-def _refuse_to_lose(config: RunConfig, snapshot: Store, queue: IoQueue, log: RunLog) -> None:
+def _refuse_to_lose(context: RunContext, snapshot: Store) -> None:
     """Raise BadInput unless the store that is there belongs to the same run, and has not come as far."""
-    where, hint = ", ".join(map(str, config.storage.paths)), "--overwrite puts the snapshot in its place"
+    paths = context.config.storage.paths
+    where, hint = ", ".join(map(str, paths)), "--overwrite puts the snapshot in its place"
     try:
-        with Store.open(config.storage.paths, queue=queue, identity=None, notice=log.notice) as present:
+        with Store.open(paths, queue=context.queue, identity=None, notice=context.log.notice) as present:
             identity, step = present.identity, present.progress.step
     except (BadInput, IntegrityFailure) as failure:
         raise BadInput(f"there is a store in {where} that cannot be opened: {failure.message}", hint) from failure
@@ -97,33 +92,23 @@ def _refuse_to_lose(config: RunConfig, snapshot: Store, queue: IoQueue, log: Run
         )
 
 
-def _make(
-    config: RunConfig, snapshot: Store, queue: IoQueue, pool: BufferPool, stop: StopRequest, log: RunLog
-) -> Store:
+def _make(context: RunContext, snapshot: Store) -> Store:
     """A new store such as the run would make, for the snapshot's blocks."""
-    paths, slots, weights = config.storage.paths, num_slots(config), None
+    paths, slots, weights = context.config.storage.paths, num_slots(context.config), None
     if len(paths) > 1:
         there = [nearest_existing(path) for path in paths]
-        weights = measure_drives(there, queue, pool, budget=BRIEF, progress=lambda what: None).weights
-    with log.bar("preparing the store", slots * snapshot.slot_bytes) as bar:
+        weights = measure_drives(there, context.queue, context.pool, budget=BRIEF, progress=lambda what: None).weights
+    with context.bar("preparing the store", slots * snapshot.slot_bytes) as advance:
         return Store.create(
             paths,
             identity=snapshot.identity,
             layout=snapshot.layout,
             block_elements=snapshot.block_elements,
             num_slots=slots,
-            queue=queue,
+            queue=context.queue,
             in_place=slots == 1,
             overwrite=True,
             weights=weights,
-            progress=_advance(bar, stop),
-            notice=log.notice,
+            progress=advance,
+            notice=context.log.notice,
         )
-
-
-def _advance(bar: Bar, stop: StopRequest) -> Callable[[int], None]:
-    def advance(num_bytes: int) -> None:
-        stop.check()
-        bar.advance(num_bytes)
-
-    return advance

@@ -7,31 +7,28 @@ its store, unless the run starts over; a device that is too small is known befor
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.config.sections import SnapshotConfig
-from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.queue import IoQueue, open_queue
 from ratel_cli.model.spec import ModelSpec
+from ratel_cli.run.context import RunContext
 from ratel_cli.run.snapshot_space import NUM_SLOTS, SnapshotSpace
 from ratel_cli.store.layout import record_layout
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.training.snapshots import Snapshots
-from ratel_cli.training.stopping import StopRequest
 from ratel_cli.units import format_bytes
 
 _SHARE = 0.25
 """Of what the drives read, that a copy may take from training."""
 
 
-def find_snapshot(
-    config: RunConfig, identity: StoreIdentity, resources: ExitStack, log: RunLog, *, has_store: bool, resume: str
-) -> Store | None:
+def find_snapshot(context: RunContext, identity: StoreIdentity, *, has_store: bool, resume: str) -> Store | None:
     """The snapshot that the run has made so far; None if there is none, none is wanted, or it is to be replaced."""
+    config = context.config
     wanted = config.storage.snapshot
     if wanted is None:
         return None
@@ -47,7 +44,7 @@ def find_snapshot(
             f"there is a snapshot in {wanted.path}, but no store in {', '.join(map(str, config.storage.paths))}",
             "`ratel restore` brings it back; --resume no starts over, and replaces the snapshot too",
         )
-    return _open(config, wanted, identity, resources, log)
+    return _open(context, wanted, identity)
 
 
 def check_space(space: SnapshotSpace | None) -> None:
@@ -73,27 +70,13 @@ def snapshot_rows(config: RunConfig, space: SnapshotSpace | None, hardware: Hard
     return [("snapshot", told)]
 
 
-def make_snapshot(
-    config: RunConfig,
-    spec: ModelSpec,
-    identity: StoreIdentity,
-    resources: ExitStack,
-    stop: StopRequest,
-    log: RunLog,
-    *,
-    resume: str,
-) -> Store | None:
+def make_snapshot(context: RunContext, spec: ModelSpec, identity: StoreIdentity, *, resume: str) -> Store | None:
     """A snapshot of nothing yet, for the model's blocks; None if none is wanted."""
-    wanted = config.storage.snapshot
+    wanted = context.config.storage.snapshot
     if wanted is None:
         return None
-    layout, elements = record_layout(config.dtype), [block.num_elements for block in spec.blocks]
-    with log.bar("preparing the snapshot", NUM_SLOTS * layout.bytes_per_parameter * sum(elements)) as bar:
-
-        def prepared(num_bytes: int) -> None:
-            stop.check()
-            bar.advance(num_bytes)
-
+    layout, elements = record_layout(context.config.dtype), [block.num_elements for block in spec.blocks]
+    with context.bar("preparing the snapshot", NUM_SLOTS * layout.bytes_per_parameter * sum(elements)) as advance:
         try:
             store = Store.create(
                 [wanted.path],
@@ -101,31 +84,24 @@ def make_snapshot(
                 layout=layout,
                 block_elements=elements,
                 num_slots=NUM_SLOTS,
-                queue=_open_queue(config, resources, log),
+                queue=_open_queue(context),
                 overwrite=resume == "no",
-                notice=log.notice,
-                progress=prepared,
+                notice=context.log.notice,
+                progress=advance,
             )
         except EnvironmentFailure as failure:
             raise _unusable(failure) from failure
-        return resources.enter_context(store)
+        return context.resources.enter_context(store)
 
 
 def start_snapshots(
-    config: RunConfig,
-    store: Store,
-    target: Store | None,
-    hardware: HardwareProfile,
-    resources: ExitStack,
-    log: RunLog,
-    *,
-    is_new: bool,
+    context: RunContext, store: Store, target: Store | None, hardware: HardwareProfile, *, is_new: bool
 ) -> Snapshots | None:
     """What copies the store's generations to `target` while it trains; None if no snapshot is wanted."""
-    wanted = config.storage.snapshot
+    wanted, log = context.config.storage.snapshot, context.log
     if wanted is None or target is None:
         return None
-    return resources.enter_context(
+    return context.resources.enter_context(
         Snapshots(
             store,
             target,
@@ -138,12 +114,12 @@ def start_snapshots(
     )
 
 
-def _open(
-    config: RunConfig, wanted: SnapshotConfig, identity: StoreIdentity, resources: ExitStack, log: RunLog
-) -> Store:
-    queue = _open_queue(config, resources, log)
+def _open(context: RunContext, wanted: SnapshotConfig, identity: StoreIdentity) -> Store:
+    queue = _open_queue(context)
     try:
-        return resources.enter_context(Store.open([wanted.path], queue=queue, identity=identity, notice=log.notice))
+        return context.resources.enter_context(
+            Store.open([wanted.path], queue=queue, identity=identity, notice=context.log.notice)
+        )
     except BadInput as error:
         raise BadInput(
             f"storage.snapshot.path: {error.message}",
@@ -165,9 +141,9 @@ def _unusable(failure: EnvironmentFailure) -> EnvironmentFailure:
     )
 
 
-def _open_queue(config: RunConfig, resources: ExitStack, log: RunLog) -> IoQueue:
+def _open_queue(context: RunContext) -> IoQueue:
     """Its own: a device that hangs breaks its queue, and training must go on."""
-    return resources.enter_context(open_queue(config.storage.engine, notice=log.notice))
+    return context.resources.enter_context(open_queue(context.config.storage.engine, notice=context.log.notice))
 
 
 def _bytes_per_second(hardware: HardwareProfile) -> float:

@@ -9,27 +9,27 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from ratel_cli.config.schema import RunConfig
-from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, RatelError
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.queue import IoQueue
 from ratel_cli.model.import_weights import import_weights
+from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs import Inputs, changed_settings, identity_of
 from ratel_cli.run.settings import num_slots
 from ratel_cli.store.layout import record_layout
 from ratel_cli.store.store import Progress, Store
-from ratel_cli.training.stopping import StopRequest
 
 _FIRST_LOSS_SCALE = 2.0**16
 
 
-def find_store(config: RunConfig, inputs: Inputs, queue: IoQueue, resume: str, log: RunLog) -> Store | None:
+def find_store(context: RunContext, inputs: Inputs, *, resume: str) -> Store | None:
     """The store as the last commit left it, if there is one to go on with."""
+    config = context.config
     paths = config.storage.paths
     if resume != "no" and Store.exists(paths):
         try:
-            store = Store.open(paths, queue=queue, identity=identity_of(config, inputs), notice=log.notice)
+            store = Store.open(
+                paths, queue=context.queue, identity=identity_of(config, inputs), notice=context.log.notice
+            )
         except BadInput as error:
             changed = changed_settings(config, config.output_dir / "run" / "config.yaml")
             if not changed:
@@ -70,38 +70,25 @@ def _check_fits(store: Store, config: RunConfig, resume: str) -> None:
         raise BadInput(f"--resume {resume}: no generation of that step is kept; kept are: {kept}")
 
 
-def resume_store(store: Store, resume: str, pool: BufferPool, stop: StopRequest, log: RunLog) -> None:
+def resume_store(context: RunContext, store: Store, *, resume: str) -> None:
     """Make the generation that `resume` asks for the current one, and check every byte of it before it is used.
 
     A crash may have left the newest damaged, on a drive that lies about flushes: then the one before may be whole.
     """
-    with log.bar("checking the store", store.slot_bytes) as bar:
-
-        def checked(num_bytes: int) -> None:
-            stop.check()
-            bar.advance(num_bytes)
-
+    with context.bar("checking the store", store.slot_bytes) as advance:
         if resume == "auto":
-            store.ensure_whole(pool, progress=checked, notice=log.notice)
+            store.ensure_whole(context.pool, progress=advance, notice=context.log.notice)
         else:
-            store.kept(int(resume)).check_all(pool, progress=checked)
+            store.kept(int(resume)).check_all(context.pool, progress=advance)
             store.rewind(int(resume))
-    pool.trim()
+    context.pool.trim()
     if store.progress.step:
-        log.say(f"recovered step {store.progress.step}")
+        context.log.say(f"recovered step {store.progress.step}")
 
 
-def make_store(
-    config: RunConfig,
-    inputs: Inputs,
-    hardware: HardwareProfile,
-    queue: IoQueue,
-    pool: BufferPool,
-    resume: str,
-    stop: StopRequest,
-    log: RunLog,
-) -> Store:
+def make_store(context: RunContext, inputs: Inputs, hardware: HardwareProfile, *, resume: str) -> Store:
     """A new store with the base model's weights as its first generation."""
+    config = context.config
     identity, paths = identity_of(config, inputs), config.storage.paths
     spec = inputs.model.spec
     slots = num_slots(config)
@@ -109,12 +96,7 @@ def make_store(
         layout = record_layout(config.dtype)
         elements = [block.num_elements for block in spec.blocks]
         total = slots * layout.bytes_per_parameter * sum(elements)
-        with log.bar("preparing the store", total) as bar:
-
-            def prepared(num_bytes: int) -> None:
-                stop.check()
-                bar.advance(num_bytes)
-
+        with context.bar("preparing the store", total) as advance:
             store = opened.enter_context(
                 Store.create(
                     paths,
@@ -122,22 +104,17 @@ def make_store(
                     layout=layout,
                     block_elements=elements,
                     num_slots=slots,
-                    queue=queue,
+                    queue=context.queue,
                     in_place=slots == 1,
                     overwrite=resume == "no",
                     weights=hardware.nvme.weights,
-                    progress=prepared,
-                    notice=log.notice,
+                    progress=advance,
+                    notice=context.log.notice,
                 )
             )
-        with log.bar("importing weights", spec.num_parameters) as bar:
-
-            def imported(num_parameters: int) -> None:
-                stop.check()
-                bar.advance(num_parameters)
-
-            import_weights(spec, inputs.source, store, pool, progress=imported)
+        with context.bar("importing weights", spec.num_parameters) as advance:
+            import_weights(spec, inputs.source, store, context.pool, progress=advance)
         store.commit_import(Progress(step=0, updates=0, loss_scale=_FIRST_LOSS_SCALE, good_steps=0, tokens=0))
-        pool.trim()
+        context.pool.trim()
         opened.pop_all()
     return store

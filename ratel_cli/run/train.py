@@ -14,8 +14,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Self
 
-from ratel_cli.config.schema import RunConfig
-from ratel_cli.console import Bar, RunLog
+from ratel_cli.console import Bar
 from ratel_cli.engine.build import open_engine
 from ratel_cli.engine.device.open import open_device
 from ratel_cli.engine.optimizer.adamw import AdamWSettings
@@ -25,13 +24,12 @@ from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Span, StepTimes, Timeline
 from ratel_cli.engine.trace import TraceFile
 from ratel_cli.hardware.host import peak_resident_bytes
-from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.queue import IoQueue
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Plan
 from ratel_cli.report.run import run_summary, step_line, swap_line
+from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs import Inputs
 from ratel_cli.run.plan import Planner
 from ratel_cli.store.store import Store
@@ -39,7 +37,6 @@ from ratel_cli.training.loop import LoopSettings, TrainingLoop
 from ratel_cli.training.metrics import MetricsLog, RunTotals
 from ratel_cli.training.schedule import LearningRateSchedule
 from ratel_cli.training.snapshots import Snapshots
-from ratel_cli.training.stopping import StopRequest
 
 
 class Training:
@@ -47,28 +44,22 @@ class Training:
 
     def __init__(
         self,
-        config: RunConfig,
+        context: RunContext,
         inputs: Inputs,
         planner: Planner,
         store: Store,
-        snapshots: Snapshots | None,
-        queue: IoQueue,
-        pool: BufferPool,
-        stop: StopRequest,
-        log: RunLog,
         *,
+        snapshots: Snapshots | None,
         planned: Callable[[Plan, ModelProfile], None],
     ) -> None:
         """`planned` is told each new plan, and what it was made from."""
-        self._config = config
+        self._context = context
+        self._config = config = context.config
         self._inputs = inputs
         self._planner = planner
         self._store = store
         self._snapshots = snapshots
-        self._queue = queue
-        self._pool = pool
-        self._stop = stop
-        self._log = log
+        self._log = log = context.log
         self._planned = planned
         self._timeline = Timeline()
         self._totals = RunTotals()
@@ -89,7 +80,7 @@ class Training:
                 plan = self._record(profile, bar)
             self._steps(plan, bar)
             if self._snapshots is not None:
-                self._snapshots.finish(self._stop.check)
+                self._snapshots.finish(self._context.stop.check)
         self._log.facts(run_summary(self._totals))
 
     def close(self) -> None:
@@ -135,7 +126,7 @@ class Training:
             loop = TrainingLoop(
                 self._open_engine(plan, resources),
                 self._store,
-                self._queue,
+                self._context.queue,
                 self._inputs.data,
                 LearningRateSchedule(
                     scheduler=self._config.lr_scheduler,
@@ -145,7 +136,7 @@ class Training:
                 ),
                 self._loop_settings(plan),
                 timeline=self._timeline,
-                check_stop=self._stop.check,
+                check_stop=self._context.stop.check,
                 host_peak_bytes=peak_resident_bytes,
                 announce=self._metrics.write,
                 draw=draw,
@@ -173,13 +164,15 @@ class Training:
             if not num_bytes:
                 return None
             weights = self._planner.hardware.nvme.weights
-            return resources.enter_context(Scratch(config.storage.paths, num_bytes, self._queue, weights=weights))
+            return resources.enter_context(
+                Scratch(config.storage.paths, num_bytes, self._context.queue, weights=weights)
+            )
 
         return resources.enter_context(
             open_engine(
                 self._inputs.model,
                 self._store,
-                self._pool,
+                self._context.pool,
                 adamw=AdamWSettings(
                     beta1=config.adam_beta1,
                     beta2=config.adam_beta2,
@@ -199,7 +192,7 @@ class Training:
                 timeline=self._timeline,
                 scratch=scratch(plan.spilled_bytes),
                 activation_scratch=scratch(plan.offloaded.written_bytes),
-                check_stop=self._stop.check,
+                check_stop=self._context.stop.check,
             )
         )
 

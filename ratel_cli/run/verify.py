@@ -27,7 +27,6 @@ from ratel_cli.console import RunLog
 from ratel_cli.engine.forward import GenerationForward
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.hardware.host import default_limit_bytes, return_freed_memory
-from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
 from ratel_cli.model.checkpoint import install_buffers, open_shards, persistent_buffers
 from ratel_cli.model.directory import WEIGHTS_NAME, find_weight_files
@@ -37,6 +36,7 @@ from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.stored_weights import stored_weights
 from ratel_cli.report.verify import Check
 from ratel_cli.run.base_model import check_model, silence_transformers
+from ratel_cli.run.context import RunContext, open_context, stoppable_bar
 from ratel_cli.run.open import OpenedRun, open_run
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.store import Store
@@ -53,19 +53,19 @@ _ReadValues = Callable[[str, int, int], torch.Tensor]
 
 def verify_run(config: RunConfig, log: RunLog) -> list[Check]:
     """The store of a run, and its export if there is one. Raises RatelError for what keeps it from looking."""
-    with ExitStack() as resources:
-        stop = resources.enter_context(StopRequest())
-        run = open_run(config, resources, log)
+    with open_context(config, log) as context:
+        context.listen()
+        run = open_run(context)
         generations = _generations(run)
-        checks = _check_generations(run.store, generations, run.pool, stop, log)
+        checks = _check_generations(context, run.store, generations)
         whole = [generation for generation, check in zip(generations, checks, strict=True) if not check.is_wrong]
-        checks += _check_snapshot(run, resources, stop, log)
+        checks += _check_snapshot(run)
         if not holds_export(config.output_dir):
             log.say(f"there is no export in {config.output_dir}; only the store was verified")
             return checks
-        checks += _check_files(config.output_dir, stop, log)
+        checks += _check_files(config.output_dir, context.stop, log)
         model, loading = _load(config.output_dir, dtype=DTYPES[config.dtype], attention=run.base.attention)
-        return [*checks, loading, *_compare(run, whole, model, stop)]
+        return [*checks, loading, *_compare(run, whole, model)]
 
 
 def verify_directory(directory: Path, log: RunLog) -> list[Check]:
@@ -87,24 +87,13 @@ def _generations(run: OpenedRun) -> list[Generation]:
 
 
 def _check_generations(
-    store: Store,
-    generations: Sequence[Generation],
-    pool: BufferPool,
-    stop: StopRequest,
-    log: RunLog,
-    *,
-    where: str | None = None,
+    context: RunContext, store: Store, generations: Sequence[Generation], *, where: str | None = None
 ) -> list[Check]:
     """One row for each, the first of them the current one. `where`: it is not the run's own store."""
     num_bytes = store.layout.bytes_per_parameter * sum(store.block_elements)
     checks: list[Check] = []
     start = perf_counter()
-    with log.bar(f"verifying the {where or 'store'}", len(generations) * num_bytes) as bar:
-
-        def seen(part_bytes: int) -> None:
-            stop.check()
-            bar.advance(part_bytes)
-
+    with context.bar(f"verifying the {where or 'store'}", len(generations) * num_bytes) as advance:
         for number, generation in enumerate(generations):
             check = Check(
                 what=f"step {generation.progress.step}, {where or ('kept' if number else 'current')}",
@@ -113,31 +102,35 @@ def _check_generations(
                 verdict="whole",
             )
             try:
-                generation.check_all(pool, progress=seen)
+                generation.check_all(context.pool, progress=advance)
             except IntegrityFailure as failure:
                 check = replace(check, verdict=failure.message, is_wrong=True)
             checks.append(check)
     seconds = perf_counter() - start
     total_bytes = len(generations) * num_bytes
-    log.say(f"read {format_bytes(total_bytes)} in {format_seconds(seconds)}, {total_bytes / seconds / 1e9:.3g} GB/s")
+    rate = f"{total_bytes / seconds / 1e9:.3g} GB/s"
+    context.log.say(f"read {format_bytes(total_bytes)} in {format_seconds(seconds)}, {rate}")
     return checks
 
 
-def _check_snapshot(run: OpenedRun, resources: ExitStack, stop: StopRequest, log: RunLog) -> list[Check]:
+def _check_snapshot(run: OpenedRun) -> list[Check]:
     """The snapshot of the run, if there is one."""
-    wanted = run.config.storage.snapshot
+    context = run.context
+    wanted = context.config.storage.snapshot
     if wanted is None:
         return []
     if not Store.exists([wanted.path]):
         told = f"there is none in {wanted.path} yet, or its drive is not there"
         return [Check(what="snapshot", num_bytes=0, checked="presence", verdict=told)]
-    queue = resources.enter_context(open_queue(run.config.storage.engine, notice=log.notice))
+    queue = context.resources.enter_context(open_queue(context.config.storage.engine, notice=context.log.notice))
     try:
-        store = resources.enter_context(Store.open([wanted.path], queue=queue, identity=None, notice=log.notice))
-        check_model(store, run.config, run.base.model.spec, wanted.path)
+        store = context.resources.enter_context(
+            Store.open([wanted.path], queue=queue, identity=None, notice=context.log.notice)
+        )
+        check_model(store, context.config, run.base.model.spec, wanted.path)
     except (BadInput, EnvironmentFailure, IntegrityFailure) as failure:
         return [Check(what="snapshot", num_bytes=0, checked="manifest", verdict=failure.message, is_wrong=True)]
-    return _check_generations(store, [store.current()], run.pool, stop, log, where="snapshot")
+    return _check_generations(context, store, [store.current()], where="snapshot")
 
 
 def _check_files(directory: Path, stop: StopRequest, log: RunLog) -> list[Check]:
@@ -147,18 +140,14 @@ def _check_files(directory: Path, stop: StopRequest, log: RunLog) -> list[Check]
     except BadInput as error:
         return [Check(what=directory.name, num_bytes=0, checked="index", verdict=error.message, is_wrong=True)]
     checks: list[Check] = []
-    with log.bar("verifying the export", sum(path.stat().st_size for path in paths)) as bar:
-
-        def seen(part_bytes: int) -> None:
-            stop.check()
-            bar.advance(part_bytes)
-
+    total_bytes = sum(path.stat().st_size for path in paths)
+    with stoppable_bar(log, stop, "verifying the export", total_bytes) as advance:
         for path in paths:
             check = Check(what=path.name, num_bytes=path.stat().st_size, checked="header", verdict="")
             try:
                 with ShardReader(path) as reader:
                     check = replace(check, checked=f"{len(reader.tensors)} tensors")
-                    check_values(reader, progress=seen)
+                    check_values(reader, progress=advance)
                 checks.append(replace(check, verdict="whole, every value finite"))
             except (BadInput, IntegrityFailure) as failure:
                 checks.append(replace(check, verdict=failure.message, is_wrong=True))
@@ -183,21 +172,19 @@ def _load(directory: Path, *, dtype: torch.dtype | None, attention: str | None) 
     return model, replace(check, verdict=f"loads: {type(model).__name__}, {format_count(num_parameters)} parameters")
 
 
-def _compare(
-    run: OpenedRun, generations: Sequence[Generation], model: PreTrainedModel | None, stop: StopRequest
-) -> list[Check]:
+def _compare(run: OpenedRun, generations: Sequence[Generation], model: PreTrainedModel | None) -> list[Check]:
     """Weights and logits of the export against the generation that it was made of: one of these, if it was."""
     if not generations:
         return []
-    num_bytes = run.base.model.spec.num_parameters * DTYPES[run.config.dtype].itemsize
+    num_bytes = run.base.model.spec.num_parameters * DTYPES[run.context.config.dtype].itemsize
     check = Check(what="weights", num_bytes=num_bytes, checked="every bit", verdict="")
     same: Generation | None = None
     differing: list[str] = []
     try:
         with ExitStack() as resources:
-            read = _reader_of(run.config.output_dir, model, resources)
+            read = _reader_of(run.context.config.output_dir, model, resources)
             for generation in generations:
-                found = _first_difference(run, generation, read, stop)
+                found = _first_difference(run, generation, read)
                 if found is None:
                     same = generation
                     break
@@ -212,7 +199,7 @@ def _compare(
     if model is None:
         return [equal]
     try:
-        return [equal, _compare_logits(run, same, model, stop)]
+        return [equal, _compare_logits(run, same, model)]
     except IntegrityFailure as failure:
         return [equal, Check(what="logits", num_bytes=0, checked="", verdict=failure.message, is_wrong=True)]
 
@@ -231,9 +218,10 @@ def _reader_of(directory: Path, model: PreTrainedModel | None, resources: ExitSt
     return read
 
 
-def _first_difference(run: OpenedRun, generation: Generation, read: _ReadValues, stop: StopRequest) -> str | None:
+def _first_difference(run: OpenedRun, generation: Generation, read: _ReadValues) -> str | None:
     """The first tensor of the export that is not the generation's, rounded as an export does."""
-    weights = stored_weights(run.base.model.spec, generation, run.pool, run.config.dtype, progress=stop.check)
+    context, spec = run.context, run.base.model.spec
+    weights = stored_weights(spec, generation, context.pool, context.config.dtype, progress=context.stop.check)
     with closing(weights):
         for piece in weights:
             if not _same_bits(read(piece.name, piece.start, piece.values.numel()), piece.values):
@@ -241,14 +229,14 @@ def _first_difference(run: OpenedRun, generation: Generation, read: _ReadValues,
     return None
 
 
-def _compare_logits(run: OpenedRun, generation: Generation, model: PreTrainedModel, stop: StopRequest) -> Check:
+def _compare_logits(run: OpenedRun, generation: Generation, model: PreTrainedModel) -> Check:
     decoder, device = run.base.model, torch.device("cpu")
     install_buffers(decoder.skeleton, persistent_buffers(model))
     longest = getattr(run.base.config, "max_position_embeddings", None)
     num_tokens = min(_NUM_TOKENS, longest) if isinstance(longest, int) else _NUM_TOKENS
     positions = torch.arange(num_tokens).unsqueeze(0)
     tokens = positions * _TOKEN_STRIDE % decoder.spec.vocab_size
-    forward = GenerationForward(decoder, generation, run.pool, device=device, check_stop=stop.check)
+    forward = GenerationForward(decoder, generation, run.context.pool, device=device, check_stop=run.context.stop.check)
     ours = forward.logits(tokens, positions)
     keywords = {"position_ids": positions} if decoder.layer_runner.takes_positions else {}
     with torch.no_grad():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 from hypothesis import assume, given
@@ -20,6 +22,12 @@ from ratel_cli.data.lines import (
     read_text_lines,
 )
 from ratel_cli.errors import BadInput
+
+
+class Reader(Protocol):
+    """One of the three functions under test."""
+
+    def __call__(self, path: Path, label: str, *, max_row_bytes: int = ...) -> Iterator[Row | Reject]: ...
 
 
 def _file(tmp_path: Path, content: bytes, name: str = "f.jsonl") -> Path:
@@ -75,6 +83,16 @@ def test_bom_crlf_and_blank_lines_are_fine(tmp_path: Path) -> None:
 
 def test_a_bom_elsewhere_is_not(tmp_path: Path) -> None:
     assert len(_reasons(_file(tmp_path, b'{"n": 1}\n\xef\xbb\xbf{"n": 2}\n'))) == 1
+
+
+@pytest.mark.parametrize("read", [read_json_lines, read_text_lines, read_json])
+def test_a_bom_does_not_count_against_the_bound(tmp_path: Path, read: Reader) -> None:
+    """Once it did: the first line was cut 3 bytes early, and its rest became a line 2 that the file did not have."""
+    line = b'{"n": 1}'
+    path = _file(tmp_path, b"\xef\xbb\xbf" + line)
+    assert [type(item) for item in read(path, "f", max_row_bytes=len(line))] == [Row]
+    (reject,) = read_json_lines(path, "f", max_row_bytes=len(line) - 1)
+    assert str(reject) == "f:1: the line is longer than 7 bytes"
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"\xef\xbb\xbf", b" \r\n\t"])

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ratel_cli.data.formats import Unusable, decide_format
@@ -40,6 +40,7 @@ PIECES = st.sampled_from(
     content=st.lists(PIECES, max_size=30).map(b"".join) | st.binary(max_size=60),
     bound=st.sampled_from([8, 64, 1 << 20]),
 )
+@example(content=b"\xef\xbb\xbf{\\ud800", bound=8)  # the byte order mark was counted against the bound
 def test_any_file(tmp_path: Path, content: bytes, bound: int) -> None:
     path = tmp_path / "rows"
     path.write_bytes(content)

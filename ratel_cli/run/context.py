@@ -1,0 +1,96 @@
+"""What a command has open while it works on a run, as one value: config, log, signals, I/O queue and host memory.
+
+`open_context` is the only place that opens these. Functions of `run` take the context; what lies below `run` takes
+plain values and callables.
+
+Invariant: whatever `resources` holds is closed before the queue and the memory that it uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.console import RunLog
+from ratel_cli.hardware.host import default_limit_bytes, resident_bytes
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.pinning import CudaPinning
+from ratel_cli.io.queue import IoQueue, open_queue
+from ratel_cli.training.stopping import StopRequest
+
+Advance = Callable[[float], None]
+"""Called with the amount of work that was done since the last call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunContext:
+    """What a run has open. Made by `open_context`, which closes it."""
+
+    config: RunConfig
+    log: RunLog
+    stop: StopRequest
+    """Hears no signal before `listen` is called."""
+    queue: IoQueue
+    pool: BufferPool
+    host_limit_bytes: int
+    """Host memory that the run may take: `limits.host_memory`, or what was free when the run began."""
+    resources: ExitStack
+    """Closes what is opened later, last opened first."""
+
+    def listen(self) -> None:
+        """From here on SIGINT and SIGTERM end the run at its next safe place, not at once."""
+        self.resources.enter_context(self.stop)
+
+    def bar(self, what: str, total: float) -> AbstractContextManager[Advance]:
+        """`stoppable_bar` with the run's log and signals."""
+        return stoppable_bar(self.log, self.stop, what, total)
+
+
+@contextmanager
+def open_context(config: RunConfig, log: RunLog, *, device: torch.device | None = None) -> Iterator[RunContext]:
+    """Open the queue and the memory of a run that computes on `device`, by default the CPU.
+
+    Raises EnvironmentFailure where the I/O engine that the config names cannot be used.
+    """
+    with ExitStack() as opened:
+        queue = opened.enter_context(open_queue(config.storage.engine, notice=log.notice))
+        limit_bytes = config.limits.host_memory or default_limit_bytes()
+        pool = opened.enter_context(open_pool(device, limit_bytes, notice=log.notice))
+        yield RunContext(
+            config=config,
+            log=log,
+            stop=StopRequest(),
+            queue=queue,
+            pool=pool,
+            host_limit_bytes=limit_bytes,
+            resources=opened.enter_context(ExitStack()),
+        )
+
+
+@contextmanager
+def stoppable_bar(log: RunLog, stop: StopRequest, what: str, total: float) -> Iterator[Advance]:
+    """A progress bar over long work. Yields the callback for each part of the work that is done.
+
+    The callback raises Interrupted if a signal asked the command to stop, and else advances the bar.
+    """
+    with log.bar(what, total) as bar:
+
+        def advance(amount: float) -> None:
+            stop.check()
+            bar.advance(amount)
+
+        yield advance
+
+
+def open_pool(device: torch.device | None, limit_bytes: int, *, notice: Callable[[str], None]) -> BufferPool:
+    """Host memory for a run on `device`; for a GPU it is pinned, so that copies to and from the GPU overlap with work.
+
+    Pinned memory is not given back before the end, so the pool's limit is less by what the process has already.
+    """
+    if device is None or device.type == "cpu":
+        return BufferPool(limit_bytes)
+    return BufferPool(max(0, limit_bytes - resident_bytes()), pin=CudaPinning(notice))
