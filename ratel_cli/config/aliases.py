@@ -1,7 +1,7 @@
-"""The names that other trainers use: those that Ratel accepts as its own, and those that it rejects with a reason.
+"""The key names of other trainers: those that are accepted for our keys, and those that are rejected with a reason.
 
-Invariant: an alias never changes what a value means, except those in INVERSE, whose booleans are turned. A key is
-rejected, not accepted, where tools give it different meanings.
+Invariant: an alias never changes what a value means, except the INVERSE ones, whose booleans are inverted. A key is
+rejected if tools give it different meanings.
 """
 
 from __future__ import annotations
@@ -71,36 +71,39 @@ VALUE_ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 
-_QUANTISED = ("it quantises the model", "Ratel trains every weight in full precision; remove it")
-_ADAPTER = ("it trains an adapter", "Ratel trains every weight, not adapters; remove it")
-_SHARDING = ("it spreads the model over several GPUs", "Ratel streams from NVMe through one device; remove it")
-_OFFLOAD = ("it sets up another engine's offloading", "see `storage` and `limits`, or remove it")
-_MASTER = ("it sets the precision", "use `dtype: bfloat16`, `float16` or `float32`")
+_QUANTISED = ("it quantises the model", "remove it; Ratel trains every weight in full precision")
+_ADAPTER = ("it trains an adapter", "remove it; Ratel trains every weight of the model")
+_SHARDING = ("it spreads the model over several GPUs", "remove it; Ratel streams the model through one device")
+_OFFLOAD = ("it configures the offloading of another engine", "remove it, or use `storage` and `limits`")
+_MASTER = ("the precision has one key", "use `dtype: bfloat16`, `float16` or `float32`")
 _BATCH = (
     "it means different things in different tools",
-    "use `micro_batch_size` (rows at once) and `gradient_accumulation_steps`",
+    "use `micro_batch_size` (rows computed at once) and `gradient_accumulation_steps`",
 )
-_CHECKPOINTING = ("it fixes what is recomputed", "use `activations`; `auto` decides")
-_ATTENTION = ("it picks an attention kernel", "use `attn_implementation: sdpa` or `flash_attention_2`")
-_TRACKER = ("Ratel sends nothing anywhere", "every step is in run/metrics.jsonl; remove it")
-_REMOTE_CODE = ("code from a model's repository is never run", "remove it")
-_RESUME = ("it is an argument, not a key", "use `--resume auto`, `--resume no` or a generation's number")
-_OVERWRITE = ("it is an argument, not a key", "use `--resume no` to start again")
-_PER_EPOCH = ("it counts per epoch", "use `save_steps` and `eval_steps`")
-_STAGE = ("Ratel does one thing: supervised full fine-tuning", "remove it")
-_LOADER = ("data is prepared once, in order", "remove it")
-_PADDING = ("rows are filled by packing", "use `sample_packing` and `sequence_len`")
-_TEMPLATE = ("the tokenizer's own chat template is used", "remove it, or change the template in the model's directory")
-_STRATEGY = ("the steps alone decide", "use `save_steps` or `eval_steps`; remove it")
-_MERGE = ("merge keys are not supported", "write the keys out")
+_CHECKPOINTING = ("the plan decides what is recomputed", "remove it, or use `activations`")
+_ATTENTION = ("the attention kernel has one key", "use `attn_implementation: sdpa` or `flash_attention_2`")
+_TRACKER = ("Ratel never sends data anywhere", "remove it; every step is in run/metrics.jsonl")
+_REMOTE_CODE = ("Ratel never runs code from a model's repository", "remove it")
+_RESUME = ("it is an option of the command line", "use `--resume auto`, `--resume no` or `--resume STEP`")
+_OVERWRITE = ("it is an option of the command line", "use `--resume no` to start over")
+_PER_EPOCH = ("Ratel counts in steps, not in epochs", "use `save_steps` and `eval_steps`")
+_STAGE = ("Ratel does supervised full fine-tuning only", "remove it")
+_LOADER = ("Ratel prepares the data once, by itself", "remove it")
+_PADDING = ("packing fills the rows", "use `sample_packing` and `sequence_len`")
+_TEMPLATE = (
+    "Ratel uses the tokenizer's own chat template",
+    "remove it, or change that template",
+)
+_STRATEGY = ("it is decided by `save_steps` and `eval_steps`", "use these keys, and remove it")
+_MERGE = ("YAML merge keys are not supported", "write the keys out")
 
 FOREIGN: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "batch_size": _BATCH,
         "train_batch_size": _BATCH,
         "global_batch_size": _BATCH,
-        "per_device_eval_batch_size": ("evaluation uses `micro_batch_size` too", "remove it"),
-        "eval_batch_size": ("evaluation uses `micro_batch_size` too", "remove it"),
+        "per_device_eval_batch_size": ("evaluation also uses `micro_batch_size`", "remove it"),
+        "eval_batch_size": ("evaluation also uses `micro_batch_size`", "remove it"),
         "deepspeed": _OFFLOAD,
         "zero_optimization": _OFFLOAD,
         "zero_stage": _OFFLOAD,
@@ -166,41 +169,41 @@ FOREIGN_PREFIXES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "wandb_": _TRACKER,
         "mlflow_": _TRACKER,
         "comet_": _TRACKER,
-        "hub_": ("Ratel uploads nothing", "upload `output_dir` when it is done; remove it"),
-        "push_to_hub": ("Ratel uploads nothing", "upload `output_dir` when it is done; remove it"),
+        "hub_": ("Ratel uploads nothing", "remove it, and upload `output_dir` after the run"),
+        "push_to_hub": ("Ratel uploads nothing", "remove it, and upload `output_dir` after the run"),
         "dataloader_": _LOADER,
     }
 )
 
 
 def section_in(section: str, key: str) -> str:
-    """What the value of a key is called, if it is a section: sections may lie in sections."""
+    """The name of the section that is the value of `key` in `section`: sections may be nested."""
     return key if section == TOP else f"{section}.{key}"
 
 
 def canonical_key(section: str, written: str) -> str:
-    """Our name of a key: the alias's target, or the key itself."""
+    """Our name for a key: what it is an alias of, or the key itself."""
     return ALIASES.get(section, {}).get(written, written)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnknownKey:
-    """What to say about a key that a section does not have."""
+    """What to report about a key that a section does not have."""
 
     message: str
     hint: str | None
     meant: str | None = None
-    """Our name of the key that was probably meant."""
+    """Our name for the key that the user probably meant."""
 
 
 def explain_unknown(section: str, written: str) -> UnknownKey:
-    """The message and hint for a key that the section does not have."""
+    """The message and the hint for a key that the section does not have."""
     known = [*SECTIONS[section].model_fields, *ALIASES.get(section, {})]
     foreign = FOREIGN.get(written)
     close = [] if foreign else get_close_matches(written, known, n=1, cutoff=0.8)
-    for prefix, told in FOREIGN_PREFIXES.items():
+    for prefix, reason_and_hint in FOREIGN_PREFIXES.items():
         if foreign is None and not close and written.startswith(prefix):
-            foreign = told
+            foreign = reason_and_hint
     if foreign:
         reason, hint = foreign
         return UnknownKey(message=f"`{written}` is not a key of Ratel: {reason}", hint=hint)

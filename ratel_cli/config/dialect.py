@@ -1,10 +1,9 @@
-"""From the dialects of other trainers to ours: keys renamed, shorthands spelled out, strangers refused.
+"""From the configs of other trainers to ours: renames keys, spells out shorthands, rejects unknown keys.
 
-Called by `config.load` for the file and by `config.overrides` for each argument, on the marked tree,
-so that every note and error has its place.
+It works on the marked tree, so that every note and every error has its place.
 
-Invariant: afterwards a mapping has only keys of its section, each at most once, under our names;
-everything that was dropped has a finding.
+Invariant: afterwards a mapping has only keys of its section, each at most once and under our name. Everything that was
+dropped has a finding.
 """
 
 from __future__ import annotations
@@ -16,32 +15,32 @@ from ratel_cli.config.yaml_marks import Entry, Finding, Marked
 
 
 class Dialect:
-    """Translates marked trees in place and collects what there is to say."""
+    """Translates marked trees in place, and collects the findings and notices."""
 
     def __init__(self, findings: list[Finding]) -> None:
         self.findings = findings
         self.notices: list[Finding] = []
         self.doubtful: set[tuple[str, ...]] = set()
-        """Keys that some finding is about already: their absence proves nothing."""
+        """Keys that a finding is about. If such a key is absent, that is no further finding."""
 
     def translate(self, section: str, marked: Marked) -> None:
-        """Translate one section, whatever its value turned out to be."""
+        """Translate one section, whatever its value is."""
         if section == "datasets":
             self._spread(marked)
             for item in marked.content if isinstance(marked.content, list) else ():
                 self._translate_mapping(section, item)
         elif section in ("storage", "limits") and marked.content is None:
-            marked.content = {}  # a section with every line of it commented out
+            marked.content = {}  # a section whose lines are all commented out
         else:
             self._translate_mapping(section, marked)
 
     def translate_item(self, item: Marked) -> None:
-        """Translate one dataset, a mapping or a bare path."""
+        """Translate one dataset: a mapping or a bare path."""
         self._spread_item(item)
         self._translate_mapping("datasets", item)
 
     def translate_part(self, section: str, mapping: Marked) -> None:
-        """Translate some keys of a section (of one dataset, where that is the section)."""
+        """Translate some keys of a section; for the section `datasets`, the keys of one dataset."""
         self._translate_mapping(section, mapping)
 
     def _spread(self, marked: Marked) -> None:
@@ -61,26 +60,26 @@ class Dialect:
         for written, entry in marked.content.items():
             key = canonical_key(section, written)
             if key not in SECTIONS[section].model_fields:
-                self._refuse_unknown(section, entry)
+                self._reject_unknown(section, entry)
             elif key in translated:
-                message = f"`{written}` and `{translated[key].written}` are both given and mean the same"
-                self._find(Finding(where=entry.where, message=message, hint=f"keep `{key}`"), section, key)
+                message = f"`{written}` and `{translated[key].written}` are both set and mean the same"
+                self._find(Finding(where=entry.where, message=message, hint=f"keep only `{key}`"), section, key)
             elif self._translate_entry(section, key, entry):
                 translated[key] = entry
         marked.content = translated
 
     def _translate_entry(self, section: str, key: str, entry: Entry) -> bool:
-        """Whether the entry can stay."""
+        """Translate one entry. False if it must be dropped."""
         value = entry.value
         if entry.written in INVERSE:
             if not isinstance(value.content, bool):
                 message = f"`{entry.written}` must be true or false"
                 self._find(Finding(where=entry.where, message=message), section, key)
                 return False
-            turned = not value.content
-            said = f"`{entry.written}: {str(value.content).lower()}` is read as `{key}: {str(turned).lower()}`"
-            self._note(entry, said)
-            value.content = turned
+            inverted = not value.content
+            written, read = (str(each).lower() for each in (value.content, inverted))
+            self._note(entry, f"`{entry.written}: {written}` is read as `{key}: {read}`")
+            value.content = inverted
         elif entry.written != key:
             self._note(entry, f"`{entry.written}` is read as `{key}`")
         ours = VALUE_ALIASES.get(key, {}) if section == TOP else {}
@@ -93,7 +92,7 @@ class Dialect:
             self.translate(section_in(section, key), value)
         return True
 
-    def _refuse_unknown(self, section: str, entry: Entry) -> None:
+    def _reject_unknown(self, section: str, entry: Entry) -> None:
         unknown = explain_unknown(section, entry.written)
         finding = Finding(where=entry.where, message=unknown.message, hint=unknown.hint)
         self._find(finding, section, unknown.meant or entry.written)

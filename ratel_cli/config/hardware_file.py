@@ -1,14 +1,14 @@
-"""A hardware file as a person writes it, or `ratel profile -o` does: the keys of `hardware.spec`, in YAML or JSON.
+"""A hardware file as `ratel profile -o` or a person writes it: the keys of `hardware.spec`, in YAML or JSON.
 
-Called by `run.hardware_file`, which makes a profile of it. Sizes may be written 24GiB and rates 3.5GB/s; other
-numbers are plain. What has an honest default may be left out.
+Sizes may be written as 24GiB and rates as 3.5GB/s; all other values are plain. Keys with a safe default may be left
+out.
 
-Invariant: all that is wrong is told at once, each at its line, as one BadInput that carries the others.
+Invariant: everything that is wrong is reported at once, each at its line, as one BadInput that carries the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -16,10 +16,10 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from ratel_cli.config.messages import explain_error
-from ratel_cli.config.sections import Contradiction, Section, refuse, refuse_together
-from ratel_cli.config.source import locate, place_of_keys, read_file
-from ratel_cli.config.yaml_marks import Finding, Marked, plain, read_text
+from ratel_cli.config.messages import contradictions_in, finding_of
+from ratel_cli.config.sections import Contradiction, Section, contradictions, rejection
+from ratel_cli.config.source import locate, read_file
+from ratel_cli.config.yaml_marks import Finding, Marked, plain, raise_all, read_text
 from ratel_cli.units import parse_bytes
 
 
@@ -31,7 +31,7 @@ def _to_bytes(value: object) -> object:
     try:
         return parse_bytes(value)
     except ValueError as exc:
-        raise refuse("must be a size like 24GiB, 500GB or 1e12") from exc
+        raise rejection("must be a size like 24GiB, 500GB or 1e12") from exc
 
 
 def _to_rate(value: object) -> object:
@@ -43,7 +43,7 @@ def _to_rate(value: object) -> object:
             raise ValueError(value)
         return float(parse_bytes(size))
     except (ValueError, OverflowError) as exc:
-        raise refuse("must be a rate like 3.5GB/s or 3.5e9") from exc
+        raise rejection("must be a rate like 3.5GB/s or 3.5e9") from exc
 
 
 Bytes = Annotated[int, Field(ge=0), BeforeValidator(_to_bytes)]
@@ -53,59 +53,60 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class GpuSection(Section):
-    """The device that runs the blocks."""
+    """The device that runs the blocks: a GPU, or the CPU."""
 
     name: str = Field(min_length=1)
-    """For people."""
+    """The device's name, for tables."""
     memory_bytes: Bytes
-    """All of its memory."""
+    """All memory of the device."""
     flops_per_second: Speed
-    """Of large matrix products, in the dtype that will be trained in."""
+    """The rate of large matrix products, in the data type of training."""
 
 
 class LinkSection(Section):
-    """Between host memory and the GPU."""
+    """The link between host memory and the GPU."""
 
     to_gpu_bytes_per_second: Rate
-    """While nothing comes back."""
+    """The rate of uploads alone."""
     from_gpu_bytes_per_second: Rate
-    """While nothing goes there."""
+    """The rate of downloads alone."""
     both_bytes_per_second: Rate | None = None
-    """Both directions together, at the same time. Default: the sum, as PCI Express is full duplex."""
+    """The sum of both rates while both run at once. Default: the sum of the single rates, as PCI Express is full
+    duplex."""
 
 
 class DriveSection(Section):
-    """One directory's drive, alone."""
+    """The drive of one directory, while the others are idle."""
 
     read_bytes_per_second: Rate
-    """Reading only."""
+    """The rate of reading only."""
     write_bytes_per_second: Rate
-    """Writing only."""
+    """The rate of writing only."""
     mixed_bytes_per_second: Rate
-    """Both directions together, as much read as written."""
+    """The sum of both rates while as much is read as written."""
 
 
 class NvmeSection(Section):
-    """All store directories together."""
+    """All directories of the store together."""
 
     paths: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """The directories that were measured. Default: none, where a machine is only described."""
+    """The directories that were measured. Default: none, for a machine that is only described."""
     num_devices: Count | None = None
-    """How many drives. Default: one for each of `paths`."""
+    """The number of drives. Default: one for each of `paths`."""
     read_bytes_per_second: Rate
-    """Reading only."""
+    """The rate of reading only."""
     write_bytes_per_second: Rate
-    """Writing only."""
+    """The rate of writing only."""
     mixed_bytes_per_second: Rate | None = None
-    """Both directions together, as much read as written. Default: as if one waited for the other."""
+    """The sum of both rates while as much is read as written. Default: as if reads and writes alternated."""
     weights: Annotated[tuple[Count, ...], Field(strict=False)] = ()
-    """The paths' shares of the stripes. Default: equal ones."""
+    """The share of each path in the stripes. Default: equal shares."""
     free_bytes: Bytes
-    """Space for the store."""
+    """Free space for the store."""
     endurance_tb_written: Speed | None = None
-    """What the drives are rated for, all together, in TB written (10^12 bytes). Default: unknown."""
+    """What all drives together are rated for, in TB written (10^12 bytes). Default: unknown."""
     alone: Annotated[tuple[DriveSection, ...], Field(strict=False)] = ()
-    """What each path does while the others rest. Default: unknown."""
+    """The rates of each path's drive while the others are idle. Default: unknown."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -118,7 +119,7 @@ class NvmeSection(Section):
                 message = f"`{key}` has {count} entries, but `paths` has {len(self.paths)}"
                 found.append(Contradiction(keys=(key,), message=message))
         if found:
-            raise refuse_together(found)
+            raise contradictions(found)
         return self
 
 
@@ -126,21 +127,21 @@ class HostSection(Section):
     """Main memory and the CPU."""
 
     memory_bytes: Bytes
-    """Installed."""
+    """Installed memory."""
     available_bytes: Bytes
-    """What a run may take."""
+    """Memory that a run may use."""
     adam_parameters_per_second: Speed
-    """AdamW updates on one thread."""
+    """Parameters that AdamW updates on one thread."""
     memory_bytes_per_second: Rate | None = None
-    """Read and written together, by all cores. Default: unknown, and then it bounds nothing."""
+    """The sum of reading and writing by all cores. Default: unknown; plans then ignore it."""
     num_cores: Count = 1
-    """Cores for computing."""
+    """Cores that compute."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.available_bytes > self.memory_bytes:
             message = "`available_bytes` is more than `memory_bytes`"
-            raise refuse_together([Contradiction(keys=("available_bytes",), message=message)])
+            raise contradictions([Contradiction(keys=("available_bytes",), message=message)])
         return self
 
 
@@ -148,11 +149,11 @@ class HardwareFile(Section):
     """One machine."""
 
     format_version: Literal[1] = 1
-    """Of the file."""
+    """The version of this format."""
     gpu: GpuSection
     """The device that runs the blocks: a GPU, or the CPU."""
     link: LinkSection | None = None
-    """Default: none, as where the CPU runs the blocks."""
+    """The link between host memory and the GPU. Default: none, as for a CPU."""
     nvme: NvmeSection
     """The drives."""
     host: HostSection
@@ -170,46 +171,30 @@ _SECTIONS: Mapping[tuple[str, ...], type[Section]] = {
 
 
 def read_hardware_file(path: Path) -> HardwareFile:
-    """Read and validate. Raises BadInput with all there is to correct."""
+    """Read and validate a hardware file. Raises BadInput with everything that is wrong."""
     findings: list[Finding] = []
     root = read_text(read_file(path, "hardware file"), str(path), findings)
     if not isinstance(root.content, dict):
-        hint = "write `gpu:`, `nvme:` and `host:` with their keys; `ratel profile -o FILE` makes one"
-        raise Finding(where=root.where, message="a hardware file is `key: value` lines", hint=hint).as_error()
-    file = _validate(root, findings)
-    if findings or file is None:
-        first, *others = sorted(findings, key=lambda finding: finding.where)
-        raise first.as_error(tuple(other.as_error() for other in others))
+        hint = "write `gpu:`, `nvme:` and `host:` with their keys; `ratel profile -o FILE` writes such a file"
+        raise Finding(where=root.where, message="a hardware file consists of `key: value` lines", hint=hint).as_error()
+    try:
+        file = HardwareFile.model_validate(plain(root))
+    except ValidationError as exc:
+        for error in exc.errors(include_url=False):
+            findings.extend(_findings_of(error, root, findings))
+    raise_all(findings)
     return file
 
 
-def _validate(root: Marked, findings: list[Finding]) -> HardwareFile | None:
-    """The file; None where it is not valid, and then findings say why."""
-    try:
-        return HardwareFile.model_validate(plain(root))
-    except ValidationError as exc:
-        for error in exc.errors(include_url=False):
-            _tell(error, root, findings)
-        return None
-
-
-def _tell(error: ErrorDetails, root: Marked, findings: list[Finding]) -> None:
-    location = error["loc"]
-    place = locate(root, location)
+def _findings_of(error: ErrorDetails, root: Marked, earlier: list[Finding]) -> Iterator[Finding]:
+    place = locate(root, error["loc"])
     if error["type"] == "contradictions":
-        findings.extend(
-            Finding(where=place_of_keys(root, location, each.keys), message=each.message, hint=each.hint)
-            for each in error["ctx"]["found"]
-        )
+        yield from (finding for _, finding in contradictions_in(error, root))
     elif error["type"] == "extra_forbidden":
-        *around, key = (step for step in location if isinstance(step, str))
+        *around, key = (step for step in error["loc"] if isinstance(step, str))
         message = f"unknown key `{key}`" + (f" in `{'.'.join(around)}`" if around else "")
         close = get_close_matches(key, _SECTIONS[tuple(around)].model_fields, n=1)
-        findings.append(
-            Finding(where=place.key, message=message, hint=f"did you mean `{close[0]}`?" if close else None)
-        )
-    elif error["input"] is not None or all(finding.where != place.value for finding in findings):
-        # Else the value could not be read, and that has been told.
-        message, hint = explain_error(error, place.name, None)
-        where = place.key if error["input"] is None else place.value
-        findings.append(Finding(where=where, message=message, hint=hint))
+        yield Finding(where=place.key, message=message, hint=f"did you mean `{close[0]}`?" if close else None)
+    elif error["input"] is not None or all(finding.where != place.value for finding in earlier):
+        # Otherwise the value could not be read, and there is a finding about that.
+        yield finding_of(error, root)

@@ -1,16 +1,18 @@
-"""What a value is refused with: pydantic's findings, told in the words of a person's YAML.
+"""Error messages for wrong values: pydantic's findings, in the words of the user's YAML.
 
-Called by `config.load` alone. Invariant: a sentence names the key, what it must be, and what it is.
+Invariant: a message names the key, what its value must be, and what it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 
 from pydantic_core import ErrorDetails
 
-from ratel_cli.config.yaml_marks import shorten
+from ratel_cli.config.sections import Contradiction
+from ratel_cli.config.source import locate, place_of_keys
+from ratel_cli.config.yaml_marks import Finding, Marked, shorten
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -28,12 +30,12 @@ _BOUNDS = {
     "less_than": ("lt", "less than"),
 }
 _KEY_HINTS = {
-    "max_steps": "leave `max_steps` out to train for `num_epochs`",
-    "save_steps": "give a number of steps, or leave it out to save only at the end",
-    "eval_steps": "give a number of steps, or leave it out to evaluate only at the end",
+    "max_steps": "remove `max_steps` to train for `num_epochs`",
+    "save_steps": "write a number of steps, or remove the key to save only the last step",
+    "eval_steps": "write a number of steps, or remove the key to evaluate only at the end",
 }
-_CHAT_HINT = "`chat_template` reads lists of messages with `role` and `content`; `field_messages` names their column"
-_EXACT_HINT = "use `adamw`: its states are on NVMe, so they need not be made smaller"
+_CHAT_HINT = "use `chat_template` for lists of messages with `role` and `content`; `field_messages` names their column"
+_EXACT_HINT = "use `adamw`: its states are on NVMe, so there is no need to compress them"
 _VALUE_HINTS = {
     "sharegpt": _CHAT_HINT,
     "chatml": _CHAT_HINT,
@@ -44,8 +46,23 @@ _VALUE_HINTS = {
 }
 
 
-def explain_error(error: ErrorDetails, key: str, default: object) -> tuple[str, str | None]:
-    """The message and hint for one finding of pydantic about ``key``, as the user wrote it."""
+def finding_of(error: ErrorDetails, root: Marked, *, default: object = None) -> Finding:
+    """The finding for one error of pydantic's about a single value; `default` is that key's default, for the hint."""
+    place = locate(root, error["loc"])
+    message, hint = _explain(error, place.name, default)
+    return Finding(where=place.key if error["input"] is None else place.value, message=message, hint=hint)
+
+
+def contradictions_in(error: ErrorDetails, root: Marked) -> Iterator[tuple[Contradiction, Finding]]:
+    """The contradictions that `sections.contradictions` put into an error, each with its finding."""
+    for each in error["ctx"]["found"]:
+        assert isinstance(each, Contradiction)
+        where = place_of_keys(root, error["loc"], each.keys)
+        yield each, Finding(where=where, message=each.message, hint=each.hint)
+
+
+def _explain(error: ErrorDetails, key: str, default: object) -> tuple[str, str | None]:
+    """The message and the hint for one of pydantic's findings. `key` is the name that the user wrote."""
     context: Mapping[str, object] = error.get("ctx") or {}
     value: object = error["input"]
     kind = error["type"]
@@ -53,8 +70,8 @@ def explain_error(error: ErrorDetails, key: str, default: object) -> tuple[str, 
         return f"`{key}` is missing", None
     if value is None:
         known = isinstance(default, str | bool | int | float)
-        return f"`{key}` has no value", f"leave the key out for its default ({default})" if known else None
-    if kind == "refused":
+        return f"`{key}` has no value", f"remove the key to use its default ({default})" if known else None
+    if kind == "rejected":
         hint = context["hint"]
         return f"`{key}` {context['words']}", hint if isinstance(hint, str) else None
     if kind == "literal_error":

@@ -1,10 +1,10 @@
-"""The `key=value` arguments of the command line, laid over the file's tree.
+"""The `key=value` arguments of the command line, applied to the file's tree.
 
-Called by `config.load`, after the file's keys have our names. Keys are dotted (`storage.engine`,
-`datasets.0.path`), values are YAML scalars or flow lists, the first `=` divides.
+Keys are dotted (`storage.engine`, `datasets.0.path`). Values are YAML scalars or flow lists. The first `=` separates
+key and value. The keys of the file must have our names already.
 
-Invariant: a later argument wins over an earlier one and over the file; an argument that decides what
-another key of the file decides too (`max_steps`, `num_epochs`) takes that key's place.
+Invariant: a later argument wins over an earlier one and over the file. An argument also replaces a key of the file that
+decides the same thing (`max_steps` and `num_epochs`).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from ratel_cli.config.dialect import Dialect
 from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Where, read_value, shorten
 
 _EITHER_OR = (("warmup_steps", "warmup_ratio"), ("num_epochs", "max_steps"), ("base_model", "model_shape"))
-_FORM = "write it as key=value, such as learning_rate=1e-4"
+_FORM = "write key=value, for example learning_rate=1e-4"
 
 
 def apply_override(root: Marked, argument: str, number: int, dialect: Dialect) -> None:
-    """Lay the ``number``-th argument (from 1) over the tree; what is wrong with it becomes a finding."""
+    """Apply one argument to the tree; `number` is its position, from 1. Whatever is wrong with it becomes a finding."""
     where = Where(layer=number, line=0, column=0, origin=f"argument {shorten(argument, 80)}")
     key, equals, text = argument.partition("=")
     steps = key.strip().split(".")
     if not equals or not all(steps):
-        dialect.findings.append(Finding(where=where, message="not an override", hint=_FORM))
+        dialect.findings.append(Finding(where=where, message="not a `key=value` argument", hint=_FORM))
         return
     value = read_value(text, where, dialect.findings)
     target = _target(root, steps[:-1], where, dialect)
@@ -47,7 +47,7 @@ def apply_override(root: Marked, argument: str, number: int, dialect: Dialect) -
 
 
 def _target(root: Marked, steps: list[str], where: Where, dialect: Dialect) -> tuple[str, Marked] | None:
-    """The section and the node that the last step of a dotted key belongs to."""
+    """The section and the node that the last part of a dotted key belongs to; None if there is none, with a finding."""
     if not steps:
         return TOP, root
     assert isinstance(root.content, dict)
@@ -72,7 +72,7 @@ def _target(root: Marked, steps: list[str], where: Where, dialect: Dialect) -> t
 def _nested_target(
     section: str, mapping: Marked, steps: list[str], where: Where, dialect: Dialect
 ) -> tuple[str, Marked] | None:
-    """Down from a section into the sections in it."""
+    """Go from a section into the sections inside it."""
     names = [".".join((section, *steps[:depth])) for depth in range(1, len(steps) + 1)]
     for name in names:
         if name not in SECTIONS:
@@ -112,18 +112,18 @@ def _item(datasets: Marked, step: str, where: Where, dialect: Dialect) -> Marked
     items = datasets.content if isinstance(datasets.content, list) else []
     if not (step.isascii() and step.isdigit()):
         message = f"`{step}` is not the number of a dataset"
-        hint = "datasets are counted from 0: datasets.0.path=a.jsonl"
+        hint = "datasets are numbered from 0: datasets.0.path=a.jsonl"
         dialect.findings.append(Finding(where=where, message=message, hint=hint))
         return None
     if len(step) > 6 or int(step) >= len(items):
-        message = f"there is no dataset {shorten(step).strip(chr(39))}; the config has {len(items)}, counted from 0"
+        message = f"there is no dataset {shorten(step).strip(chr(39))}; the config has {len(items)}, numbered from 0"
         dialect.findings.append(Finding(where=where, message=message))
         return None
     return items[int(step)]
 
 
 def _displace(root: Marked, name: str, entry: Entry, dialect: Dialect) -> None:
-    """Drop the file's key that decides the same thing, and say so."""
+    """Drop a key of the file that decides the same thing, with a notice."""
     assert isinstance(root.content, dict)
     if entry.value.content is None:
         return
@@ -132,5 +132,5 @@ def _displace(root: Marked, name: str, entry: Entry, dialect: Dialect) -> None:
             if other != name and other in root.content and root.content[other].where.layer == 0:
                 displaced = root.content.pop(other)
                 if displaced.value.content is not None:
-                    message = f"takes the place of `{displaced.written}` in the file"
+                    message = f"replaces `{displaced.written}` in the file"
                     dialect.notices.append(Finding(where=entry.where, message=message))

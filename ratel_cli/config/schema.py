@@ -1,10 +1,10 @@
-"""The config of a run: every key, its type, its default and what it means. The only home of defaults.
+"""The config of a run: every key with its type, its default and its meaning. The only home of defaults.
 
-Built by `config.load` from a person's YAML and arguments; read by the commands, which pass plain
-values on: nothing below `run` knows this class. `scripts/write_config_docs.py` writes docs/config.md from it.
+The docstring under a key is its help text: `docs/config.md` is generated from it, and `tests/config/surface.golden`
+records it. Nothing below `run` knows these classes; the layers there take plain values.
 
-Invariant: a RunConfig is whole. Every key is of its type, no two keys contradict each other, and
-dumping one (`to_yaml`) and loading it again gives an equal one.
+Invariant: a RunConfig is complete and consistent. Every key has its type, no two keys contradict each other, and a
+config that is written (`config.load.to_yaml`) and loaded again is equal to the first.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ratel_cli.config.sections import (
     Section,
     SnapshotConfig,
     StorageConfig,
-    refuse,
-    refuse_together,
+    contradictions,
+    rejection,
 )
 from ratel_cli.sizes import DtypeName
 
@@ -39,22 +39,23 @@ def _check_activations(value: object) -> object:
         return value
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
         return float(value)
-    raise refuse("must be `auto`, `keep`, `recompute`, `swap_all`, `static` or a fraction from 0 to 1")
+    raise rejection("must be `auto`, `keep`, `recompute`, `swap_all`, `static` or a fraction from 0 to 1")
 
 
 def _check_val_set_size(value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        raise refuse("must be a fraction below 1 or a whole number of samples")
+        raise rejection("must be a fraction below 1 or a whole number of samples")
     if isinstance(value, float) and not value < 1:
         whole = f"; for {int(value)} samples write {int(value)}" if value.is_integer() else ""
-        raise refuse(f"must be a fraction below 1 or a whole number of samples, not {value}{whole}")
+        raise rejection(f"must be a fraction below 1 or a whole number of samples, not {value}{whole}")
     return value
 
 
 def _check_report_to(value: object) -> object:
     if value in (None, "none"):
         return "none"
-    raise refuse("can only be `none`", "every step is in run/metrics.jsonl of the output directory; send it from there")
+    hint = "every step is in run/metrics.jsonl in the output directory; send it from there"
+    raise rejection("can only be `none`", hint)
 
 
 def _zero_is_off(value: float | None) -> float | None:
@@ -70,109 +71,119 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RunConfig(Section):
-    """What `ratel finetune` and `ratel plan` are asked to do."""
+    """All settings of a run, as `ratel finetune`, `ratel plan` and the other commands read them."""
 
     base_model: PathOrHubId | None = None
-    """The model to train: a directory with config.json and safetensors files, or a hub id. Required."""
+    """The model to train: a directory with config.json and safetensors files, or a Hugging Face hub id. Required."""
     model_shape: ModelShape | None = None
-    """For `ratel plan` only, instead of `base_model`: a GPT-type model given by its shape."""
+    """For `ratel plan` only, instead of `base_model` and `datasets`: a GPT-type model described by its shape."""
     cost_model: Literal["ratel", "paper"] = "ratel"
-    """For `ratel plan` only. `ratel` plans what a run does. `paper` uses the equations of the Ratel paper: 14 bytes of
-    state per parameter and 34 b s h bytes of activations per layer."""
+    """For `ratel plan` only: how a step is predicted. `ratel`: as for a run. `paper`: with the equations of the Ratel
+    paper, with 14 bytes of state per parameter and 34 b s h bytes of activations per layer."""
     random_init: bool = False
-    """Draw the initial weights from the model's initialiser, seeded by `seed`, instead of reading them from files."""
+    """Draw the weights from the model's own initialiser, with `seed`, instead of reading them. `base_model` then needs
+    no safetensors files."""
 
     datasets: Annotated[tuple[DatasetConfig, ...], Field(strict=False)] = ()
-    """The training data: a path, or a list of paths and of mappings with `path` and the other keys of a dataset.
+    """What to train on: one path or hub id, or a list of paths or of mappings with `path` and more keys.
     Required."""
     train_on_inputs: bool = False
-    """Learn the tokens of the prompt too, not only those of the answer."""
+    """Also train on the tokens of the prompt. By default only the answer counts in the loss."""
     sequence_len: int = Field(default=1024, ge=2)
-    """Tokens in a row. A longer plain text is split; any other longer sample is cut."""
+    """The most tokens in a row. Longer samples are cut, except plain text (`completion`), which is split into several
+    rows."""
     sample_packing: bool = True
-    """Put several samples into one row. No token attends to another sample."""
+    """Put several short samples into one row, so that fewer tokens are padding. No token attends to another sample. A
+    model that cannot separate packed samples gets one sample per row, with a notice."""
     shuffle: bool = True
-    """Visit the data in a new order in each epoch, drawn from `seed`."""
+    """Visit the samples in a new order in each epoch. The order is drawn from `seed`."""
 
     micro_batch_size: int = Field(default=1, ge=1)
-    """Rows that pass through a block at once. More rows take more device memory."""
+    """Rows that the model computes at once. More rows need more GPU memory, or RAM on the CPU."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
-    """Micro-batches in a step. More of them take more time and little memory: weights move once per step, however many
-    micro-batches there are."""
+    """Micro-batches in one step. More of them cost computing time but no further weight or optimizer traffic, because
+    weights and states move once per step."""
     num_epochs: float = Field(default=1.0, gt=0)
-    """Passes over the data. Ignored if `max_steps` is set."""
+    """Passes over the training data; a fraction is allowed. Ignored if `max_steps` is set."""
     max_steps: int | None = Field(default=None, ge=1)
-    """Steps in the run. Overrides `num_epochs`."""
+    """End the run after this many steps. Default: `num_epochs` decides."""
 
     learning_rate: float = Field(default=2e-5, ge=0)
-    """The learning rate after warm-up."""
+    """The peak learning rate, which is reached at the end of the warm-up."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
-    """The learning rate after warm-up: `constant`, or falling to zero at the last step."""
+    """The learning rate after the warm-up. `constant`: it stays at its peak. `linear`, `cosine`: it falls to zero at
+    the last step."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the learning rate rises linearly from zero. Setting it sets `warmup_ratio` to 0."""
+    """Steps in which the learning rate rises linearly from zero to its peak. If you set it, `warmup_ratio` becomes
+    0."""
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
-    """The same as `warmup_steps`, as a fraction of all steps."""
+    """The length of the warm-up as a fraction of all steps. Set this or `warmup_steps`, not both."""
     optimizer: Literal["adamw"] = "adamw"
-    """AdamW on fp32 master weights and fp32 moments."""
+    """The optimizer. AdamW is the only one; it updates fp32 master weights with fp32 moments."""
     adam_beta1: Decay = 0.9
-    """Decay rate of the first moment."""
+    """Decay rate of AdamW's first moment, the running mean of the gradients."""
     adam_beta2: Decay = 0.999
-    """Decay rate of the second moment."""
+    """Decay rate of AdamW's second moment, the running mean of the squared gradients."""
     adam_epsilon: float = Field(default=1e-8, gt=0)
-    """Added to the square root of the second moment."""
+    """Added to the square root of AdamW's second moment, so that no update divides by zero."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay. It is never applied to norms and biases."""
+    """Decoupled weight decay, as in AdamW. Biases and the weights of norms never decay."""
     max_grad_norm: ClipNorm = 1.0
-    """Clip the global gradient norm to this value, exactly. 0 or null turns clipping off."""
+    """Clip the gradients so that their global norm is at most this. The clipping is exact. 0 or null turns it off."""
 
     dtype: DtypeName = "bfloat16"
-    """The precision in which the model computes. Master weights and moments are always fp32."""
+    """The data type that the model computes in. Master weights and moments are always fp32. `float16` uses dynamic loss
+    scaling."""
     gradient_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """The precision to which gradients are rounded after the micro-batches are summed in fp32. `auto` is the same as
-    `dtype`."""
+    """The data type of gradients on their way to the optimizer. Micro-batches are summed in fp32 first. `auto`: the
+    same as `dtype`."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """Where to compute. `auto` is `cuda` if there is a CUDA device, else `cpu`."""
+    """The device that computes. `auto`: the GPU if PyTorch finds one, otherwise the CPU."""
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
-    """The attention kernel, by its Hugging Face name. If the model does not support it, another one is used, with a
-    notice."""
+    """The attention kernel, by its Hugging Face name. If the model does not support it, Ratel uses another one and
+    prints a notice."""
     activations: Activations = "auto"
     """What happens to the outputs of a layer's operators between forward and backward. `auto`: the plan decides for
-    each of them. `keep`: all stay in memory. `swap_all`: all are offloaded, to NVMe where memory is short. `recompute`
-    and `static`: only the inputs of layers are offloaded; everything else is recomputed. A number from 0 to 1: this
-    fraction of their bytes is offloaded."""
+    each of them. `keep`: all stay in memory. `swap_all`: all are offloaded, to NVMe if memory is short. `recompute`,
+    `static`: only the inputs of layers are offloaded; the rest is recomputed. A number from 0 to 1: this fraction of
+    the bytes is offloaded."""
     optimizer_overlap: Literal["optimized", "naive", "separate"] = "optimized"
     """When the optimizer runs. `optimized`: overlapped with backward; one group of parameters is read while another is
-    updated and a third is written. `naive`: overlapped with backward, one transfer after another. `separate`: after
-    backward. The bits are the same for all three."""
+    updated and a third is written. `naive`: overlapped with backward, but it reads, updates and writes one after
+    another. `separate`: after backward. The bits are the same for all three."""
     deterministic: bool = True
     """Use only kernels that give the same bits every time. `false` allows a faster backward of attention on a GPU."""
     trace: bool = False
-    """Write `run/trace.json`, a timeline of every step for Perfetto."""
+    """Write a timeline of every step to run/trace.json in the output directory, for ui.perfetto.dev."""
 
     storage: StorageConfig = StorageConfig()
-    """Where the training state lies, and how it is protected."""
+    """Where the store with the model's state is, and how it is written."""
     limits: LimitsConfig = LimitsConfig()
     """How much memory the run may use."""
 
     output_dir: Directory = Path("outputs/run")
-    """The Hugging Face directory that the run writes. Default: `outputs/` and the name of the config file."""
+    """The directory for the trained model, in the Hugging Face format, and for the run's records in run/. Default:
+    outputs/ and the name of the config file."""
     save_steps: int | None = Field(default=None, ge=1)
-    """Save every N steps, by pinning the step in the store. Default: no step is saved before the end."""
+    """Save a step in the store every N steps, without copying anything. `ratel export` and `--resume` can go back to
+    saved steps. Default: no step is saved but the last one."""
     save_total_limit: int = Field(default=1, ge=1)
-    """Number of saved steps in the store. The oldest one is dropped first."""
+    """The most saved steps in the store. When there is one more, the oldest is dropped."""
     eval_steps: int | None = Field(default=None, ge=1)
-    """Evaluate every N steps. Default: once, at the end."""
+    """Evaluate on the held-out samples every N steps, and at the end. Default: only at the end. Needs
+    `val_set_size`."""
     val_set_size: FractionOrCount = 0
-    """Samples held out for evaluation: a fraction below 1, or a number of samples."""
+    """Samples that are held out of training for evaluation: a fraction below 1, or a whole number of samples. 0:
+    none."""
     logging_steps: int = Field(default=1, ge=1)
-    """Print every N-th step. `run/metrics.jsonl` has every step."""
+    """Print a line every N steps. run/metrics.jsonl in the output directory always has every step."""
     report_to: Annotated[Literal["none"], BeforeValidator(_check_report_to)] = "none"
-    """Ratel sends nothing anywhere, so `none` is the only choice."""
+    """Accepted for compatibility. `none` is the only value: Ratel never sends data anywhere."""
     seed: int = Field(default=42, ge=0, lt=2**63)
-    """Seed of the drawn weights, of the order of the data and of dropout."""
+    """The seed of everything random: the order of the data, dropout, and the weights if `random_init` is set."""
 
     def resolved(self, name: str) -> Self:
-        """The same with the paths filled in that depend on others; ``name`` is the run's."""
+        """This config with the default paths filled in. `name` is the run's name, from which `output_dir` follows."""
         output_dir = self.output_dir if "output_dir" in self.model_fields_set else Path("outputs") / (name or "run")
         named = output_dir.name not in ("", "..")
         store = output_dir.with_name(output_dir.name + ".store") if named else output_dir / "ratel.store"
@@ -181,12 +192,12 @@ class RunConfig(Section):
 
     @property
     def resolved_gradient_dtype(self) -> DtypeName:
-        """What `auto` stands for."""
+        """The gradients' data type, with `auto` replaced by the type that it stands for."""
         return self.dtype if self.gradient_dtype == "auto" else self.gradient_dtype
 
     @property
     def num_saved_generations(self) -> int:
-        """Generations the store has room for, beside the two that a step needs."""
+        """How many saved steps the store has space for, in addition to the two generations that a step needs."""
         if self.storage.keep_generations is not None:
             return self.storage.keep_generations
         return self.save_total_limit if self.save_steps is not None else 0
@@ -202,15 +213,15 @@ class RunConfig(Section):
     def _check(self) -> Self:
         found = _model_contradictions(self) + _run_contradictions(self)
         if found:
-            raise refuse_together(found)
+            raise contradictions(found)
         return self
 
 
 def unused_keys(config: RunConfig) -> list[Contradiction]:
-    """Keys that were set to something and that this run does not look at, each with the reason."""
+    """Keys that the user set and that this run ignores, each with the reason."""
     found = []
     if config.max_steps is not None and config.num_epochs != 1:
-        found.append(_unused("num_epochs", f"`max_steps` ({config.max_steps}) says when the run ends"))
+        found.append(_unused("num_epochs", f"`max_steps` ({config.max_steps}) decides when the run ends"))
     if config.max_steps is not None and config.warmup_steps > config.max_steps:
         message = f"`warmup_steps` is {config.warmup_steps}, but the run ends after {config.max_steps} steps"
         found.append(Contradiction(keys=("warmup_steps",), message=message))
@@ -222,15 +233,15 @@ def unused_keys(config: RunConfig) -> list[Contradiction]:
 
 
 def _unused(key: str, reason: str) -> Contradiction:
-    return Contradiction(keys=(key,), message=f"`{key}` is not used: {reason}")
+    return Contradiction(keys=(key,), message=f"`{key}` is ignored: {reason}")
 
 
 def _model_contradictions(config: RunConfig) -> list[Contradiction]:
     if config.model_shape is not None:
         if config.base_model is None:
             return []
-        message = "`model_shape` and `base_model` are both given"
-        return [Contradiction(keys=("model_shape", "base_model"), message=message, hint="keep one of them")]
+        message = "`model_shape` and `base_model` are both set"
+        return [Contradiction(keys=("model_shape", "base_model"), message=message, hint="remove one of them")]
     found = []
     if config.base_model is None:
         hint = "name a directory or hub id: `base_model: org/name`"
@@ -245,10 +256,10 @@ def _model_contradictions(config: RunConfig) -> list[Contradiction]:
 def _run_contradictions(config: RunConfig) -> list[Contradiction]:
     found = []
     if config.warmup_steps and config.warmup_ratio:
-        message = "`warmup_steps` and `warmup_ratio` are both given"
-        found.append(Contradiction(keys=("warmup_ratio", "warmup_steps"), message=message, hint="keep one of them"))
+        message = "`warmup_steps` and `warmup_ratio` are both set"
+        found.append(Contradiction(keys=("warmup_ratio", "warmup_steps"), message=message, hint="remove one of them"))
     if config.gradient_dtype == "float16" and config.dtype != "float16":
-        message = f"`gradient_dtype: float16` needs `dtype: float16`, not {config.dtype}: only there the loss is scaled"
+        message = f"`gradient_dtype: float16` needs `dtype: float16`, not {config.dtype}: the loss must be scaled"
         found.append(Contradiction(keys=("gradient_dtype", "dtype"), message=message))
     if config.save_steps is not None:
         found.extend(_save_contradictions(config))
@@ -257,11 +268,11 @@ def _run_contradictions(config: RunConfig) -> list[Contradiction]:
 
 def _save_contradictions(config: RunConfig) -> list[Contradiction]:
     if config.storage.durability == "none":
-        message = "`save_steps` needs `storage.durability: step`; written in place there is nothing to go back to"
+        message = "`save_steps` needs `storage.durability: step`; a store that is written in place has no earlier step"
         return [Contradiction(keys=("save_steps", "storage"), message=message)]
     keep = config.storage.keep_generations
     if keep is not None and keep < config.save_total_limit:
-        message = f"`save_total_limit` is {config.save_total_limit}, but `storage.keep_generations` has room for {keep}"
-        hint = "raise `storage.keep_generations`"
+        message = f"`save_total_limit` is {config.save_total_limit}, but `storage.keep_generations` is {keep}"
+        hint = "increase `storage.keep_generations`"
         return [Contradiction(keys=("save_total_limit", "storage"), message=message, hint=hint)]
     return []

@@ -1,10 +1,10 @@
-"""The nested parts of a run's config: one dataset, the store, the limits, a model's shape.
+"""The sections of a run's config: a dataset, the store, the snapshot, the limits, a model's shape.
 
-`config.schema` composes them into RunConfig; nobody else reads them but through it. Here, too, are
-the field types that accept a person's way of writing: sizes such as 24GiB, `~` in paths.
+`config.schema` composes them into RunConfig. The field types for what people write, such as sizes (24GiB) and paths
+(~/store), are here too.
 
-Invariant: a validator reports in the words a user reads, through `refuse`, and only ever with that;
-rules that span several keys are told as Contradictions, so that each can be shown at its own key.
+Invariant: a validator raises only `rejection`, in words that a user reads. A rule about several keys raises
+`contradictions`, so that each can be shown at its own key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LEAST_LIMIT_BYTES = MIB
 
 
 class Section(BaseModel):
-    """A frozen part of the config: unknown keys refused, nothing coerced, docstrings as help."""
+    """Base of all sections: frozen, without unknown keys, without coercion, with docstrings as help texts."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -31,20 +31,21 @@ class Section(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contradiction:
-    """Keys that are fine alone and not together. Shown at the first of ``keys``."""
+    """Something wrong about several keys that are valid by themselves."""
 
     keys: tuple[str, ...]
+    """It is shown at the first of these that the user wrote."""
     message: str
     hint: str | None = None
 
 
-def refuse(words: str, hint: str | None = None) -> PydanticCustomError:
-    """The error that a field's validator raises; ``words`` continue "`key` ..."."""
-    return PydanticCustomError("refused", "{words}", {"words": words, "hint": hint})
+def rejection(words: str, hint: str | None = None) -> PydanticCustomError:
+    """The error that a field's validator raises. `words` complete a sentence that begins with the key."""
+    return PydanticCustomError("rejected", "{words}", {"words": words, "hint": hint})
 
 
-def refuse_together(found: list[Contradiction]) -> PydanticCustomError:
-    """The error that a model's validator raises for all its contradictions at once."""
+def contradictions(found: list[Contradiction]) -> PydanticCustomError:
+    """The error that a section's validator raises, with all its contradictions at once."""
     return PydanticCustomError(
         "contradictions", "{words}", {"words": "; ".join(each.message for each in found), "found": tuple(found)}
     )
@@ -52,22 +53,22 @@ def refuse_together(found: list[Contradiction]) -> PydanticCustomError:
 
 def _expand_home(text: str) -> str:
     if "\0" in text:
-        raise refuse("must not contain a NUL character")
+        raise rejection("must not contain a NUL character")
     if not text.startswith("~"):
         return text
     try:
         return str(Path(text).expanduser())
     except RuntimeError as exc:
-        raise refuse("starts with `~`, but there is no such home directory", "write the whole path") from exc
+        raise rejection("starts with `~`, but there is no such home directory", "write the whole path") from exc
 
 
 def _to_path(value: object) -> object:
     if isinstance(value, str):
         if not value:
-            raise refuse("must not be empty")
+            raise rejection("must not be empty")
         return Path(_expand_home(value))
     if not isinstance(value, Path):
-        raise refuse("must be a path")
+        raise rejection("must be a path")
     return value
 
 
@@ -75,15 +76,15 @@ def _to_bytes(value: object) -> object:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise refuse("must be a size like 24GiB")
+        raise rejection("must be a size like 24GiB")
     try:
         num_bytes = parse_bytes(value)
     except (ValueError, OverflowError) as exc:
-        raise refuse("must be a size like 24GiB, 500MB or 1073741824") from exc
+        raise rejection("must be a size like 24GiB, 500MB or 1073741824") from exc
     if num_bytes < _LEAST_LIMIT_BYTES:
         number = str(value)
         hint = f"did you mean {number}GiB?" if number.isdigit() and int(number) else None
-        raise refuse(f"must be at least 1MiB; {number} is {num_bytes} bytes", hint)
+        raise rejection(f"must be at least 1MiB; {number} is {num_bytes} bytes", hint)
     return num_bytes
 
 
@@ -95,62 +96,69 @@ Column = Annotated[str, Field(min_length=1)]
 
 
 class DatasetConfig(Section):
-    """One source of training samples."""
+    """One source of training samples. Instead of a mapping, a bare path or hub id is enough."""
 
     path: PathOrHubId
-    """A JSONL, JSON, parquet or text file, a directory or glob pattern of such files, or a hub id."""
+    """A JSONL, JSON, Parquet or text file, a directory or glob pattern of such files, or a hub id."""
     type: Literal["auto", "completion", "chat_template", "alpaca", "tokens"] = "auto"
-    """How a row becomes tokens. `auto` decides by the columns of the first row and prints its decision."""
+    """How a row becomes tokens. `completion`: plain text. `chat_template`: a list of messages, in the format of the
+    model's chat template. `alpaca`: instruction, input and output. `tokens`: token ids. `auto`: decided by the columns
+    of the first row, and printed."""
     split: str = Field(default="train", min_length=1)
     """The split of a hub dataset. Local files have no splits."""
     name: str | None = None
-    """The configuration of a hub dataset, if it has several."""
+    """The configuration of a hub dataset that has several. Default: the dataset's own default."""
     field: Column = "text"
-    """`completion`: the column of the text."""
+    """The column with the text, for `completion`."""
     field_messages: Column = "messages"
-    """`chat_template`: the column of the messages, each with `role` and `content`."""
+    """The column with the list of messages, for `chat_template`. Each message has a `role` and a `content`."""
     field_instruction: Column = "instruction"
-    """`alpaca`: the column of the instruction."""
+    """The column with the instruction, for `alpaca`."""
     field_input: Column = "input"
-    """`alpaca`: the column of further input. It may be empty or missing."""
+    """The column with further input, for `alpaca`. It may be empty or missing."""
     field_output: Column = "output"
-    """`alpaca`: the column of the answer."""
+    """The column with the answer, for `alpaca`."""
     max_samples: int | None = Field(default=None, ge=1)
     """Use only the first N usable rows. Default: all of them."""
 
 
 class SnapshotConfig(Section):
-    """A second copy of the model's state, on another device, made beneath training."""
+    """A second copy of the model's state on another device, made while training goes on."""
 
     path: Directory
-    """The directory of the snapshot, on another device. It takes 24 bytes per parameter, 28 with `dtype: float16`."""
+    """The directory of the snapshot. It takes 24 bytes per parameter (28 with `dtype: float16`): space for two
+    generations of the state."""
     every: int = Field(ge=1)
     """Copy the state every N steps, in the background."""
 
 
 class StorageConfig(Section):
-    """Where the model's state lies on NVMe, and how it is kept."""
+    """Where the store with the model's state is, and how it is written."""
 
     paths: Annotated[tuple[Directory, ...], Field(strict=False)] = ()
-    """The directories of the store, one per SSD. Data is striped over them. Default: `<output_dir>.store`."""
+    """The store's directories, one for each SSD. The state is striped over them. Default: one directory next to
+    `output_dir`, with the same name and `.store`."""
     engine: Literal["auto", "io_uring", "threads"] = "auto"
-    """How files are read and written. `auto` is `io_uring`, or `threads` where the kernel refuses it."""
+    """How files are read and written. `auto`: with io_uring, or with threads where the system does not allow it."""
     durability: Literal["step", "none"] = "step"
-    """`step`: each step is committed, and a crash costs at most the step in flight and the one before it. `none`: the
-    state is updated in place, in half the space, and a crash loses the run."""
+    """What a crash may cost. `step`: each step is committed; a crash costs at most the step that is being computed and
+    the one before it. `none`: the state is written in place, which takes half the space; a crash costs the whole
+    run."""
     max_tb_written: float | None = Field(default=None, gt=0)
-    """End the run cleanly before more than this many TB (10^12 bytes) are written to the store. Default: no limit."""
+    """Stop before more than this many TB (10^12 bytes) are written to the store; every step so far stays saved.
+    Default: no limit."""
     keep_generations: int | None = Field(default=None, ge=0)
-    """Room in the store for saved steps, in addition to the two generations that every run needs.
-    Default: `save_total_limit` if `save_steps` is set, else 0."""
+    """How many saved steps the store has space for, in addition to the two generations that a step needs. Fixed when
+    the store is made. Default: `save_total_limit` if `save_steps` is set, otherwise 0."""
     snapshot: SnapshotConfig | None = None
-    """A second copy of the state on another device, for `ratel restore`. Default: none."""
+    """A second copy of the state on another device, in case this one fails. `ratel restore` makes a store from it.
+    Default: none."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         found = []
         if len(set(self.paths)) < len(self.paths):
-            found.append(Contradiction(keys=("paths",), message="`paths` names a directory twice"))
+            found.append(Contradiction(keys=("paths",), message="`paths` contains a directory twice"))
         if self.durability == "none" and self.keep_generations:
             found.append(
                 Contradiction(
@@ -162,40 +170,40 @@ class StorageConfig(Section):
             found.append(
                 Contradiction(
                     keys=("snapshot", "durability"),
-                    message="`snapshot` needs `durability: step`; in place the only generation is written over",
+                    message="`snapshot` needs `durability: step`; in place there is no second generation to copy from",
                 )
             )
         if found:
-            raise refuse_together(found)
+            raise contradictions(found)
         return self
 
 
 class LimitsConfig(Section):
-    """How much memory the run may take."""
+    """How much memory the run may use."""
 
     gpu_memory: Size = None
-    """GPU memory that the run may use, such as 24GiB. Default: what is free, less a margin."""
+    """The most GPU memory that the run may use, such as 24GiB. Default: what is free, less a margin."""
     host_memory: Size = None
-    """Main memory that the run may use, such as 64GiB. Default: what is free, less a margin."""
+    """The most RAM that the run may use, such as 64GiB. Default: what is free, less a margin."""
 
 
 class ModelShape(Section):
-    """A GPT-type model by its shape alone, for `ratel plan`."""
+    """A GPT-type model described by its shape, for `ratel plan`."""
 
     num_layers: int = Field(ge=1)
-    """Decoder layers."""
+    """Decoder layers of the model."""
     num_heads: int = Field(ge=1)
-    """Attention heads in a layer."""
+    """Attention heads in each layer. `hidden_size` must be a multiple of it."""
     hidden_size: int = Field(ge=1)
     """Width of the hidden states."""
     vocab_size: int = Field(default=50257, ge=1)
     """Tokens in the vocabulary."""
     num_parameters: int | None = Field(default=None, ge=1)
-    """Parameters in the model, if the number is known more exactly than the shape gives it."""
+    """The number of parameters, if it differs from what the shape gives. Default: computed from the shape."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.hidden_size % self.num_heads:
             message = f"`hidden_size` ({self.hidden_size}) must be a multiple of `num_heads` ({self.num_heads})"
-            raise refuse_together([Contradiction(keys=("hidden_size", "num_heads"), message=message)])
+            raise contradictions([Contradiction(keys=("hidden_size", "num_heads"), message=message)])
         return self

@@ -1,8 +1,6 @@
-"""A person's file: its text, and the places in it that pydantic's findings are about.
+"""A user's YAML file: its text, and the places in it that pydantic's findings are about.
 
-Called by `config.load` (a run's config) and `config.hardware_file`.
-
-Invariant: a file that cannot be read ends in one BadInput with the file's name, whatever the reason.
+Invariant: a file that cannot be read gives one BadInput with the file's name, whatever the reason.
 """
 
 from __future__ import annotations
@@ -17,35 +15,38 @@ from ratel_cli.errors import BadInput
 from ratel_cli.units import format_bytes
 
 Location = tuple[int | str, ...]
-"""As pydantic gives it: keys and list positions, from the top."""
+"""A path into nested values, as in pydantic's errors: keys and list positions, from the top."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a location is in the file."""
+    """Where a location is in the file. If the user did not write it, the innermost mapping around it."""
 
     name: str
     """The dotted key, as the user wrote it."""
     key: Where
+    """Where the key is."""
     value: Where
+    """Where its value is."""
     node: Marked
+    """The value."""
 
 
 def read_file(path: Path, what: str) -> str:
-    """The file's text. Raises BadInput, also where it is too large for `what` it should be."""
+    """The text of a file. `what` it should be ("config") is for messages. Raises BadInput, also if it is too large."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_TEXT_BYTES + 1)
     except FileNotFoundError as exc:
-        raise BadInput(f"{path}: there is no such file", _similar_file(path)) from exc
+        raise BadInput(f"{path}: no such file", _similar_file(path)) from exc
     except IsADirectoryError as exc:
-        raise BadInput(f"{path}: is a directory", "name the YAML file itself") from exc
+        raise BadInput(f"{path}: is a directory", "write the path of the YAML file") from exc
     except OSError as exc:
         raise BadInput(f"{path}: cannot be read: {exc.strerror}") from exc
     except ValueError as exc:
-        raise BadInput(f"{path}: is not a file name") from exc
+        raise BadInput(f"{path}: not a valid file name") from exc
     if len(content) > MAX_TEXT_BYTES:
-        raise BadInput(f"{path}: is larger than {format_bytes(MAX_TEXT_BYTES)}; this is no {what}")
+        raise BadInput(f"{path}: larger than {format_bytes(MAX_TEXT_BYTES)}; this is not a {what}")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as exc:
@@ -56,7 +57,7 @@ def read_file(path: Path, what: str) -> str:
 
 
 def locate(root: Marked, location: Location) -> Place:
-    """The place of a location of pydantic's, or of the innermost mapping around it that was written."""
+    """The place of a location, or of the innermost mapping around it that the user wrote."""
     names: list[str] = []
     node, key = root, root.where
     for step in location:
@@ -75,13 +76,13 @@ def locate(root: Marked, location: Location) -> Place:
 
 
 def is_written(root: Marked, location: Location) -> bool:
-    """Whether the file has this key."""
+    """True if the user wrote this key."""
     around = locate(root, location[:-1]).node.content
     return isinstance(around, dict) and location[-1] in around
 
 
 def place_of_keys(root: Marked, location: Location, keys: Sequence[str]) -> Where:
-    """Where the first of the keys is that was given; else the mapping itself."""
+    """Where the first of these keys is that the user wrote; if none, where their mapping is."""
     for key in keys:
         if is_written(root, (*location, key)):
             return locate(root, (*location, key)).key

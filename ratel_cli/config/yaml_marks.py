@@ -1,11 +1,10 @@
-"""YAML text as a tree in which every key and value remembers where it was written.
+"""YAML text as a tree in which every key and value has its place.
 
-Called by `config.load` (files) and `config.overrides` (single values). PyYAML reads the text; what
-its nodes mean is decided here, because its YAML 1.1 surprises people: `1e-4` is a number, `yes` and
-`2024-01-01` are text, a key given twice is an error, and no tag builds anything but plain values.
+PyYAML parses the text, but YAML 1.1 surprises people, so the meaning of its nodes is decided here: `1e-4` is a number,
+`yes` and `2024-01-01` are text, a key that appears twice is an error, and tags give plain values only.
 
-Invariant: the tree is finite and small, whatever the text (aliases are expanded within a bound), and
-the only exception that leaves is BadInput.
+Invariant: the tree is finite and small for every text (the expansion of aliases is bounded), and BadInput is the only
+exception that leaves this module.
 """
 
 from __future__ import annotations
@@ -28,14 +27,16 @@ Scalar = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Where:
-    """A place that a person can find: in a file, or an argument of the command line."""
+    """A place in a file, or an argument of the command line. In the order in which findings are reported."""
 
     layer: int
-    """0 for the file, then one per argument: the order in which findings are told."""
+    """0 for the file, then the argument's number."""
     line: int
-    """From 1; 0 in an argument, which is one line."""
+    """From 1; 0 for an argument, which has one line."""
     column: int
+    """From 1; 0 for an argument."""
     origin: str
+    """The file's name, or the argument."""
 
     def __str__(self) -> str:
         return f"{self.origin}:{self.line}:{self.column}" if self.line else self.origin
@@ -43,19 +44,27 @@ class Where:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is wrong, or worth a note, at one place."""
+    """An error or a notice at one place."""
 
     where: Where
     message: str
     hint: str | None = None
 
     def as_error(self, others: tuple[BadInput, ...] = ()) -> BadInput:
+        """The finding as an error, which may carry others."""
         return BadInput(f"{self.where}: {self.message}", self.hint, others=others)
+
+
+def raise_all(findings: list[Finding]) -> None:
+    """Raise the first of the findings, by place, as a BadInput that carries the others. Nothing if there is none."""
+    if findings:
+        first, *others = sorted(findings, key=lambda finding: finding.where)
+        raise first.as_error(tuple(other.as_error() for other in others))
 
 
 @dataclass(slots=True, kw_only=True)
 class Marked:
-    """A value and its place."""
+    """A value and its place. It can be changed: aliases and overrides replace values."""
 
     where: Where
     content: Scalar | list[Marked] | dict[str, Entry]
@@ -63,7 +72,7 @@ class Marked:
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """A key of a mapping as it was written, its place, and its value."""
+    """A key of a mapping as the user wrote it, its place, and its value."""
 
     where: Where
     written: str
@@ -87,7 +96,7 @@ _RESOLVERS: Resolvers = {}
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """Resolves plain scalars much as YAML 1.2 does. `config.load` gives its rules to the dumper too."""
+    """Resolves plain scalars much as YAML 1.2 does."""
 
     yaml_implicit_resolvers = _RESOLVERS
 
@@ -108,7 +117,7 @@ for _name, _pattern, _starts in (
 
 
 def read_text(text: str, origin: str, findings: list[Finding]) -> Marked:
-    """The tree of a whole file's text. Raises BadInput for what makes the rest unreadable."""
+    """The tree of a file's text. Raises BadInput if the text cannot be parsed; other errors become findings."""
     start = Where(layer=0, line=1, column=1, origin=origin)
     try:
         node = _compose(text, start)
@@ -120,7 +129,7 @@ def read_text(text: str, origin: str, findings: list[Finding]) -> Marked:
 
 
 def read_value(text: str, where: Where, findings: list[Finding]) -> Marked | None:
-    """The value of an argument: a scalar, or a flow list or mapping. None where it is not YAML."""
+    """The value of an argument: a scalar, a flow list or a flow mapping. None if it is not YAML, with a finding."""
     text = text.strip()
     try:
         if text[:1] in ("[", "{", '"', "'"):
@@ -138,7 +147,7 @@ def read_value(text: str, where: Where, findings: list[Finding]) -> Marked | Non
 
 
 class _Unreadable(Exception):
-    """There is no making sense of the text from here on. Never leaves this module."""
+    """The rest of the text cannot be read. Never leaves this module."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.message)
@@ -146,7 +155,7 @@ class _Unreadable(Exception):
 
 
 class _Converter:
-    """Turns PyYAML's nodes, which aliases make a graph, into a bounded tree."""
+    """Turns PyYAML's nodes, which are a graph if there are aliases, into a bounded tree."""
 
     def __init__(self, start: Where, findings: list[Finding]) -> None:
         self._start = start
@@ -157,7 +166,7 @@ class _Converter:
         where = self._where(node)
         self._num_nodes += 1
         if self._num_nodes > MAX_NODES:
-            hint = "an alias (`*name`) of something large, used many times over, does this"
+            hint = "an alias (`*name`) of something large that is used many times does this"
             raise _Unreadable(Finding(where=where, message=f"more than {MAX_NODES} values", hint=hint))
         if depth > MAX_DEPTH:
             raise _Unreadable(Finding(where=where, message=f"nested more than {MAX_DEPTH} deep"))
@@ -165,7 +174,7 @@ class _Converter:
             return Marked(where=where, content=self._scalar(node, where))
         kind = "seq" if isinstance(node, yaml.SequenceNode) else "map"
         if node.tag != _TAG + kind:
-            self._refuse_tag(node, where)
+            self._reject_tag(node, where)
         if isinstance(node, yaml.SequenceNode):
             return Marked(where=where, content=[self.convert(item, depth=depth + 1) for item in node.value])
         assert isinstance(node, yaml.MappingNode)
@@ -181,8 +190,8 @@ class _Converter:
                 self._findings.append(Finding(where=where, message="a key must be text"))
             elif key in entries:
                 first = entries[key].where
-                seen = f" (first in line {first.line})" if first.line else ""
-                self._findings.append(Finding(where=where, message=f"`{key}` is given twice{seen}"))
+                seen = f" (first on line {first.line})" if first.line else ""
+                self._findings.append(Finding(where=where, message=f"`{key}` appears twice{seen}"))
             else:
                 entries[key] = Entry(where=where, written=key, value=value)
         return entries
@@ -198,12 +207,12 @@ class _Converter:
             kind = node.tag.removeprefix(_TAG)
             self._findings.append(Finding(where=where, message=f"{shorten(text)} cannot be read as {kind}"))
         except KeyError:
-            self._refuse_tag(node, where)
+            self._reject_tag(node, where)
         return None
 
-    def _refuse_tag(self, node: yaml.Node, where: Where) -> None:
+    def _reject_tag(self, node: yaml.Node, where: Where) -> None:
         tag = node.tag.replace(_TAG, "!!")
-        hint = "write the plain value"
+        hint = "write the value without a tag"
         self._findings.append(Finding(where=where, message=f"the tag {shorten(tag)} is not allowed here", hint=hint))
 
     def _where(self, node: yaml.Node) -> Where:
@@ -214,12 +223,12 @@ class _Converter:
 
 
 def shorten(text: str, limit: int = 60) -> str:
-    """The text in quotes, cut where it is too long for a message."""
+    """The text in quotes, cut if it is longer than `limit` characters."""
     return f"'{text}'" if len(text) <= limit else f"'{text[: limit - 3]}...'"
 
 
 def _construct(tag: str, text: str) -> Scalar:
-    """The value of a scalar. KeyError: a tag we do not know. ValueError: not of that tag."""
+    """The value of a scalar. Raises KeyError for an unknown tag, ValueError for a text that does not fit the tag."""
     kind = tag.removeprefix(_TAG)
     if kind == "str":
         return text
@@ -259,7 +268,7 @@ def _compose(text: str, start: Where) -> yaml.Node | None:
     except RecursionError as exc:
         raise _Unreadable(Finding(where=start, message=f"nested more than {MAX_DEPTH} deep")) from exc
     except (yaml.YAMLError, ValueError, OverflowError) as exc:
-        # PyYAML leaks chr() and int() errors for escapes such as "\UFFFFFFFF".
+        # PyYAML lets errors of chr() and int() through, for escapes such as "\UFFFFFFFF".
         raise _Unreadable(Finding(where=start, message="not valid YAML: an escape or number is out of range")) from exc
 
 
@@ -275,24 +284,24 @@ _EXPLANATIONS: tuple[tuple[str, str, str], ...] = (
     ("'\\t'", "a tab where only spaces are allowed", "indent with spaces"),
     (
         "mapping values are not allowed",
-        "a `:` that does not belong here",
-        "quote text that contains `: `, and check the indentation",
+        "unexpected `:`",
+        "put quotes around text that contains `: `, and check the indentation",
     ),
-    ("unexpected end of stream", "it ends before it is complete", "close every quote and bracket"),
-    ("<stream end>", "it ends before it is complete", "close every quote and bracket"),
+    ("unexpected end of stream", "the text ends too early", "close every quote and bracket"),
+    ("<stream end>", "the text ends too early", "close every quote and bracket"),
     (
         "<block end>",
         "this line does not fit the indentation of the lines above",
-        "keys of one level start in one column",
+        "start all keys of one level in the same column",
     ),
     ("could not find expected ':'", "a line without `:`", "write `key: value`"),
-    ("second occurrence", "an anchor (`&name`) that was given before", "give each anchor a name of its own"),
+    ("second occurrence", "an anchor (`&name`) that was used before", "use a different name for each anchor"),
     ("but found another document", "a second document (`---`)", "keep one document in the file"),
 )
 
 
 def _explain(problem: str) -> tuple[str, str | None]:
-    """PyYAML's words for a syntax error in ours, with what to do."""
+    """The message and the hint for a syntax error, given PyYAML's words for it."""
     for sign, message, hint in _EXPLANATIONS:
         if sign in problem:
             return message, hint

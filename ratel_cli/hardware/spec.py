@@ -1,6 +1,6 @@
-"""What a machine can do, as a value: measured by `hardware.measure`, read by everything in `planning`.
+"""What a machine can do, as a value. Measured by `hardware.measure`, or read from a hardware file; plans depend on it.
 
-Pure: no torch. The JSON form is the hardware file of the user's contract.
+Pure: no torch. The JSON form of HardwareProfile is the hardware file, and `config.hardware_file` describes each field.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from ratel_cli.units import GIB, MIB
 
 FORMAT_VERSION = 1
 GPU_CONTEXT_BYTES = 640 * MIB
-"""What CUDA takes of a GPU before anything is allocated: context, kernels, queues."""
+"""GPU memory that CUDA takes before anything is allocated: context, kernels, queues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeDevice:
-    """The device that runs the blocks: a GPU, or the CPU with a budget of host memory in its place."""
+    """The device that runs the blocks: a GPU, or the CPU with a part of the host memory in its place."""
 
     name: str
     memory_bytes: int
@@ -30,50 +30,48 @@ class Link:
     to_gpu_bytes_per_second: float
     from_gpu_bytes_per_second: float
     both_bytes_per_second: float
-    """Both directions together while as much goes up as comes down, at the same time."""
+    """The sum of both rates while both directions are busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriveRates:
-    """What one or several drives do, as the run's own queue sees them."""
+    """What one drive or several can do, measured through the queue that training uses."""
 
     read_bytes_per_second: float
     write_bytes_per_second: float
     mixed_bytes_per_second: float
-    """Both directions together while as much is read as written, at the same time."""
+    """The sum of both rates while as much is read as written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nvme:
-    """All store directories together, as the run's own queue sees them."""
+    """All directories of the store together."""
 
     paths: tuple[str, ...]
-    """Empty where a hardware file describes a machine that is elsewhere."""
+    """Empty if a hardware file describes a machine that is elsewhere."""
     num_devices: int = 1
-    """Drives that the directories are on."""
     read_bytes_per_second: float
     write_bytes_per_second: float
     mixed_bytes_per_second: float
-    """Both directions together while as much is read as written, at the same time."""
     weights: tuple[int, ...]
-    """The paths' shares of the stripes, by how fast their drives are alone (io/striping.py)."""
+    """The share of each path in the stripes, by the speed of its drive alone (io/striping.py)."""
     free_bytes: int
     endurance_tb_written: float | None = None
-    """What the drives are rated for, all together, in 10^12 bytes; from a file that a person wrote."""
+    """In TB of 10^12 bytes. None: unknown; nothing measures it."""
     alone: tuple[DriveRates, ...] = ()
-    """What each path's drive does while the others rest. Empty: unknown."""
+    """For each path, the rates of its drive while the others are idle. Empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Main memory and the CPU's share of the work."""
+    """Main memory and the CPU."""
 
     memory_bytes: int
     available_bytes: int
     adam_parameters_per_second: float
     """On one thread."""
     memory_bytes_per_second: float | None = None
-    """Read and written together, by all cores. None: unknown."""
+    """Reading and writing together, by all cores. None: unknown."""
     num_cores: int = 1
 
 
@@ -83,20 +81,20 @@ class HardwareProfile:
 
     gpu: ComputeDevice
     link: Link | None = None
-    """None where the CPU runs the blocks."""
+    """None if the CPU runs the blocks."""
     nvme: Nvme
     host: Host
 
     def to_json(self) -> dict[str, object]:
-        """The hardware file's content."""
+        """The content of a hardware file."""
         return {"format_version": FORMAT_VERSION, **asdict(self)}
 
 
 def alternating_bytes_per_second(read_bytes_per_second: float, write_bytes_per_second: float) -> float:
-    """The mixed rate of a drive that does one thing at a time: what to assume where it was not measured."""
+    """The mixed rate of a drive that alternates between reads and writes: the assumption if it was not measured."""
     return 2 / (1 / read_bytes_per_second + 1 / write_bytes_per_second)
 
 
 def margin_bytes(memory_bytes: int) -> int:
-    """What is left to everything else, of a memory of this size, where the user sets no limit."""
+    """How much of a memory of this size a run leaves to everything else, if the user sets no limit."""
     return max(GIB, memory_bytes // 20)

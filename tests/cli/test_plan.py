@@ -336,16 +336,16 @@ def test_prices(ask: Ask) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["run.yaml", "--hardware", "none.json"], "none.json: there is no such file"),
+        (["run.yaml", "--hardware", "none.json"], "none.json: no such file"),
         (["run.yaml", "base_model=org/name"], "there is no directory org/name; `ratel plan` downloads nothing"),
-        (["run.yaml", "base_model=empty"], "config.json: there is no such file"),
+        (["run.yaml", "base_model=empty"], "config.json: no such file"),
         (["run.yaml", "base_model=torn"], "config.json: cannot be parsed"),
         (["run.yaml", "base_model=list"], "config.json: must hold an object"),
         (["run.yaml", "base_model=typeless"], "`model_type` is missing"),
         (["run.yaml", "cost_model=paper"], "`cost_model: paper` needs `model_shape`"),
         (["shape.yaml", "cost_model=paper"], "`cost_model: paper` needs a machine with a GPU"),
         (["run.yaml", "learning_rte=1"], "learning_rte"),
-        (["none.yaml"], "none.yaml: there is no such file"),
+        (["none.yaml"], "none.yaml: no such file"),
     ],
 )
 def test_wrong_input(ask: Ask, config: Path, machine: Path, here: Path, arguments: list[str], told: str) -> None:

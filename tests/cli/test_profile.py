@@ -179,7 +179,7 @@ def test_a_config_says_what_to_measure(
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (["none.yaml"], 2, "error: none.yaml: there is no such file"),
+        (["none.yaml"], 2, "error: none.yaml: no such file"),
         (["--storage", "none", "--storage", "nil"], 2, "error: argument '--storage none': there is no such directory"),
         (["--storage", "none", "--storage", "nil"], 2, "error: argument '--storage nil': there is no such directory"),
         (["-o", "none/hardware.json"], 2, "error: argument '-o none/hardware.json': there is no directory none"),

@@ -191,9 +191,9 @@ def test_a_plan_needs_only_a_shape(load: Load) -> None:
 @pytest.mark.parametrize(
     ("lines", "notice"),
     [
-        ("num_epochs: 3\nmax_steps: 5", "3:1: `num_epochs` is not used: `max_steps` (5) says when the run ends"),
-        ("eval_steps: 3", "3:1: `eval_steps` is not used: `val_set_size` is 0"),
-        ("save_total_limit: 3", "3:1: `save_total_limit` is not used: `save_steps` is not set"),
+        ("num_epochs: 3\nmax_steps: 5", "3:1: `num_epochs` is ignored: `max_steps` (5) decides when the run ends"),
+        ("eval_steps: 3", "3:1: `eval_steps` is ignored: `val_set_size` is 0"),
+        ("save_total_limit: 3", "3:1: `save_total_limit` is ignored: `save_steps` is not set"),
         ("warmup_steps: 9\nmax_steps: 5", "3:1: `warmup_steps` is 9, but the run ends after 5 steps"),
     ],
 )
@@ -213,7 +213,7 @@ def test_an_alias_bomb_is_bounded(complain: Complain) -> None:
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 10)]
     [error] = complain("\n".join(lines))
     assert error.endswith(
-        "more than 10000 values | an alias (`*name`) of something large, used many times over, does this"
+        "more than 10000 values | an alias (`*name`) of something large that is used many times does this"
     )
 
 
@@ -233,7 +233,7 @@ def test_a_number_of_too_many_digits(complain: Complain) -> None:
     [
         (b"a: 1\nbb: \xff\n", "run.yaml:2:5: not UTF-8 text (byte 0xff) | save the file as UTF-8"),
         ("base_model: m\n".encode("utf-16"), "run.yaml:1:1: not UTF-8 text (byte 0xff) | save the file as UTF-8"),
-        (b"#" * (MAX_TEXT_BYTES + 1), "run.yaml: is larger than 256 KiB; this is no config"),
+        (b"#" * (MAX_TEXT_BYTES + 1), "run.yaml: larger than 256 KiB; this is not a config"),
     ],
 )
 def test_bytes_that_are_no_text(complain: Complain, content: bytes, error: str) -> None:
@@ -260,11 +260,11 @@ def told(path: Path) -> tuple[str, str | None]:
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("finetune.yaml").write_text(MINIMAL)
-    assert told(Path("finetun.yaml")) == ("finetun.yaml: there is no such file", "did you mean finetune.yaml?")
-    assert told(Path("x/y.yaml")) == ("x/y.yaml: there is no such file", None)
-    assert told(Path()) == (".: is a directory", "name the YAML file itself")
+    assert told(Path("finetun.yaml")) == ("finetun.yaml: no such file", "did you mean finetune.yaml?")
+    assert told(Path("x/y.yaml")) == ("x/y.yaml: no such file", None)
+    assert told(Path()) == (".: is a directory", "write the path of the YAML file")
     assert told(Path("finetune.yaml/x")) == ("finetune.yaml/x: cannot be read: Not a directory", None)
-    assert told(Path("a\0b"))[0] == "a\0b: is not a file name"
+    assert told(Path("a\0b"))[0] == "a\0b: not a valid file name"
     Path("loop.yaml").symlink_to("loop.yaml")
     assert told(Path("loop.yaml"))[0].startswith("loop.yaml: cannot be read: ")
 

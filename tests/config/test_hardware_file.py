@@ -95,9 +95,9 @@ def test_wrong_values(complain: Complain, number: int, line: str, told: str) -> 
     ("text", "told"),
     [
         ("", "hw.yaml:1:1: the file is empty"),
-        ("- 1\n", "hw.yaml:1:1: a hardware file is `key: value` lines"),
-        ("gpu: {\n", "hw.yaml:2:1: not valid YAML: it ends before it is complete"),
-        ("#" * (MAX_TEXT_BYTES + 1), "hw.yaml: is larger than 256 KiB; this is no hardware file"),
+        ("- 1\n", "hw.yaml:1:1: a hardware file consists of `key: value` lines"),
+        ("gpu: {\n", "hw.yaml:2:1: not valid YAML: the text ends too early"),
+        ("#" * (MAX_TEXT_BYTES + 1), "hw.yaml: larger than 256 KiB; this is not a hardware file"),
         (LINES.replace("name: a GPU", "name: !!binary aGk="), "hw.yaml:2:9: the tag '!!binary' is not allowed here"),
     ],
 )

@@ -80,8 +80,8 @@ def test_an_argument_takes_the_place_of_what_decides_the_same(load: Load) -> Non
     assert (loaded.config.warmup_steps, loaded.config.warmup_ratio) == (5, 0.0)
     assert (loaded.config.max_steps, loaded.config.num_epochs) == (9, 1.0)
     assert loaded.notices == (
-        "argument 'warmup_steps=5': takes the place of `warmup_ratio` in the file",
-        "argument 'max_steps=9': takes the place of `num_epochs` in the file",
+        "argument 'warmup_steps=5': replaces `warmup_ratio` in the file",
+        "argument 'max_steps=9': replaces `num_epochs` in the file",
     )
     assert load(MINIMAL + "max_steps: 9\n", "num_epochs=2").config.max_steps is None
     assert load(MINIMAL + "num_epochs: 3\n", "max_steps=null").config.num_epochs == 3
@@ -90,10 +90,10 @@ def test_an_argument_takes_the_place_of_what_decides_the_same(load: Load) -> Non
 @pytest.mark.parametrize(
     ("argument", "error"),
     [
-        ("foo", "not an override | write it as key=value, such as learning_rate=1e-4"),
-        ("=3", "not an override | write it as key=value, such as learning_rate=1e-4"),
-        ("a..b=3", "not an override | write it as key=value, such as learning_rate=1e-4"),
-        (".=3", "not an override | write it as key=value, such as learning_rate=1e-4"),
+        ("foo", "not a `key=value` argument | write key=value, for example learning_rate=1e-4"),
+        ("=3", "not a `key=value` argument | write key=value, for example learning_rate=1e-4"),
+        ("a..b=3", "not a `key=value` argument | write key=value, for example learning_rate=1e-4"),
+        (".=3", "not a `key=value` argument | write key=value, for example learning_rate=1e-4"),
         ("sed=3", "unknown key `sed` | did you mean `seed`?"),
         ("x.y=3", "unknown key `x`"),
         ("seed.x=3", "`seed` has no keys of its own"),
@@ -102,13 +102,13 @@ def test_an_argument_takes_the_place_of_what_decides_the_same(load: Load) -> Non
         ("storage.engin=threads", "unknown key `engin` in `storage` | did you mean `engine`?"),
         ("storage.engine=io", "`storage.engine` must be `auto`, `io_uring` or `threads`, not 'io'"),
         ("seed=x", "`seed` must be a whole number, not 'x'"),
-        ("datasets.x=x", "`x` is not the number of a dataset | datasets are counted from 0: datasets.0.path=a.jsonl"),
-        ("datasets.2.path=x", "there is no dataset 2; the config has 2, counted from 0"),
-        ("datasets.99999999999.path=x", "there is no dataset 99999999999; the config has 2, counted from 0"),
+        ("datasets.x=x", "`x` is not the number of a dataset | datasets are numbered from 0: datasets.0.path=a.jsonl"),
+        ("datasets.2.path=x", "there is no dataset 2; the config has 2, numbered from 0"),
+        ("datasets.99999999999.path=x", "there is no dataset 99999999999; the config has 2, numbered from 0"),
         ("datasets.0.path.x=x", "`datasets.0.path` has no keys of its own"),
         ("datasets.0.max_samples=0", "`datasets.0.max_samples` must be at least 1, not 0"),
         ("datasets.0=3", "`datasets.0` must be a mapping (`key: value` lines), not 3"),
-        ("seed=[1", "not valid YAML: it ends before it is complete | close every quote and bracket"),
+        ("seed=[1", "not valid YAML: the text ends too early | close every quote and bracket"),
         ("seed='a' b", "not valid YAML: expected '<document start>', but found '<scalar>'"),
         ("seed={a: 1, a: 2}", None),
         ("base_model=a\x1b", "the character U+001B is not allowed in YAML"),
@@ -124,7 +124,7 @@ def test_errors_name_the_argument(complain: Complain, argument: str, error: str 
 
 def test_two_exclusive_arguments_contradict(complain: Complain) -> None:
     assert complain(MINIMAL, "warmup_steps=5", "warmup_ratio=0.1") == [
-        "argument 'warmup_ratio=0.1': `warmup_steps` and `warmup_ratio` are both given | keep one of them"
+        "argument 'warmup_ratio=0.1': `warmup_steps` and `warmup_ratio` are both set | remove one of them"
     ]
 
 

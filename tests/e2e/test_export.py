@@ -79,8 +79,8 @@ def test_what_is_refused(saved: Path, base: Path, tmp_path: Path) -> None:
     copy.write_text(saved.read_text() + "\nlearning_rte: 1\n")
     run, out = output_of(saved), tmp_path / "out"
     for arguments, code, parts in (
-        ([tmp_path / "none.yaml", "-o", out], 2, ("none.yaml: there is no such file",)),
-        ([tmp_path / "none", "-o", out], 2, ("none: there is no such file",)),
+        ([tmp_path / "none.yaml", "-o", out], 2, ("none.yaml: no such file",)),
+        ([tmp_path / "none", "-o", out], 2, ("none: no such file",)),
         ([tmp_path / "empty", "-o", out], 2, ("is no run's output directory", "run/config.yaml")),
         ([copy, "-o", out], 2, ("bad.yaml:", "learning_rte")),
         ([run, "--step", 5, "-o", out], 2, ("no generation of step 5 is kept; kept are: 4, 6",)),

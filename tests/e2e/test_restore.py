@@ -208,7 +208,7 @@ def test_what_cannot_be_restored_from(copied: Path, undisturbed: Path, tied_base
     refused(ratel("restore", copied, "--from", tmp_path / "none"), 2, "there is no snapshot in")
     refused(ratel("restore", copied, f"base_model={tied_base}", "--overwrite"), 2, "was made for another model than")
     refused(ratel("restore", copied, "--from", store_of(copied).parent), 2, "are the same directory")
-    refused(ratel("restore", tmp_path / "none.yaml"), 2, "there is no such file")
+    refused(ratel("restore", tmp_path / "none.yaml"), 2, "no such file")
     refused(ratel("restore", copied, "storage.snapshot.evry=3"), 2, "unknown key `evry` in `storage.snapshot`")
     assert committed_step(store_of(copied).parent) == 4
 

@@ -250,7 +250,7 @@ def test_what_is_neither(tmp_path: Path, saved: Path) -> None:
     for path, part in (
         ("empty", "is neither a run's output directory nor a model"),
         ("half", "is neither a run's output directory nor a model"),
-        ("none", "there is no such file"),
+        ("none", "no such file"),
         ("run.yaml", "unknown key `seeed`"),
     ):
         ended = ratel("verify", tmp_path / path)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from tests.inputs.cases import Case, Inputs, quietly
 
 _OVERRIDES = {
-    "learning_rate": "not an override",
-    "=1": "not an override",
-    ".=1": "not an override",
-    "storage.=1": "not an override",
-    ".engine=1": "not an override",
+    "learning_rate": "not a `key=value` argument",
+    "=1": "not a `key=value` argument",
+    ".=1": "not a `key=value` argument",
+    "storage.=1": "not a `key=value` argument",
+    ".engine=1": "not a `key=value` argument",
     "learning_rate=": "`learning_rate` has no value",
     "learning_rate=fast": "`learning_rate` must be a number",
     "learning_rate=[1": "not valid YAML",
@@ -26,7 +26,7 @@ _OVERRIDES = {
     "storage.engine.a=1": "`storage.engine` has no keys of its own",
     "storage.engine=uring": "`storage.engine` must be",
     "storage=threads": "`storage` must be a mapping",
-    "storage.paths=[a, a]": "`paths` names a directory twice",
+    "storage.paths=[a, a]": "`paths` contains a directory twice",
     "limits.host_memory=lots": "`limits.host_memory` must be a size",
     "limits.host_memory=-1GiB": "`limits.host_memory` must be a size",
     "datasets.7.path=x": "there is no dataset 7",
@@ -45,7 +45,7 @@ _OVERRIDES = {
     "dtype=a\x1b[2J": "the character U\\+001B is not allowed",
     "a\x1b[2J=1": r"a\\x1b\[2J",
     "dtype=\udcff": "the character U\\+DCFF is not allowed",
-    "x" * 5_000: "not an override",
+    "x" * 5_000: "not a `key=value` argument",
 }
 _OPTIONS: dict[tuple[str, ...], str] = {
     ("--resume", "maybe"): "must be `auto`, `no` or the number of a saved step",

@@ -17,12 +17,12 @@ _NUMBERS = {
 _OPTIONAL = ("num_devices", "memory_bytes_per_second", "num_cores")
 _WRONG = ("fast", "-1", "[1]", "{a: 1}", "true", "null", ".nan", "1e999", "3 parsecs", "12 bananas/s")
 _MORE = {
-    "gpu: [1]": "`gpu` is given twice",
-    "gpu:": "`gpu` is given twice",
+    "gpu: [1]": "`gpu` appears twice",
+    "gpu:": "`gpu` appears twice",
     "machine: fast": "unknown key `machine`",
     "format_version: 2": "`format_version` must be",
     "format_version: '1'": "`format_version` must be",
-    "host: {}": "given twice",
+    "host: {}": "appears twice",
     "nvm: {}": "unknown key `nvm`",
     "1: 2": "a key must be text",
     "x: *nowhere": "not valid YAML",
@@ -88,11 +88,11 @@ def _added(text: str, told: str) -> Case:
 def _files() -> Iterator[Case]:
     for name, content, told in (
         ("empty", b"", "the file is empty"),
-        ("a list", b"[1, 2]", "a hardware file is `key: value` lines"),
-        ("JSON that is cut", b'{"gpu": {"name": ', "it ends before it is complete"),
+        ("a list", b"[1, 2]", "a hardware file consists of `key: value` lines"),
+        ("JSON that is cut", b'{"gpu": {"name": ', "the text ends too early"),
         ("not UTF-8", b"gpu: \xff", "not UTF-8 text"),
         ("nested deeply", b"[" * 10_000, "nested more than 20 deep|not valid YAML"),
-        ("300 KiB", b"# " + b"a" * (300 << 10), "is larger than 256 KiB; this is no hardware file"),
+        ("300 KiB", b"# " + b"a" * (300 << 10), "larger than 256 KiB; this is not a hardware file"),
         ("a zip archive", b"PK\x03\x04" + bytes(100), "not allowed in YAML|not UTF-8"),
     ):
         yield Case(
@@ -110,4 +110,4 @@ def _files() -> Iterator[Case]:
         os.unlink(inputs.plan_for(b""))
 
     yield Case(name="hardware that is a directory", damage=quietly(directory), told="hardware.yaml: is a directory")
-    yield Case(name="hardware that is not there", damage=quietly(gone), told="hardware.yaml: there is no such file")
+    yield Case(name="hardware that is not there", damage=quietly(gone), told="hardware.yaml: no such file")

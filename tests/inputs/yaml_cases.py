@@ -51,11 +51,11 @@ _VALUES = {
     "activations: 1.5": "`activations` must be",
 }
 _BROKEN = {
-    "seed: [1, 2": "it ends before it is complete",
-    "seed: {a: 1": "it ends before it is complete",
-    "seed: 'abc": "it ends before it is complete",
+    "seed: [1, 2": "the text ends too early",
+    "seed: {a: 1": "the text ends too early",
+    "seed: 'abc": "the text ends too early",
     "\tseed: 1": "a tab where only spaces are allowed",
-    "seed: a: b": "a `:` that does not belong here",
+    "seed: a: b": "unexpected `:`",
     "   seed: 1": "not valid YAML",
     "- seed": "not valid YAML",
     "---\nseed: 1": "a second document",
@@ -130,10 +130,10 @@ def _kinds() -> Iterator[Case]:
 
 def _doubles() -> Iterator[Case]:
     for first, second, told in (
-        ("seed: 1", "seed: 1", r"`seed` is given twice \(first in line \d+\)"),
-        ("lr: 1", "learning_rate: 1", "are both given and mean the same"),
-        ("storage: {engine: threads}", "storage: {}", "`storage` is given twice"),
-        ('"se\\u0065d": 1', "seed: 2", "`seed` is given twice"),
+        ("seed: 1", "seed: 1", r"`seed` appears twice \(first on line \d+\)"),
+        ("lr: 1", "learning_rate: 1", "are both set and mean the same"),
+        ("storage: {engine: threads}", "storage: {}", "`storage` appears twice"),
+        ('"se\\u0065d": 1', "seed: 2", "`seed` appears twice"),
     ):
 
         def damage(inputs: Inputs, first: str = first, second: str = second) -> int:
@@ -156,7 +156,7 @@ def _bombs() -> Iterator[Case]:
         yield _whole(f"10000 times {opening!r}", (opening * 10_000).encode(), "nested more than 20 deep|not valid YAML")
     yield _whole("20000 keys", "".join(f"k{i}: 1\n" for i in range(20_000)).encode(), "more than 10000 values")
     yield _whole("a number of 10000 digits", b"seed: " + b"1" * 10_000, "cannot be read as int")
-    yield _whole("300 KiB of spaces", b" " * (300 << 10), "is larger than 256 KiB")
+    yield _whole("300 KiB of spaces", b" " * (300 << 10), "larger than 256 KiB")
     yield _whole("a binary file", bytes(range(256)) * 8, "")
 
 
@@ -173,10 +173,10 @@ def _files() -> Iterator[Case]:
     for name, content, told in (
         ("empty", b"", "the file is empty"),
         ("a comment", b"# nothing\n", "the file is empty"),
-        ("a list", b"- a\n- b\n", "a config is `key: value` lines"),
-        ("a text", b"hello\n", "a config is `key: value` lines"),
-        ("a number", b"7\n", "a config is `key: value` lines"),
-        ("null", b"null\n", "a config is `key: value` lines"),
+        ("a list", b"- a\n- b\n", "a config consists of `key: value` lines"),
+        ("a text", b"hello\n", "a config consists of `key: value` lines"),
+        ("a number", b"7\n", "a config consists of `key: value` lines"),
+        ("null", b"null\n", "a config consists of `key: value` lines"),
         ("two documents", b"seed: 1\n---\nseed: 2\n", "a second document"),
         ("Latin-1", b"base_model: caf\xe9\n", r":1:16: not UTF-8 text \(byte 0xe9\)"),
         ("UTF-16", "base_model: x\n".encode("utf-16"), "not UTF-8 text|not allowed in YAML"),
@@ -197,15 +197,15 @@ def _files() -> Iterator[Case]:
         _ask_for(inputs, "loop.yaml")
 
     yield Case(name="config that is a directory", damage=quietly(directory), told="run.yaml: is a directory")
-    yield Case(name="config in the place of an override", damage=quietly(missing), told="not an override")
+    yield Case(name="config in the place of an override", damage=quietly(missing), told="not a `key=value` argument")
     yield Case(name="config that is a link to itself", damage=quietly(loop), told="loop.yaml: cannot be read")
     for file_name, told in {
-        "gone.yaml": "gone.yaml: there is no such file",
-        "a\x1b[2Jb.yaml": r"a\\x1b\[2Jb.yaml: there is no such file",
+        "gone.yaml": "gone.yaml: no such file",
+        "a\x1b[2Jb.yaml": r"a\\x1b\[2Jb.yaml: no such file",
         "a" * 300: "cannot be read: File name too long",
         "a/" * 3000: "cannot be read: File name too long",
         "run.yaml/x": "cannot be read: Not a directory",
-        "\udcff.yaml": r"\\u\{dcff\}.yaml: there is no such file",
+        "\udcff.yaml": r"\\u\{dcff\}.yaml: no such file",
     }.items():
         shown = repr(file_name[:20])
         yield Case(

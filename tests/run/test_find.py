@@ -44,7 +44,7 @@ def test_a_file_means_what_it_says(output: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "text", "told"),
     [
-        ("none", None, r"^none: there is no such file$"),
+        ("none", None, r"^none: no such file$"),
         (".", None, r"is no run's output directory: there is no run/config\.yaml in it"),
         ("a.yaml", "base_model: 3\ndatasets: d\n", r"a\.yaml:1:13: `base_model` must be text"),
         ("a.yaml", "model_shape: {num_layers: 1, num_heads: 1, hidden_size: 8}\n", "`model_shape` is for `ratel plan`"),
@@ -70,13 +70,13 @@ def test_notices_are_told(here: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["export", "-o", "d"], "missing argument"),
         (["export", "x.yaml", "-o", "d", "--step", "two"], "invalid value for '--step'"),
         (["export", "x.yaml", "-o", "d", "--step", "-1"], "invalid value for '--step'"),
-        (["export", "x.yaml", "-o", "d"], "x.yaml: there is no such file"),
+        (["export", "x.yaml", "-o", "d"], "x.yaml: no such file"),
         (["verify"], "missing argument"),
         (["verify", "a", "b"], "unexpected extra argument"),
-        (["verify", "x.yaml", "--json"], "x.yaml: there is no such file"),
+        (["verify", "x.yaml", "--json"], "x.yaml: no such file"),
         (["restore"], "missing argument"),
         (["restore", "x.yaml", "--from"], "requires an argument"),
-        (["restore", "x.yaml", "seed=1"], "x.yaml: there is no such file"),
+        (["restore", "x.yaml", "seed=1"], "x.yaml: no such file"),
     ],
 )
 def test_wrong_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:

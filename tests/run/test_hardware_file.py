@@ -99,6 +99,6 @@ def test_the_machines_in_the_repository(path: Path) -> None:
 
 def test_a_missing_file_is_told_with_its_neighbour(tmp_path: Path) -> None:
     (tmp_path / "hardware.json").write_text("{}")
-    with pytest.raises(BadInput, match=r"hardwar\.json: there is no such file") as caught:
+    with pytest.raises(BadInput, match=r"hardwar\.json: no such file") as caught:
         load_hardware(tmp_path / "hardwar.json")
     assert caught.value.hint == f"did you mean {tmp_path / 'hardware.json'}?"
