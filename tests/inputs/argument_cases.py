@@ -1,10 +1,10 @@
-"""Command lines: overrides that are none, options that do not exist, and runs that do not fit the store there is."""
+"""Malformed command lines: bad overrides, unknown options, and settings that differ from those of the store's run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.inputs.cases import Case, Inputs, quietly
+from tests.inputs.cases import MalformedInput, RunFiles, no_line
 
 _OVERRIDES = {
     "learning_rate": "not a `key=value` argument",
@@ -78,44 +78,44 @@ _CHANGES: dict[str, object] = {
     "adam_beta1": 0.5,
     "random_init": True,
 }
-"""Each makes it another run than the one that the store belongs to."""
+"""Each of these makes the run differ from the run that the store belongs to."""
 
 
-def cases() -> Iterator[Case]:
-    for argument, told in _OVERRIDES.items():
-        yield _arguments(f"override {argument[:40]!r}", ["--resume", "no", "--", argument], told)
-    for option, told in _OPTIONS.items():
-        yield _arguments(f"option {' '.join(option)[:40]!r}", list(option), told)
+def cases() -> Iterator[MalformedInput]:
+    for argument, message in _OVERRIDES.items():
+        yield _arguments(f"override {argument[:40]!r}", ["--resume", "no", "--", argument], message)
+    for option, message in _OPTIONS.items():
+        yield _arguments(f"option {' '.join(option)[:40]!r}", list(option), message)
     for key, value in _CHANGES.items():
         yield _another_run(key, value)
     yield _arguments("run on another model shape", ["--resume", "no", "model_shape={num_layers: 1}"], "model_shape")
     yield from _places()
     for command in ("", "finetun", "train", "--finetune", "plan "):
 
-        def damage(inputs: Inputs, command: str = command) -> None:
+        def damage(inputs: RunFiles, command: str = command) -> None:
             inputs.command = command
 
-        yield Case(name=f"command {command!r}", damage=quietly(damage), told="no such (command|option)")
+        yield MalformedInput(name=f"command {command!r}", damage=no_line(damage), message="no such (command|option)")
 
 
-def _arguments(name: str, arguments: list[str], told: str) -> Case:
-    def damage(inputs: Inputs) -> None:
+def _arguments(name: str, arguments: list[str], message: str) -> MalformedInput:
+    def damage(inputs: RunFiles) -> None:
         inputs.arguments = arguments
 
-    return Case(name=name, damage=quietly(damage), told=told)
+    return MalformedInput(name=name, damage=no_line(damage), message=message)
 
 
-def _another_run(key: str, value: object) -> Case:
-    def damage(inputs: Inputs) -> None:
+def _another_run(key: str, value: object) -> MalformedInput:
+    def damage(inputs: RunFiles) -> None:
         inputs.settings[key] = value
         inputs.arguments = ["--resume", "auto"]
 
-    told = f"belongs to a run with other settings: {key} was"
-    return Case(name=f"resumed with another {key}", damage=quietly(damage), told=told)
+    message = f"belongs to a run with other settings: {key} was"
+    return MalformedInput(name=f"resumed with another {key}", damage=no_line(damage), message=message)
 
 
-def _places() -> Iterator[Case]:
-    """Where nothing can be written: told before anything is."""
+def _places() -> Iterator[MalformedInput]:
+    """Places that cannot be written to. The error must come before anything is written."""
     for key in ("output_dir", "storage.paths"):
         for name, place in {
             "a file": "HERE/run.yaml",
@@ -126,10 +126,10 @@ def _places() -> Iterator[Case]:
             "in /proc": "/proc/out",
         }.items():
 
-            def damage(inputs: Inputs, key: str = key, place: str = place) -> None:
+            def damage(inputs: RunFiles, key: str = key, place: str = place) -> None:
                 path = place.replace("HERE", str(inputs.directory))
                 inputs.arguments = [f"{key}={path}", *inputs.arguments]
 
-            yield Case(
-                name=f"{key} that is {name}", damage=quietly(damage), told="cannot be|need .* have 0 B on", code=3
+            yield MalformedInput(
+                name=f"{key} that is {name}", damage=no_line(damage), message="cannot be|need .* have 0 B on", code=3
             )

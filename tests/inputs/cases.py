@@ -1,7 +1,7 @@
-"""One case of the corpus of malformed inputs: what is done to a healthy run's inputs, and what must be said then.
+"""What a malformed input is: the damage to a healthy run's files, and the message that must follow.
 
-The modules beside this one generate the cases, one module for each kind of input; `test_corpus.py` runs
-each of them through the command line. Invariant: a case touches nothing outside its own directory.
+The modules in this folder generate the cases, one module for each kind of input. `test_corpus.py` runs each case
+through the command line. Invariant: a case changes nothing outside its own directory.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import yaml
 
 
 @dataclass(slots=True, kw_only=True)
-class Inputs:
-    """The inputs of one run, healthy until a case damages them."""
+class RunFiles:
+    """The inputs of one run. They are healthy until a case damages them."""
 
     directory: Path
-    """Of this case alone."""
+    """The case's own directory."""
     healthy_base: Path
     healthy_hardware: Path
     settings: dict[str, object]
-    """The config's keys."""
+    """The keys of the config."""
     text: bytes | None = None
-    """The config's bytes, where they are not simply the settings."""
+    """The bytes of the config file. None: the settings, written as YAML."""
     command: str = "finetune"
     asks_for: Path | None = None
-    """The config that is named on the command line, where it is another."""
+    """The config that the command line names. None: the case's own."""
     arguments: list[str] = field(default_factory=lambda: ["--resume", "no"])
-    """Behind the config. Starting over would replace the store: that is what a refusal must come before."""
+    """Arguments after the config. `--resume no` would replace the store: a bad input must be rejected before."""
 
     @property
     def config(self) -> Path:
@@ -38,7 +38,7 @@ class Inputs:
 
     @property
     def base(self) -> Path:
-        """The base model, in a copy of the case's own."""
+        """The case's own copy of the base model."""
         copy = self.directory / "base"
         if not copy.exists():
             shutil.copytree(self.healthy_base, copy)
@@ -46,13 +46,13 @@ class Inputs:
         return copy
 
     def add_lines(self, text: str) -> int:
-        """Append to the config; the number of the first line that is new."""
+        """Append to the config. Returns the number of the first new line."""
         healthy = self.text or self._dumped()
         self.text = healthy + text.encode() + b"\n"
         return healthy.count(b"\n") + 1
 
     def data(self, content: bytes, *, name: str = "rows.jsonl", type: str = "completion", **keys: object) -> Path:  # noqa: A002
-        """Train on a file with this content."""
+        """Write a data file with this content and train on it."""
         path = self.directory / name
         path.write_bytes(content)
         self.train_on(path, type=type, **keys)
@@ -62,14 +62,14 @@ class Inputs:
         self.settings["datasets"] = [{"path": str(path), **keys}]
 
     def plan_for(self, hardware: bytes) -> Path:
-        """Ask `ratel plan` about a machine that is described so."""
+        """Run `ratel plan` with a hardware file of this content."""
         path = self.directory / "hardware.yaml"
         path.write_bytes(hardware)
         self.command, self.arguments = "plan", ["--hardware", str(path)]
         return path
 
     def command_line(self) -> list[str]:
-        """Writes the config; what `main` is to be called with."""
+        """Write the config. Returns the arguments for `main`."""
         if not self.config.is_dir():
             self.config.write_bytes(self.text if self.text is not None else self._dumped())
         return [self.command, str(self.asks_for or self.config), *self.arguments]
@@ -78,27 +78,27 @@ class Inputs:
         return yaml.safe_dump(self.settings, allow_unicode=True).encode()
 
 
-Damage = Callable[[Inputs], int | None]
-"""Does it; the line that an error must name, if there is one."""
+Damage = Callable[[RunFiles], int | None]
+"""Damages the inputs. Returns the line that the error must name, or None if no line belongs to the damage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """Something wrong, and the answer to it."""
+class MalformedInput:
+    """One damage, and the error that must follow."""
 
     name: str
     damage: Damage
-    told: str
-    """A regular expression that one of the errors must have; the one that names the line, if there is a line."""
+    message: str
+    """A regular expression that must match one of the errors: the one with the line, if the damage has a line."""
     code: int = 2
     seconds: float = 2.0
-    """The answer may take so long."""
+    """The most time that the command may take."""
 
 
-def quietly(change: Callable[[Inputs], object]) -> Damage:
-    """A damage that no line belongs to."""
+def no_line(change: Callable[[RunFiles], object]) -> Damage:
+    """A damage that belongs to no line."""
 
-    def damage(inputs: Inputs) -> None:
+    def damage(inputs: RunFiles) -> None:
         change(inputs)
 
     return damage

@@ -1,11 +1,11 @@
-"""Hardware files that are no YAML, or describe no machine, given to `ratel plan`."""
+"""Malformed hardware files for `ratel plan`: not YAML, or no description of a machine."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 
-from tests.inputs.cases import Case, Inputs, quietly
+from tests.inputs.cases import MalformedInput, RunFiles, no_line
 
 _NUMBERS = {
     "gpu": ("memory_bytes", "flops_per_second"),
@@ -13,7 +13,7 @@ _NUMBERS = {
     "nvme": ("num_devices", "read_bytes_per_second", "write_bytes_per_second", "free_bytes"),
     "host": ("memory_bytes", "available_bytes", "adam_parameters_per_second", "memory_bytes_per_second", "num_cores"),
 }
-"""What `Inputs.healthy_hardware` has, beside names and comments."""
+"""The keys of `RunFiles.healthy_hardware`, without names."""
 _OPTIONAL = ("num_devices", "memory_bytes_per_second", "num_cores")
 _WRONG = ("fast", "-1", "[1]", "{a: 1}", "true", "null", ".nan", "1e999", "3 parsecs", "12 bananas/s")
 _MORE = {
@@ -32,7 +32,7 @@ _MORE = {
 }
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[MalformedInput]:
     for section, keys in _NUMBERS.items():
         for key in keys:
             for value in _WRONG:
@@ -43,32 +43,34 @@ def cases() -> Iterator[Case]:
     yield _value("gpu", "name", "[1]")
     yield _value("gpu", "name", "''")
     yield _value("host", "available_bytes", "900000000000000")
-    for text, told in _MORE.items():
-        yield _added(text, told)
+    for text, message in _MORE.items():
+        yield _added(text, message)
     yield from _files()
 
 
-def _value(section: str, key: str, value: str) -> Case:
-    """Another value for a key that is there."""
+def _value(section: str, key: str, value: str) -> MalformedInput:
+    """Another value for an existing key."""
 
-    def damage(inputs: Inputs) -> int:
+    def damage(inputs: RunFiles) -> int:
         lines = inputs.healthy_hardware.read_text().splitlines()
         at = _line_of(lines, section, key)
         lines[at] = f"  {key}: {value}"
         inputs.plan_for("\n".join(lines).encode())
         return at + 1
 
-    return Case(name=f"hardware with {section}.{key}: {value}", damage=damage, told=rf"`({section}\.)?{key}(\.\w+)*`")
+    return MalformedInput(
+        name=f"hardware with {section}.{key}: {value}", damage=damage, message=rf"`({section}\.)?{key}(\.\w+)*`"
+    )
 
 
-def _without(section: str, key: str) -> Case:
-    def damage(inputs: Inputs) -> None:
+def _without(section: str, key: str) -> MalformedInput:
+    def damage(inputs: RunFiles) -> None:
         lines = inputs.healthy_hardware.read_text().splitlines()
         del lines[_line_of(lines, section, key)]
         inputs.plan_for("\n".join(lines).encode())
 
-    told = rf":\d+:\d+: `{section}\.{key}` is missing"
-    return Case(name=f"hardware without {section}.{key}", damage=quietly(damage), told=told)
+    message = rf":\d+:\d+: `{section}\.{key}` is missing"
+    return MalformedInput(name=f"hardware without {section}.{key}", damage=no_line(damage), message=message)
 
 
 def _line_of(lines: list[str], section: str, key: str) -> int:
@@ -76,17 +78,17 @@ def _line_of(lines: list[str], section: str, key: str) -> int:
     return next(number for number in range(start, len(lines)) if lines[number].startswith(f"  {key}:"))
 
 
-def _added(text: str, told: str) -> Case:
-    def damage(inputs: Inputs) -> int:
+def _added(text: str, message: str) -> MalformedInput:
+    def damage(inputs: RunFiles) -> int:
         healthy = inputs.healthy_hardware.read_bytes()
         inputs.plan_for(healthy + text.encode() + b"\n")
         return healthy.count(b"\n") + 1
 
-    return Case(name=f"hardware with {text!r}", damage=damage, told=told)
+    return MalformedInput(name=f"hardware with {text!r}", damage=damage, message=message)
 
 
-def _files() -> Iterator[Case]:
-    for name, content, told in (
+def _files() -> Iterator[MalformedInput]:
+    for name, content, message in (
         ("empty", b"", "the file is empty"),
         ("a list", b"[1, 2]", "a hardware file consists of `key: value` lines"),
         ("JSON that is cut", b'{"gpu": {"name": ', "the text ends too early"),
@@ -95,19 +97,21 @@ def _files() -> Iterator[Case]:
         ("300 KiB", b"# " + b"a" * (300 << 10), "larger than 256 KiB; this is not a hardware file"),
         ("a zip archive", b"PK\x03\x04" + bytes(100), "not allowed in YAML|not UTF-8"),
     ):
-        yield Case(
+        yield MalformedInput(
             name=f"hardware that is {name}",
-            damage=quietly(lambda inputs, content=content: inputs.plan_for(content)),
-            told=f"hardware.yaml.*({told})",
+            damage=no_line(lambda inputs, content=content: inputs.plan_for(content)),
+            message=f"hardware.yaml.*({message})",
         )
 
-    def directory(inputs: Inputs) -> None:
+    def directory(inputs: RunFiles) -> None:
         path = inputs.plan_for(b"")
         os.unlink(path)
         path.mkdir()
 
-    def gone(inputs: Inputs) -> None:
+    def gone(inputs: RunFiles) -> None:
         os.unlink(inputs.plan_for(b""))
 
-    yield Case(name="hardware that is a directory", damage=quietly(directory), told="hardware.yaml: is a directory")
-    yield Case(name="hardware that is not there", damage=quietly(gone), told="hardware.yaml: no such file")
+    yield MalformedInput(
+        name="hardware that is a directory", damage=no_line(directory), message="hardware.yaml: is a directory"
+    )
+    yield MalformedInput(name="hardware that is not there", damage=no_line(gone), message="hardware.yaml: no such file")

@@ -1,4 +1,4 @@
-"""An index that points elsewhere or does not tell the truth: the base model's weights in two files, and damaged."""
+"""Malformed indices of weights: the base model in two shards, with an index that is damaged, wrong or unsafe."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from tests.inputs.cases import Case, Inputs, quietly
+from tests.inputs.cases import MalformedInput, RunFiles, no_line
 from tests.inputs.safetensors_cases import NORM
 
 INDEX = "model.safetensors.index.json"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[MalformedInput]:
     yield from _names()
     yield from _files()
     yield from _contents()
-    yield from _untruths()
+    yield from _wrong_maps()
 
 
 def shard(base: Path) -> dict[str, str]:
-    """Split the weights into two files; the weight map that is true of them."""
+    """Split the weights into two files. Returns the correct weight map."""
     whole = base / "model.safetensors"
     tensors = load_file(whole)
     whole.unlink()
@@ -39,31 +39,31 @@ def _write(base: Path, index: object) -> None:
     (base / INDEX).write_text(json.dumps(index))
 
 
-def _mapped(name: str, change: Callable[[dict[str, object], Path], object], told: str) -> Case:
-    """The weight map changed; the change also gets the model's directory."""
+def _mapped(name: str, change: Callable[[dict[str, object], Path], object], message: str) -> MalformedInput:
+    """A changed weight map. `change` also gets the model's directory."""
 
-    def damage(inputs: Inputs) -> None:
+    def damage(inputs: RunFiles) -> None:
         weight_map: dict[str, object] = dict(shard(inputs.base))
         change(weight_map, inputs.base)
         _write(inputs.base, {"metadata": {"total_size": 1}, "weight_map": weight_map})
 
-    return Case(name=f"index {name}", damage=quietly(damage), told=told)
+    return MalformedInput(name=f"index {name}", damage=no_line(damage), message=message)
 
 
-def _content(name: str, content: bytes, told: str) -> Case:
-    """Other bytes in the index."""
+def _content(name: str, content: bytes, message: str) -> MalformedInput:
+    """Another content of the index."""
 
-    def damage(inputs: Inputs) -> None:
+    def damage(inputs: RunFiles) -> None:
         shard(inputs.base)
         (inputs.base / INDEX).write_bytes(content)
 
-    return Case(name=f"index {name}", damage=quietly(damage), told=f"{INDEX}: {told}")
+    return MalformedInput(name=f"index {name}", damage=no_line(damage), message=f"{INDEX}: {message}")
 
 
-def _names() -> Iterator[Case]:
-    """Names of files that must not be opened."""
+def _names() -> Iterator[MalformedInput]:
+    """File names that must not be opened."""
     long_name = "a" * 5_000 + ".safetensors"
-    for name, told in {
+    for name, message in {
         "../weights.safetensors": "is not inside the model's directory",
         "a/../../weights.safetensors": "is not inside the model's directory",
         "/dev/zero.safetensors": "is not inside the model's directory",
@@ -86,22 +86,22 @@ def _names() -> Iterator[Case]:
         "model-00001-of-00002.safetensors/": "is not a safetensors file",
     }.items():
         shown = repr(name if len(name) < 50 else name[:20])
-        yield _mapped(f"naming {shown}", lambda weights, base, name=name: weights.update({NORM: name}), told)
+        yield _mapped(f"naming {shown}", lambda weights, base, name=name: weights.update({NORM: name}), message)
     for value in (None, 7, True, [FIRST], {"file": FIRST}):
-        told = "weight_map must map tensor names to file names"
-        yield _mapped(f"naming {value!r}", lambda weights, base, value=value: weights.update({NORM: value}), told)
+        message = "weight_map must map tensor names to file names"
+        yield _mapped(f"naming {value!r}", lambda weights, base, value=value: weights.update({NORM: value}), message)
 
 
-def _files() -> Iterator[Case]:
-    """Files that are not what their names say."""
+def _files() -> Iterator[MalformedInput]:
+    """Shards that are not regular safetensors files."""
 
-    def replaced(name: str, put: Callable[[Path], object], told: str) -> Case:
+    def replaced(name: str, put: Callable[[Path], object], message: str) -> MalformedInput:
         def change(weights: dict[str, object], base: Path) -> None:
             path = base / SECOND
             path.rename(base.parent / "second.safetensors")
             put(path)
 
-        return _mapped(f"with a shard that is {name}", change, told)
+        return _mapped(f"with a shard that is {name}", change, message)
 
     yield replaced("not there", lambda path: None, f"{SECOND} is missing")
     yield replaced("a directory", lambda path: path.mkdir(), f"{SECOND} is not a regular file")
@@ -111,11 +111,11 @@ def _files() -> Iterator[Case]:
     yield replaced("a dangling link", lambda path: path.symlink_to("gone"), f"{SECOND} is missing")
     yield replaced("a link to itself", lambda path: path.symlink_to(path.name), f"{SECOND} cannot be reached")
     for target in ("../second.safetensors", "/dev/zero", "/proc/self/mem"):
-        told = f"{SECOND} is a link that leaves the model's directory"
-        yield replaced(f"a link to {target}", lambda path, target=target: path.symlink_to(target), told)
+        message = f"{SECOND} is a link that leaves the model's directory"
+        yield replaced(f"a link to {target}", lambda path, target=target: path.symlink_to(target), message)
 
 
-def _contents() -> Iterator[Case]:
+def _contents() -> Iterator[MalformedInput]:
     for name, content in {
         "that is empty": b"",
         "that is cut": b'{"weight_map": {"a": ',
@@ -128,24 +128,24 @@ def _contents() -> Iterator[Case]:
     }.items():
         yield _content(name, content, "cannot be parsed")
     for content in ("null", "[]", "7", "{}", '{"weight_map": null}', '{"weight_map": []}', '{"weight_map": "a"}'):
-        told = "weight_map must map tensor names to file names"
-        yield _content(f"that is {content}", content.encode(), told)
+        message = "weight_map must map tensor names to file names"
+        yield _content(f"that is {content}", content.encode(), message)
 
-    def link(inputs: Inputs) -> None:
+    def link(inputs: RunFiles) -> None:
         _write(inputs.directory, {"weight_map": shard(inputs.base)})
         (inputs.directory / INDEX).rename(inputs.directory / "index.json")
         (inputs.base / INDEX).symlink_to("../index.json")
 
-    def fifo(inputs: Inputs) -> None:
+    def fifo(inputs: RunFiles) -> None:
         shard(inputs.base)
         os.mkfifo(inputs.base / INDEX)
 
     leaves = f"{INDEX} is a link that leaves the model's directory"
-    yield Case(name="index that is a link out of the model", damage=quietly(link), told=leaves)
-    yield Case(name="index that is a FIFO", damage=quietly(fifo), told=f"{INDEX} is not a regular file")
+    yield MalformedInput(name="index that is a link out of the model", damage=no_line(link), message=leaves)
+    yield MalformedInput(name="index that is a FIFO", damage=no_line(fifo), message=f"{INDEX} is not a regular file")
 
 
-def _untruths() -> Iterator[Case]:
+def _wrong_maps() -> Iterator[MalformedInput]:
     def also_in_first(weights: dict[str, object], base: Path) -> None:
         tensors = load_file(base / FIRST) | {NORM: load_file(base / SECOND)[NORM]}
         save_file(tensors, base / FIRST, metadata={"format": "pt"})

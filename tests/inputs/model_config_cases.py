@@ -1,4 +1,4 @@
-"""A config.json that is none, or describes no model that can be trained: the base model's, damaged."""
+"""Malformed model configurations: the base model's config.json, damaged or asking for what cannot be trained."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.inputs.cases import Case, Inputs, quietly
+from tests.inputs.cases import MalformedInput, RunFiles, no_line
 
 _NOT_KNOWN = "config.json: not a model configuration that transformers knows"
 _NOT_BUILT = "config.json: cannot build a .* language model from it"
@@ -80,12 +80,12 @@ _CONTENTS = {
 }
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[MalformedInput]:
     for key, values in _VALUES.items():
-        for value, told in values.items():
-            yield _changed(key, value, told)
-    for key, value, told in _OBJECTS:
-        yield _changed(key, value, told)
+        for value, message in values.items():
+            yield _changed(key, value, message)
+    for key, value, message in _OBJECTS:
+        yield _changed(key, value, message)
     for name, content in _CONTENTS.items():
         yield _placed(name, lambda path, content=content: path.write_bytes(content), _NOT_KNOWN)
     yield _placed("not there", lambda path: None, _NOT_KNOWN)
@@ -97,46 +97,46 @@ def cases() -> Iterator[Case]:
     yield from _bases()
 
 
-def _changed(key: str, value: object, told: str) -> Case:
-    def damage(inputs: Inputs) -> None:
+def _changed(key: str, value: object, message: str) -> MalformedInput:
+    def damage(inputs: RunFiles) -> None:
         path = inputs.base / "config.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
 
-    return Case(name=f"config.json with {key}: {value!r}", damage=quietly(damage), told=told)
+    return MalformedInput(name=f"config.json with {key}: {value!r}", damage=no_line(damage), message=message)
 
 
-def _placed(name: str, put: Callable[[Path], object], told: str) -> Case:
+def _placed(name: str, put: Callable[[Path], object], message: str) -> MalformedInput:
     """Something else in the place of config.json."""
 
-    def damage(inputs: Inputs) -> None:
+    def damage(inputs: RunFiles) -> None:
         path = inputs.base / "config.json"
         path.unlink()
         put(path)
 
-    return Case(name=f"config.json that is {name}", damage=quietly(damage), told=told)
+    return MalformedInput(name=f"config.json that is {name}", damage=no_line(damage), message=message)
 
 
-def _remote_code() -> Case:
-    """A model that brings its own code: it is not run."""
+def _remote_code() -> MalformedInput:
+    """A model with its own code. The code must not run."""
 
-    def damage(inputs: Inputs) -> None:
+    def damage(inputs: RunFiles) -> None:
         code = f"open({str(inputs.directory / 'canary')!r}, 'w').close()\n"
         (inputs.base / "modeling_own.py").write_text(code)
         path = inputs.base / "config.json"
         own = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
         path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "own", "auto_map": own}))
 
-    return Case(name="config.json with code of its own", damage=quietly(damage), told=_NOT_KNOWN)
+    return MalformedInput(name="config.json with code of its own", damage=no_line(damage), message=_NOT_KNOWN)
 
 
-def _bases() -> Iterator[Case]:
-    """What `base_model` may be instead of a directory with a model."""
+def _bases() -> Iterator[MalformedInput]:
+    """Values of `base_model` that are no directory with a model."""
 
-    def base(name: str, value: str, told: str, **settings: object) -> Case:
-        def damage(inputs: Inputs) -> None:
+    def base(name: str, value: str, message: str, **settings: object) -> MalformedInput:
+        def damage(inputs: RunFiles) -> None:
             inputs.settings.update({"base_model": value.replace("HERE", str(inputs.directory)), **settings})
 
-        return Case(name=f"base_model that is {name}", damage=quietly(damage), told=told)
+        return MalformedInput(name=f"base_model that is {name}", damage=no_line(damage), message=message)
 
     neither = "it is not a hub id either"
     yield base("not there", "HERE/gone", neither)

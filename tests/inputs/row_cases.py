@@ -1,4 +1,4 @@
-"""Data that cannot be trained on: bad lines, bad columns, and files that hold no rows."""
+"""Malformed training data: bad lines, bad columns, and files without rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 
 from ratel_cli.data.lines import MAX_ROW_BYTES
-from tests.inputs.cases import Case, Inputs, quietly
+from tests.inputs.cases import MalformedInput, RunFiles, no_line
 
 _HEALTHY = b'{"text": "What is a list?"}\n'
 _LINES = {
@@ -112,46 +112,48 @@ _JSON = {
 }
 
 
-def cases() -> Iterator[Case]:
-    for number, (line, told) in enumerate(_LINES.items()):
-        yield _line(f"{number}, {line[:40]!r}", line, told)
+def cases() -> Iterator[MalformedInput]:
+    for number, (line, message) in enumerate(_LINES.items()):
+        yield _line(f"{number}, {line[:40]!r}", line, message)
     for kind, rows in _COLUMNS.items():
-        for row, told in rows.items():
-            yield _only(f"of type {kind}, {row}", row.encode() + b"\n", told, type=kind)
-    for number, (content, told) in enumerate(_JSON.items()):
-        yield _file(f"JSON {number}, {content[:40]!r}", "rows.json", content, f"rows.json{told}|{told}")
+        for row, message in rows.items():
+            yield _only(f"of type {kind}, {row}", row.encode() + b"\n", message, type=kind)
+    for number, (content, message) in enumerate(_JSON.items()):
+        yield _file(f"JSON {number}, {content[:40]!r}", "rows.json", content, f"rows.json{message}|{message}")
     yield from _files()
     yield from _places()
 
 
-def _line(name: str, line: bytes, told: str) -> Case:
+def _line(name: str, line: bytes, message: str) -> MalformedInput:
     """One bad line among good ones."""
 
-    def damage(inputs: Inputs) -> int:
+    def damage(inputs: RunFiles) -> int:
         inputs.data(_HEALTHY * 3 + line + b"\n" + _HEALTHY * 2)
         return 4
 
-    return Case(name=f"line {name}", damage=damage, told=told)
+    return MalformedInput(name=f"line {name}", damage=damage, message=message)
 
 
-def _only(name: str, content: bytes, told: str, **keys: object) -> Case:
-    """The only line of the file."""
+def _only(name: str, content: bytes, message: str, **keys: object) -> MalformedInput:
+    """A bad line that is the only line of the file."""
 
-    def damage(inputs: Inputs) -> int:
+    def damage(inputs: RunFiles) -> int:
         inputs.data(content, **keys)  # type: ignore[arg-type]
         return 1
 
-    return Case(name=f"row {name}", damage=damage, told=told)
+    return MalformedInput(name=f"row {name}", damage=damage, message=message)
 
 
-def _file(name: str, file_name: str, content: bytes, told: str, keys: Mapping[str, object] | None = None) -> Case:
-    def damage(inputs: Inputs) -> None:
+def _file(
+    name: str, file_name: str, content: bytes, message: str, keys: Mapping[str, object] | None = None
+) -> MalformedInput:
+    def damage(inputs: RunFiles) -> None:
         inputs.data(content, name=file_name, **(keys or {}))  # type: ignore[arg-type]
 
-    return Case(name=f"data that is {name}", damage=quietly(damage), told=told)
+    return MalformedInput(name=f"data that is {name}", damage=no_line(damage), message=message)
 
 
-def _files() -> Iterator[Case]:
+def _files() -> Iterator[MalformedInput]:
     nothing = "nothing to train on: no rows in"
     for name, content in {
         "empty": b"",
@@ -170,20 +172,22 @@ def _files() -> Iterator[Case]:
         file_name = f"rows.{suffix}".rstrip(".")
         yield _file(f"called {file_name}", file_name, _HEALTHY, "do not know how to read|not a hub id|no such file")
     unknown = json.dumps({"a": 1, "\x1b[2J": 2}).encode() + b"\n"
-    told = r"no known type has the columns a, \\x1b\[2J"
-    yield _file("of unknown columns", "rows.jsonl", unknown, told, {"type": "auto"})
+    message = r"no known type has the columns a, \\x1b\[2J"
+    yield _file("of unknown columns", "rows.jsonl", unknown, message, {"type": "auto"})
     yield _file("of a column that is not there", "rows.jsonl", _HEALTHY, "'body' is missing", {"field": "body"})
 
-    def hold_out(inputs: Inputs) -> None:
+    def hold_out(inputs: RunFiles) -> None:
         inputs.data(_HEALTHY * 2)
         inputs.settings["val_set_size"] = 2
 
-    yield Case(name="data that is held out whole", damage=quietly(hold_out), told="leaves nothing to train on")
+    yield MalformedInput(
+        name="data that is held out whole", damage=no_line(hold_out), message="leaves nothing to train on"
+    )
 
 
-def _places() -> Iterator[Case]:
-    def place(name: str, path: str, told: str) -> Case:
-        def damage(inputs: Inputs) -> None:
+def _places() -> Iterator[MalformedInput]:
+    def place(name: str, path: str, message: str) -> MalformedInput:
+        def damage(inputs: RunFiles) -> None:
             here = inputs.directory
             (here / "hollow").mkdir()
             os.mkfifo(here / "pipe.jsonl")
@@ -192,7 +196,7 @@ def _places() -> Iterator[Case]:
             (here / "folder.jsonl").mkdir()
             inputs.train_on(path.replace("HERE", str(here)), type="completion")
 
-        return Case(name=f"data in {name}", damage=quietly(damage), told=told)
+        return MalformedInput(name=f"data in {name}", damage=no_line(damage), message=message)
 
     yield place("no file", "HERE/none.jsonl", "none.jsonl: no such file")
     yield place("an empty directory", "HERE/hollow", "no data files in this directory")

@@ -1,4 +1,4 @@
-"""Weights that are no safetensors file, or one that lies: `model.safetensors` of the base model, damaged."""
+"""Malformed weights: the base model's `model.safetensors`, damaged or replaced."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.inputs.cases import Case, Inputs, quietly
+from tests.inputs.cases import MalformedInput, RunFiles, no_line
 
 Header = dict[str, Any]
 
 NORM = "model.norm.weight"
-"""A vector of 32 elements, 128 bytes of fp32."""
+"""A vector of 32 elements, 128 bytes in fp32."""
 _GIT_LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 12345\n"
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[MalformedInput]:
     yield from _whole_files()
     yield from _headers()
     yield from _entries()
@@ -27,7 +27,7 @@ def cases() -> Iterator[Case]:
 
 
 def read_parts(path: Path) -> tuple[Header, bytes]:
-    """Header and data of a healthy file."""
+    """The header and the data of a healthy file."""
     content = path.read_bytes()
     header_bytes = int.from_bytes(content[:8], "little")
     return json.loads(content[8 : 8 + header_bytes]), content[8 + header_bytes :]
@@ -37,48 +37,48 @@ def packed(header: bytes, data: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + data
 
 
-def _weights(inputs: Inputs) -> Path:
+def _weights(inputs: RunFiles) -> Path:
     return inputs.base / "model.safetensors"
 
 
-def _content(name: str, content: bytes | Callable[[bytes], bytes], told: str) -> Case:
-    """Other bytes in the file."""
+def _content(name: str, content: bytes | Callable[[bytes], bytes], message: str) -> MalformedInput:
+    """Another content of the file. A callable gets the healthy content."""
 
-    def damage(inputs: Inputs) -> None:
+    def damage(inputs: RunFiles) -> None:
         path = _weights(inputs)
         path.write_bytes(content(path.read_bytes()) if callable(content) else content)
 
-    return Case(name=f"file {name}", damage=quietly(damage), told=f"model.safetensors: {told}")
+    return MalformedInput(name=f"file {name}", damage=no_line(damage), message=f"model.safetensors: {message}")
 
 
-def _raw_header(name: str, header: bytes, told: str, *, keep_data: bool = False) -> Case:
-    """Another header, before no data or the data that was there."""
+def _raw_header(name: str, header: bytes, message: str, *, keep_data: bool = False) -> MalformedInput:
+    """Another header, followed by no data or by the healthy data."""
 
-    def damage(inputs: Inputs) -> None:
+    def damage(inputs: RunFiles) -> None:
         path = _weights(inputs)
         path.write_bytes(packed(header, read_parts(path)[1] if keep_data else b""))
 
-    return Case(name=f"header {name}", damage=quietly(damage), told=f"model.safetensors: {told}")
+    return MalformedInput(name=f"header {name}", damage=no_line(damage), message=f"model.safetensors: {message}")
 
 
-def _header(name: str, change: Callable[[Header], object], told: str, *, more_data: bytes = b"") -> Case:
-    """The header changed, the data as it was."""
+def _header(name: str, change: Callable[[Header], object], message: str, *, more_data: bytes = b"") -> MalformedInput:
+    """A changed header, followed by the healthy data and `more_data`."""
 
-    def damage(inputs: Inputs) -> None:
+    def damage(inputs: RunFiles) -> None:
         path = _weights(inputs)
         header, data = read_parts(path)
         change(header)
         path.write_bytes(packed(json.dumps(header).encode(), data + more_data))
 
-    return Case(name=f"tensor {name}", damage=quietly(damage), told=told)
+    return MalformedInput(name=f"tensor {name}", damage=no_line(damage), message=message)
 
 
-def _whole_files() -> Iterator[Case]:
+def _whole_files() -> Iterator[MalformedInput]:
     for num_bytes in (0, 1, 7):
         yield _content(f"of {num_bytes} bytes", bytes(num_bytes), f"{num_bytes} bytes are too few")
     for length in (100_000_001, 1 << 31, 1 << 62, 1 << 63, (1 << 64) - 1):
-        told = f"not a safetensors file: its header would have {length} bytes"
-        yield _content(f"with a header of {length} bytes", length.to_bytes(8, "little") + b"{}", told)
+        message = f"not a safetensors file: its header would have {length} bytes"
+        yield _content(f"with a header of {length} bytes", length.to_bytes(8, "little") + b"{}", message)
     yield _content("with a header beyond its end", (1000).to_bytes(8, "little") + b"{}", "truncated: the header")
     yield _content("without a header", bytes(8), "not a safetensors file: the header does not begin")
     yield _content("of zeros", bytes(5000), "not a safetensors file: the header does not begin")
@@ -87,8 +87,8 @@ def _whole_files() -> Iterator[Case]:
     yield _content("cut in half", lambda whole: whole[: len(whole) // 2], ".* lie beyond the end")
     yield _content("less its last byte", lambda whole: whole[:-1], ".* lie beyond the end")
     for num_bytes in (1, 4096):
-        told = f"{num_bytes} trailing bytes"
-        yield _content(f"with {num_bytes} bytes more", lambda whole, more=num_bytes: whole + bytes(more), told)
+        message = f"{num_bytes} trailing bytes"
+        yield _content(f"with {num_bytes} bytes more", lambda whole, more=num_bytes: whole + bytes(more), message)
     yield _content("twice over", lambda whole: whole + whole, r"\d+ trailing bytes")
     yield _content("moved by a byte", lambda whole: b"\0" + whole, "")
     yield _content("compressed", gzip.compress, "")
@@ -100,7 +100,7 @@ def _whole_files() -> Iterator[Case]:
     yield _content("of text", b"model weights go here\n", "not a safetensors file")
 
 
-def _headers() -> Iterator[Case]:
+def _headers() -> Iterator[MalformedInput]:
     for name, header in {
         "cut": b'{"x": ',
         "in single quotes": b"{'x': 1}",
@@ -124,8 +124,8 @@ def _headers() -> Iterator[Case]:
     yield _raw_header("with a name twice", b'{"a\\u001b": 1, "a\\u001b": 1}', r".*a\\x1b appears twice")
     yield _raw_header("that is empty", b"{}", r"\d+ trailing bytes", keep_data=True)
     for value in ('{"a": 1}', '{"a": null}', '{"a": {}}', "[]", "null", '"text"'):
-        told = "__metadata__ must map text to text"
-        yield _raw_header(f"with metadata {value}", b'{"__metadata__": ' + value.encode() + b"}", told)
+        message = "__metadata__ must map text to text"
+        yield _raw_header(f"with metadata {value}", b'{"__metadata__": ' + value.encode() + b"}", message)
     for value in ("null", "7", '"F32"', "[]", "{}", '{"dtype": "F32"}', '{"dtype": "F32", "shape": [1]}'):
         yield _raw_header(f"with an entry {value}", b'{"x": ' + value.encode() + b"}", "tensor x: must have exactly")
     yield _raw_header(
@@ -135,10 +135,10 @@ def _headers() -> Iterator[Case]:
     )
 
 
-def _entries() -> Iterator[Case]:
-    def entry(name: str, told: str, **fields: object) -> Case:
+def _entries() -> Iterator[MalformedInput]:
+    def entry(name: str, message: str, **fields: object) -> MalformedInput:
         where = f"model.safetensors: tensor {NORM}:? "
-        return _header(name, lambda header: header[NORM].update(fields), where + told)
+        return _header(name, lambda header: header[NORM].update(fields), where + message)
 
     for dtype in ("F4", "f32", "float32", "", None, 5, ["F32"], {"F32": 1}):
         yield entry(f"of dtype {dtype!r}", "dtype .* is not supported", dtype=dtype)
@@ -155,16 +155,16 @@ def _entries() -> Iterator[Case]:
     for dtype in ("I32", "U32"):
         yield entry(f"of dtype {dtype}", "has dtype .* weights must be floating point", dtype=dtype)
     for offsets in ([0], [0, 1, 2], [], None, "0", [0.0, 128.0], [-128, 0], [True, 128], {"0": 128}):
-        told = "shape and data_offsets must be lists of whole numbers"
-        yield entry(f"at {offsets!r}", told, data_offsets=offsets)
+        message = "shape and data_offsets must be lists of whole numbers"
+        yield entry(f"at {offsets!r}", message, data_offsets=offsets)
     for offsets in ([128, 0], [0, 1 << 40], [1 << 70, 1 << 71], [0, 10**400]):
         yield entry(f"at {str(offsets)[:40]}", "bytes .* lie beyond the end", data_offsets=offsets)
     yield entry("with a field more", "must have exactly", strides=[1])
 
 
-def _tensors() -> Iterator[Case]:
+def _tensors() -> Iterator[MalformedInput]:
     def shift(header: Header, num_bytes: int) -> None:
-        """All but the first begin later; the same size, and the last ends later."""
+        """Move every tensor but the first by `num_bytes`."""
         for fields in sorted(header.values(), key=_begin)[1:]:
             fields["data_offsets"] = [offset + num_bytes for offset in fields["data_offsets"]]
 
@@ -185,8 +185,8 @@ def _tensors() -> Iterator[Case]:
     yield _header("in another's place", without_metadata(double), "overlaps the tensor before it")
     yield _header("that is left out", lambda header: header.pop(NORM), "leaves a hole before it|trailing bytes")
     for name in ("model.norm.wait", "norm", "", "a\0b", "\x1b[2J", "model.layers.2.mlp.up_proj.weight", "\ud800"):
-        told = r"tensor \S* has no place in LlamaForCausalLM"
-        yield _header(f"renamed to {name!r}", lambda header, new=name: header.update({new: header.pop(NORM)}), told)
+        message = r"tensor \S* has no place in LlamaForCausalLM"
+        yield _header(f"renamed to {name!r}", lambda header, new=name: header.update({new: header.pop(NORM)}), message)
     empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     yield _header("that nobody wants", lambda header: header.update(extra=empty), "tensor extra has no place")
     turned = {"shape": [1, 32]}
@@ -203,16 +203,16 @@ def _begin(fields: Header) -> tuple[int, int]:
     return fields["data_offsets"][0], fields["data_offsets"][1]
 
 
-def _places() -> Iterator[Case]:
-    def place(name: str, told: str, put: Callable[[Path, Path], object]) -> Case:
-        """`put` gets the path of the weights, which is free then, and a directory outside the model's."""
+def _places() -> Iterator[MalformedInput]:
+    def place(name: str, message: str, put: Callable[[Path, Path], object]) -> MalformedInput:
+        """`put` gets the path of the weights, where no file is left, and a directory outside the model's."""
 
-        def damage(inputs: Inputs) -> None:
+        def damage(inputs: RunFiles) -> None:
             path = _weights(inputs)
             path.rename(inputs.directory / "weights")
             put(path, inputs.directory)
 
-        return Case(name=f"file that is {name}", damage=quietly(damage), told=told)
+        return MalformedInput(name=f"file that is {name}", damage=no_line(damage), message=message)
 
     yield place("not there", "no model.safetensors and no model.safetensors.index.json", lambda path, outside: None)
     yield place("a directory", "model.safetensors is not a regular file", lambda path, outside: path.mkdir())

@@ -1,7 +1,6 @@
-"""Chat templates that break, walk about, or never end: the base model's, replaced.
+"""Malformed chat templates: they fail, leave their sandbox, take all memory, or never end.
 
-A template is a program of the model's author. It runs in a process of its own; what that may cost is
-bounded, and so is what it may say.
+A template is a program of the model's author. It runs in a child process with limits on time and memory.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import json
 from collections.abc import Iterator
 
 from ratel_cli.data.chat import LIMIT_SECONDS
-from tests.inputs.cases import Case, Inputs, quietly
+from tests.inputs.cases import MalformedInput, RunFiles, no_line
 
 _ROW = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}) + "\n"
 _TEMPLATES = {
@@ -32,38 +31,40 @@ _TEMPLATES = {
 _ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
-def cases() -> Iterator[Case]:
-    for template, told in _TEMPLATES.items():
-        yield _template(repr(template), template, rf"rows.jsonl:1: .*({told})")
-    told = f"the chat template did not finish one conversation within {LIMIT_SECONDS:g} s"
-    yield _template("that never ends", _ENDLESS, told, seconds=LIMIT_SECONDS + 3)
+def cases() -> Iterator[MalformedInput]:
+    for template, message in _TEMPLATES.items():
+        yield _template(repr(template), template, rf"rows.jsonl:1: .*({message})")
+    message = f"the chat template did not finish one conversation within {LIMIT_SECONDS:g} s"
+    yield _template("that never ends", _ENDLESS, message, seconds=LIMIT_SECONDS + 3)
     yield _file("not UTF-8", b"{{ '\xff' }}", "no usable tokenizer")
     yield _file("empty", b"", "no chat template|cannot be located|all masked")
 
-    def remove(inputs: Inputs) -> None:
+    def remove(inputs: RunFiles) -> None:
         (inputs.base / "chat_template.jinja").unlink()
         inputs.data(_ROW.encode(), type="chat_template")
 
-    yield Case(name="template that is not there", damage=quietly(remove), told="the tokenizer has no chat template")
+    yield MalformedInput(
+        name="template that is not there", damage=no_line(remove), message="the tokenizer has no chat template"
+    )
 
-    def nameless(inputs: Inputs) -> None:
-        """Several templates, none of which is the usual one."""
+    def nameless(inputs: RunFiles) -> None:
+        """Named templates only, none of them the default."""
         directory = inputs.base / "additional_chat_templates"
         directory.mkdir()
         (inputs.base / "chat_template.jinja").rename(directory / "tool_use.jinja")
         inputs.data(_ROW.encode(), type="chat_template")
 
-    yield Case(name="template that is not the default", damage=quietly(nameless), told="no chat template")
+    yield MalformedInput(name="template that is not the default", damage=no_line(nameless), message="no chat template")
 
 
-def _template(name: str, template: str, told: str, *, seconds: float = 2.0) -> Case:
-    case = _file(name, template.encode(), told)
-    return Case(name=case.name, damage=case.damage, told=case.told, seconds=seconds)
+def _template(name: str, template: str, message: str, *, seconds: float = 2.0) -> MalformedInput:
+    case = _file(name, template.encode(), message)
+    return MalformedInput(name=case.name, damage=case.damage, message=case.message, seconds=seconds)
 
 
-def _file(name: str, content: bytes, told: str) -> Case:
-    def damage(inputs: Inputs) -> None:
+def _file(name: str, content: bytes, message: str) -> MalformedInput:
+    def damage(inputs: RunFiles) -> None:
         (inputs.base / "chat_template.jinja").write_bytes(content)
         inputs.data(_ROW.encode(), type="chat_template")
 
-    return Case(name=f"template {name}", damage=quietly(damage), told=told)
+    return MalformedInput(name=f"template {name}", damage=no_line(damage), message=message)

@@ -1,7 +1,7 @@
-"""Every malformed input of the corpus, through the command line: the exit code, the place, no trace, nothing touched.
+"""Every malformed input through the command line: exit code, message, line, time, and no file changed.
 
-A run has finished and left its store and its model; each case then asks for another one, with something
-wrong in what it is given. Invariant: whatever it was, the store and the model are as they were.
+A healthy run has finished and left its store and its model. Each case then starts another run with one damaged input.
+Invariant: the store and the model of the finished run do not change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.inputs import (
     tokenizer_cases,
     yaml_cases,
 )
-from tests.inputs.cases import Case, Inputs
+from tests.inputs.cases import MalformedInput, RunFiles
 
 CORPUS = [
     case
@@ -71,15 +71,15 @@ host:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
-    """A run that is over."""
+class FinishedRun:
+    """The healthy run."""
 
     config: Path
     base: Path
     hardware: Path
 
-    def left(self) -> dict[str, tuple[int, str]]:
-        """Its store and its model: when each file was written, and what it holds."""
+    def result(self) -> dict[str, tuple[int, str]]:
+        """Every file of its store and its model: when it was written, and the hash of its content."""
         exported = (path for path in output_of(self.config).iterdir() if path.is_file())
         return {
             str(path): (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
@@ -88,19 +88,19 @@ class Finished:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Finished:
+def finished(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> FinishedRun:
     directory = tmp_path_factory.mktemp("finished")
     config = write_config(directory, base=base, rows=rows, max_steps=1)
     succeed(config)
     hardware = directory / "hardware.yaml"
     hardware.write_text(HARDWARE)
-    return Finished(config=config, base=base, hardware=hardware)
+    return FinishedRun(config=config, base=base, hardware=hardware)
 
 
 @pytest.fixture
-def inputs(tmp_path: Path, finished: Finished) -> Inputs:
-    """Those of the finished run, in a directory of this case alone."""
-    return Inputs(
+def inputs(tmp_path: Path, finished: FinishedRun) -> RunFiles:
+    """The inputs of the finished run, in a directory of the case's own."""
+    return RunFiles(
         directory=tmp_path,
         healthy_base=finished.base,
         healthy_hardware=finished.hardware,
@@ -114,60 +114,60 @@ def test_the_corpus_is_large() -> None:
     assert len(names) >= 400
 
 
-def test_healthy_inputs_are_taken(inputs: Inputs, finished: Finished) -> None:
-    """Else the corpus would prove nothing."""
-    before = finished.left()
+def test_healthy_inputs_are_accepted(inputs: RunFiles, finished: FinishedRun) -> None:
+    """Otherwise the corpus would prove nothing."""
+    before = finished.result()
     inputs.arguments = ["--resume", "auto", "--dry-run"]
     assert ask(inputs.command_line())[:1] == (0,)
     inputs.plan_for(finished.hardware.read_bytes())
     assert ask(inputs.command_line())[:1] == (0,)
-    assert finished.left() == before
+    assert finished.result() == before
 
 
 @pytest.mark.parametrize("case", CORPUS, ids=lambda case: ascii(case.name)[1:-1][:80])
-def test_malformed_input(case: Case, inputs: Inputs, finished: Finished) -> None:
+def test_malformed_input(case: MalformedInput, inputs: RunFiles, finished: FinishedRun) -> None:
     line = case.damage(inputs)
     command_line = inputs.command_line()
-    before = finished.left()
-    code, told, seconds = ask(command_line)
-    if seconds > case.seconds:  # of a machine that others use too, the second time may be the better one
-        code, told, seconds = ask(command_line)
-    assert code == case.code, told
-    assert all(each.isprintable() for each in told.split("\n")), ascii(told)
-    assert "Traceback" not in told
-    errors = [each for each in told.splitlines() if each.startswith("error: ")]
-    assert errors, told
+    before = finished.result()
+    code, output, seconds = ask(command_line)
+    if seconds > case.seconds:  # on a busy machine the second try may be faster
+        code, output, seconds = ask(command_line)
+    assert code == case.code, output
+    assert all(each.isprintable() for each in output.split("\n")), ascii(output)
+    assert "Traceback" not in output
+    errors = [each for each in output.splitlines() if each.startswith("error: ")]
+    assert errors, output
     place = "" if line is None else rf"error: [^\s:]+:{line}(:\d+)?: "
-    assert any(re.match(place, each) and re.search(case.told, each) for each in errors), told
-    assert max(map(len, told.splitlines())) < 10_000, "too long to be read"
-    assert finished.left() == before
+    assert any(re.match(place, each) and re.search(case.message, each) for each in errors), output
+    assert max(map(len, output.splitlines())) < 10_000, "too long to be read"
+    assert finished.result() == before
     assert not (inputs.directory / "canary").exists()
     assert seconds <= case.seconds
 
 
 def ask(command_line: list[str]) -> tuple[int, str, float]:
-    """`ratel` in this process: its exit code, its stderr, and how long it took.
+    """Run `ratel` in this process. Returns its exit code, its stderr and the seconds it took.
 
-    Time is that of the clock, or where the machine is busy with something else, of the processor; waiting
-    for ten times as long is never excused.
+    The seconds are processor time, or a tenth of the clock's time if that is more: on a busy machine the clock alone
+    would measure the other processes.
     """
-    told = io.StringIO()
+    stderr = io.StringIO()
     start, start_cpu = time.monotonic(), processor_seconds()
-    with contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(io.StringIO()):
         code = main(command_line)
     seconds, cpu_seconds = time.monotonic() - start, processor_seconds() - start_cpu
-    return code, told.getvalue(), max(cpu_seconds, seconds / 10)
+    return code, stderr.getvalue(), max(cpu_seconds, seconds / 10)
 
 
 def processor_seconds() -> float:
-    """Of this process and of the children that it has waited for."""
+    """Processor time of this process and of its finished children."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that could be one of the hub's must not be looked up there."""
+    """No case may look up a name on the hub."""
     monkeypatch.setattr("ratel_cli.model.directory._download", _unreachable)
 
 

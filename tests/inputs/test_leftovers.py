@@ -1,4 +1,4 @@
-"""Whatever became of the files that a run keeps beside its model: another run is refused, the same one goes on."""
+"""Damaged files in a run's `run/` directory: the same run resumes, a run with other settings is rejected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.runs import curve, export_hash, finetune, output_of, succeed, write_config
 
-KEPT = ("config.yaml", "hardware.json", "model.json", "plan.json", "metrics.jsonl", "rejects.jsonl")
+RUN_FILES = ("config.yaml", "hardware.json", "model.json", "plan.json", "metrics.jsonl", "rejects.jsonl")
 GARBAGE = {
     "empty": b"",
     "zeros": bytes(5_000),
@@ -19,18 +19,18 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_a_run_goes_on(tmp_path: Path, base: Path, rows: Path, garbage: str) -> None:
+def test_a_run_with_damaged_files_resumes(tmp_path: Path, base: Path, rows: Path, garbage: str) -> None:
     config = write_config(tmp_path, base=base, rows=rows, max_steps=2)
     succeed(config)
     before = export_hash(config)
-    for name in KEPT:
+    for name in RUN_FILES:
         (output_of(config) / "run" / name).write_bytes(GARBAGE[garbage])
     ended = finetune(config, "seed=7")
     assert ended.code == 2, ended.told
-    assert "the store in" in ended.errors[0] and "was made with" in ended.errors[0], "what was changed is not known"
+    assert "the store in" in ended.errors[0] and "was made with" in ended.errors[0], "the changed setting is not known"
     ended = finetune(config)
     assert (ended.code, ended.errors) == (0, []), ended.told
     assert "all 2 steps are done" in ended.told
     assert export_hash(config) == before
-    assert curve(config) == [], "what the log said is lost; that it is told again would be a lie"
+    assert curve(config) == [], "the steps of the lost log must not be reported again"
     assert json.loads((output_of(config) / "run" / "plan.json").read_bytes())

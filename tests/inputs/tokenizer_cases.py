@@ -1,4 +1,4 @@
-"""Tokenizer files that are none, or do not fit the model: the base model's, damaged."""
+"""Malformed tokenizer files: the base model's, damaged or not fitting the model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.inputs.cases import Case, Inputs, quietly
+from tests.inputs.cases import MalformedInput, RunFiles, no_line
 
 _UNUSABLE = "no usable tokenizer"
 _TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -36,14 +36,14 @@ _MODELS: dict[str, object] = {
 }
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[MalformedInput]:
     for name, content in _CONTENTS.items():
         yield _content(_TOKENIZER, name, content)
     for name in ("cut", "not UTF-8", "a list", "nested deeply", "zeros"):
         yield _content(_CONFIG, name, _CONTENTS[name])
     for name, model in _MODELS.items():
-        told = f"{_UNUSABLE}|the tokenizer fails on a text"
-        yield _changed(f"model {name}", _TOKENIZER, lambda values, model=model: values.update(model=model), told)
+        message = f"{_UNUSABLE}|the tokenizer fails on a text"
+        yield _changed(f"model {name}", _TOKENIZER, lambda values, model=model: values.update(model=model), message)
     for part in ("pre_tokenizer", "decoder", "normalizer", "post_processor"):
         change = {part: {"type": "nosuch"}}
         yield _changed(f"{part} of no type", _TOKENIZER, lambda values, change=change: values.update(change), _UNUSABLE)
@@ -61,28 +61,28 @@ def cases() -> Iterator[Case]:
     yield _changed("too many tokens", _TOKENIZER, _grow, "the tokenizer has .* tokens, the model's embedding only")
     yield _changed("id beyond the embedding", _TOKENIZER, _move, "the tokenizer has|no usable tokenizer|ids 0 to")
 
-    def remove(inputs: Inputs) -> None:
+    def remove(inputs: RunFiles) -> None:
         for path in inputs.base.glob("token*"):
             path.unlink()
 
-    yield Case(name="tokenizer that is not there", damage=quietly(remove), told=_UNUSABLE)
+    yield MalformedInput(name="tokenizer that is not there", damage=no_line(remove), message=_UNUSABLE)
 
 
-def _content(file_name: str, name: str, content: bytes) -> Case:
-    def damage(inputs: Inputs) -> None:
+def _content(file_name: str, name: str, content: bytes) -> MalformedInput:
+    def damage(inputs: RunFiles) -> None:
         (inputs.base / file_name).write_bytes(content)
 
-    return Case(name=f"{file_name} that is {name}", damage=quietly(damage), told=_UNUSABLE)
+    return MalformedInput(name=f"{file_name} that is {name}", damage=no_line(damage), message=_UNUSABLE)
 
 
-def _changed(name: str, file_name: str, change: Callable[[dict[str, Any]], object], told: str) -> Case:
-    def damage(inputs: Inputs) -> None:
+def _changed(name: str, file_name: str, change: Callable[[dict[str, Any]], object], message: str) -> MalformedInput:
+    def damage(inputs: RunFiles) -> None:
         path = inputs.base / file_name
         values = json.loads(path.read_text())
         change(values)
         path.write_text(json.dumps(values))
 
-    return Case(name=f"tokenizer with a {name}", damage=quietly(damage), told=told)
+    return MalformedInput(name=f"tokenizer with a {name}", damage=no_line(damage), message=message)
 
 
 def _grow(values: dict[str, Any]) -> None:
@@ -91,6 +91,6 @@ def _grow(values: dict[str, Any]) -> None:
 
 
 def _move(values: dict[str, Any]) -> None:
-    """The ids of a vocabulary are not its places: one lies far out."""
+    """Give one token an id far beyond the size of the vocabulary."""
     vocabulary = values["model"]["vocab"]
     vocabulary["far"] = 1_000_000

@@ -1,7 +1,7 @@
-"""Configs that are no YAML, or not a config: `run.yaml` of the healthy run, damaged.
+"""Malformed configs: the healthy run's `run.yaml`, damaged.
 
-What is said word for word is in `tests/config/refusals.txt`; here every key meets values of the wrong kind,
-and the file everything that a file can be.
+Here every key gets values of a wrong kind, and the file gets wrong contents and wrong places. The exact messages are
+in `tests/config/refusals.txt`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 
 from ratel_cli.config.aliases import SECTIONS, TOP
-from tests.inputs.cases import Case, Inputs, quietly
+from tests.inputs.cases import MalformedInput, RunFiles, no_line
 
 _SECTIONS = [name for name in SECTIONS if name != TOP]
 _FOREIGN = ("batch_size", "deepspeed", "fsdp", "load_in_4bit", "lora_r", "adapter", "gradient_checkpointing", "bf16")
@@ -85,10 +85,10 @@ _TAGS = (
 )
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[MalformedInput]:
     yield from _kinds()
-    for text, told in (_TYPOS | _VALUES | _BROKEN).items():
-        yield _lines(text, told)
+    for text, message in (_TYPOS | _VALUES | _BROKEN).items():
+        yield _lines(text, message)
     for key in _FOREIGN:
         yield _lines(f"{key}: 1", f"`{key}` is not a key of Ratel")
     for tag in _TAGS:
@@ -98,22 +98,22 @@ def cases() -> Iterator[Case]:
     yield from _files()
 
 
-def _lines(text: str, told: str, *, name: str | None = None) -> Case:
-    """Lines appended to the healthy config, in which the first has the error."""
+def _lines(text: str, message: str, *, name: str | None = None) -> MalformedInput:
+    """Lines appended to the healthy config. The first of them has the error."""
     key = text.split(":", 1)[0]
 
-    def damage(inputs: Inputs) -> int:
+    def damage(inputs: RunFiles) -> int:
         inputs.settings.pop(key, None)
         return inputs.add_lines(text)
 
-    # What is never closed is told at the end of the file; of an escape PyYAML does not say where it is.
-    at_end = told.startswith(("it ends", "a second", "an escape")) or "\n:" in text
-    chosen = quietly(damage) if at_end else damage
-    return Case(name=name or f"line {text[:60]!r}", damage=chosen, told=told)
+    # An unclosed bracket is reported at the end of the file. PyYAML reports no place for a bad escape.
+    at_end = message.startswith(("it ends", "a second", "an escape")) or "\n:" in text
+    chosen = no_line(damage) if at_end else damage
+    return MalformedInput(name=name or f"line {text[:60]!r}", damage=chosen, message=message)
 
 
-def _kinds() -> Iterator[Case]:
-    """A list and a mapping for every key that takes neither, and each the other way round."""
+def _kinds() -> Iterator[MalformedInput]:
+    """A list and a mapping as the value of every key."""
     for key in SECTIONS[TOP].model_fields:
         yield _lines(f"{key}: [7]", rf"`{key}(\.\w+)*`", name=f"a list as {key}")
         yield _lines(f"{key}: {{no_such: 7}}", rf"`{key}(\.\w+)*`|`no_such`", name=f"a mapping as {key}")
@@ -124,28 +124,28 @@ def _kinds() -> Iterator[Case]:
             for name in reversed(inner):
                 value = f"{{{name}: {value}}}"
             value = f"[{value}]" if section == "datasets" else value
-            told = rf"`{re.escape(section)}(\.\d)?\.{key}(\.\w+)*`"
-            yield _lines(f"{outer}: {value}", told, name=f"a list as {section}.{key}")
+            message = rf"`{re.escape(section)}(\.\d)?\.{key}(\.\w+)*`"
+            yield _lines(f"{outer}: {value}", message, name=f"a list as {section}.{key}")
 
 
-def _doubles() -> Iterator[Case]:
-    for first, second, told in (
+def _doubles() -> Iterator[MalformedInput]:
+    for first, second, message in (
         ("seed: 1", "seed: 1", r"`seed` appears twice \(first on line \d+\)"),
         ("lr: 1", "learning_rate: 1", "are both set and mean the same"),
         ("storage: {engine: threads}", "storage: {}", "`storage` appears twice"),
         ('"se\\u0065d": 1', "seed: 2", "`seed` appears twice"),
     ):
 
-        def damage(inputs: Inputs, first: str = first, second: str = second) -> int:
+        def damage(inputs: RunFiles, first: str = first, second: str = second) -> int:
             for key in ("seed", "learning_rate", "storage"):
                 inputs.settings.pop(key, None)
             inputs.add_lines(first)
             return inputs.add_lines(second)
 
-        yield Case(name=f"lines {first!r} and {second!r}", damage=damage, told=told)
+        yield MalformedInput(name=f"lines {first!r} and {second!r}", damage=damage, message=message)
 
 
-def _bombs() -> Iterator[Case]:
+def _bombs() -> Iterator[MalformedInput]:
     laughs = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]\n" for level in range(1, 12)
     )
@@ -160,17 +160,17 @@ def _bombs() -> Iterator[Case]:
     yield _whole("a binary file", bytes(range(256)) * 8, "")
 
 
-def _whole(name: str, content: bytes, told: str) -> Case:
-    """Another content of the file."""
+def _whole(name: str, content: bytes, message: str) -> MalformedInput:
+    """Another content of the config file."""
 
-    def damage(inputs: Inputs) -> None:
+    def damage(inputs: RunFiles) -> None:
         inputs.text = content
 
-    return Case(name=f"config that is {name}", damage=quietly(damage), told=f"run.yaml.*({told})")
+    return MalformedInput(name=f"config that is {name}", damage=no_line(damage), message=f"run.yaml.*({message})")
 
 
-def _files() -> Iterator[Case]:
-    for name, content, told in (
+def _files() -> Iterator[MalformedInput]:
+    for name, content, message in (
         ("empty", b"", "the file is empty"),
         ("a comment", b"# nothing\n", "the file is empty"),
         ("a list", b"- a\n- b\n", "a config consists of `key: value` lines"),
@@ -184,22 +184,28 @@ def _files() -> Iterator[Case]:
         ("without a model", b"datasets: a.jsonl\n", "`base_model` is missing"),
         ("without data", b"base_model: a\n", "`datasets` is missing"),
     ):
-        yield _whole(name, content, told)
+        yield _whole(name, content, message)
 
-    def directory(inputs: Inputs) -> None:
+    def directory(inputs: RunFiles) -> None:
         inputs.config.mkdir()
 
-    def missing(inputs: Inputs) -> None:
+    def missing(inputs: RunFiles) -> None:
         inputs.arguments = [str(inputs.directory / "run.yml"), *inputs.arguments]
 
-    def loop(inputs: Inputs) -> None:
+    def loop(inputs: RunFiles) -> None:
         os.symlink("loop.yaml", inputs.directory / "loop.yaml")
         _ask_for(inputs, "loop.yaml")
 
-    yield Case(name="config that is a directory", damage=quietly(directory), told="run.yaml: is a directory")
-    yield Case(name="config in the place of an override", damage=quietly(missing), told="not a `key=value` argument")
-    yield Case(name="config that is a link to itself", damage=quietly(loop), told="loop.yaml: cannot be read")
-    for file_name, told in {
+    yield MalformedInput(
+        name="config that is a directory", damage=no_line(directory), message="run.yaml: is a directory"
+    )
+    yield MalformedInput(
+        name="config in the place of an override", damage=no_line(missing), message="not a `key=value` argument"
+    )
+    yield MalformedInput(
+        name="config that is a link to itself", damage=no_line(loop), message="loop.yaml: cannot be read"
+    )
+    for file_name, message in {
         "gone.yaml": "gone.yaml: no such file",
         "a\x1b[2Jb.yaml": r"a\\x1b\[2Jb.yaml: no such file",
         "a" * 300: "cannot be read: File name too long",
@@ -208,12 +214,12 @@ def _files() -> Iterator[Case]:
         "\udcff.yaml": r"\\u\{dcff\}.yaml: no such file",
     }.items():
         shown = repr(file_name[:20])
-        yield Case(
+        yield MalformedInput(
             name=f"config called {shown}",
-            damage=quietly(lambda inputs, file_name=file_name: _ask_for(inputs, file_name)),
-            told=told,
+            damage=no_line(lambda inputs, file_name=file_name: _ask_for(inputs, file_name)),
+            message=message,
         )
 
 
-def _ask_for(inputs: Inputs, file_name: str) -> None:
+def _ask_for(inputs: RunFiles, file_name: str) -> None:
     inputs.asks_for = inputs.directory / file_name
