@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import torch
 
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.activations import Activations
 from ratel_cli.engine.optimizer.gradients import GradientSum, TiedSum
 from ratel_cli.engine.replay.recording import StepRecording
@@ -19,37 +19,16 @@ from ratel_cli.engine.replay.tape import Tape
 from ratel_cli.model.layer_runner import LayerCall
 
 
-class Batch(Protocol):
-    """One micro-batch: int64 tensors [batch, tokens]; targets are shifted already, -100 counts for nothing."""
-
-    @property
-    def input_ids(self) -> torch.Tensor: ...
-    @property
-    def targets(self) -> torch.Tensor: ...
-    @property
-    def position_ids(self) -> torch.Tensor: ...
-    @property
-    def num_targets(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PlacedBatch:
-    input_ids: torch.Tensor
-    targets: torch.Tensor
-    position_ids: torch.Tensor
-    num_targets: int
-
-
-def place(batches: Sequence[Batch], device: torch.device) -> Sequence[Batch]:
-    """The batches on the device that computes: themselves on the CPU."""
+def place(batches: Sequence[MicroBatch], device: torch.device) -> Sequence[MicroBatch]:
+    """The batches with their tensors on the compute device; on the CPU, the batches themselves."""
     if device.type == "cpu":
         return batches
     return [
-        _PlacedBatch(
+        replace(
+            batch,
             input_ids=batch.input_ids.to(device),
             targets=batch.targets.to(device),
             position_ids=batch.position_ids.to(device),
-            num_targets=batch.num_targets,
         )
         for batch in batches
     ]
@@ -86,7 +65,7 @@ class StepState:
 
     def __init__(
         self,
-        batches: Sequence[Batch],
+        batches: Sequence[MicroBatch],
         step: int,
         loss_scale: float,
         activations: Activations,

@@ -30,6 +30,7 @@ from typing import Self
 
 import torch
 
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.activations import Activations, Unit
 from ratel_cli.engine.device.device import Device, SpanLabel
 from ratel_cli.engine.loss import loss_and_gradients, loss_only, tokens_per_chunk
@@ -40,7 +41,7 @@ from ratel_cli.engine.optimizer.update import Updates, UpdateSettings
 from ratel_cli.engine.replay.randomness import seed_draws
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.replay.tape import Recorder, Replayer
-from ratel_cli.engine.state import Batch, StepOutcome, StepState, Tied, place
+from ratel_cli.engine.state import StepOutcome, StepState, Tied, place
 from ratel_cli.engine.telemetry import Stage, Timeline
 from ratel_cli.engine.weights import BlockWeights, ResidentWeights, WeightReader
 from ratel_cli.io.buffers import BufferPool
@@ -113,7 +114,7 @@ class StepEngine:
 
     def run(
         self,
-        batches: Sequence[Batch],
+        batches: Sequence[MicroBatch],
         *,
         step: int,
         update: int,
@@ -147,7 +148,7 @@ class StepEngine:
         """Finish the update of an unsettled step; the caller commits it."""
         self._updates.settle()
 
-    def evaluate(self, batches: Sequence[Batch]) -> float:
+    def evaluate(self, batches: Sequence[MicroBatch]) -> float:
         """Sum of cross-entropies over the targets of `batches`, with dropout off. No step may be unsettled."""
         assert not self._updates.is_unsettled
         self._model.skeleton.eval()
@@ -351,7 +352,7 @@ class StepEngine:
                 del embedded, first, others
             self._updates.hand_over(total, weights)
 
-    def _evaluate(self, batches: Sequence[Batch]) -> float:
+    def _evaluate(self, batches: Sequence[MicroBatch]) -> float:
         embedding, *layers, head = self._model.spec.blocks
         self._reader.expect([embedding, *layers, *([embedding] if self._model.spec.tied else []), head], "forward")
         with self._reader.open(embedding), self._computing(embedding, "forward"):

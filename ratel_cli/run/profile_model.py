@@ -17,6 +17,7 @@ import transformers
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.device.cuda import translate_errors
 from ratel_cli.engine.replay.profiling import BlockProfiler
 from ratel_cli.errors import EnvironmentFailure
@@ -38,16 +39,6 @@ from ratel_cli.run.cached_profile import CachedProfile
 from ratel_cli.run.settings import decisions_of, state_bytes, workload_of
 from ratel_cli.sizes import PACKED_ALIGNMENT
 from ratel_cli.units import align_up
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Batch:
-    """A micro-batch of any tokens; every position has a target."""
-
-    input_ids: torch.Tensor
-    targets: torch.Tensor
-    position_ids: torch.Tensor
-    num_targets: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,10 +122,16 @@ def _measured(config: RunConfig, model: DecoderModel) -> ModelProfile:
     )
 
 
-def _any_batch(workload: Workload, vocab_size: int) -> _Batch:
+def _any_batch(workload: Workload, vocab_size: int) -> MicroBatch:
+    """Random tokens; every position has a target."""
     shape = workload.micro_batch_size, workload.sequence_len
     tokens = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(0))
     positions = torch.arange(workload.sequence_len).expand(shape).contiguous()
-    return _Batch(
-        input_ids=tokens, targets=tokens.clone(), position_ids=positions, num_targets=workload.micro_batch_tokens
+    return MicroBatch(
+        input_ids=tokens,
+        targets=tokens.clone(),
+        position_ids=positions,
+        sample_ids=(),
+        num_targets=workload.micro_batch_tokens,
+        num_tokens=workload.micro_batch_tokens,
     )

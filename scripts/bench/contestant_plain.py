@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from ratel_cli.engine.state import Batch, place
+from ratel_cli.data.packing import MicroBatch
+from ratel_cli.engine.state import place
 from ratel_cli.hardware.gpu import compute_device, set_determinism
 from ratel_cli.hardware.host import peak_resident_bytes
 from scripts.bench.contestants import LEARNING_RATE, Measured, Task, batches_of, config_of, run_as
@@ -58,7 +59,7 @@ def run_plain(task: Task) -> Measured:
     )
 
 
-def _plain_gradients(model: LlamaForCausalLM, batches: Sequence[Batch]) -> float:
+def _plain_gradients(model: LlamaForCausalLM, batches: Sequence[MicroBatch]) -> float:
     total, num_targets = 0.0, sum(batch.num_targets for batch in batches)
     for batch in batches:
         logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits

@@ -26,8 +26,9 @@ from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.hardware.host import peak_resident_bytes
-from scripts.bench.contestants import LEARNING_RATE, Batch, Measured, Task, batches_of, config_of, run_as
+from scripts.bench.contestants import LEARNING_RATE, Measured, Task, batches_of, config_of, run_as
 
 _INSTALL = (
     "DeepSpeed is not installed. It takes `pip install deepspeed ninja`, a C++ compiler and, for its "
@@ -113,7 +114,7 @@ def _settings(task: Task, directory: Path, *, largest_elements: int) -> dict[str
     }
 
 
-def _step(engine: _Engine, batches: Sequence[Batch]) -> float:
+def _step(engine: _Engine, batches: Sequence[MicroBatch]) -> float:
     """DeepSpeed divides each loss by the number of micro-batches; the last micro-batch's `step` is the update."""
     total, num_targets = 0.0, sum(batch.num_targets for batch in batches)
     for batch in batches:

@@ -30,6 +30,7 @@ from typing import Literal, get_args
 import torch
 from transformers import LlamaConfig
 
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.planning.placement import Overlap
 
 Contestant = Literal["plain", "plain-kept", "ratel", "ratel-recompute", "zero", "zero-optimizer"]
@@ -143,16 +144,6 @@ class Measured:
     placement: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """Random tokens [rows, tokens of a row]; every position has a target."""
-
-    input_ids: torch.Tensor
-    targets: torch.Tensor
-    position_ids: torch.Tensor
-    num_targets: int
-
-
 def add_arguments(parser: argparse.ArgumentParser, *, shape: str, tokens: int, micro_batches: int, steps: int) -> None:
     """The options that `task_of` reads."""
     parser.add_argument("--shape", choices=SHAPES, default=shape)
@@ -204,19 +195,21 @@ def config_of(task: Task) -> LlamaConfig:
     return LlamaConfig.from_dict({**SHAPES[task.shape], "max_position_embeddings": max(64, task.tokens // task.rows)})
 
 
-def batches_of(task: Task) -> Iterator[list[Batch]]:
-    """The same for all contestants."""
+def batches_of(task: Task) -> Iterator[list[MicroBatch]]:
+    """Random tokens, the same for all contestants; every position has a target."""
     generator, length = torch.Generator().manual_seed(7), task.tokens // task.rows
     for _ in range(task.steps):
         step = []
         for _ in range(task.micro_batches):
             ids = torch.randint(0, SHAPES[task.shape]["vocab_size"], (task.rows, length + 1), generator=generator)
             step.append(
-                Batch(
+                MicroBatch(
                     input_ids=ids[:, :-1].contiguous(),
                     targets=ids[:, 1:].contiguous(),
                     position_ids=torch.arange(length).expand(task.rows, -1).contiguous(),
+                    sample_ids=(),
                     num_targets=task.tokens,
+                    num_tokens=task.tokens,
                 )
             )
         yield step

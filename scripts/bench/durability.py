@@ -28,12 +28,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from statistics import median
 
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.hardware.host import default_limit_bytes
 from ratel_cli.planning.plan import Plan
 from ratel_cli.sizes import CHUNK_ELEMENTS
 from ratel_cli.store.barrier import KernelBarrier
 from ratel_cli.units import GIB
-from scripts.bench.contestants import Batch, add_arguments, batches_of, task_of
+from scripts.bench.contestants import add_arguments, batches_of, task_of
 from scripts.bench.ratel_run import RatelRun, Steps, open_run
 
 _TIME, _BYTES = 0.02, 0.01
@@ -58,7 +59,7 @@ class Contestant:
     seconds: list[float] = field(default_factory=list)
     written_bytes: list[int] = field(default_factory=list)
 
-    def turn(self, steps: Sequence[list[Batch]]) -> None:
+    def turn(self, steps: Sequence[list[MicroBatch]]) -> None:
         """Some steps; in the end the drive is idle, for the other one."""
         before = self.run.queue.written_bytes
         for number, batches in enumerate(steps):
@@ -118,7 +119,7 @@ def report(arguments: argparse.Namespace, durable: Contestant, bare: Contestant)
     print(json.dumps(summary))
 
 
-def _plan(run: RatelRun, batches: list[Batch]) -> Plan:
+def _plan(run: RatelRun, batches: list[MicroBatch]) -> Plan:
     _, profile = run.record(batches)
     return run.planner.plan(profile)
 

@@ -18,6 +18,7 @@ from statistics import median
 
 import torch
 
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.telemetry import RESOURCES, Resource
 from ratel_cli.hardware.budget import best_seconds
 from ratel_cli.model.blocks import DecoderModel
@@ -26,7 +27,7 @@ from ratel_cli.planning.placement import Activations, Overlap
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.plan import Planner
 from ratel_cli.units import GIB
-from scripts.bench.contestants import Batch, batches_of
+from scripts.bench.contestants import batches_of
 from scripts.bench.ratel_run import RatelRun
 
 
@@ -140,7 +141,7 @@ class GpuSteps:
         return replace(planner, decisions=decisions)
 
 
-def block_flops_per_second(run: RatelRun, profile: ModelProfile, batch: Batch, *, seconds: float) -> float:
+def block_flops_per_second(run: RatelRun, profile: ModelProfile, batch: MicroBatch, *, seconds: float) -> float:
     """One layer's forward and backward with all activations kept and nothing moved: the ceiling for a step.
 
     Three times its forward's operations, as a step's are counted.

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.build import open_engine
 from ratel_cli.engine.device.open import open_device
 from ratel_cli.engine.optimizer.adamw import AdamWSettings
@@ -49,7 +50,7 @@ from ratel_cli.store.barrier import Barrier
 from ratel_cli.store.layout import record_layout
 from ratel_cli.store.store import Progress, Store, StoreIdentity
 from ratel_cli.units import GIB
-from scripts.bench.contestants import LEARNING_RATE, Batch, Task, config_of
+from scripts.bench.contestants import LEARNING_RATE, Task, config_of
 
 STATE = StateBytes(compute=2, record=12, num_fields=4, gradient=2)
 """Of a parameter in bf16."""
@@ -93,7 +94,7 @@ class RatelRun:
             sequence_len=self.task.tokens // self.task.rows,
         )
 
-    def record(self, batches: list[Batch]) -> tuple[Step, ModelProfile]:
+    def record(self, batches: list[MicroBatch]) -> tuple[Step, ModelProfile]:
         """One step that swaps nothing, settled, and the profile that it gives."""
         recording = StepRecording()
         with self.under(self.planner.plan_recording(self.estimate())) as steps:
@@ -147,7 +148,7 @@ class Steps:
         self._timeline = timeline
         self._done = store.progress.step
 
-    def run(self, batches: list[Batch], *, recording: StepRecording | None = None, settled: bool = False) -> Step:
+    def run(self, batches: list[MicroBatch], *, recording: StepRecording | None = None, settled: bool = False) -> Step:
         """One step. If it is to be settled, its time includes that."""
         done, start = self._done, time.perf_counter()
         outcome = self._engine.run(

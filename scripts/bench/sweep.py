@@ -14,13 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.host import default_limit_bytes
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.planning.placement import Activations
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.plan import Planner
-from scripts.bench.contestants import Batch, Task, batches_of
+from scripts.bench.contestants import Task, batches_of
 from scripts.bench.ratel_run import RatelRun, open_run
 from scripts.bench.throttled_queue import ThrottledQueue
 
@@ -132,7 +133,7 @@ def _point(plan: Plan) -> Point:
     )
 
 
-def _measure(run: RatelRun, plan: Plan, steps_batches: Sequence[list[Batch]]) -> Iterator[tuple[float, float]]:
+def _measure(run: RatelRun, plan: Plan, steps_batches: Sequence[list[MicroBatch]]) -> Iterator[tuple[float, float]]:
     """Forward and whole steps, all but the first; what is left of the last is written afterwards."""
     queue, num_steps = run.queue, len(steps_batches)
     read_bytes, written_bytes = queue.read_bytes, queue.written_bytes

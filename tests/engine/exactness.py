@@ -15,11 +15,12 @@ from typing import Protocol
 import torch
 from transformers import PretrainedConfig
 
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.planning.placement import Placement
 from ratel_cli.sizes import BLOCK_ALIGNMENT
-from tests.engine.machine import Batch, Machine, attention_of, initial_weights, random_steps
+from tests.engine.machine import Machine, attention_of, initial_weights, random_steps
 from tests.engine.swaps import EVERYTHING, ChosenEverywhere
 from tests.reference import Recipe, Trained, train_in_memory
 
@@ -42,7 +43,7 @@ def check_training(
     num_micro_batches: int = 2,
     packed: bool = True,
     num_tokens: int = 12,
-    steps: Sequence[Sequence[Batch]] | None = None,
+    steps: Sequence[Sequence[MicroBatch]] | None = None,
     **options: object,
 ) -> None:
     """Train a new model by Ratel and by the oracle: losses, norms and fp32 masters must be equal in every bit.
@@ -60,7 +61,7 @@ def check_training(
 
 
 def reference(
-    config: PretrainedConfig, steps: Sequence[Sequence[Batch]], recipe: Recipe, *, device: str = "cpu"
+    config: PretrainedConfig, steps: Sequence[Sequence[MicroBatch]], recipe: Recipe, *, device: str = "cpu"
 ) -> Trained:
     """What the oracle makes of the initial weights."""
     return train_in_memory(config, initial_weights(config), steps, replace(recipe, device=device))

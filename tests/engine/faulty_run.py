@@ -20,7 +20,7 @@ from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.training.loop import TrainingLoop
 from ratel_cli.training.schedule import LearningRateSchedule
 from tests.engine.architectures import tiny_config
-from tests.engine.machine import Batch, Machine, initial_weights, machine, random_steps
+from tests.engine.machine import Machine, initial_weights, machine, random_steps
 from tests.fakes import Fault, FaultyBarrier, FaultyQueue
 from tests.reference import Recipe
 from tests.training.loop_fakes import SETTINGS
@@ -78,7 +78,7 @@ class Steps:
     num_eval_samples = 1
 
     def __init__(self) -> None:
-        self._batches = [_micro_batch(*step) for step in random_steps(NUM_STEPS + 1, 1)]
+        self._batches = [step[0] for step in random_steps(NUM_STEPS + 1, 1)]
 
     def step(self, step_index: int) -> list[MicroBatch]:
         return [self._batches[step_index]]
@@ -186,14 +186,3 @@ def state_of(ratel: Machine) -> bytes:
                 ratel.store.read(block, each.name, 0, num_elements, lease.memory).wait()
                 parts.append(bytes(lease.memory))
     return b"".join(parts)
-
-
-def _micro_batch(batch: Batch) -> MicroBatch:
-    return MicroBatch(
-        input_ids=batch.input_ids,
-        targets=batch.targets,
-        position_ids=batch.position_ids,
-        sample_ids=(0,),
-        num_targets=batch.num_targets,
-        num_tokens=batch.input_ids.numel(),
-    )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ratel_cli import _native
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.build import open_engine
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.device.open import open_device
@@ -38,34 +38,26 @@ NOTHING_AHEAD = Placement()
 IDENTITY = StoreIdentity(model_hash="m", config_hash="c", data_hash="d", seed=42, software="s")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """A micro-batch of two rows."""
-
-    input_ids: torch.Tensor
-    targets: torch.Tensor
-    position_ids: torch.Tensor
-    num_targets: int
-
-
 def random_steps(
     num_steps: int, num_micro_batches: int, *, packed: bool = True, num_tokens: int = 12
-) -> list[list[Batch]]:
+) -> list[list[MicroBatch]]:
     """Random tokens, two samples in a row where `packed`, some targets ignored."""
     generator = torch.Generator().manual_seed(num_steps * 100 + num_micro_batches)
 
-    def batch() -> Batch:
+    def batch() -> MicroBatch:
         ids = torch.randint(0, VOCAB_SIZE, (2, num_tokens), generator=generator)
         targets = torch.randint(0, VOCAB_SIZE, (2, num_tokens), generator=generator)
         targets[:, num_tokens // 2 - 1] = -100
         positions = torch.arange(num_tokens)
         if packed:
             positions = positions % (num_tokens // 2)
-        return Batch(
+        return MicroBatch(
             input_ids=ids,
             targets=targets,
             position_ids=positions.expand(2, -1).contiguous(),
+            sample_ids=(0, 1),
             num_targets=int((targets != -100).sum()),
+            num_tokens=ids.numel(),
         )
 
     return [[batch() for _ in range(num_micro_batches)] for _ in range(num_steps)]
@@ -130,7 +122,7 @@ class Machine:
         self.engine = make_engine(lambda: None)
         self.decided = 0
 
-    def train(self, steps: Sequence[Sequence[Batch]], recipe: Recipe) -> list[StepOutcome]:
+    def train(self, steps: Sequence[Sequence[MicroBatch]], recipe: Recipe) -> list[StepOutcome]:
         """Run the steps that the store has not committed yet; each is committed beneath the next, and the last."""
         outcomes = []
         for step in range(self.store.progress.step, len(steps)):

@@ -24,7 +24,7 @@ from tests.engine.exactness import (
     check_training,
     reference,
 )
-from tests.engine.machine import Batch, initial_weights, machine, random_steps
+from tests.engine.machine import initial_weights, machine, random_steps
 from tests.engine.swaps import ChosenEverywhere
 from tests.reference import Recipe
 from tests.tiers import pairwise, rotating
@@ -169,7 +169,8 @@ def test_micro_batches_of_other_shapes_and_one_without_targets(tmp_path: Path) -
     recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=0.5)
     first, second, third = random_steps(3, 3)
     blind = replace(first[1], targets=torch.full_like(first[1].targets, -100), num_targets=0)
-    narrow = Batch(
+    narrow = replace(
+        second[0],
         input_ids=second[0].input_ids[:1, :6],
         targets=second[0].targets[:1, :6],
         position_ids=second[0].position_ids[:1, :6],

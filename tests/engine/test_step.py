@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.errors import BadInput, Interrupted
 from ratel_cli.model.skeleton import DTYPES
@@ -23,7 +24,7 @@ from ratel_cli.planning.traffic import checksum_bytes, step_traffic
 from ratel_cli.planning.workload import StateBytes
 from ratel_cli.sizes import DtypeName
 from tests.engine.architectures import tiny_config
-from tests.engine.machine import Batch, Machine, initial_weights, machine, progress_at, random_steps
+from tests.engine.machine import Machine, initial_weights, machine, progress_at, random_steps
 from tests.engine.swaps import EVERYTHING
 from tests.reference import Recipe
 
@@ -45,7 +46,7 @@ def spilled_blocks(spec: ModelSpec, state: StateBytes, held_in_memory_bytes: int
     return 0
 
 
-def moved_by_each_step(ratel: Machine, recipe: Recipe, steps: Sequence[Sequence[Batch]]) -> list[tuple[int, int]]:
+def moved_by_each_step(ratel: Machine, recipe: Recipe, steps: Sequence[Sequence[MicroBatch]]) -> list[tuple[int, int]]:
     """NVMe bytes (read, written) from one decision to the next, when all that could run on has run."""
     moved = []
     for step, batches in enumerate(steps):
@@ -219,7 +220,7 @@ def assert_undisturbed(
     directory: Path,
     config: PretrainedConfig,
     recipe: Recipe,
-    steps: list[list[Batch]],
+    steps: list[list[MicroBatch]],
     found: list[tuple[bytes, str | None]],
     weights: dict[str, torch.Tensor],
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.telemetry import Span
 from ratel_cli.model.spec import ModelSpec
@@ -22,7 +23,7 @@ from ratel_cli.sizes import PACKED_ALIGNMENT
 from ratel_cli.units import align_up
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.engine.exactness import assert_same_training, reference
-from tests.engine.machine import Batch, Machine, attention_of, initial_weights, machine, random_steps
+from tests.engine.machine import Machine, attention_of, initial_weights, machine, random_steps
 from tests.engine.test_step import STATE_BYTES, moved_by_each_step
 from tests.reference import Recipe
 
@@ -30,7 +31,7 @@ NUM_MICRO_BATCHES = 2
 AHEAD = Placement(prefetch_blocks=2, pending_updates=2)
 
 
-def recorded(ratel: Machine, recipe: Recipe, batches: list[Batch]) -> ModelProfile:
+def recorded(ratel: Machine, recipe: Recipe, batches: list[MicroBatch]) -> ModelProfile:
     """Run the first step, recorded."""
     recording = StepRecording()
     outcome = ratel.engine.run(

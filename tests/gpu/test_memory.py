@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.telemetry import Span
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
@@ -20,7 +21,7 @@ from ratel_cli.planning.workload import StateBytes, Workload
 from ratel_cli.units import MIB
 from tests.engine.architectures import VOCAB_SIZE, tiny_config
 from tests.engine.exactness import AHEAD
-from tests.engine.machine import Batch, Machine, initial_weights_of_zeros, random_steps
+from tests.engine.machine import Machine, initial_weights_of_zeros, random_steps
 from tests.engine.swaps import EVERYTHING
 from tests.engine.test_swap import recorded
 from tests.gpu.machine import NEEDS_GPU, gpu_machine
@@ -50,18 +51,25 @@ def config_of(*, num_layers: int, hidden_size: int = 512, tied: bool = False) ->
     )
 
 
-def batches_of(num_micro_batches: int, *, rows: int, tokens: int) -> list[Batch]:
+def batches_of(num_micro_batches: int, *, rows: int, tokens: int) -> list[MicroBatch]:
     generator = torch.Generator().manual_seed(5)
 
-    def batch() -> Batch:
+    def batch() -> MicroBatch:
         ids = torch.randint(0, VOCAB_SIZE, (rows, tokens), generator=generator)
         positions = torch.arange(tokens).expand(rows, -1).contiguous()
-        return Batch(input_ids=ids, targets=ids.clone(), position_ids=positions, num_targets=ids.numel())
+        return MicroBatch(
+            input_ids=ids,
+            targets=ids.clone(),
+            position_ids=positions,
+            sample_ids=(),
+            num_targets=ids.numel(),
+            num_tokens=ids.numel(),
+        )
 
     return [batch() for _ in range(num_micro_batches)]
 
 
-def peak_bytes(ratel: Machine, batches: list[Batch]) -> int:
+def peak_bytes(ratel: Machine, batches: list[MicroBatch]) -> int:
     """What two steps take at most."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -18,10 +18,11 @@ from time import perf_counter
 
 import torch
 
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.loss import loss_and_gradients, tokens_per_chunk
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.replay.tape import Replayer
-from ratel_cli.engine.state import Batch, place
+from ratel_cli.engine.state import place
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.layer_runner import LayerCall, last_hidden_state
 from ratel_cli.model.operators import tensors_in
@@ -57,7 +58,7 @@ class BlockProfiler:
         self._weights = torch.empty(largest, dtype=dtype, device=device).normal_(std=_DEVIATION, generator=generator)
         self._outside: dict[int, list[_Run]] = {}
 
-    def record(self, batch: Batch) -> tuple[dict[tuple[int, int], UnitRecord], dict[int, BlockSeconds]]:
+    def record(self, batch: MicroBatch) -> tuple[dict[tuple[int, int], UnitRecord], dict[int, BlockSeconds]]:
         """What every layer ran, by (block, sample), and how long all samples of a block took, by block."""
         embedding, *layers, head = self._model.spec.blocks
         [batch] = place([batch], self._device)
@@ -85,7 +86,7 @@ class BlockProfiler:
         outside = {0: self._outside[0], head.index: self._outside[head.index]}
         return units, {block: _seconds(samples, number) for block, samples in (runs | outside).items()}
 
-    def _embedding(self, block: BlockSpec, batch: Batch) -> tuple[torch.Tensor, tuple[LayerCall, ...]]:
+    def _embedding(self, block: BlockSpec, batch: MicroBatch) -> tuple[torch.Tensor, tuple[LayerCall, ...]]:
         with self._bound(block) as parameters:
 
             def run() -> _Run:
@@ -123,7 +124,7 @@ class BlockProfiler:
 
             return _samples(run), outputs[0]
 
-    def _head(self, block: BlockSpec, embedding: BlockSpec, batch: Batch, hidden: torch.Tensor) -> None:
+    def _head(self, block: BlockSpec, embedding: BlockSpec, batch: MicroBatch, hidden: torch.Tensor) -> None:
         with contextlib.ExitStack() as bound:
             parameters = bound.enter_context(self._bound(block))
             if self._model.spec.tied:
