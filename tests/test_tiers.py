@@ -6,7 +6,7 @@ import itertools
 
 from _pytest.mark import ParameterSet
 
-from tests.tiers import pairwise, rotating, sample
+from tests.tiers import pairwise, rotating, sample, sample_kinds
 
 
 def short(cases: list[ParameterSet]) -> list[tuple[object, ...]]:
@@ -21,6 +21,13 @@ def test_a_sample_is_every_seventh_case() -> None:
     cases = sample(range(20), every=7, offset=9)
     assert every(cases) == [(number,) for number in range(20)]
     assert short(cases) == [(2,), (9,), (16,)]
+
+
+def test_a_sample_of_kinds_has_one_of_each() -> None:
+    words = [*(f"a{number}" for number in range(7)), "b0", "c0", "c1"]
+    cases = sample_kinds(words, kind=lambda word: word[0], every=3)
+    assert every(cases) == [(word,) for word in words]
+    assert short(cases) == [("a0",), ("a3",), ("a6",), ("b0",), ("c0",)]
 
 
 def test_rotating_has_each_first_value_once_and_meets_every_combination() -> None:

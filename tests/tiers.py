@@ -10,12 +10,14 @@ Invariant: every function returns all cases of the product, in its order; only t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import pytest
 from _pytest.mark import ParameterSet
 from hypothesis import HealthCheck, settings
 
+Case = TypeVar("Case")
 _SHORT_EXAMPLES = 25
 _FULL_EXAMPLES = 100
 
@@ -41,6 +43,17 @@ def examples(number: int) -> settings:
 def sample(cases: Iterable[object], *, every: int, offset: int = 0) -> list[ParameterSet]:
     """One parameter's values. The short tier runs every `every`th, beginning with number `offset`."""
     return [_case((case,), is_short=number % every == offset % every) for number, case in enumerate(cases)]
+
+
+def sample_kinds(cases: Sequence[Case], *, kind: Callable[[Case], str], every: int) -> list[ParameterSet]:
+    """One parameter's values. The short tier runs one of each kind, and of the larger kinds every `every`th."""
+    places: dict[str, list[int]] = {}
+    for place, case in enumerate(cases):
+        places.setdefault(kind(case), []).append(place)
+    chosen = set()
+    for number, of_kind in enumerate(places.values()):
+        chosen.update(of_kind[number % min(every, len(of_kind)) :: every])  # not of each kind the first one
+    return [_case((case,), is_short=place in chosen) for place, case in enumerate(cases)]
 
 
 def rotating(*axes: Sequence[object], offset: int = 0) -> list[ParameterSet]:

@@ -1,7 +1,7 @@
 """Every call to the kernel in a run of three steps fails in every way: right bits or the error told, and no step lost.
 
 The order of calls is that of threads, so that a number stands for another call from time to time; each number and
-each kind has its turn.
+each kind has its turn: every seventh call in one case, so that the short tier has a seventh of them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import pytest
 from ratel_cli.errors import EnvironmentFailure, IntegrityFailure
 from ratel_cli.planning.placement import Placement
 from ratel_cli.sizes import BLOCK_ALIGNMENT, PAGE_BYTES
-from tests.engine.faulty_run import Bench, Kind, Way
+from tests.engine.faulty_run import MOST_SECONDS, Bench, Kind, Way
 from tests.engine.swaps import EVERYTHING
 from tests.fakes import Fault, FaultyBarrier, FaultyQueue, directory_in_memory
 from tests.reference import Recipe
+from tests.tiers import rotating, sample
 
 AHEAD = Placement(prefetch_blocks=2, pending_updates=2)
 ON_ARRIVAL = Way(options={"placement": replace(AHEAD, adamw_threads=2), "chunk_elements": BLOCK_ALIGNMENT})
@@ -37,6 +38,8 @@ HELD_ON_DISK = Way(
 )
 IN_PLACE = Way(options={"placement": AHEAD, "in_place": True})
 HANG_SECONDS = 0.1
+EVERY = 7
+"""A case takes every seventh call."""
 
 KINDS = {
     "EIO": Kind(fault=Fault(error_number=errno.EIO)),
@@ -69,32 +72,39 @@ def directory(tmp_path: Path) -> Iterator[Path]:
         yield found
 
 
-def check_every_call(bench: Bench, kind: Kind) -> None:
+def calls_of(bench: Bench, first: int) -> range:
+    """The numbers of every seventh call of the run."""
     assert bench.undisturbed.num_calls > 30
-    for call in range(bench.undisturbed.num_calls):
+    return range(first, bench.undisturbed.num_calls, EVERY)
+
+
+@pytest.mark.parametrize(("name", "first"), rotating(list(KINDS), range(EVERY)))
+def test_updated_on_arrival(directory: Path, name: str, first: int) -> None:
+    bench = Bench(directory, ON_ARRIVAL)
+    for call in calls_of(bench, first):
+        bench.check(KINDS[name], KINDS[name].queue(call))
+
+
+@pytest.mark.parametrize(("name", "first"), rotating(["EIO", "a flipped bit", "lost"], range(EVERY)))
+def test_gradients_and_activations_on_disk(directory: Path, name: str, first: int) -> None:
+    bench = Bench(directory, HELD_ON_DISK)
+    for call in calls_of(bench, first):
+        bench.check(KINDS[name], KINDS[name].queue(call))
+
+
+@pytest.mark.parametrize("first", sample(range(EVERY), every=EVERY, offset=5))
+def test_in_place_what_was_being_written_may_be_lost(directory: Path, first: int) -> None:
+    bench, kind = Bench(directory, IN_PLACE), Kind(fault=Fault(error_number=errno.EIO), damages=True)
+    for call in calls_of(bench, first):
         bench.check(kind, kind.queue(call))
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_updated_on_arrival(directory: Path, name: str) -> None:
-    check_every_call(Bench(directory, ON_ARRIVAL), KINDS[name])
-
-
-@pytest.mark.parametrize("name", ["EIO", "a flipped bit", "lost"])
-def test_gradients_and_activations_on_disk(directory: Path, name: str) -> None:
-    check_every_call(Bench(directory, HELD_ON_DISK), KINDS[name])
-
-
-def test_in_place_what_was_being_written_may_be_lost(directory: Path) -> None:
-    check_every_call(Bench(directory, IN_PLACE), Kind(fault=Fault(error_number=errno.EIO), damages=True))
-
-
-@pytest.mark.parametrize("way", [ON_ARRIVAL, HELD_ON_DISK], ids=["on arrival", "on disk"])
-def test_what_passes_is_passed_over(directory: Path, way: Way) -> None:
+@pytest.mark.parametrize(("way", "first"), rotating(["on arrival", "on disk"], range(EVERY), offset=3))
+def test_what_passes_is_passed_over(directory: Path, way: str, first: int) -> None:
     """Each call meets each of them, several in a run."""
-    bench = Bench(directory, way)
+    bench = Bench(directory, ON_ARRIVAL if way == "on arrival" else HELD_ON_DISK)
     num_calls = bench.undisturbed.num_calls
-    for call in range(num_calls):
+    for call in calls_of(bench, first):
         places = [(call + number * num_calls // len(HARMLESS)) % num_calls for number in range(len(HARMLESS))]
         bench.check(RIGHT, FaultyQueue(dict(zip(places, HARMLESS, strict=True))))
 
@@ -124,6 +134,6 @@ def test_a_drive_that_hangs_ends_the_run_soon_after_the_timeout(directory: Path,
     with pytest.raises(IntegrityFailure, match=r"did not complete within 0\.1 seconds") as raised:
         bench.start(queue, FaultyBarrier())
     queue.close()
-    assert HANG_SECONDS <= time.monotonic() - started < 5
+    assert HANG_SECONDS <= time.monotonic() - started < MOST_SECONDS
     assert raised.value.exit_code == 4
     queue.release()

@@ -32,6 +32,7 @@ from tests.inputs import (
     yaml_cases,
 )
 from tests.inputs.cases import MalformedInput, RunFiles
+from tests.tiers import sample_kinds
 
 CORPUS = [
     case
@@ -124,7 +125,15 @@ def test_healthy_inputs_are_accepted(inputs: RunFiles, finished: FinishedRun) ->
     assert finished.result() == before
 
 
-@pytest.mark.parametrize("case", CORPUS, ids=lambda case: ascii(case.name)[1:-1][:80])
+def kind_of(case: MalformedInput) -> str:
+    """The words with which its name begins, three at most: "tensor of dtype", "index naming", "override", ..."""
+    [words] = re.findall(r"^(?:[a-z_.]+ ?){1,3}", case.name) or [""]
+    return words
+
+
+@pytest.mark.parametrize(
+    "case", sample_kinds(CORPUS, kind=kind_of, every=5), ids=lambda case: ascii(case.name)[1:-1][:80]
+)
 def test_malformed_input(case: MalformedInput, inputs: RunFiles, finished: FinishedRun) -> None:
     line = case.damage(inputs)
     command_line = inputs.command_line()
