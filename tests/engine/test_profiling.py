@@ -17,6 +17,7 @@ from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.engine.machine import attention_of, initial_weights, machine, random_steps
 from tests.engine.test_swap import recorded
 from tests.reference import Recipe
+from tests.tiers import sample
 
 
 def timeless(profile: ModelProfile) -> list[LayerProfile]:
@@ -30,7 +31,7 @@ def timeless(profile: ModelProfile) -> list[LayerProfile]:
     ]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", sample(ARCHITECTURES, every=4, offset=1))
 def test_it_is_the_profile_of_a_step(tmp_path: Path, architecture: str) -> None:
     config = tiny_config(architecture)
     attention = attention_of(config)

@@ -27,6 +27,7 @@ from tests.engine.architectures import tiny_config
 from tests.engine.machine import Machine, initial_weights, machine, progress_at, random_steps
 from tests.engine.swaps import EVERYTHING
 from tests.reference import Recipe
+from tests.tiers import pairwise
 
 NOTHING_SPILLED = offload([0], num_micro_batches=1, spilled_units=0)
 STATE_BYTES = {
@@ -70,43 +71,38 @@ def moved_by_each_step(ratel: Machine, recipe: Recipe, steps: Sequence[Sequence[
     return moved
 
 
-@pytest.mark.parametrize("architecture", ["llama", "llama_tied"])
+UPDATES: dict[str, tuple[DtypeName, float | None, int | None]] = {
+    "float32": ("float32", None, None),
+    "bfloat16": ("bfloat16", None, None),
+    "bfloat16, clipped": ("bfloat16", 1e-3, None),
+    "bfloat16, clipped, some on disk": ("bfloat16", 1e-3, 40_000),
+    "float16, clipped, all on disk": ("float16", 1e-3, 0),
+}
+"""Compute dtype, limit of the gradient's norm, and bytes of gradients that may be held in memory."""
+AHEAD = Placement(prefetch_blocks=2, pending_updates=2, resident_weights=frozenset((0,)))
+PLACEMENTS = {
+    "nothing ahead": Placement(),
+    "one ahead": replace(AHEAD, prefetch_blocks=1, pending_updates=1),
+    "two ahead": AHEAD,
+    "five ahead": replace(AHEAD, prefetch_blocks=5),
+    "resident": replace(
+        AHEAD,
+        resident_weights=frozenset((0, 1, 2, 3)),
+        resident_states=frozenset((0, 2)),
+        swapped=EVERYTHING,
+    ),
+    "deferred": replace(AHEAD, deferred=frozenset((2, 3))),
+}
+
+
 @pytest.mark.parametrize(
-    ("dtype", "max_grad_norm", "held_in_memory_bytes"),
-    [
-        ("float32", None, None),
-        ("bfloat16", None, None),
-        ("bfloat16", 1e-3, None),
-        ("bfloat16", 1e-3, 40_000),
-        ("float16", 1e-3, 0),
-    ],
-)
-@pytest.mark.parametrize(
-    "placement",
-    [
-        Placement(),
-        Placement(prefetch_blocks=1, pending_updates=1, resident_weights=frozenset((0,))),
-        Placement(prefetch_blocks=2, pending_updates=2, resident_weights=frozenset((0,))),
-        Placement(prefetch_blocks=5, pending_updates=2, resident_weights=frozenset((0,))),
-        Placement(
-            prefetch_blocks=2,
-            pending_updates=2,
-            resident_weights=frozenset((0, 1, 2, 3)),
-            resident_states=frozenset((0, 2)),
-            swapped=EVERYTHING,
-        ),
-        Placement(prefetch_blocks=2, pending_updates=2, resident_weights=frozenset((0,)), deferred=frozenset((2, 3))),
-    ],
-    ids=["nothing ahead", "one ahead", "two ahead", "five ahead", "resident", "deferred"],
+    ("placement_name", "update", "architecture"), pairwise(list(PLACEMENTS), list(UPDATES), ["llama", "llama_tied"])
 )
 def test_traffic_is_the_prediction_to_the_byte(
-    tmp_path: Path,
-    architecture: str,
-    dtype: DtypeName,
-    max_grad_norm: float | None,
-    held_in_memory_bytes: int | None,
-    placement: Placement,
+    tmp_path: Path, placement_name: str, update: str, architecture: str
 ) -> None:
+    placement = PLACEMENTS[placement_name]
+    dtype, max_grad_norm, held_in_memory_bytes = UPDATES[update]
     config = tiny_config(architecture)
     recipe = Recipe(dtype=DTYPES[dtype], max_grad_norm=max_grad_norm)
     with machine(

@@ -26,6 +26,7 @@ from tests.engine.exactness import assert_same_training, reference
 from tests.engine.machine import Machine, attention_of, initial_weights, machine, random_steps
 from tests.engine.test_step import STATE_BYTES, moved_by_each_step
 from tests.reference import Recipe
+from tests.tiers import sample
 
 NUM_MICRO_BATCHES = 2
 AHEAD = Placement(prefetch_blocks=2, pending_updates=2)
@@ -66,7 +67,7 @@ def seconds_of(spec: ModelSpec, spans: tuple[Span, ...]) -> dict[int, BlockSecon
     }
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", sample(ARCHITECTURES, every=4))
 def test_planned_bytes_are_moved_bytes(tmp_path: Path, architecture: str) -> None:
     config = tiny_config(architecture)
     recipe = Recipe(dtype=torch.bfloat16, attn_implementation=attention_of(config))

@@ -56,6 +56,7 @@ def test_without_deepspeed_it_is_said_what_to_install() -> None:
     assert "pip install deepspeed" in refused.stderr and "Traceback" not in refused.stderr
 
 
+@pytest.mark.full
 def test_the_overlap_modes_give_the_same_weights(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     output, summary = run("bench.overlap", *TINY, "--directory", str(tmp_path), "--trace", str(trace))
@@ -65,6 +66,7 @@ def test_the_overlap_modes_give_the_same_weights(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [trace]
 
 
+@pytest.mark.full
 def test_the_plan_beside_what_was_measured(tmp_path: Path) -> None:
     picture, store = tmp_path / "plan.svg", tmp_path / "store"
     store.mkdir()
@@ -81,6 +83,7 @@ def test_the_plan_beside_what_was_measured(tmp_path: Path) -> None:
     assert list(store.iterdir()) == []
 
 
+@pytest.mark.full
 def test_what_durability_costs(tmp_path: Path) -> None:
     output, summary = run("bench.durability", *TINY[:-2], "--turn", "2", "--directory", str(tmp_path))
     assert "for durability and checksums" in output
@@ -88,6 +91,7 @@ def test_what_durability_costs(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_the_benchmark_of_a_gpu_runs(tmp_path: Path) -> None:
     """On the CPU, which shows that all its parts are there."""
     shape = ("--shape", "tiny", "--tokens", "32", "--rows", "2", "--micro-batches", "1", "--steps", "1")
@@ -124,6 +128,7 @@ def test_the_optimizer_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_results_are_kept_with_the_notes_on_them(tmp_path: Path) -> None:
     def run_all() -> str:
         command = [sys.executable, "-m", "scripts.bench.all", "optimizer", "--smoke", "--results", str(tmp_path)]
