@@ -91,7 +91,7 @@ class MalformedInput:
     message: str
     """A regular expression that must match one of the errors: the one with the line, if the damage has a line."""
     code: int = 2
-    seconds: float = 2.0
+    seconds: float = 10.0
     """The most time that the command may take."""
 
 

@@ -35,7 +35,7 @@ def cases() -> Iterator[MalformedInput]:
     for template, message in _TEMPLATES.items():
         yield _template(repr(template), template, rf"rows.jsonl:1: .*({message})")
     message = f"the chat template did not finish one conversation within {LIMIT_SECONDS:g} s"
-    yield _template("that never ends", _ENDLESS, message, seconds=LIMIT_SECONDS + 3)
+    yield _template("that never ends", _ENDLESS, message, seconds=LIMIT_SECONDS + 10)
     yield _file("not UTF-8", b"{{ '\xff' }}", "no usable tokenizer")
     yield _file("empty", b"", "no chat template|cannot be located|all masked")
 
@@ -57,7 +57,7 @@ def cases() -> Iterator[MalformedInput]:
     yield MalformedInput(name="template that is not the default", damage=no_line(nameless), message="no chat template")
 
 
-def _template(name: str, template: str, message: str, *, seconds: float = 2.0) -> MalformedInput:
+def _template(name: str, template: str, message: str, *, seconds: float = 10.0) -> MalformedInput:
     case = _file(name, template.encode(), message)
     return MalformedInput(name=case.name, damage=case.damage, message=case.message, seconds=seconds)
 
