@@ -23,6 +23,7 @@ from ratel_cli.config.load import load_config
 from ratel_cli.errors import RatelError
 from scripts import write_config_docs
 from tests.engine.architectures import ARCHITECTURES
+from tests.test_layers import PARTS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = tuple(
@@ -35,6 +36,7 @@ EVERY_DOCUMENT = pytest.mark.parametrize("name", TEXTS)
 
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTALL)
 _PARTS = ("ratel_cli", "scripts", "configs", "kernels", "tests", "docs")
+GROUND = ("console", "json_fields", "closing", "sizes", "units", "errors")
 _PATH = re.compile(rf"`((?:{'|'.join(_PARTS)})/[\w./-]+|\.constraints\.txt|\.ci/run)`")
 
 
@@ -168,6 +170,8 @@ def test_scripts_that_are_called_exist_with_their_options() -> None:
         if path.parts[0] not in _PARTS:
             continue
         source = (ROOT / path).read_text(encoding="utf-8")
+        for module in re.findall(r"^from (scripts[.\w]+) import", source, flags=re.MULTILINE):
+            source += (ROOT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")
         options = [word for word in arguments[2:] if word.startswith("--")]
         assert [option for option in options if f'"{option}"' not in source] == [], arguments
     assert calls
@@ -204,15 +208,37 @@ def test_shipped_configs_load(path: Path) -> None:
     assert yaml.safe_load(path.read_text())["base_model"].startswith("demo/")
 
 
-def test_the_tree_is_there() -> None:
-    [tree] = [block for block in blocks("text") if block.startswith("ratel_cli/\n")]
-    named = []
+def listed(tree: str) -> Iterator[tuple[str, str]]:
+    """The paths in a tree with one line a file, and what each line says. Two spaces a level; folders end with "/"."""
+    above: list[str] = []
     for line in tree.splitlines():
-        name = line.split()[0]
-        named.append(ROOT / "ratel_cli" / name if line.startswith(" ") else ROOT / name)
-    assert [path for path in named if not path.exists()] == []
-    parts = {path for path in (ROOT / "ratel_cli").iterdir() if path.is_dir() and (path / "__init__.py").exists()}
-    assert parts <= set(named)
+        name, _, words = line.strip().partition(" ")
+        above[(len(line) - len(line.lstrip())) // 2 :] = [name]
+        yield "".join(above), words.strip()
+
+
+def test_the_tree_has_every_file_once() -> None:
+    [tree] = [block for block in blocks("text", "docs/architecture.md") if block.startswith("ratel_cli/\n")]
+    lines = list(listed(tree))
+    assert [path for path, words in lines if path != "ratel_cli/" and not words] == []
+    named = [path for path, _ in lines if not path.endswith("/")]
+    modules = [path for pattern in ("*.py", "*.pyi") for path in (ROOT / "ratel_cli").rglob(pattern)]
+    there = {path.relative_to(ROOT).as_posix() for path in modules if path.name != "__init__.py"}
+    assert there - set(named) == set(), "these files are missing in the tree of docs/architecture.md"
+    assert sorted(named) == sorted(there), "the tree of docs/architecture.md names files that are not there, or twice"
+    assert [path for path, _ in lines if path.endswith("/") and not (ROOT / path).is_dir()] == []
+
+
+def test_the_layers_are_those_of_the_layer_test() -> None:
+    [text] = [block for block in blocks("text", "docs/architecture.md") if block.startswith("cli ")]
+    *parts, ground = [line.split("  ")[0].split() for line in text.splitlines()]
+    named = [*(part for [part] in parts), *ground]
+    assert [part for part in named if part not in GROUND] == [part for part in reversed(PARTS) if part not in GROUND]
+    assert set(named) == set(PARTS)
+
+
+def test_the_readme_is_short() -> None:
+    assert len(TEXTS["README.md"].splitlines()) <= 200
 
 
 def test_every_key_of_the_config_is_documented() -> None:
@@ -221,8 +247,10 @@ def test_every_key_of_the_config_is_documented() -> None:
 
 
 def test_every_architecture_that_is_tested_is_named() -> None:
-    named = "".join(TEXTS.values()).replace("-", "_").lower()
-    assert [name for name in ARCHITECTURES if name.removesuffix("_tied") not in named] == []
+    [listed_there] = re.findall(r"by the tests: (.*?)\.", prose("docs/guide.md"), flags=re.DOTALL)
+    tested = sorted({name.removesuffix("_tied") for name in ARCHITECTURES})
+    assert sorted(listed_there.replace("-", "_").replace("\n", " ").split(", ")) == tested
+    assert f"{len(tested)} architectures" in TEXTS["README.md"]
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:
