@@ -9,8 +9,9 @@ Invariant: whatever `resources` holds is closed before the queue and the memory 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -22,8 +23,12 @@ from ratel_cli.io.pinning import CudaPinning
 from ratel_cli.io.queue import IoQueue, open_queue
 from ratel_cli.training.stopping import StopRequest
 
+CPU: Final = torch.device("cpu")
+
 Advance = Callable[[float], None]
 """Called with the amount of work that was done since the last call."""
+OpenBar = Callable[[str, float], AbstractContextManager[Advance]]
+"""Opens a progress bar, by what is done and how much of it there is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +39,8 @@ class RunContext:
     log: RunLog
     stop: StopRequest
     """Hears no signal before `listen` is called."""
+    device: torch.device
+    """The device that computes."""
     queue: IoQueue
     pool: BufferPool
     host_limit_bytes: int
@@ -51,8 +58,8 @@ class RunContext:
 
 
 @contextmanager
-def open_context(config: RunConfig, log: RunLog, *, device: torch.device | None = None) -> Iterator[RunContext]:
-    """Open the queue and the memory of a run that computes on `device`, by default the CPU.
+def open_context(config: RunConfig, log: RunLog, *, device: torch.device = CPU) -> Iterator[RunContext]:
+    """Open the queue and the memory of a run that computes on `device`.
 
     Raises EnvironmentFailure where the I/O engine that the config names cannot be used.
     """
@@ -64,6 +71,7 @@ def open_context(config: RunConfig, log: RunLog, *, device: torch.device | None 
             config=config,
             log=log,
             stop=StopRequest(),
+            device=device,
             queue=queue,
             pool=pool,
             host_limit_bytes=limit_bytes,
@@ -86,11 +94,16 @@ def stoppable_bar(log: RunLog, stop: StopRequest, what: str, total: float) -> It
         yield advance
 
 
-def open_pool(device: torch.device | None, limit_bytes: int, *, notice: Callable[[str], None]) -> BufferPool:
+def no_bar(what: str, total: float) -> AbstractContextManager[Advance]:  # noqa: ARG001 - as OpenBar has it
+    """Stands for a progress bar where nobody watches."""
+    return nullcontext(lambda amount: None)
+
+
+def open_pool(device: torch.device, limit_bytes: int, *, notice: Callable[[str], None]) -> BufferPool:
     """Host memory for a run on `device`; for a GPU it is pinned, so that copies to and from the GPU overlap with work.
 
     Pinned memory is not given back before the end, so the pool's limit is less by what the process has already.
     """
-    if device is None or device.type == "cpu":
+    if device.type == "cpu":
         return BufferPool(limit_bytes)
     return BufferPool(max(0, limit_bytes - resident_bytes()), pin=CudaPinning(notice))

@@ -23,6 +23,7 @@ from ratel_cli.hardware.host import resident_bytes
 from ratel_cli.hardware.measure import measure
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.files import nearest_existing
+from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.costs import head_flops
@@ -33,7 +34,6 @@ from ratel_cli.planning.plan import Decisions, Plan, make_plan
 from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
 from ratel_cli.planning.workload import StateBytes, Workload
 from ratel_cli.run.context import RunContext
-from ratel_cli.run.inputs import Inputs
 from ratel_cli.run.settings import decisions_of, state_bytes, workload_of
 from ratel_cli.sizes import PACKED_ALIGNMENT
 from ratel_cli.store.copy import COPY_BYTES
@@ -94,15 +94,15 @@ class Planner:
         )
 
 
-def make_planner(context: RunContext, inputs: Inputs, hardware: HardwareProfile) -> Planner:
+def make_planner(context: RunContext, spec: ModelSpec, hardware: HardwareProfile) -> Planner:
     """For a run on this machine, now."""
     config = context.config
     decisions = decisions_of(config, host_limit_bytes=context.host_limit_bytes)
-    if inputs.device.type == "cuda":
-        gpu_bytes = gpu_limit_bytes(inputs.device, config.limits.gpu_memory)
+    if context.device.type == "cuda":
+        gpu_bytes = gpu_limit_bytes(context.device, config.limits.gpu_memory)
         decisions = replace(decisions, device_limit_bytes=gpu_bytes)
     return Planner(
-        spec=inputs.model.spec,
+        spec=spec,
         state=state_bytes(config),
         workload=workload_of(config),
         decisions=decisions,
@@ -111,27 +111,27 @@ def make_planner(context: RunContext, inputs: Inputs, hardware: HardwareProfile)
     )
 
 
-def measure_hardware(context: RunContext, inputs: Inputs, *, has_store: bool) -> HardwareProfile:
+def measure_hardware(context: RunContext, *, has_store: bool) -> HardwareProfile:
     """This machine, with the directories of the run. Raises EnvironmentFailure."""
     config, queue, pool = context.config, context.queue, context.pool
     paths, dtype = [nearest_existing(path) for path in config.storage.paths], DTYPES[config.dtype]
     try:
-        return measure(paths, queue, pool, dtype=dtype, device=inputs.device)
+        return measure(paths, queue, pool, dtype=dtype, device=context.device)
     except EnvironmentFailure as failure:
         # A store that exists needs no more space, so a full disk is no reason not to go on. If memory is too small to
         # measure with, the plan says what is missing in all.
         if not has_store and not isinstance(failure, DoesNotFit):
             raise
         context.log.warn(f"the drives could not be measured: {failure.message}; the prediction assumes 1 GB/s")
-        return measure(paths, queue, pool, dtype=dtype, device=inputs.device, nvme_rates=(1e9, 1e9))
+        return measure(paths, queue, pool, dtype=dtype, device=context.device, nvme_rates=(1e9, 1e9))
 
 
-def estimated_profile(planner: Planner, inputs: Inputs) -> ModelProfile:
+def estimated_profile(planner: Planner, model: DecoderModel) -> ModelProfile:
     """From shapes alone."""
     return analytic_profile(
         planner.spec,
         planner.state,
-        traits=traits_from_config(inputs.model.skeleton.config.to_dict()),
+        traits=traits_from_config(model.skeleton.config.to_dict()),
         micro_batch_tokens=planner.workload.micro_batch_tokens,
         sequence_len=planner.workload.sequence_len,
     )

@@ -26,6 +26,7 @@ from ratel_cli.io.files import nearest_existing
 from ratel_cli.run.base_model import check_model, read_base, silence_transformers
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.settings import num_slots
+from ratel_cli.run.store import prepare_store
 from ratel_cli.store.copy import copy_generation
 from ratel_cli.store.store import Store
 
@@ -94,21 +95,19 @@ def _refuse_to_lose(context: RunContext, snapshot: Store) -> None:
 
 def _make(context: RunContext, snapshot: Store) -> Store:
     """A new store such as the run would make, for the snapshot's blocks."""
-    paths, slots, weights = context.config.storage.paths, num_slots(context.config), None
+    paths, weights = context.config.storage.paths, None
     if len(paths) > 1:
         there = [nearest_existing(path) for path in paths]
         weights = measure_drives(there, context.queue, context.pool, budget=BRIEF, progress=lambda what: None).weights
-    with context.bar("preparing the store", slots * snapshot.slot_bytes) as advance:
-        return Store.create(
-            paths,
-            identity=snapshot.identity,
-            layout=snapshot.layout,
-            block_elements=snapshot.block_elements,
-            num_slots=slots,
-            queue=context.queue,
-            in_place=slots == 1,
-            overwrite=True,
-            weights=weights,
-            progress=advance,
-            notice=context.log.notice,
-        )
+    return prepare_store(
+        paths,
+        identity=snapshot.identity,
+        layout=snapshot.layout,
+        block_elements=snapshot.block_elements,
+        num_slots=num_slots(context.config),
+        queue=context.queue,
+        overwrite=True,
+        drive_weights=weights,
+        bar=context.bar,
+        notice=context.log.notice,
+    )

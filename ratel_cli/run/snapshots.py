@@ -16,6 +16,7 @@ from ratel_cli.io.queue import IoQueue, open_queue
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.snapshot_space import NUM_SLOTS, SnapshotSpace
+from ratel_cli.run.store import prepare_store
 from ratel_cli.store.layout import record_layout
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.store import Store, StoreIdentity
@@ -75,23 +76,22 @@ def make_snapshot(context: RunContext, spec: ModelSpec, identity: StoreIdentity,
     wanted = context.config.storage.snapshot
     if wanted is None:
         return None
-    layout, elements = record_layout(context.config.dtype), [block.num_elements for block in spec.blocks]
-    with context.bar("preparing the snapshot", NUM_SLOTS * layout.bytes_per_parameter * sum(elements)) as advance:
-        try:
-            store = Store.create(
-                [wanted.path],
-                identity=identity,
-                layout=layout,
-                block_elements=elements,
-                num_slots=NUM_SLOTS,
-                queue=_open_queue(context),
-                overwrite=resume == "no",
-                notice=context.log.notice,
-                progress=advance,
-            )
-        except EnvironmentFailure as failure:
-            raise _unusable(failure) from failure
-        return context.resources.enter_context(store)
+    try:
+        store = prepare_store(
+            [wanted.path],
+            identity=identity,
+            layout=record_layout(context.config.dtype),
+            block_elements=[block.num_elements for block in spec.blocks],
+            num_slots=NUM_SLOTS,
+            queue=_open_queue(context),
+            overwrite=resume == "no",
+            what="snapshot",
+            bar=context.bar,
+            notice=context.log.notice,
+        )
+    except EnvironmentFailure as failure:
+        raise _unusable(failure) from failure
+    return context.resources.enter_context(store)
 
 
 def start_snapshots(

@@ -6,17 +6,23 @@ config asks of it, before anything is written; it is replaced only by `--resume 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput, RatelError
-from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.model.import_weights import import_weights
-from ratel_cli.run.context import RunContext
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.queue import IoQueue
+from ratel_cli.model.import_weights import WeightSource, import_weights
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.run.context import OpenBar, RunContext, no_bar
 from ratel_cli.run.inputs import Inputs, changed_settings, identity_of
 from ratel_cli.run.settings import num_slots
-from ratel_cli.store.layout import record_layout
-from ratel_cli.store.store import Progress, Store
+from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
+from ratel_cli.store.barrier import Barrier
+from ratel_cli.store.layout import RecordLayout, record_layout
+from ratel_cli.store.store import Progress, Store, StoreIdentity
 
 _FIRST_LOSS_SCALE = 2.0**16
 
@@ -86,35 +92,107 @@ def resume_store(context: RunContext, store: Store, *, resume: str) -> None:
         context.log.say(f"recovered step {store.progress.step}")
 
 
-def make_store(context: RunContext, inputs: Inputs, hardware: HardwareProfile, *, resume: str) -> Store:
+def make_store(context: RunContext, inputs: Inputs, *, drive_weights: Sequence[int], resume: str) -> Store:
     """A new store with the base model's weights as its first generation."""
     config = context.config
-    identity, paths = identity_of(config, inputs), config.storage.paths
-    spec = inputs.model.spec
-    slots = num_slots(config)
+    return create_store(
+        inputs.model.spec,
+        inputs.source,
+        config.storage.paths,
+        identity=identity_of(config, inputs),
+        dtype=config.dtype,
+        num_slots=num_slots(config),
+        queue=context.queue,
+        pool=context.pool,
+        overwrite=resume == "no",
+        drive_weights=drive_weights,
+        bar=context.bar,
+        notice=context.log.notice,
+    )
+
+
+def create_store(
+    spec: ModelSpec,
+    source: WeightSource,
+    paths: Sequence[Path],
+    *,
+    identity: StoreIdentity,
+    dtype: DtypeName,
+    num_slots: int,
+    queue: IoQueue,
+    pool: BufferPool,
+    overwrite: bool = False,
+    drive_weights: Sequence[int] | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    barrier: Barrier | None = None,
+    bar: OpenBar = no_bar,
+    notice: Callable[[str], None] | None = None,
+) -> Store:
+    """A store of a model's blocks with the weights of `source` as its first generation, at step 0.
+
+    The arguments that are not explained here are those of `prepare_store`.
+    """
     with ExitStack() as opened:
-        layout = record_layout(config.dtype)
-        elements = [block.num_elements for block in spec.blocks]
-        total = slots * layout.bytes_per_parameter * sum(elements)
-        with context.bar("preparing the store", total) as advance:
-            store = opened.enter_context(
-                Store.create(
-                    paths,
-                    identity=identity,
-                    layout=layout,
-                    block_elements=elements,
-                    num_slots=slots,
-                    queue=context.queue,
-                    in_place=slots == 1,
-                    overwrite=resume == "no",
-                    weights=hardware.nvme.weights,
-                    progress=advance,
-                    notice=context.log.notice,
-                )
+        store = opened.enter_context(
+            prepare_store(
+                paths,
+                identity=identity,
+                layout=record_layout(dtype),
+                block_elements=[block.num_elements for block in spec.blocks],
+                num_slots=num_slots,
+                queue=queue,
+                overwrite=overwrite,
+                drive_weights=drive_weights,
+                chunk_elements=chunk_elements,
+                barrier=barrier,
+                bar=bar,
+                notice=notice,
             )
-        with context.bar("importing weights", spec.num_parameters) as advance:
-            import_weights(spec, inputs.source, store, context.pool, progress=advance)
+        )
+        with bar("importing weights", spec.num_parameters) as advance:
+            import_weights(spec, source, store, pool, progress=advance)
         store.commit_import(Progress(step=0, updates=0, loss_scale=_FIRST_LOSS_SCALE, good_steps=0, tokens=0))
-        context.pool.trim()
+        pool.trim()
         opened.pop_all()
     return store
+
+
+def prepare_store(
+    paths: Sequence[Path],
+    *,
+    identity: StoreIdentity,
+    layout: RecordLayout,
+    block_elements: Sequence[int],
+    num_slots: int,
+    queue: IoQueue,
+    overwrite: bool = False,
+    drive_weights: Sequence[int] | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
+    barrier: Barrier | None = None,
+    what: str = "store",
+    bar: OpenBar = no_bar,
+    notice: Callable[[str], None] | None = None,
+) -> Store:
+    """An empty store, which becomes valid with its first commit. Every byte is written once: minutes for a large one.
+
+    With one slot the store is written in place. `drive_weights` are the directories' shares of its bytes, for its
+    whole life; None: equal shares. `bar` shows the progress of making the `what`. Raises BadInput if there is a store
+    already and `overwrite` is not set, EnvironmentFailure if there is no space.
+    """
+    total_bytes = num_slots * layout.bytes_per_parameter * sum(block_elements)
+    with bar(f"preparing the {what}", total_bytes) as advance:
+        return Store.create(
+            paths,
+            identity=identity,
+            layout=layout,
+            block_elements=block_elements,
+            num_slots=num_slots,
+            queue=queue,
+            in_place=num_slots == 1,
+            overwrite=overwrite,
+            weights=drive_weights,
+            chunk_elements=chunk_elements,
+            barrier=barrier,
+            progress=advance,
+            notice=notice,
+        )

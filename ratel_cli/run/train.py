@@ -11,25 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from time import perf_counter
-from types import TracebackType
-from typing import Self
 
+from ratel_cli.closing import Closing
 from ratel_cli.console import Bar
-from ratel_cli.engine.build import open_engine
-from ratel_cli.engine.device.open import open_device
-from ratel_cli.engine.optimizer.adamw import AdamWSettings
-from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Span, StepTimes, Timeline
 from ratel_cli.engine.trace import TraceFile
 from ratel_cli.hardware.host import peak_resident_bytes
-from ratel_cli.io.scratch import Scratch
-from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Plan
 from ratel_cli.report.run import run_summary, step_line, swap_line
 from ratel_cli.run.context import RunContext
+from ratel_cli.run.engine import open_planned_engine
 from ratel_cli.run.inputs import Inputs
 from ratel_cli.run.plan import Planner
 from ratel_cli.store.store import Store
@@ -39,7 +32,7 @@ from ratel_cli.training.schedule import LearningRateSchedule
 from ratel_cli.training.snapshots import Snapshots
 
 
-class Training:
+class Training(Closing):
     """All that the steps of a run share, whatever the plan. Use as a context manager."""
 
     def __init__(
@@ -87,14 +80,6 @@ class Training:
         """Close the files. Idempotent."""
         self._resources.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _record(self, profile: ModelProfile, bar: Bar) -> Plan:
         """One step, and the plan that follows from it."""
         recording, spans = StepRecording(), list[Span]()
@@ -122,9 +107,16 @@ class Training:
             if self._trace is not None:
                 self._trace.write_step(step, times.spans, start=start, end=perf_counter())
 
-        with ExitStack() as resources:
+        with open_planned_engine(
+            self._context,
+            self._inputs.model,
+            self._store,
+            plan,
+            timeline=self._timeline,
+            drive_weights=self._planner.hardware.nvme.weights,
+        ) as engine:
             loop = TrainingLoop(
-                self._open_engine(plan, resources),
+                engine,
                 self._store,
                 self._context.queue,
                 self._inputs.data,
@@ -153,48 +145,6 @@ class Training:
     def _committed(self) -> None:
         if self._snapshots is not None:
             self._snapshots.after_commit()
-
-    def _open_engine(self, plan: Plan, resources: ExitStack) -> StepEngine:
-        config = self._config
-        device = resources.enter_context(
-            open_device(self._inputs.device, self._timeline, limit_bytes=plan.device_allocation_bytes)
-        )
-
-        def scratch(num_bytes: int) -> Scratch | None:
-            if not num_bytes:
-                return None
-            weights = self._planner.hardware.nvme.weights
-            return resources.enter_context(
-                Scratch(config.storage.paths, num_bytes, self._context.queue, weights=weights)
-            )
-
-        return resources.enter_context(
-            open_engine(
-                self._inputs.model,
-                self._store,
-                self._context.pool,
-                adamw=AdamWSettings(
-                    beta1=config.adam_beta1,
-                    beta2=config.adam_beta2,
-                    epsilon=config.adam_epsilon,
-                    weight_decay=config.weight_decay,
-                ),
-                updates=UpdateSettings(
-                    gradient_dtype=DTYPES[config.resolved_gradient_dtype],
-                    max_grad_norm=config.max_grad_norm,
-                    hold=plan.decisions.in_place,
-                    held_in_memory_bytes=plan.held_in_memory_bytes,
-                    overlap=config.optimizer_overlap,
-                ),
-                placement=plan.placement,
-                seed=config.seed,
-                device=device,
-                timeline=self._timeline,
-                scratch=scratch(plan.spilled_bytes),
-                activation_scratch=scratch(plan.offloaded.written_bytes),
-                check_stop=self._context.stop.check,
-            )
-        )
 
     def _loop_settings(self, plan: Plan) -> LoopSettings:
         config, max_tb_written = self._config, self._config.storage.max_tb_written

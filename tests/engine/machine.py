@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ratel_cli import _native
 from ratel_cli.data.packing import MicroBatch
-from ratel_cli.engine.build import open_engine
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.device.open import open_device
 from ratel_cli.engine.optimizer.adamw import AdamWSettings
@@ -21,15 +20,14 @@ from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool, Pin
 from ratel_cli.io.queue import EngineChoice, IoQueue, open_queue
-from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.views import view_field
 from ratel_cli.model.blocks import DecoderModel, find_blocks
-from ratel_cli.model.import_weights import import_weights
 from ratel_cli.model.skeleton import build_skeleton, supported_attention
 from ratel_cli.planning.placement import Overlap, Placement
+from ratel_cli.run.engine import EngineSettings, open_engine_with_scratch
+from ratel_cli.run.store import create_store
 from ratel_cli.sizes import CHUNK_ELEMENTS, GROUP_ELEMENTS, DtypeName
 from ratel_cli.store.barrier import Barrier
-from ratel_cli.store.layout import record_layout
 from ratel_cli.store.store import Progress, Store, StoreIdentity
 from tests.engine.architectures import VOCAB_SIZE
 from tests.reference import Recipe
@@ -211,61 +209,56 @@ def machine(
         skeleton = build_skeleton(config, dtype=dtype, attn_implementation=attention_of(config))
         model = find_blocks(skeleton, name="tiny")
     paths = [directory / f"drive{index}" for index in range(num_directories)]
-    elements = [block.num_elements for block in model.spec.blocks]
-    with ExitStack() as resources:
-        queue = queue or resources.enter_context(open_queue(io_engine, notice=lambda text: None))
-        pool = resources.enter_context(BufferPool(None, pin=pin))
-        if weights is None:
-            store = resources.enter_context(Store.open(paths, queue=queue, identity=IDENTITY, barrier=barrier))
-        else:
-            store = resources.enter_context(
-                Store.create(
-                    paths,
-                    identity=IDENTITY,
-                    layout=record_layout(dtype),
-                    block_elements=elements,
-                    num_slots=1 if in_place else 2,
-                    queue=queue,
-                    in_place=in_place,
-                    barrier=barrier,
-                    chunk_elements=chunk_elements or min(CHUNK_ELEMENTS, group_elements),
-                )
-            )
-            import_weights(model.spec, Source(weights), store, pool, progress=lambda count: None)
-            store.commit_import(progress_at(0))
-        scratch = None
-        if held_in_memory_bytes is not None:
-            scratch = resources.enter_context(Scratch(paths, 4 * sum(elements), queue))
-        activation_scratch = (
-            resources.enter_context(Scratch(paths, activation_bytes, queue)) if placement.spilled_units else None
-        )
-        timeline = Timeline()
-        device = resources.enter_context(devices(timeline))
-        adamw = AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=recipe.weight_decay)
-        settings = UpdateSettings(
+    num_elements = sum(block.num_elements for block in model.spec.blocks)
+    settings = EngineSettings(
+        adamw=AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=recipe.weight_decay),
+        updates=UpdateSettings(
             gradient_dtype=recipe.gradient_dtype or recipe.dtype,
             max_grad_norm=recipe.max_grad_norm,
             hold=hold or in_place,
             held_in_memory_bytes=held_in_memory_bytes,
             overlap=overlap,
-        )
+        ),
+        placement=placement,
+        seed=recipe.seed,
+        gradient_scratch_bytes=0 if held_in_memory_bytes is None else 4 * num_elements,
+        activation_scratch_bytes=activation_bytes if placement.spilled_units else 0,
+        chunk_tokens=recipe.chunk_tokens,
+        group_elements=group_elements,
+    )
+    with ExitStack() as resources:
+        queue = queue or resources.enter_context(open_queue(io_engine, notice=lambda text: None))
+        pool = resources.enter_context(BufferPool(None, pin=pin))
+        if weights is None:
+            store = Store.open(paths, queue=queue, identity=IDENTITY, barrier=barrier)
+        else:
+            store = create_store(
+                model.spec,
+                Source(weights),
+                paths,
+                identity=IDENTITY,
+                dtype=dtype,
+                num_slots=1 if in_place else 2,
+                queue=queue,
+                pool=pool,
+                chunk_elements=chunk_elements or min(CHUNK_ELEMENTS, group_elements),
+                barrier=barrier,
+            )
+        resources.enter_context(store)
+        timeline = Timeline()
+        device = resources.enter_context(devices(timeline))
 
         def make_engine(check_stop: Callable[[], None]) -> StepEngine:
             return resources.enter_context(
-                open_engine(
+                open_engine_with_scratch(
                     model,
                     store,
-                    pool,
-                    adamw=adamw,
-                    updates=settings,
-                    placement=placement,
-                    seed=recipe.seed,
+                    settings,
+                    queue=queue,
+                    pool=pool,
                     device=device,
                     timeline=timeline,
-                    scratch=scratch,
-                    activation_scratch=activation_scratch,
-                    chunk_tokens=recipe.chunk_tokens,
-                    group_elements=group_elements,
+                    paths=paths,
                     check_stop=check_stop,
                 )
             )
