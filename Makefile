@@ -1,15 +1,19 @@
 # `make demo` and `make test` need Python 3.11 or newer with its headers and venv, and a C++ compiler;
-# everything else comes into .venv, at the versions in .constraints.txt.
+# everything else comes into .venv, at the versions in .constraints.txt. CONTRIBUTING.md explains the tiers of tests.
 
 PYTHON ?= python3
 QUESTION ?= What is lambda?
+WORKERS ?= 2
 
 BIN := .venv/bin
 TOOLS := .venv/.tools
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .constraints.txt
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+GPU := tests/gpu tests/simulated_gpu
+FULL := -m "full or hypothesis" --hypothesis-profile full
 
-.PHONY: help demo test stress lint types bench clean
+.PHONY: help demo test check full lint types stress bench clean
 
 help:  ## Say what there is
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 8
@@ -19,12 +23,18 @@ demo: $(READY)  ## Fine-tune a small model with all its state on disk, and let i
 	$(BIN)/ratel finetune configs/demo.yaml
 	$(BIN)/python scripts/complete.py "$(QUESTION)" demo/base demo/output
 
-test: $(READY)  ## Run all tests, those of the GPU on a simulated one if torch has no CUDA
-	RATEL_SIMULATED_GPU=1 $(BIN)/python -m pytest tests/gpu tests/simulated_gpu
-	$(BIN)/python -m pytest
+test: $(READY)  ## Run the short tier of the tests: every module, the large products sampled (four minutes)
+	RATEL_SIMULATED_GPU=1 $(PYTEST) $(GPU)
+	$(PYTEST) $(GPU:%=--ignore=%)
+
+check: lint types test full  ## Check all that must hold for a change: lint, types, short and full tier (half an hour)
+
+full: $(READY)  ## Run what the full tier of the tests has beyond the short one
+	RATEL_SIMULATED_GPU=1 $(PYTEST) $(FULL) $(GPU)
+	$(PYTEST) $(FULL) $(GPU:%=--ignore=%)
 
 stress: $(READY)  ## Kill a training run a thousand times, at any moment, and compare what it leaves (half an hour)
-	RATEL_STRESS_KILLS=1000 $(BIN)/python -m pytest tests/stress -s
+	RATEL_STRESS_KILLS=1000 $(BIN)/python -m pytest -m stress -s tests/stress
 
 lint: $(READY)  ## Check style and formatting
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ print("heavy:", sorted(set({HEAVY!r}) & set(sys.modules)), "code:", code)
 
 def run(*arguments: str, source: str = PROBE) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", source, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False
+        [sys.executable, "-c", source, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=600, check=False
     )
 
 

@@ -199,7 +199,7 @@ def run_to_the_kill(config: Path, *arguments: str, kill_at: str) -> None:
 
 def wait(process: ForkServerProcess) -> int:
     """The exit code, negative for a signal."""
-    process.join(100)
+    process.join(300)
     assert process.exitcode is not None, "the run goes on and on"
     return process.exitcode
 
@@ -231,7 +231,7 @@ def wait_for_step(config: Path, step: int, process: ForkServerProcess) -> None:
 
 def wait_until(condition: Callable[[], bool], config: Path, process: ForkServerProcess) -> None:
     """Return when the run has come so far."""
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 300
     while not condition():
         assert process.is_alive() and time.monotonic() < deadline, told_by(config)
         time.sleep(0.002)

@@ -19,7 +19,7 @@ MORE_MIB = (16, 48, 128, 256, 2048)
 def run(config: Path, *arguments: str) -> tuple[int, str]:
     """In a process of its own, whose peak is the run's."""
     command = [str(ratel_command()), "finetune", str(config), *arguments]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=600, check=False)
     return done.returncode, done.stderr
 
 

@@ -65,7 +65,7 @@ def refused(ended: Ended, code: int, *parts: str) -> None:
 
 
 def wait_for_snapshot(config: Path, process: ForkServerProcess) -> None:
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 300
     while not Store.exists([snapshot_of(config)]):
         assert process.is_alive() and time.monotonic() < deadline, told_by(config)
         time.sleep(0.005)

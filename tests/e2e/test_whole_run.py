@@ -32,7 +32,7 @@ def program_run(tmp_path_factory: pytest.TempPathFactory, plain_run: Path) -> tu
     config = directory / "run.yaml"
     config.write_text(plain_run.read_text().replace(str(plain_run.parent), str(directory)))
     command, environment = [str(ratel_command()), "finetune", str(config)], {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
     return config, result.stderr
 

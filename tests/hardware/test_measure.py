@@ -53,7 +53,7 @@ def test_numbers_are_usable_and_nothing_stays(queue: IoQueue, tmp_path: Path) ->
         assert pool.leased_bytes == 0
         pool.lease(64 * MIB, "all of it").release()
     # A second on a machine that is free; the bound is for one that is not.
-    assert seconds < 30
+    assert seconds < 300
     assert 1e8 < profile.gpu.flops_per_second < 1e15
     assert profile.gpu.name == processor_name()
     assert 1e6 < profile.nvme.read_bytes_per_second < 1e12

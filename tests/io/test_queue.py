@@ -157,7 +157,7 @@ def test_what_is_not_whole_pages_is_a_bug(pool: BufferPool, fd: int) -> None:
 def test_auto_takes_threads_with_one_notice_when_io_uring_is_refused(tmp_path: Path) -> None:
     """In a process of its own, whose system call filter refuses io_uring as containers do."""
     command = [sys.executable, "-m", "tests.io.without_io_uring", str(tmp_path / "data")]
-    subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=60)
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=600)
 
 
 def test_auto_takes_threads_when_the_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,7 +165,7 @@ def test_a_request_that_never_completes_breaks_its_direction_after_the_timeout(
     started = time.monotonic()
     with pytest.raises(IntegrityFailure, match=r"did not complete within 0\.2 seconds"):
         stuck.wait()
-    assert 0.2 <= time.monotonic() - started < 5
+    assert 0.2 <= time.monotonic() - started < 60
     with pytest.raises(IntegrityFailure, match=r"transfers have stopped.*did not complete") as raised:
         behind.wait()
     assert isinstance(raised.value.__cause__, IntegrityFailure)
@@ -174,7 +174,7 @@ def test_a_request_that_never_completes_breaks_its_direction_after_the_timeout(
     blockage.queue.write([Piece(fd=fd, offset=0, memory=memory)]).wait()  # the other direction lives on
     started = time.monotonic()
     blockage.queue.close()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
     blockage.close()
 
 
@@ -208,7 +208,7 @@ def test_nothing_refers_to_memory_after_its_transfer(queue: IoQueue, fd: int) ->
 
 def _is_unmapped_soon(address: int) -> bool:
     """The last reference is dropped by a thread that has already told the ticket."""
-    give_up = time.monotonic() + 5
+    give_up = time.monotonic() + 60
     while _is_mapped(address) and time.monotonic() < give_up:
         time.sleep(0.01)
     return not _is_mapped(address)

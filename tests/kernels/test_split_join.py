@@ -54,7 +54,6 @@ def test_sizes(isa: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
 def test_lossless_for_all_patterns() -> None:
     words = np.arange(CHUNK, dtype=np.uint32)
     hi16, lo16 = torch.empty(CHUNK, dtype=torch.bfloat16), torch.empty(CHUNK, dtype=torch.int16)

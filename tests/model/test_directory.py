@@ -51,7 +51,7 @@ def edit_index(directory: Path, change: Callable[[dict[str, str]], object]) -> N
         ("\ud800.safetensors", r"\ud800.safetensors cannot be reached"),
     ],
 )
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_index_that_points_elsewhere(tmp_path: Path, name: str, words: str) -> None:
     directory = tmp_path / "model"
     save_tiny("llama", directory)
@@ -65,7 +65,7 @@ def test_index_that_points_elsewhere(tmp_path: Path, name: str, words: str) -> N
     assert words in refusal(directory)
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "merges.txt", "chat_template.jinja"])
 def test_small_files_that_are_none(tmp_path: Path, name: str) -> None:
     """transformers opens them by itself, and would wait for a FIFO without end."""

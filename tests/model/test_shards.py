@@ -194,7 +194,7 @@ def test_a_file_cut_while_open(tmp_path: Path) -> None:
             reader.read_whole("x")
 
 
-@pytest.mark.timeout(10)
+@pytest.mark.timeout(120)
 def test_only_regular_files_are_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to("/dev/zero")

@@ -226,6 +226,6 @@ def test_it_survives_as_json() -> None:
 def test_a_thousand_operators_take_seconds_at_most() -> None:
     """As many as a layer of 128 experts runs, one by one."""
     each = replace(unit_by_chance(random.Random(5), num_operators=1000), saved_bytes=1)
-    start = time.perf_counter()
+    start = time.process_time()
     assert len(only_layer(each).candidates) > 100
-    assert time.perf_counter() - start < 30
+    assert time.process_time() - start < 30

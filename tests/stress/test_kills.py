@@ -15,6 +15,8 @@ from ratel_cli.store.store import KILL_POINTS
 from tests.stress.conftest import Begin
 from tests.stress.lives import Disturbance, Outcome, Phase, report
 
+pytestmark = [pytest.mark.stress, pytest.mark.full]
+
 NUM_KILLS = int(os.environ.get("RATEL_STRESS_KILLS", "50"))
 A_LIFE: tuple[Phase, ...] = (
     "reading",
@@ -32,7 +34,7 @@ A_LIFE: tuple[Phase, ...] = (
 _MOST_COUNTS = 3
 
 
-@pytest.mark.timeout(120 + 4 * NUM_KILLS)
+@pytest.mark.timeout(900 + 8 * NUM_KILLS)
 def test_killed_at_any_time(begin: Begin, undisturbed: Outcome) -> None:
     """In this order, again and again; every life is left in peace at last, and ends as if nothing had happened."""
     random = Random(NUM_KILLS)
@@ -52,7 +54,7 @@ def _num_kills(disturbances: list[Disturbance]) -> int:
     return sum(each.code == -signal.SIGKILL for each in disturbances)
 
 
-@pytest.mark.timeout(120 + 4 * NUM_KILLS)
+@pytest.mark.timeout(900 + 8 * NUM_KILLS)
 def test_killed_at_every_named_point(begin: Begin, undisturbed: Outcome) -> None:
     """Points of the store's making first, each on the first time; those of its commits on a random one."""
     random = Random(NUM_KILLS)

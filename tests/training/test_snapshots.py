@@ -21,7 +21,7 @@ from ratel_cli.training.snapshots import Snapshots
 from tests.fakes import Fault, FaultyQueue
 from tests.store.stores import check_generation, create_store, import_all, open_store, run_step
 
-SLOW = 10_000.0
+SLOW = 1_000.0
 """Bytes a second: a copy takes 17 seconds."""
 
 
@@ -84,7 +84,7 @@ def target(machine: Machine, queue: IoQueue, resources: ExitStack) -> Store:
 
 
 def wait_for(target: Store, step: int) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while target.progress.step != step:
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -152,7 +152,7 @@ def test_a_run_that_ends_gives_up_its_copy_and_keeps_the_one_before(
     began = time.monotonic()
     slow.close()
     slow.close()
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     target.close()
     with open_store([machine.target_path], queue) as reopened:
         check_generation(reopened, 2)
@@ -264,13 +264,13 @@ def test_a_device_that_hangs_costs_a_warning(machine: Machine, queue: IoQueue) -
         barrier.hangs = True
         snapshots = machine.begin(target, patience_seconds=0.05)
         machine.run(snapshots, 2)
-        assert barrier.has_begun.wait(20)
+        assert barrier.has_begun.wait(300)
         started = time.monotonic()
         snapshots.close()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 60
         assert machine.told == ["warning: the snapshot's device does not answer; the snapshot before it stays"]
         [thread] = [thread for thread in threading.enumerate() if thread.name == "ratel-snapshot"]
         barrier.answers.set()
-        thread.join(20)
+        thread.join(300)
         assert target.progress.step == 0  # it came too late to commit
     run_step(machine.source)

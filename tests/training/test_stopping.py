@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from types import FrameType
 
 import pytest
@@ -23,7 +22,7 @@ with StopRequest() as stop:
         time.sleep(0.005)
     print("noted", flush=True)
     try:
-        time.sleep(60)
+        time.sleep(600)
     finally:
         print("cleaned up", flush=True)
 """
@@ -96,8 +95,6 @@ def test_the_second_signal_ends_the_process_at_once(first: signal.Signals, secon
         assert child.stdout.readline() == "open\n"
         child.send_signal(first)
         assert child.stdout.readline() == "noted\n"
-        start = time.perf_counter()
         child.send_signal(second)
-        assert child.wait(timeout=20) == code
-        assert time.perf_counter() - start < 10
+        assert child.wait(timeout=60) == code
         assert child.stdout.read() == ""
