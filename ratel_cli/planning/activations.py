@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ratel_cli.model.spec import BlockSpec, ModelSpec, ParameterSpec
 from ratel_cli.planning.placement import SPILL_WINDOW_UNITS
 from ratel_cli.planning.workload import StateBytes, Workload
-from ratel_cli.sizes import LOGITS_CHUNK_BYTES, PAGE_BYTES
+from ratel_cli.sizes import LOGITS_CHUNK_BYTES, PACKED_ALIGNMENT, PAGE_BYTES
 from ratel_cli.units import align_up
 
 _ACTIVE_EXPERTS = 8
@@ -120,6 +120,11 @@ def fewest_spilled_units(unit_bytes: list[int], *, num_micro_batches: int, avail
     if not fitting:
         return 0
     return num_micro_batches * fitting - (available_bytes - taken_bytes[fitting]) // unit_bytes[fitting - 1]
+
+
+def input_bytes(spec: ModelSpec, state: StateBytes, *, tokens: int) -> int:
+    """The input of a layer as it is offloaded: [tokens, hidden_size] in the compute dtype, padded as it is packed."""
+    return align_up(tokens * spec.hidden_size * state.compute, PACKED_ALIGNMENT)
 
 
 def block_activation_bytes(spec: ModelSpec, block: BlockSpec, state: StateBytes, *, tokens: int) -> int:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from ratel_cli.hardware.spec import HardwareProfile, Nvme
-from ratel_cli.model.spec import BlockSpec, ModelSpec
+from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import OffloadedActivations, Units
 from ratel_cli.planning.gpu_memory import kept_weight_bytes
 from ratel_cli.planning.model_profile import ModelProfile
@@ -103,14 +103,6 @@ class StepTime:
             "memory": sum(stage.memory for stage in stages),
         }
         return max(by_name, key=lambda name: by_name[name])
-
-
-def head_flops(spec: ModelSpec, *, tokens: int) -> int:
-    """Of the head in forward. It is never recomputed (papers.md section 2, fault 4)."""
-    matrices = _matrix_elements(spec.blocks[-1])
-    if spec.tied:
-        matrices += spec.vocab_size * spec.hidden_size
-    return 2 * tokens * matrices
 
 
 def compute_seconds(profile: ModelProfile, workload: Workload, hardware: HardwareProfile) -> ComputeSeconds:
@@ -393,7 +385,3 @@ def nvme_seconds(nvme: Nvme, read_bytes: int, written_bytes: int) -> tuple[float
         both_bytes / mixed_rate + (read_bytes - both_bytes) / read_rate,
         both_bytes / mixed_rate + (written_bytes - both_bytes) / write_rate,
     )
-
-
-def _matrix_elements(block: BlockSpec) -> int:
-    return sum(math.prod(parameter.shape) for parameter in block.parameters if len(parameter.shape) > 1)

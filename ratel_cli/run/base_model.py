@@ -47,15 +47,21 @@ def silence_transformers() -> None:
 
 
 def read_base(config: RunConfig, log: RunLog) -> Base:
-    """Find it and build its skeleton. Raises BadInput, EnvironmentFailure."""
+    """Find the config's base model and build its skeleton. Raises BadInput, EnvironmentFailure."""
+    base = build_base(config)
+    if base.attention != config.attn_implementation:
+        log.notice(
+            f"{base.config.model_type} does not support {config.attn_implementation} attention; using {base.attention}"
+        )
+    return base
+
+
+def build_base(config: RunConfig) -> Base:
+    """The same without a notice about the attention that is used. Raises BadInput, EnvironmentFailure."""
     assert config.base_model is not None
     directory = resolve_base_model(config.base_model)
     model_config = read_model_config(directory)
     attention = supported_attention(model_config, config.attn_implementation)
-    if attention != config.attn_implementation:
-        log.notice(
-            f"{model_config.model_type} does not support {config.attn_implementation} attention; using {attention}"
-        )
     skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention)
     model = find_blocks(skeleton, name=Path(config.base_model).name)
     return Base(directory=directory, config=model_config, attention=attention, model=model)

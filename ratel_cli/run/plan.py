@@ -26,18 +26,15 @@ from ratel_cli.io.files import nearest_existing
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.costs import head_flops
-from ratel_cli.planning.estimate.analytic import analytic_profile
-from ratel_cli.planning.estimate.shapes import traits_from_config
+from ratel_cli.planning.activations import input_bytes
+from ratel_cli.planning.analytic import analytic_profile, head_flops
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Decisions, Plan, make_plan
 from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
 from ratel_cli.planning.workload import StateBytes, Workload
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.settings import decisions_of, state_bytes, workload_of
-from ratel_cli.sizes import PACKED_ALIGNMENT
 from ratel_cli.store.copy import COPY_BYTES
-from ratel_cli.units import align_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +73,7 @@ class Planner:
             recording.units(),
             _block_seconds(spans, num_cores=self.hardware.host.num_cores if self.hardware.link is None else None),
             num_blocks=len(self.spec.blocks),
-            input_bytes=align_up(tokens * self.spec.hidden_size * self.state.compute, PACKED_ALIGNMENT),
+            input_bytes=input_bytes(self.spec, self.state, tokens=tokens),
             flops_head=head_flops(self.spec, tokens=tokens),
             micro_batch_tokens=tokens,
             sequence_len=self.workload.sequence_len,
@@ -131,7 +128,7 @@ def estimated_profile(planner: Planner, model: DecoderModel) -> ModelProfile:
     return analytic_profile(
         planner.spec,
         planner.state,
-        traits=traits_from_config(model.skeleton.config.to_dict()),
+        traits=model.traits,
         micro_batch_tokens=planner.workload.micro_batch_tokens,
         sequence_len=planner.workload.sequence_len,
     )

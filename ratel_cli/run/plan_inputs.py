@@ -7,26 +7,14 @@ Invariant: the machine that is planned for is told, and free memory and space of
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ratel_cli.config.schema import ModelShape, RunConfig
-from ratel_cli.config.source import read_file
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.estimate.analytic import analytic_profile
-from ratel_cli.planning.estimate.shapes import (
-    LayerTraits,
-    is_estimated,
-    spec_from_config,
-    spec_from_shape,
-    traits_from_config,
-)
+from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.forecast.forecast import Forecaster, Setting, Tier
 from ratel_cli.planning.forecast.paper_forecast import PaperForecaster
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
@@ -34,6 +22,7 @@ from ratel_cli.planning.papers.largest import with_layers
 from ratel_cli.planning.papers.paper import PaperShape
 from ratel_cli.run.cached_profile import CachedProfile
 from ratel_cli.run.hardware_file import load_hardware
+from ratel_cli.run.model_description import describe_model
 from ratel_cli.run.profile_cache import kept_profile, refresh_free_space
 from ratel_cli.run.profile_target import profile_target
 from ratel_cli.run.settings import decisions_of, state_bytes, taken_bytes, workload_of
@@ -42,14 +31,6 @@ from ratel_cli.units import MIB
 
 _PROCESS_BYTES = 460 * MIB
 """What a run takes before training: Python, torch, transformers, a skeleton (2-core Xeon, 2026-11)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Described:
-    """A model by its description alone."""
-
-    spec: ModelSpec
-    traits: LayerTraits
 
 
 def setting_of(config: RunConfig, hardware: HardwareProfile) -> Setting:
@@ -66,7 +47,7 @@ def forecaster_of(config: RunConfig, hardware: HardwareProfile, *, name: str, lo
     """The config's model under its cost model; `name` is for a model that has none. Raises BadInput."""
     if config.cost_model == "paper":
         return _paper_forecaster(config, name)
-    model = describe(config, name=name, log=log)
+    model = describe_model(config, name=name, log=log)
     state, workload = state_bytes(config), workload_of(config)
     recorded = CachedProfile(config, model.spec, hardware).read()
     return RatelForecaster(
@@ -94,19 +75,6 @@ def snapshot_tiers(config: RunConfig, forecaster: Forecaster, *, nvme_bytes: int
         return ()
     remedy = "set storage.snapshot.path to a device with more room"
     return (Tier(name="snapshot", need_bytes=space.need_bytes, have_bytes=space.have_bytes, remedy=remedy),)
-
-
-def describe(config: RunConfig, *, name: str, log: RunLog) -> Described:
-    """The model's blocks, and what its layers compute with. Raises BadInput."""
-    if config.model_shape is not None:
-        return _from_shape(config.model_shape, name)
-    assert config.base_model is not None
-    values = _read_model_config(config.base_model)
-    if is_estimated(values):
-        log.notice(f"{values.get('model_type')} is not a family that is known here; its layers are taken for a Llama's")
-    return Described(
-        spec=spec_from_config(values, name=Path(config.base_model).name), traits=traits_from_config(values)
-    )
 
 
 def paper_shape(shape: ModelShape, config: RunConfig) -> PaperShape:
@@ -153,33 +121,3 @@ def _paper_forecaster(config: RunConfig, name: str) -> PaperForecaster:
     return PaperForecaster(
         name=name, shape=paper_shape(config.model_shape, config), gpu_limit_bytes=config.limits.gpu_memory
     )
-
-
-def _from_shape(shape: ModelShape, name: str) -> Described:
-    return Described(
-        spec=spec_from_shape(
-            name=name,
-            num_layers=shape.num_layers,
-            hidden_size=shape.hidden_size,
-            vocab_size=shape.vocab_size,
-            num_parameters=shape.num_parameters,
-        ),
-        traits=LayerTraits(num_heads=shape.num_heads, head_dim=shape.hidden_size // shape.num_heads),
-    )
-
-
-def _read_model_config(base_model: str) -> Mapping[str, object]:
-    directory = Path(base_model)
-    if not os.path.isdir(directory):  # is_dir raises for names that are too long
-        raise BadInput(
-            f"base_model: there is no directory {base_model}; `ratel plan` downloads nothing",
-            "give a directory with the model's config.json, or `model_shape`",
-        )
-    path = directory / "config.json"
-    try:
-        values = json.loads(read_file(path, "model's config"))
-    except (ValueError, RecursionError) as error:
-        raise BadInput(f"{path}: cannot be parsed: {error}") from error
-    if not isinstance(values, dict):
-        raise BadInput(f"{path}: must hold an object, `{{...}}`")
-    return values

@@ -10,14 +10,10 @@ written, the profile is measured, and that is told.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +23,7 @@ from ratel_cli.hardware.host import available_bytes, free_bytes, gpu_names, memo
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.queue import EngineChoice
 from ratel_cli.run.hardware_file import load_hardware, to_text
+from ratel_cli.run.user_cache import software_versions, user_cache_file, write_user_cache
 from ratel_cli.sizes import DtypeName
 from ratel_cli.units import format_seconds
 
@@ -74,10 +71,8 @@ def refresh_free_space(profile: HardwareProfile, subject: ProfileTarget) -> Hard
 
 
 def cache_file(subject: ProfileTarget) -> Path:
-    """Where a profile of this subject on this machine is kept."""
-    directory = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "ratel"
-    fingerprint = json.dumps(asdict(_fingerprint(subject)), sort_keys=True)
-    return directory / f"hardware-{hashlib.sha256(fingerprint.encode()).hexdigest()[:16]}.json"
+    """Where a profile of this subject on this machine is cached."""
+    return user_cache_file("hardware", asdict(_fingerprint(subject)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,15 +100,8 @@ def _fingerprint(subject: ProfileTarget) -> _Fingerprint:
         dtype=subject.dtype,
         device=subject.device,
         engine=subject.engine,
-        software=tuple(map(_version, ("ratel-cli", "torch"))),
+        software=software_versions("ratel-cli", "torch"),
     )
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _read(file: Path, log: RunLog) -> HardwareProfile | None:
@@ -127,13 +115,7 @@ def _read(file: Path, log: RunLog) -> HardwareProfile | None:
 
 
 def _write(file: Path, profile: HardwareProfile, log: RunLog) -> None:
-    """Whole or not at all: another command may be reading it."""
-    unfinished = file.with_suffix(f".{os.getpid()}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(to_text(profile), encoding="utf-8")
-        os.replace(unfinished, file)
+        write_user_cache(file, to_text(profile))
     except OSError as error:
-        with suppress(OSError):
-            unfinished.unlink()
         log.warn(f"{file}: the profile cannot be kept ({error.strerror}); it will be measured again next time")

@@ -13,7 +13,6 @@ import sys
 from dataclasses import dataclass
 
 import torch
-import transformers
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
@@ -24,21 +23,19 @@ from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.hardware.gpu import compute_device, set_determinism
 from ratel_cli.hardware.host import default_limit_bytes, resident_bytes, return_freed_memory
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.model.blocks import DecoderModel, find_blocks
-from ratel_cli.model.directory import resolve_base_model
-from ratel_cli.model.skeleton import DTYPES, build_skeleton, read_model_config, supported_attention
+from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import offload
+from ratel_cli.planning.activations import input_bytes, offload
+from ratel_cli.planning.analytic import head_flops
 from ratel_cli.planning.capacity import host_memory
-from ratel_cli.planning.costs import head_flops
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.recorded import recorded_profile
 from ratel_cli.planning.workload import Workload
+from ratel_cli.run.base_model import build_base, silence_transformers
 from ratel_cli.run.cached_profile import CachedProfile
 from ratel_cli.run.settings import decisions_of, state_bytes, workload_of
-from ratel_cli.sizes import PACKED_ALIGNMENT
-from ratel_cli.units import align_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +50,8 @@ class ModelCosts:
 def record_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *, refresh: bool) -> ModelCosts:
     """The model's costs, measured unless a profile was kept. Raises RatelError."""
     return_freed_memory()
-    transformers.logging.set_verbosity_error()
-    model = _skeleton(config)
+    silence_transformers()
+    model = build_base(config).model
     kept = CachedProfile(config, model.spec, hardware)
     available_bytes = _activation_room_bytes(config, model.spec, hardware)
     profile = None if refresh else kept.read()
@@ -95,13 +92,6 @@ def _activation_room_bytes(config: RunConfig, spec: ModelSpec, hardware: Hardwar
     return max(0, limit_bytes - memory.total)
 
 
-def _skeleton(config: RunConfig) -> DecoderModel:
-    assert config.base_model is not None
-    model_config = read_model_config(resolve_base_model(config.base_model))
-    attention = supported_attention(model_config, config.attn_implementation)
-    return find_blocks(build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention), name="model")
-
-
 def _measured(config: RunConfig, model: DecoderModel) -> ModelProfile:
     workload, spec = workload_of(config), model.spec
     device = compute_device(config.device)
@@ -115,7 +105,7 @@ def _measured(config: RunConfig, model: DecoderModel) -> ModelProfile:
         units,
         seconds,
         num_blocks=len(spec.blocks),
-        input_bytes=align_up(tokens * spec.hidden_size * state_bytes(config).compute, PACKED_ALIGNMENT),
+        input_bytes=input_bytes(spec, state_bytes(config), tokens=tokens),
         flops_head=head_flops(spec, tokens=tokens),
         micro_batch_tokens=tokens,
         sequence_len=workload.sequence_len,

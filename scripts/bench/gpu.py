@@ -36,8 +36,7 @@ from ratel_cli.hardware.host import available_bytes, default_limit_bytes
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.planning.estimate.analytic import analytic_profile
-from ratel_cli.planning.estimate.shapes import traits_from_config
+from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.forecast.forecast import Setting
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
 from ratel_cli.planning.placement import Activations, Overlap
@@ -287,13 +286,13 @@ def _largest(
         config = config_of(task)
         for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
             setattr(config, name, times * getattr(config, name))
-        spec = find_blocks(build_skeleton(config, dtype="bfloat16", attn_implementation="sdpa"), name="wide").spec
+        model = find_blocks(build_skeleton(config, dtype="bfloat16", attn_implementation="sdpa"), name="wide")
         forecaster = RatelForecaster(
-            spec=spec,
+            spec=model.spec,
             profile=analytic_profile(
-                spec,
+                model.spec,
                 STATE,
-                traits=traits_from_config(config.to_dict()),
+                traits=model.traits,
                 micro_batch_tokens=workload.micro_batch_tokens,
                 sequence_len=workload.sequence_len,
             ),

@@ -38,8 +38,7 @@ from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.import_weights import WeightSource, import_weights
 from ratel_cli.model.initialise import RandomSource
 from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.planning.estimate.analytic import analytic_profile
-from ratel_cli.planning.estimate.shapes import traits_from_config
+from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Activations
 from ratel_cli.planning.plan import Decisions, Plan
@@ -89,7 +88,7 @@ class RatelRun:
         return analytic_profile(
             self.planner.spec,
             self.planner.state,
-            traits=traits_from_config(config_of(self.task).to_dict()),
+            traits=self.model.traits,
             micro_batch_tokens=self.task.tokens,
             sequence_len=self.task.tokens // self.task.rows,
         )

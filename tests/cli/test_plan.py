@@ -16,11 +16,11 @@ from ratel_cli.cli.app import main
 from ratel_cli.config.load import load_config
 from ratel_cli.console import RunLog
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.planning.estimate.analytic import analytic_profile
+from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.run.cached_profile import CachedProfile
 from ratel_cli.run.hardware_file import to_text
-from ratel_cli.run.plan_inputs import describe
+from ratel_cli.run.model_description import describe_model
 from ratel_cli.run.profile_cache import cache_file
 from ratel_cli.run.profile_target import profile_target
 from ratel_cli.units import GIB
@@ -215,7 +215,7 @@ def test_a_recorded_profile_of_the_run_is_used(ask: Ask, config: Path, machine: 
 def keep_profile(config: Path, hardware: HardwareProfile) -> None:
     """As a run would that recorded its first step on this machine."""
     loaded = load_config(config).config
-    model = describe(loaded, name="", log=RunLog())
+    model = describe_model(loaded, name="", log=RunLog())
     estimate = analytic_profile(model.spec, BFLOAT16, traits=model.traits, micro_batch_tokens=128, sequence_len=128)
     profile: ModelProfile = replace(
         estimate,
@@ -360,21 +360,25 @@ def test_wrong_input(ask: Ask, config: Path, machine: Path, here: Path, argument
     assert told in result.err
 
 
-def test_a_family_that_is_not_known_is_told(ask: Ask, config: Path, machine: Path, here: Path) -> None:
+def test_a_family_that_transformers_does_not_know_is_rejected(
+    ask: Ask, config: Path, machine: Path, here: Path
+) -> None:
     (here / "base" / "config.json").write_text(json.dumps(LLAMA | {"model_type": "brand_new"}))
     told = ask(config, "--hardware", machine)
-    assert told.code == 0
-    assert "note: brand_new is not a family that is known here; its layers are taken for a Llama's" in told.err
+    assert (told.code, told.out) == (2, "")
+    assert "config.json: not a model configuration that transformers knows" in told.err
 
 
-def test_a_model_of_70b_is_planned_in_two_seconds_and_without_torch(config: Path, here: Path) -> None:
-    """Of the processor's time, since others may be using it."""
+def test_a_model_of_70b_that_was_described_before_is_planned_without_torch(ask: Ask, config: Path, here: Path) -> None:
+    """In two seconds of the processor's time, since others may be using it."""
     (here / "base" / "config.json").write_text(json.dumps(LLAMA_70B))
     source = (
         "import sys; from ratel_cli.cli.app import main; code = main(sys.argv[1:]); "
         "sys.exit(code or 9 * bool({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     arguments = [str(config), "--hardware", PAPER_MACHINE, "sequence_len=1024", "limits.host_memory=128GiB"]
+    first = ask(*arguments)
+    assert first.code == 0, first.err
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = subprocess.run(
         [sys.executable, "-c", source, "plan", *arguments], capture_output=True, text=True, timeout=600, check=False
@@ -382,4 +386,5 @@ def test_a_model_of_70b_is_planned_in_two_seconds_and_without_torch(config: Path
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert result.returncode == 0, result.stderr
     assert "base: 70.6B parameters in 82 blocks" in result.stdout
+    assert result.stdout == first.out
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2

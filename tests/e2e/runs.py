@@ -79,7 +79,7 @@ SETTINGS: dict[str, object] = {
 Tensors = dict[str, torch.Tensor]
 
 NO_STORE = -1
-_HARDLY = MeasurementBudget(seconds=1e-6, span_bytes=2 * PAGE_BYTES, buffer_bytes=2 * PAGE_BYTES, memory_bytes=0)
+HARDLY = MeasurementBudget(seconds=1e-6, span_bytes=2 * PAGE_BYTES, buffer_bytes=2 * PAGE_BYTES, memory_bytes=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +216,7 @@ def _run_child(config: str, arguments: Sequence[str], kill_at: str | None, hasty
     with Path(config).with_name("told.txt").open("w", encoding="utf-8", buffering=1) as told:
         sys.stderr = told
         if hasty:
-            run_plan.measure = functools.partial(measure, budget=_HARDLY)
+            run_plan.measure = functools.partial(measure, budget=HARDLY)
         code = main(["finetune", config, *arguments])
         for number in (signal.SIGINT, signal.SIGTERM):  # the command is over: what comes now is not meant for it
             signal.signal(number, signal.SIG_IGN)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.planning.estimate.analytic import analytic_profile
-from ratel_cli.planning.estimate.shapes import LayerTraits, spec_from_shape
+from ratel_cli.model.spec import LayerTraits
+from ratel_cli.planning.analytic import analytic_profile, spec_from_shape
 from ratel_cli.planning.forecast.forecast import Setting
 from ratel_cli.planning.forecast.paper_forecast import PaperForecaster
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 
-from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.estimate.analytic import analytic_profile
-from ratel_cli.planning.estimate.shapes import LayerTraits
+from ratel_cli.model.spec import LayerTraits, ModelSpec
+from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
 from ratel_cli.planning.workload import StateBytes, Workload
 from tests.planning.shapes import BFLOAT16, WORKLOAD

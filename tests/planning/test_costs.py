@@ -10,12 +10,12 @@ import pytest
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import OffloadedActivations, offload
+from ratel_cli.planning.analytic import head_flops
 from ratel_cli.planning.costs import (
     ComputeSeconds,
     StageTime,
     StepTime,
     compute_seconds,
-    head_flops,
     nvme_seconds,
     overlapped_step,
 )

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratel_cli.config.load import load_config
-from ratel_cli.planning.estimate.shapes import spec_from_shape
+from ratel_cli.planning.analytic import spec_from_shape
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
 from ratel_cli.run.cached_profile import CachedProfile
 from tests.hardware.profiles import WITHOUT_GPU

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ratel_cli.hardware.spec import margin_bytes
-from ratel_cli.planning.estimate.analytic import analytic_profile
-from ratel_cli.planning.estimate.shapes import LayerTraits
+from ratel_cli.model.spec import LayerTraits
+from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster, host_limit_bytes
 from ratel_cli.planning.plan import make_plan
 from ratel_cli.units import GIB, MIB

@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+from transformers import AutoConfig, PretrainedConfig
 
 from ratel_cli.engine.replay.tape import Recorder, Replayer
-from ratel_cli.model.blocks import find_blocks
+from ratel_cli.errors import BadInput
+from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.operators import TorchOperator
 from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.planning.estimate.analytic import analytic_profile
-from ratel_cli.planning.estimate.shapes import LayerTraits, spec_from_config, spec_from_shape, traits_from_config
+from ratel_cli.model.spec import LayerTraits
+from ratel_cli.planning.analytic import analytic_profile, spec_from_shape
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
 from ratel_cli.planning.workload import StateBytes
 from ratel_cli.sizes import DtypeName
@@ -40,20 +42,17 @@ class Layer:
     """The first layer of a real model on one micro-batch; `run` is its forward."""
 
     def __init__(self, architecture: str, *, attention: str, dtype: DtypeName = "float32") -> None:
-        config = tiny_config(architecture, **WIDER[architecture])
-        config._experts_implementation = "eager"  # one product an expert; torch counts no others
-        self.config: dict[str, object] = config.to_dict()
-        model = find_blocks(build_skeleton(config, dtype=dtype, attn_implementation=attention), name="tiny")
+        self.model = wider_model(architecture, attention=attention, dtype=dtype)
         torch.manual_seed(0)
         ids = torch.randint(0, VOCAB_SIZE, (ROWS, SEQUENCE_LEN))
-        embedded = model.layer_runner.embed(ids, torch.arange(SEQUENCE_LEN).repeat(ROWS, 1))
-        block = model.spec.blocks[1]
-        self.parameters = model.bind(block, torch.randn(block.num_elements).to(embedded.hidden.dtype) / 10)
+        embedded = self.model.layer_runner.embed(ids, torch.arange(SEQUENCE_LEN).repeat(ROWS, 1))
+        block = self.model.spec.blocks[1]
+        self.parameters = self.model.bind(block, torch.randn(block.num_elements).to(embedded.hidden.dtype) / 10)
         hidden = torch.randn(embedded.hidden.shape).to(embedded.hidden.dtype).requires_grad_()
-        self.run: Callable[[], object] = lambda: model.layer_runner.run_layer(0, hidden, embedded.calls[0])
+        self.run: Callable[[], object] = lambda: self.model.layer_runner.run_layer(0, hidden, embedded.calls[0])
 
     def estimate(self, state: StateBytes = FLOAT32) -> LayerProfile:
-        return profile_of(self.config, state).profiles[0]
+        return profile_of(self.model, state).profiles[0]
 
 
 class Counts(TorchDispatchMode):
@@ -76,13 +75,18 @@ class Counts(TorchDispatchMode):
         return result
 
 
-def profile_of(config: dict[str, object], state: StateBytes) -> ModelProfile:
+def wider_model(architecture: str, *, attention: str = "eager", dtype: DtypeName = "float32") -> DecoderModel:
+    return model_of(tiny_config(architecture, **WIDER[architecture]), attention=attention, dtype=dtype)
+
+
+def model_of(config: PretrainedConfig, *, attention: str = "eager", dtype: DtypeName = "float32") -> DecoderModel:
+    config._experts_implementation = "eager"  # one product an expert; torch counts no others
+    return find_blocks(build_skeleton(config, dtype=dtype, attn_implementation=attention), name="tiny")
+
+
+def profile_of(model: DecoderModel, state: StateBytes) -> ModelProfile:
     return analytic_profile(
-        spec_from_config(config, name="tiny"),
-        state,
-        traits=traits_from_config(config),
-        micro_batch_tokens=TOKENS,
-        sequence_len=SEQUENCE_LEN,
+        model.spec, state, traits=model.traits, micro_batch_tokens=TOKENS, sequence_len=SEQUENCE_LEN
     )
 
 
@@ -134,7 +138,7 @@ def test_saved_bytes_are_near_what_autograd_keeps(architecture: str, dtype: Dtyp
 
 @pytest.mark.parametrize("architecture", WIDER)
 def test_candidates_fit_into_what_is_saved_and_come_by_benefit(architecture: str) -> None:
-    found = profile_of(tiny_config(architecture, **WIDER[architecture]).to_dict(), BFLOAT16).profiles[0]
+    found = profile_of(wider_model(architecture), BFLOAT16).profiles[0]
     assert found.input_bytes == TOKENS * 128 * 2
     assert found.input_bytes + sum(candidate.num_bytes for candidate in found.candidates) <= found.saved_bytes
     assert sum(candidate.flops for candidate in found.candidates) == found.flops_recomputed
@@ -164,8 +168,7 @@ def test_a_gpt_has_the_papers_flops_and_benefits() -> None:
 
 
 def test_layers_that_are_alike_share_a_profile() -> None:
-    config = tiny_config("qwen3_moe", mlp_only_layers=[1]).to_dict()
-    profile = profile_of(config, FLOAT32)
+    profile = profile_of(model_of(tiny_config("qwen3_moe", mlp_only_layers=[1])), FLOAT32)
     assert profile.layers == (0, 1, 0) and len(profile.profiles) == 2
     operators = {candidate.operator for candidate in profile.profiles[0].candidates}
     assert {"mlp.experts.gate_up_proj mm", "mlp.experts.down_proj mm", "self_attn.q_proj mm"} < operators
@@ -173,8 +176,46 @@ def test_layers_that_are_alike_share_a_profile() -> None:
 
 
 def test_nothing_is_measured() -> None:
-    profile = profile_of(tiny_config("llama").to_dict(), FLOAT32)
+    profile = profile_of(model_of(tiny_config("llama")), FLOAT32)
     assert profile.embedding_seconds is None and profile.head_seconds is None
     assert profile.profiles[0].forward_seconds is None and profile.profiles[0].candidates[0].seconds is None
     assert {candidate.key for candidate in profile.profiles[0].candidates} == {""}
     assert (profile.micro_batch_tokens, profile.sequence_len) == (TOKENS, SEQUENCE_LEN)
+
+
+def test_layers_without_attention_have_no_attention_to_swap() -> None:
+    config = AutoConfig.for_model("falcon_mamba", hidden_size=32, num_hidden_layers=2, vocab_size=97, state_size=4)
+    model = model_of(config)
+    assert model.traits.num_heads == 0
+    layer = profile_of(model, FLOAT32).profiles[0]
+    assert layer.candidates and "attention" not in {candidate.operator for candidate in layer.candidates}
+
+
+def test_a_shape_is_the_papers_gpt() -> None:
+    spec = spec_from_shape(name="13b", num_layers=40, hidden_size=5120, vocab_size=50257)
+    assert spec.num_layers == 40 and spec.tied
+    assert [block.kind for block in spec.blocks] == ["embedding", *["layer"] * 40, "head"]
+    for block in spec.blocks[1:-1]:
+        assert sum(p.num_elements for p in block.parameters if p.decay) == 12 * 5120**2
+    assert spec.blocks[0].num_parameters == 50257 * 5120
+
+
+@pytest.mark.parametrize("nominal", [13 * 10**9, 13_000_000_019])
+def test_a_nominal_size_is_reached_with_vectors(nominal: int) -> None:
+    spec = spec_from_shape(name="13b", num_layers=40, hidden_size=5120, vocab_size=50257, num_parameters=nominal)
+    assert nominal - 40 < spec.num_parameters <= nominal
+    assert sum(p.num_elements for p in spec.blocks[1].parameters if p.decay) == 12 * 5120**2
+
+
+def test_a_nominal_size_that_was_rounded_down_changes_nothing() -> None:
+    shape = spec_from_shape(name="276b", num_layers=112, hidden_size=14336, vocab_size=50257)
+    nominal = 276 * 10**9
+    assert shape.num_parameters > nominal
+    assert shape == spec_from_shape(
+        name="276b", num_layers=112, hidden_size=14336, vocab_size=50257, num_parameters=nominal
+    )
+
+
+def test_a_depth_that_only_a_mistake_can_be() -> None:
+    with pytest.raises(BadInput, match="1000000000000 layers are more than 10000, the most there can be"):
+        spec_from_shape(name="m", num_layers=10**12, hidden_size=64, vocab_size=100)

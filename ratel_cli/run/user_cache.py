@@ -1,0 +1,46 @@
+"""The user's cache directory: what it takes time to find out, and what it depends on.
+
+Invariant: nothing needs a cached file. Any of them may be missing, damaged or made by other software, and each is
+written whole or not at all, because another command may be reading it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def user_cache_file(kind: str, depends_on: object) -> Path:
+    """The file of this kind for `depends_on`: any value of JSON that holds everything which the content depends on."""
+    directory = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "ratel"
+    fingerprint = json.dumps(depends_on, sort_keys=True)
+    return directory / f"{kind}-{hashlib.sha256(fingerprint.encode()).hexdigest()[:16]}.json"
+
+
+def write_user_cache(file: Path, text: str) -> None:
+    """Write the whole file or none of it. Raises OSError."""
+    unfinished = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, file)
+    except OSError:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise
+
+
+def software_versions(*packages: str) -> tuple[str, ...]:
+    """The version of each package; an empty string for one that is not installed."""
+    return tuple(map(_version, packages))
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,92 @@
+"""A plan before a run, the run's own plans and a plan after it: one model, one set of bytes, other times."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+from ratel_cli.config.load import load_config
+from ratel_cli.console import RunLog
+from ratel_cli.hardware.measure import measure
+from ratel_cli.run import plan as run_plan
+from ratel_cli.run.model_description import describe_model
+from tests.e2e.runs import HARDLY, output_of, ratel, succeed, write_config
+
+LLAMA_LIKE: dict[str, object] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+MODELS: dict[str, dict[str, object]] = {
+    "llama": LLAMA_LIKE,
+    "glm": LLAMA_LIKE,
+    "gemma2": {**LLAMA_LIKE, "num_hidden_layers": 2},
+    "mixtral": {**LLAMA_LIKE, "num_local_experts": 4, "num_hidden_layers": 2},
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64},
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(run_plan, "measure", functools.partial(measure, budget=HARDLY))
+
+
+def config_file(directory: Path, model_type: str, *, base: Path, rows: Path) -> Path:
+    """A run that starts from random weights: its model is a config.json and a tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    own = directory / "own"
+    tokenizer.save_pretrained(own)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    AutoConfig.for_model(model_type, vocab_size=len(tokenizer), **MODELS[model_type], **ids).save_pretrained(own)
+    return write_config(
+        directory, base=own, rows=rows, random_init=True, activations="recompute", max_steps=2, dtype="bfloat16"
+    )
+
+
+def plan(config: Path, hardware: Path) -> dict[str, Any]:
+    ended = ratel("plan", config, "--hardware", hardware, "--json")
+    assert ended.code == 0, ended.told
+    content: dict[str, Any] = json.loads(ended.out)
+    return content
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_plans_differ_by_what_is_measured_alone(model_type: str, tmp_path: Path, base: Path, rows: Path) -> None:
+    """With everything recomputed, since which outputs there are to swap is a thing that is measured."""
+    config = config_file(tmp_path, model_type, base=base, rows=rows)
+    succeed(config)
+    run = output_of(config) / "run"
+    model = json.loads((run / "model.json").read_text())
+    of_run = json.loads((run / "plan.json").read_text())
+    recorded = plan(config, run / "hardware.json")
+    (run / "model.json").unlink()
+    estimated = plan(config, run / "hardware.json")
+    assert [each["activations"]["source"] for each in (of_run, recorded, estimated)] == [*2 * ["recorded"], "analytic"]
+    spec = describe_model(load_config(config).config, name="", log=RunLog()).spec
+    assert json.loads(json.dumps(spec.to_json())) == {key: model[key] for key in spec.to_json()}
+    for each in (of_run, recorded):
+        assert bytes_of(each) == bytes_of(estimated)
+
+
+def bytes_of(plan: dict[str, Any]) -> dict[str, object]:
+    """What does not depend on how long anything takes."""
+    activations, traffic = plan["activations"], plan["traffic"]
+    return {
+        "num_parameters": plan["model"]["num_parameters"],
+        "num_blocks": plan["model"]["num_blocks"],
+        "inputs": activations["inter_block_bytes"],
+        "swapped": (activations["swapped_bytes"], activations["swapped_to_nvme_bytes"]),
+        "traffic": (traffic["nvme_read_bytes"], traffic["nvme_written_bytes"]),
+        "store": plan["memory"]["nvme_bytes"],
+        "written": plan["wear"]["tb_written_per_step"],
+    }
