@@ -2,14 +2,14 @@
 
     RatelError                    1   a bug in Ratel (only this base class; never raised on its own)
       BadInput                    2   config, data, model files or arguments are wrong
-      EnvironmentFailure          3   space, permission, limits, lock: the machine cannot do it
-        DoesNotFit                3   a tier is too small; says by how many bytes and which key to change
+      EnvironmentFailure          3   the machine cannot do it: space, permission, limits, lock
+        DoesNotFit                3   a memory tier is too small; reports by how many bytes and which key to change
       IntegrityFailure            4   an I/O error, a failed checksum, a torn manifest
       Diverged                    5   the loss or a gradient is NaN or infinite
-      Interrupted           130/143   a signal asked us to stop; the committed state stands
+      Interrupted           130/143   a signal asked to stop; every committed step is saved
 
-Raise where the fact is known; translate a foreign error once, with ``from exc``. `cli.app` is the
-only place that prints them: one ``error:`` line each, then ``hint:`` where there is one.
+Raise an error where the fact is known. Translate a foreign error once, with `from exc`. Only `cli.app` prints errors:
+one `error:` line each, then a `hint:` line if there is a hint. Interrupted is printed without a label.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import ClassVar
 
 
 class RatelError(Exception):
-    """Base of all expected failures: what happened, and what to do about it."""
+    """Base of all expected failures: a message that says what happened where, and a hint that says what to do."""
 
     exit_code: ClassVar[int] = 1
 
@@ -29,7 +29,7 @@ class RatelError(Exception):
 
 
 class BadInput(RatelError):
-    """The user's input is wrong. Carries every finding, so that all are told at once."""
+    """The user's input is wrong. `others` are further findings, so that all are reported at once."""
 
     exit_code = 2
 
@@ -45,7 +45,7 @@ class EnvironmentFailure(RatelError):
 
 
 class DoesNotFit(EnvironmentFailure):
-    """A memory tier is too small for the run."""
+    """A memory tier is too small for the run, by `shortfall_bytes`."""
 
     def __init__(
         self, message: str, hint: str | None = None, *, shortfall_bytes: int, is_gpu_memory: bool = False
@@ -56,19 +56,19 @@ class DoesNotFit(EnvironmentFailure):
 
 
 class IntegrityFailure(RatelError):
-    """Bytes could not be moved, or are not the bytes that were written."""
+    """Bytes could not be moved, or differ from the bytes that were written."""
 
     exit_code = 4
 
 
 class Diverged(RatelError):
-    """Training produced NaN or infinity; the last committed step stands."""
+    """Training produced NaN or infinity. The last committed step is saved."""
 
     exit_code = 5
 
 
 class Interrupted(RatelError):
-    """A signal asked us to stop. Exit code 128 + signal number."""
+    """A signal asked the command to stop. The exit code is 128 + the signal's number."""
 
     def __init__(self, signal_number: int, message: str) -> None:
         super().__init__(message)

@@ -23,6 +23,7 @@ import typer
 from typer.exceptions import TyperException
 
 from ratel_cli.errors import BadInput, Interrupted, RatelError
+from ratel_cli.training.stopping import STOPPED
 
 EXIT_BUG = 1
 EXIT_BAD_INPUT = 2
@@ -221,7 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = None
     if code is not None:
         return code
-    _tell("stopped by SIGTERM" if termination.received else "interrupted", None)
+    _tell_stop(STOPPED)
     return EXIT_TERMINATED if termination.received else EXIT_INTERRUPTED
 
 
@@ -250,9 +251,12 @@ def _run(arguments: Sequence[str] | None) -> int | None:
     """The exit code, when what went wrong has been told. None: the command was interrupted."""
     try:
         code = app(args=None if arguments is None else list(arguments), prog_name="ratel", standalone_mode=False)
+    except Interrupted as exc:
+        _tell_stop(exc.message)
+        return exc.signal_exit_code
     except RatelError as exc:
         _tell_error(exc)
-        return exc.signal_exit_code if isinstance(exc, Interrupted) else exc.exit_code
+        return exc.exit_code
     except TyperException as exc:
         _tell_usage_error(exc)
         return EXIT_BAD_INPUT
@@ -277,6 +281,13 @@ def _tell(message: str, hint: str | None) -> None:
     from ratel_cli.console import RunLog
 
     RunLog().error(message, hint)
+
+
+def _tell_stop(message: str) -> None:
+    """No error: the user asked for it."""
+    from ratel_cli.console import RunLog
+
+    RunLog().say(message)
 
 
 def _tell_error(error: RatelError) -> None:

@@ -70,6 +70,7 @@ def run_finetune(config: RunConfig, log: RunLog, *, resume: str, dry_run: bool) 
         if dry_run:
             return
         context.listen()
+        context.stop.must_resume = resume != "auto"
         target = snapshot or make_snapshot(context, planner.spec, identity, resume=resume)
         if store is None:
             made = make_store(context, inputs, drive_weights=hardware.nvme.weights, resume=resume)

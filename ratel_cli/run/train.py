@@ -17,7 +17,6 @@ from ratel_cli.console import Bar
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.telemetry import Span, StepTimes, Timeline
 from ratel_cli.engine.trace import TraceFile
-from ratel_cli.hardware.host import peak_resident_bytes
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Plan
 from ratel_cli.report.run import run_summary, step_line, swap_line
@@ -26,7 +25,7 @@ from ratel_cli.run.engine import open_planned_engine
 from ratel_cli.run.inputs import Inputs
 from ratel_cli.run.plan import Planner
 from ratel_cli.store.store import Store
-from ratel_cli.training.loop import LoopSettings, TrainingLoop
+from ratel_cli.training.loop import LoopCallbacks, LoopSettings, TrainingLoop
 from ratel_cli.training.metrics import MetricsLog, RunTotals
 from ratel_cli.training.schedule import LearningRateSchedule
 from ratel_cli.training.snapshots import Snapshots
@@ -102,7 +101,7 @@ class Training(Closing):
         """The steps under one plan; with a recording, one."""
         num_steps, every = self._inputs.num_steps, self._config.logging_steps
 
-        def draw(step: int, times: StepTimes, start: float) -> None:
+        def trace_step(step: int, times: StepTimes, start: float) -> None:
             noted(times.spans)
             if self._trace is not None:
                 self._trace.write_step(step, times.spans, start=start, end=perf_counter())
@@ -117,22 +116,23 @@ class Training(Closing):
         ) as engine:
             loop = TrainingLoop(
                 engine,
-                self._store,
-                self._context.queue,
-                self._inputs.data,
-                LearningRateSchedule(
+                store=self._store,
+                queue=self._context.queue,
+                data=self._inputs.data,
+                schedule=LearningRateSchedule(
                     scheduler=self._config.lr_scheduler,
                     peak=self._config.learning_rate,
                     num_warmup_steps=self._config.warmup_steps or int(self._config.warmup_ratio * num_steps),
                     num_steps=num_steps,
                 ),
-                self._loop_settings(plan),
+                settings=self._loop_settings(plan),
                 timeline=self._timeline,
-                check_stop=self._context.stop.check,
-                host_peak_bytes=peak_resident_bytes,
-                announce=self._metrics.write,
-                draw=draw,
-                committed=self._committed,
+                callbacks=LoopCallbacks(
+                    check_stop=self._context.stop.check,
+                    announce=self._metrics.write,
+                    trace_step=trace_step,
+                    after_commit=self._after_commit,
+                ),
                 recording=recording,
             )
             for metrics in loop.steps():
@@ -142,7 +142,8 @@ class Training(Closing):
                 if metrics.step % every == 0 or metrics.step in (1, num_steps):
                     self._log.say(step_line(metrics, num_steps))
 
-    def _committed(self) -> None:
+    def _after_commit(self) -> None:
+        self._context.stop.saved_step = self._store.progress.step
         if self._snapshots is not None:
             self._snapshots.after_commit()
 

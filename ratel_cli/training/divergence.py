@@ -1,9 +1,8 @@
-"""What a step whose loss or gradients are not finite means: training diverged, or the machine errs.
+"""Decides what a loss or gradient that is not finite means: divergence of the training, or a fault of the machine.
 
-`training.loop` runs such a step a second time, from the same state and with the same draws, and raises what
-`diagnose_nonfinite_step` returns. Invariant: a step is a function of (configuration, step), so other bits in the
-second run mean that something moved or computed them wrongly; only the same bits are called divergence. Where the
-user gave up determinism for speed, bits mean nothing, and two runs that are not finite do.
+The loop computes such a step a second time, from the same state and with the same random draws. Invariant: a step is a
+function of (configuration, step). So the same bits twice mean divergence, and other bits mean that something was moved
+or computed wrongly. Without `deterministic`, bits may differ; then two results that are not finite mean divergence.
 """
 
 from __future__ import annotations
@@ -28,28 +27,31 @@ def diagnose_nonfinite_step(
     scale_loss: bool,
     deterministic: bool,
 ) -> RatelError:
-    """The error that ends the run; `step` counts from 1, and `first` was not applied."""
+    """The error that ends the run: Diverged, or IntegrityFailure for a fault of the machine.
+
+    `step` counts from 1. `first` and `second` are the outcomes of the two computations; `first` was not applied.
+    """
     samples = _named_samples(batches)
     is_repeated = _bits(first) == _bits(second) if deterministic else not second.applied
     if not is_repeated:
         return IntegrityFailure(
-            f"step {step} came out differently when it was run again from the same state: loss {first.loss}, gradient "
-            f"norm {first.grad_norm}, then loss {second.loss}, gradient norm {second.grad_norm}; the hardware is "
-            f"suspected, and step {step - 1} stands (samples {samples})",
-            "test memory and processor, look for errors in dmesg, then resume",
+            f"step {step} gave another result when it was computed again from the same state: loss {first.loss}, "
+            f"gradient norm {first.grad_norm}, then loss {second.loss}, gradient norm {second.grad_norm}; this points "
+            f"to a hardware fault; step {step - 1} is saved (samples {samples})",
+            "test the memory and the processor, look for errors in dmesg, then resume",
         )
-    hint = "lower learning_rate, or look at those samples"
+    hint = "lower learning_rate, or look at these samples"
     if scale_loss:
-        hint += "; dtype: bfloat16 has more range than float16"
+        hint += "; or use dtype: bfloat16, which has more range than float16"
     return Diverged(
-        f"step {step}: {_what(first)}, and again when it was run again; the step was not applied and "
-        f"step {step - 1} stands (samples {samples})",
+        f"step {step}: {_what(first)}, twice from the same state; the step was not applied; "
+        f"step {step - 1} is saved (samples {samples})",
         hint,
     )
 
 
 def _bits(outcome: StepOutcome) -> tuple[bytes, str | None]:
-    """Compared as bits: NaN equals no number, not even itself."""
+    """The outcome as bits, to compare: NaN is not equal to itself."""
     return struct.pack("<dd", outcome.loss, outcome.grad_norm), outcome.first_not_finite
 
 

@@ -1,19 +1,19 @@
 """The training loop: steps, commits, saves, evaluations.
 
-`run.finetune` builds what it needs and iterates over `steps`. Invariant: everything a step depends
-on is a function of (configuration, step), so the loop starts wherever the store's last commit ends and
-goes on as if nothing had happened.
+Each step goes through these phases:
 
-For each step:
+    1. check     for a request to stop, and that the step may be written to the drives
+    2. compute   forward and backward, and the decision whether the update applies (engine.step). If the step is not
+                 finite and must not be skipped: run it once more, and end the run (training.divergence)
+    3. announce  its metrics before its commit, so that a crash after the commit cannot leave the step unreported
+    4. commit    its update: overlapped with the next step's forward, or at once if a save, an evaluation or the end
+                 follows
+    5. save      it, if due: pin the generation, which costs no writes
+    6. evaluate  on the held-out samples, if due
+    7. report    its metrics to the caller
 
-    1. batches of the step; forward, backward, and the decision whether it applies    (engine.step)
-       not finite, and not to be skipped: all of it once more, and the run ends      (training.divergence)
-    2. announce the step, so that a crash after its commit cannot leave it unreported
-    3. its update is written and committed beneath the next step's forward; or at once when it is time to
-       save, to evaluate, or to end
-    4. pin the generation, when it is time: a checkpoint, at no cost; and tell of the commit, for snapshots
-    5. evaluate, when it is time
-    6. report
+Invariant: everything that a step depends on is a function of (configuration, step). So a loop that resumes after the
+store's last commit computes the same bits as a loop that was never interrupted.
 """
 
 from __future__ import annotations
@@ -21,120 +21,80 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
-from ratel_cli.data.dataset import MicroBatch
+from ratel_cli.data.dataset import MicroBatch, TrainingData
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.state import StepOutcome
+from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import RESOURCES, StepTimes, Timeline
 from ratel_cli.errors import EnvironmentFailure, Interrupted
-from ratel_cli.store.store import Progress
+from ratel_cli.hardware.host import peak_resident_bytes
+from ratel_cli.io.queue import IoQueue
+from ratel_cli.store.store import Progress, Store
 from ratel_cli.training.divergence import diagnose_nonfinite_step
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.training.schedule import LearningRateSchedule, LossScale
 
 
-class Engine(Protocol):
-    """What the loop needs of `engine.step.StepEngine`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopSettings:
+    """Settings that do not change during a run."""
 
-    def run(
-        self,
-        batches: Sequence[MicroBatch],
-        *,
-        step: int,
-        update: int,
-        learning_rate: float,
-        loss_scale: float,
-        commit_previous: Callable[[], None],
-        recording: StepRecording | None,
-    ) -> StepOutcome: ...
-    def settle(self) -> None: ...
-    def evaluate(self, batches: Sequence[MicroBatch]) -> float: ...
-
-
-class Generations(Protocol):
-    """What the loop needs of `movement.store.Store`."""
-
-    @property
-    def progress(self) -> Progress: ...
-    @property
-    def pinned_steps(self) -> tuple[int, ...]: ...
-    @property
-    def slot_bytes(self) -> int: ...
-    @property
-    def nvme_bytes(self) -> int: ...
-    def commit(self, progress: Progress) -> None: ...
-    def commit_progress(self, progress: Progress) -> None: ...
-    def pin(self) -> None: ...
-    def unpin(self, step: int) -> None: ...
-
-
-class TransferCounts(Protocol):
-    """What the loop needs of `movement.queue.IoQueue`."""
-
-    @property
-    def read_bytes(self) -> int: ...
-    @property
-    def written_bytes(self) -> int: ...
-
-
-class Samples(Protocol):
-    """What the loop needs of `training.data.TrainingData`."""
-
-    @property
-    def num_eval_samples(self) -> int: ...
-    def step(self, step_index: int) -> list[MicroBatch]: ...
-    def eval_batches(self) -> Iterator[MicroBatch]: ...
+    num_steps: int
+    """Steps in the whole run, those before a resume included."""
+    micro_batches_per_step: int
+    deterministic: bool
+    """Whether a step that is run again must give the same bits."""
+    scale_loss: bool
+    """Dynamic loss scaling: a step whose gradients overflow is skipped. Without it, such a step ends the run."""
+    eval_steps: int | None
+    """Evaluate every N steps. The last step is always evaluated."""
+    save_steps: int | None
+    """Save every N steps. None: never."""
+    save_total_limit: int
+    """The most saved steps; the oldest is dropped first."""
+    max_bytes_written: int | None
+    """End the run before the step that would write more than this to the store."""
+    flops_forward_per_token: float
+    flops_recomputed_per_token: float
+    """The part of the forward that backward computes again."""
+    predicted_seconds: float
+    """For one step, by the plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoopSettings:
-    """What stays the same for all steps."""
+class LoopCallbacks:
+    """What the loop calls, always in its own thread."""
 
-    num_steps: int
-    """Of the run."""
-    micro_batches_per_step: int
-    deterministic: bool
-    """A step that is run again gives the same bits."""
-    scale_loss: bool
-    """Dynamic loss scaling: a step that overflows is skipped. Without it such a step ends the run."""
-    eval_steps: int | None
-    """Held-out samples are evaluated this often, and after the last step."""
-    save_steps: int | None
-    """Generations are kept this often."""
-    save_total_limit: int
-    """So many are kept, the newest ones."""
-    max_bytes_written: int | None
-    """End cleanly before the step that would bring what was written to the store above this."""
-    flops_forward_per_token: float
-    flops_recomputed_per_token: float
-    """Of the forward, what backward runs again."""
-    predicted_seconds: float
+    check_stop: Callable[[], None] = lambda: None
+    """Called before each step and during evaluations. It raises Interrupted to end the run."""
+    announce: Callable[[StepMetrics], None] = lambda metrics: None
+    """Called with a step's metrics before the step is committed."""
+    trace_step: Callable[[int, StepTimes, float], None] = lambda step, times, start: None
+    """Called with a step's number (from 1), its times, and its start by `perf_counter`."""
+    after_commit: Callable[[], None] = lambda: None
+    """Called when the loop begins, and after every commit."""
 
 
 class TrainingLoop:
-    """One run over the steps that the store has not committed yet."""
+    """Runs the steps that the store has not committed yet."""
 
     def __init__(
         self,
-        engine: Engine,
-        store: Generations,
-        queue: TransferCounts,
-        data: Samples,
+        engine: StepEngine,
+        *,
+        store: Store,
+        queue: IoQueue,
+        data: TrainingData,
         schedule: LearningRateSchedule,
         settings: LoopSettings,
-        *,
         timeline: Timeline,
-        check_stop: Callable[[], None],
-        host_peak_bytes: Callable[[], int],
-        announce: Callable[[StepMetrics], None] = lambda metrics: None,
-        draw: Callable[[int, StepTimes, float], None] = lambda step, times, start: None,
-        committed: Callable[[], None] = lambda: None,
+        callbacks: LoopCallbacks,
         recording: StepRecording | None = None,
     ) -> None:
-        """With a `recording` the loop runs one step, which the recording takes in, and commits it."""
+        """With a `recording` the loop runs one step, records what each operator costs, and commits the step."""
         self._engine = engine
         self._store = store
         self._queue = queue
@@ -142,116 +102,99 @@ class TrainingLoop:
         self._schedule = schedule
         self._settings = settings
         self._timeline = timeline
-        self._check_stop = check_stop
-        self._host_peak_bytes = host_peak_bytes
-        self._announce = announce
-        """Told each step as it is decided, before it is committed."""
-        self._draw = draw
-        """Told the step, what happened in it, and when it began (by `perf_counter`)."""
-        self._committed = committed
-        """Called when the run begins, and after each commit: the store is there, not further."""
+        self._callbacks = callbacks
         self._recording = recording
-        self._decided: Progress | None = None
-        """Of a step that is not committed yet."""
+        self._uncommitted: Progress | None = None
+        """Progress of the step that is computed but not yet committed; None if there is none."""
 
     def steps(self) -> Iterator[StepMetrics]:
-        """Run them all. A step that was yielded is committed when the next one is, and the last one already.
+        """Run all steps. A step is committed when the next one is yielded; the last one when it is yielded itself.
 
-        Raises Diverged, IntegrityFailure, Interrupted, EnvironmentFailure. When it raises Diverged or Interrupted,
-        every step that was yielded is committed.
+        Raises Diverged, IntegrityFailure, Interrupted, EnvironmentFailure. With Diverged and Interrupted, every step
+        that was yielded is committed.
         """
-        # A run that was killed between commit and pin left its checkpoint out.
+        # A run that was killed between a commit and its save has still to save it.
         self._save_if_due()
-        self._committed()
+        self._callbacks.after_commit()
         while self._progress.step < self._settings.num_steps:
             try:
-                self._check_stop()
+                # 1. check
+                self._callbacks.check_stop()
                 self._check_wear()
+                # 2. compute, 3. announce, 4. commit
                 metrics = self._step()
             except Interrupted:
-                self._commit_decided()
+                self._commit_pending()
+                self._callbacks.check_stop()  # raises again, with the step that is committed now
                 raise
+            # 5. save
             self._save_if_due()
+            # 6. evaluate
             try:
                 eval_loss = self._evaluate() if self._eval_is_due(metrics.step) else None
             except Interrupted:
                 yield metrics  # the step counts, without its evaluation
                 raise
+            # 7. report
             yield replace(metrics, eval_loss=eval_loss)
             if self._recording is not None:
                 return
 
     @property
     def _progress(self) -> Progress:
-        """After the newest step, committed or not."""
-        return self._decided or self._store.progress
+        """After the last step that was computed, committed or not."""
+        return self._uncommitted or self._store.progress
 
     def _check_wear(self) -> None:
         limit, slot_bytes, step = self._settings.max_bytes_written, self._store.slot_bytes, self._progress.step
-        # Making the store wrote all of it once, the import a generation, and every step another.
+        # Making the store wrote all of it once, the import wrote a generation, and so did every step.
         written = self._store.nvme_bytes + (1 + step) * slot_bytes
         if limit is not None and written + slot_bytes > limit:
-            self._commit_decided()
+            self._commit_pending()
             raise EnvironmentFailure(
                 f"step {step + 1} would write more than storage.max_tb_written allows "
                 f"({written / 1e12:.3g} TB are written, a step writes {slot_bytes / 1e12:.3g} TB)",
-                "raise storage.max_tb_written to train on; every step so far is committed",
+                "increase storage.max_tb_written to train on; every step so far is saved",
             )
 
     def _step(self) -> StepMetrics:
-        progress, settings = self._progress, self._settings
+        """Phases 2 to 4."""
+        before = self._progress
         start = time.perf_counter()
         read_bytes, written_bytes = self._queue.read_bytes, self._queue.written_bytes
-        batches = self._data.step(progress.step)
-        outcome = self._run(progress, batches, recording=self._recording)
-        following = self._following(progress, outcome, batches)
-        ends_here = self._ends_here(following.step)
-        if outcome.applied and ends_here:
+        batches = self._data.step(before.step)
+        outcome = self._compute(before, batches, recording=self._recording)
+        after = self._progress_after(before, outcome, batches)
+        commits_now = self._must_commit_now(after.step)
+        if outcome.applied and commits_now:
             self._engine.settle()
         seconds = time.perf_counter() - start
         times = self._timeline.take()
-        self._draw(following.step, times, start)
-        tokens = following.tokens - progress.tokens
-        tera_per_second = sum(batch.input_ids.numel() for batch in batches) / seconds / 1e12
-        metrics = StepMetrics(
-            step=following.step,
-            loss=outcome.loss,
-            learning_rate=self._schedule.at(progress.step),
-            grad_norm=outcome.grad_norm,
-            tokens=tokens,
-            step_seconds=seconds,
-            forward_seconds=outcome.forward_seconds,
-            backward_seconds=seconds - outcome.forward_seconds,
-            tokens_per_second=tokens / seconds,
-            tflops_model=3 * settings.flops_forward_per_token * tera_per_second,
-            tflops_hardware=(3 * settings.flops_forward_per_token + settings.flops_recomputed_per_token)
-            * tera_per_second,
-            swapped_bytes=outcome.swapped_bytes,
-            nvme_read_bytes=self._queue.read_bytes - read_bytes,
-            nvme_written_bytes=self._queue.written_bytes - written_bytes,
-            gpu_peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
-            host_peak_bytes=self._host_peak_bytes(),
-            bottleneck=max(RESOURCES, key=lambda resource: times.busy[resource]),
-            busy_seconds=times.busy,
-            waited_seconds=times.waited,
-            predicted_seconds=settings.predicted_seconds,
-            applied=outcome.applied,
-            eval_loss=None,
+        self._callbacks.trace_step(after.step, times, start)
+        metrics = self._metrics(
+            outcome,
+            before=before,
+            after=after,
+            seconds=seconds,
+            times=times,
+            num_computed_tokens=sum(batch.input_ids.numel() for batch in batches),
+            read_bytes=self._queue.read_bytes - read_bytes,
+            written_bytes=self._queue.written_bytes - written_bytes,
         )
-        self._announce(metrics)
+        self._callbacks.announce(metrics)
         if outcome.applied:
-            self._decided = following
-            if ends_here:
+            self._uncommitted = after
+            if commits_now:
                 self._commit()
         else:
-            self._store.commit_progress(following)
-            self._committed()
+            self._store.commit_progress(after)
+            self._callbacks.after_commit()
         return metrics
 
-    def _run(
+    def _compute(
         self, progress: Progress, batches: Sequence[MicroBatch], *, recording: StepRecording | None
     ) -> StepOutcome:
-        """The step after `progress`; the same one again if it was not applied."""
+        """The step that follows `progress`. It can be computed again as long as it was not applied."""
         return self._engine.run(
             batches,
             step=progress.step,
@@ -262,24 +205,20 @@ class TrainingLoop:
             recording=recording,
         )
 
-    def _ends_here(self, step: int) -> bool:
-        """Whether the step must be committed before anything else is done."""
-        is_last = step == self._settings.num_steps or self._recording is not None
-        return is_last or self._save_is_due(step) or self._eval_is_due(step)
+    def _progress_after(self, before: Progress, outcome: StepOutcome, batches: Sequence[MicroBatch]) -> Progress:
+        """The progress that the step leads to.
 
-    def _following(self, progress: Progress, outcome: StepOutcome, batches: Sequence[MicroBatch]) -> Progress:
-        """What the step leads to. Not finite: it is run again, to tell divergence from a fault of the machine.
-
-        Raises Diverged or IntegrityFailure; either way the generation before the step stands.
+        If the step is not finite and may not be skipped, it is computed again, and that ends the run: the same bits
+        mean divergence, other bits a fault of the machine. Raises Diverged or IntegrityFailure; the step before it
+        stays committed.
         """
         scale_loss = self._settings.scale_loss
-        scale = LossScale(scale=progress.loss_scale, good_steps=progress.good_steps)
+        scale = LossScale(scale=before.loss_scale, good_steps=before.good_steps)
         if not outcome.applied and (not scale_loss or scale.exhausted):
-            again = self._run(progress, batches, recording=None)
             raise diagnose_nonfinite_step(
-                progress.step + 1,
+                before.step + 1,
                 outcome,
-                again,
+                self._compute(before, batches, recording=None),
                 batches,
                 scale_loss=scale_loss,
                 deterministic=self._settings.deterministic,
@@ -287,25 +226,72 @@ class TrainingLoop:
         if scale_loss:
             scale = scale.after(applied=outcome.applied)
         return replace(
-            progress,
-            step=progress.step + 1,
-            updates=progress.updates + outcome.applied,
+            before,
+            step=before.step + 1,
+            updates=before.updates + outcome.applied,
             loss_scale=scale.scale,
             good_steps=scale.good_steps,
-            tokens=progress.tokens + sum(batch.num_tokens for batch in batches),
+            tokens=before.tokens + sum(batch.num_tokens for batch in batches),
         )
 
-    def _commit(self) -> None:
-        """The newest step has been settled."""
-        decided, self._decided = self._decided, None
-        assert decided is not None
-        with self._timeline.waiting("nvme write"):
-            self._store.commit(decided)
-        self._committed()
+    def _metrics(
+        self,
+        outcome: StepOutcome,
+        *,
+        before: Progress,
+        after: Progress,
+        seconds: float,
+        times: StepTimes,
+        num_computed_tokens: int,
+        read_bytes: int,
+        written_bytes: int,
+    ) -> StepMetrics:
+        """`num_computed_tokens` includes padding, which is computed too."""
+        settings = self._settings
+        tokens = after.tokens - before.tokens
+        flops = 3 * settings.flops_forward_per_token
+        tera_tokens_per_second = num_computed_tokens / seconds / 1e12
+        return StepMetrics(
+            step=after.step,
+            loss=outcome.loss,
+            learning_rate=self._schedule.at(before.step),
+            grad_norm=outcome.grad_norm,
+            tokens=tokens,
+            step_seconds=seconds,
+            forward_seconds=outcome.forward_seconds,
+            backward_seconds=seconds - outcome.forward_seconds,
+            tokens_per_second=tokens / seconds,
+            tflops_model=flops * tera_tokens_per_second,
+            tflops_hardware=(flops + settings.flops_recomputed_per_token) * tera_tokens_per_second,
+            swapped_bytes=outcome.swapped_bytes,
+            nvme_read_bytes=read_bytes,
+            nvme_written_bytes=written_bytes,
+            gpu_peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+            host_peak_bytes=peak_resident_bytes(),
+            bottleneck=max(RESOURCES, key=lambda resource: times.busy[resource]),
+            busy_seconds=times.busy,
+            waited_seconds=times.waited,
+            predicted_seconds=settings.predicted_seconds,
+            applied=outcome.applied,
+            eval_loss=None,
+        )
 
-    def _commit_decided(self) -> None:
-        """Settle and commit the newest step, if it is not yet."""
-        if self._decided is not None:
+    def _must_commit_now(self, step: int) -> bool:
+        """Whether the step must be committed before anything else happens."""
+        is_last = step == self._settings.num_steps or self._recording is not None
+        return is_last or self._save_is_due(step) or self._eval_is_due(step)
+
+    def _commit(self) -> None:
+        """Commit the last computed step, whose update is written completely."""
+        progress, self._uncommitted = self._uncommitted, None
+        assert progress is not None
+        with self._timeline.waiting("nvme write"):
+            self._store.commit(progress)
+        self._callbacks.after_commit()
+
+    def _commit_pending(self) -> None:
+        """Finish the update of the last computed step and commit it, if it is not committed yet."""
+        if self._uncommitted is not None:
             self._engine.settle()
             self._commit()
 
@@ -317,7 +303,7 @@ class TrainingLoop:
         if not self._save_is_due(self._progress.step):
             return
         pinned = self._store.pinned_steps
-        # The store has slots for the limit and no more: the oldest must go first.
+        # The store has slots for `save_total_limit` saved steps and no more, so the oldest must go first.
         for oldest in pinned[: max(0, len(pinned) - self._settings.save_total_limit + 1)]:
             self._store.unpin(oldest)
         self._store.pin()
@@ -328,11 +314,11 @@ class TrainingLoop:
         return is_time and self._data.num_eval_samples > 0
 
     def _evaluate(self) -> float | None:
-        """Mean loss over the held-out samples, as many micro-batches at a time as a step has."""
+        """The mean loss over the held-out samples, computed with as many micro-batches at a time as a step has."""
         total, num_targets = 0.0, 0
         waiting: list[MicroBatch] = []
         for batch in self._data.eval_batches():
-            self._check_stop()
+            self._callbacks.check_stop()
             waiting.append(batch)
             num_targets += batch.num_targets
             if len(waiting) == self._settings.micro_batches_per_step:

@@ -1,10 +1,8 @@
-"""`run/metrics.jsonl`: one object for each step, in order, also across resumed runs; and their sums.
+"""The metrics of a step; the file `run/metrics.jsonl`, which has one line for each step; and sums over a run.
 
-`training.loop` makes the metrics; `run.finetune` logs them, and adds them up for the end of the run.
-Invariant: whenever a run begins, the file holds the steps that the store holds. No step less: a line is
-in the file before its step is committed, which happens beneath the next step's forward. No step more: on
-resume, lines of steps after the last commit are dropped, and a line that a crash cut short. A log that
-cannot be written is no reason to stop training: one warning, and training goes on.
+Invariant: when a run begins, the file has exactly the steps that the store has. None is missing, because a line is
+written before its step is committed. None is surplus, because a resume drops lines of steps after the last commit, and
+a line that a crash cut short. If the file cannot be written, there is one warning and training continues.
 """
 
 from __future__ import annotations
@@ -17,52 +15,51 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from ratel_cli.closing import Closing
 from ratel_cli.engine.telemetry import RESOURCES, Resource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """What is known of one step when it is decided whether it applies."""
+    """What is known about a step when it is decided whether its update applies. The fields of a line of the file."""
 
     step: int
-    """Counted from 1, as people do."""
+    """Counted from 1."""
     loss: float
-    """Mean over the step's valid tokens."""
+    """The mean over the step's target tokens."""
     learning_rate: float
     grad_norm: float
     tokens: int
     step_seconds: float
-    """Until the step was decided; saves and evaluations are not in it. Updates may run on beneath the next."""
+    """Without saves and evaluations. A part of the update may overlap with the next step instead."""
     forward_seconds: float
     backward_seconds: float
-    """All the rest of the step: head, backward, and what it waited for."""
+    """The rest of the step: head, backward, and stalls."""
     tokens_per_second: float
     tflops_model: float
-    """Of the model's own operations, 3 forwards; recomputation is not counted."""
+    """The rate of the model's own operations, three times the forward. Recomputation is not counted."""
     tflops_hardware: float
-    """With recomputation."""
+    """The same with recomputation."""
     swapped_bytes: int
-    """Offloaded in forward for backward, layers' inputs included."""
+    """Activations that forward offloaded for backward, inputs of layers included."""
     nvme_read_bytes: int
     nvme_written_bytes: int
     gpu_peak_bytes: int
     host_peak_bytes: int
     bottleneck: Resource
-    """What had work for most of the time."""
+    """The resource that was busy for the longest time."""
     busy_seconds: dict[Resource, float]
-    """For how long each resource had work. They overlap: that is the point of them."""
+    """How long each resource was busy. These times overlap."""
     waited_seconds: dict[Resource, float]
-    """For how long the compute thread stood still, by what it waited for. These never overlap."""
+    """How long the compute thread stalled, by the resource that it waited for. These times do not overlap."""
     predicted_seconds: float
     applied: bool
     eval_loss: float | None
-    """Mean over the held-out samples' targets, if the step was followed by an evaluation."""
+    """The mean over the target tokens of the held-out samples; None if the step was not evaluated."""
 
     def to_json(self) -> dict[str, object]:
-        """One line of the log. JSON has no NaN: what is not finite is null; what was not measured is absent."""
+        """The content of one line. Values that are not finite are null, as JSON has no NaN. None is left out."""
         values = {key: value for key, value in asdict(self).items() if value is not None}
         return {key: None if _not_finite(value) else value for key, value in values.items()}
 
@@ -70,8 +67,8 @@ class StepMetrics:
 class RunTotals:
     """Sums over the steps of a run.
 
-    The first step warms up (code is loaded, memory is taken, what stays in memory is read), so it counts
-    only as long as there is no other.
+    The first step is a warm-up: it loads code, takes memory and reads resident weights. So it counts only if there is
+    no other step.
     """
 
     def __init__(self) -> None:
@@ -79,7 +76,7 @@ class RunTotals:
         self._start_over()
 
     def add(self, metrics: StepMetrics) -> None:
-        """Count a step; each once."""
+        """Add one step."""
         self._num_added += 1
         if self._num_added == 2:
             self._start_over()
@@ -94,7 +91,7 @@ class RunTotals:
 
     @property
     def leaves_out_first(self) -> bool:
-        """Whether a step that warmed up is missing from the sums."""
+        """Whether the sums do not contain the first step."""
         return self._num_added > 1
 
     def _start_over(self) -> None:
@@ -107,21 +104,22 @@ class RunTotals:
         self.waited_seconds: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
 
 
-class MetricsLog:
-    """Appends to one file. `warn` is told once if that fails, and nothing more is written then."""
+class MetricsLog(Closing):
+    """Appends to the file. The first write that fails is a warning, and the last: nothing is written after it."""
 
     def __init__(self, path: Path, *, committed_step: int, warn: Callable[[str], None]) -> None:
+        """Drop the lines of steps after `committed_step`, if there are any."""
         self._path = path
         self._warn = warn
         self._file: FileIO | None = None
         self._num_bytes = 0
         self._last_step: int | None = None
         self._last_line = b""
-        """What this log has written last: the end of the file."""
+        """The line that was written last, at the end of the file."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Unbuffered: a step is with the operating system when `write` returns, and a failed write leaves
-            # nothing behind that closing would try again.
+            # Unbuffered: the operating system has the line when `write` returns, and closing does not try to write
+            # again what failed.
             path.touch()
             self._file = path.open("r+b", buffering=0)
             self._num_bytes = _bytes_up_to(path, committed_step)
@@ -131,7 +129,7 @@ class MetricsLog:
             self._give_up(error)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append a new step, before it is committed; or replace the line of the last one, when more is known."""
+        """Append the line of a new step, or replace the line of the last step when it was evaluated."""
         if self._file is None:
             return
         line = json.dumps(metrics.to_json(), allow_nan=False).encode() + b"\n"
@@ -140,42 +138,34 @@ class MetricsLog:
         try:
             _end_with(self._file, start, line)
         except OSError as error:
-            with contextlib.suppress(OSError):  # what was there before has its place on the disk
+            with contextlib.suppress(OSError):  # the earlier content already has space on the disk
                 _end_with(self._file, start, replaced)
             self._give_up(error)
         self._num_bytes = start + len(line)
         self._last_step, self._last_line = metrics.step, line
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file. Idempotent."""
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _give_up(self, error: OSError) -> None:
-        self._warn(f"{self._path}: cannot be written ({error.strerror}); training goes on without it")
+        self._warn(f"{self._path}: cannot be written ({error.strerror}); training continues without it")
         self.close()
 
 
 def _end_with(file: FileIO, offset: int, line: bytes) -> None:
-    """Make the line the last one of the file, at `offset`."""
+    """Write the line at `offset` and end the file after it."""
     written = 0
-    while written < len(line):  # a disk that is nearly full takes a part
+    while written < len(line):  # a disk that is nearly full may take only a part
         written += os.pwrite(file.fileno(), line[written:], offset + written)
     file.truncate(offset + len(line))
 
 
 def _bytes_up_to(path: Path, step: int) -> int:
-    """Length of the file's beginning that holds whole lines of steps up to `step`."""
+    """The length of the part of the file that has complete lines of steps up to `step`, from its beginning."""
     num_bytes = 0
     if path.is_file():
         with path.open("rb") as file:
@@ -187,7 +177,7 @@ def _bytes_up_to(path: Path, step: int) -> int:
 
 
 def _step_of(line: bytes) -> float:
-    """Infinity for what is no line of ours."""
+    """The step of a line; infinity if it is not a line of metrics."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError, RecursionError):

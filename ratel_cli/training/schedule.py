@@ -1,7 +1,7 @@
 """Learning rate and loss scale: pure functions of the step, so that a resumed run continues exactly.
 
-Used by `training.loop`. Invariant: the same values, to the bit, as `transformers.get_scheduler` gives
-for the same schedule, and as `torch.amp.GradScaler` gives for the same overflows.
+Invariant: the learning rates are bitwise equal to those of `transformers.get_scheduler`, and the loss scales to those
+of `torch.amp.GradScaler` for the same overflows.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ SchedulerName = Literal["constant", "linear", "cosine"]
 _GROWTH_STEPS = 2000
 _LEAST_SCALE = 1.0
 _GREATEST_SCALE = 2.0**24
-"""GradScaler knows neither bound. A scale below 1 rescues no gradient, since 16-bit weights get gradients
-of the loss itself at 1; one above 2^24 would only make the next overflow certain."""
+"""GradScaler has neither bound. A scale below 1 does not help: at 1 the gradients are those of the loss itself. A scale
+above 2^24 would only make the next overflow certain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningRateSchedule:
-    """Linear warm-up to `peak`, then constant, or decaying to zero at `num_steps`."""
+    """Linear warm-up to `peak`; then constant, or decaying to zero at `num_steps`."""
 
     scheduler: SchedulerName
     peak: float
@@ -29,11 +29,11 @@ class LearningRateSchedule:
     num_steps: int
 
     def at(self, step: int) -> float:
-        """The rate of step `step`, counted from 0."""
+        """The learning rate of a step, counted from 0."""
         return self.peak * self._share(step)
 
     def _share(self, step: int) -> float:
-        """Of the peak; quotients in the order of transformers, for the same rounding."""
+        """The rate as a share of the peak. The operations have the order of transformers, for the same rounding."""
         if step < self.num_warmup_steps:
             return step / self.num_warmup_steps
         num_decay_steps = max(1, self.num_steps - self.num_warmup_steps)
@@ -49,17 +49,17 @@ class LearningRateSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossScale:
-    """Dynamic loss scaling for fp16, by powers of two, so that scaling itself never rounds.
+    """Dynamic loss scaling for fp16. The scale is a power of two, so that scaling never rounds.
 
-    Halved when a step overflows (which is then not applied), doubled after 2000 applied steps in a row.
+    It is halved when a step overflows, which is then not applied, and doubled after 2000 applied steps in a row.
     """
 
     scale: float
     good_steps: int
-    """Applied steps since the scale changed."""
+    """Steps that were applied since the scale changed."""
 
     def after(self, *, applied: bool) -> LossScale:
-        """The scale of the next step."""
+        """The scale of the next step, given whether this one was applied."""
         if not applied:
             return LossScale(scale=max(_LEAST_SCALE, self.scale / 2), good_steps=0)
         if self.good_steps + 1 < _GROWTH_STEPS:
@@ -68,5 +68,5 @@ class LossScale:
 
     @property
     def exhausted(self) -> bool:
-        """No smaller scale is left: the gradients are not finite at any."""
+        """Whether the scale cannot get smaller: then the gradients are not finite at any scale."""
         return self.scale <= _LEAST_SCALE

@@ -1,13 +1,13 @@
-"""Copies generations to a store on another device, beneath training.
+"""Copies generations to a store on another device, overlapped with training.
 
-`run.train` hands `after_commit` to `training.loop`, which calls it after every commit. In phases:
+`after_commit` is called after every commit. A snapshot has these phases:
 
-    1. a commit that is due: hold its generation, so that its slot is not written again     the loop's thread
-    2. copy it, each part checked as it is read, no faster than it was told; commit it      a thread of its own
-    3. after the next commit: let the generation go, tell what went wrong                   the loop's thread
+    1. hold     a generation that is due, so that its slot is not overwritten          the loop's thread
+    2. copy     it at a limited rate, with a check of every part; commit the copy      a thread of its own
+    3. release  the generation after a later commit, and report an error               the loop's thread
 
-Invariants: training waits for a copy at its end alone; the second store holds a whole generation at every moment,
-the last one that was copied; a device that fails costs the snapshots, never the run.
+Invariants: training waits for a copy only when it ends. The second store always holds one complete generation, the
+last one that was copied. A device that fails ends the snapshots, never the run.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import math
 from collections.abc import Callable
 from threading import Event, Thread
 from time import perf_counter
-from types import TracebackType
-from typing import Self
 
+from ratel_cli.closing import Closing
 from ratel_cli.errors import EnvironmentFailure, RatelError
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.store.copy import COPY_BYTES, copy_generation
@@ -27,11 +26,11 @@ from ratel_cli.store.store import Store
 
 _POLL_SECONDS = 0.05
 _PATIENCE_SECONDS = 10.0
-"""For a copy that was told to stop. Transfers end in time, but a device may hang in making them durable."""
+"""How long `close` waits for a copy. Transfers end in time, but a device may hang when it makes them durable."""
 
 
-class Snapshots:
-    """Use as a context manager; all methods are for the loop's thread. The stores are borrowed."""
+class Snapshots(Closing):
+    """The snapshots of a run. All methods are for the loop's thread. It closes neither store."""
 
     def __init__(
         self,
@@ -45,7 +44,10 @@ class Snapshots:
         warn: Callable[[str], None],
         patience_seconds: float = _PATIENCE_SECONDS,
     ) -> None:
-        """`target` holds an earlier snapshot of this run, or `is_new`, nothing was committed to it yet."""
+        """`target` holds an earlier snapshot of this run; with `is_new`, nothing was committed to it yet.
+
+        Every N-th step is copied, N being `every`, at `bytes_per_second` at most.
+        """
         assert every > 0 and bytes_per_second > 0
         self._source = source
         self._target = target
@@ -59,10 +61,10 @@ class Snapshots:
         self._stop = Event()
         self._copy: _Copy | None = None
         self._is_over = False
-        """A copy failed, and there will be no more."""
+        """A copy failed, and there will be no further one."""
 
     def after_commit(self) -> None:
-        """Begin to copy the current generation if it is due and no other copy is under way. Never waits."""
+        """Begin to copy the current generation if it is due and no other copy is running. Never waits."""
         self._end_copy()
         step = self._source.progress.step
         if self._is_over or not step or step % self._every:
@@ -71,16 +73,16 @@ class Snapshots:
             return
         if self._copy is not None:
             self._notice(
-                "a snapshot takes longer than the steps between two of them (storage.snapshot.every); "
-                "steps that are due meanwhile are left out"
+                "copying a snapshot takes longer than the steps between two snapshots (storage.snapshot.every); "
+                "some snapshots are skipped"
             )
         elif self._target.progress.step != step:
             self._begin_copy(step)
 
     def finish(self, check_stop: Callable[[], None]) -> None:
-        """Wait for the copy that is under way, which need not be slow any more, and make the one that is due after it.
+        """Wait for the copy that is running, at full speed from now on, and make the last one if it is due.
 
-        `check_stop` may raise.
+        `check_stop` is called while it waits; what it raises ends the waiting.
         """
         self._bytes_per_second = math.inf
         self._wait(check_stop)
@@ -88,25 +90,17 @@ class Snapshots:
         self._wait(check_stop)
 
     def close(self) -> None:
-        """Give up the copy that is under way; the snapshot before it stays. Idempotent."""
+        """Abandon the copy that is running; the snapshot before it stays. Idempotent."""
         self._stop.set()
         copy, self._copy = self._copy, None
         if copy is not None:
             copy.join(self._patience_seconds)
-            if copy.is_alive:  # what it uses stays with it
+            if copy.is_alive:  # its generation and its buffers must stay
                 self._target.refuse_more()
-                self._warn("the snapshot's device does not answer; the snapshot before it stays")
+                self._warn("the device of the snapshot does not respond; the last complete snapshot stays")
                 return
             self._source.release(copy.generation)
         self._pool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _wait(self, check_stop: Callable[[], None]) -> None:
         while self._copy is not None:
@@ -118,8 +112,8 @@ class Snapshots:
         """Phase 1."""
         try:
             generation = self._source.hold()
-        except EnvironmentFailure as failure:  # more generations are kept than the config asks for
-            self._warn(f"there is no snapshot of step {step}: {failure.message}")
+        except EnvironmentFailure as failure:  # more steps are saved than the config asks for
+            self._warn(f"no snapshot of step {step}: {failure.message}")
             return
         self._copy = _Copy(generation, self._target, self._pool, self._pace(), self._stop, is_first=self._is_new)
 
@@ -138,11 +132,11 @@ class Snapshots:
         self._is_over = True
         self._warn(
             f"step {copy.generation.progress.step} could not be copied to the snapshot: {copy.error.message}; "
-            "training goes on without snapshots"
+            "training continues without snapshots"
         )
 
     def _pace(self) -> Callable[[int], float]:
-        """For one copy: given the bytes of a part that was copied, the seconds to wait before the next."""
+        """For one copy: a function from the bytes of a part that was copied to the seconds to wait before the next."""
         start, copied_bytes = perf_counter(), 0
 
         def seconds(num_bytes: int) -> float:
@@ -153,12 +147,12 @@ class Snapshots:
         return seconds
 
 
-class _GivenUp(Exception):
-    """The copy was told to stop: no failure, the run ends."""
+class _Abandoned(Exception):
+    """The run ends before its copy is complete. Not a failure."""
 
 
 class _Copy:
-    """One generation on its way, in a thread of its own."""
+    """The copy of one generation, in a thread of its own."""
 
     def __init__(
         self,
@@ -172,7 +166,7 @@ class _Copy:
     ) -> None:
         self.generation = generation
         self.error: BaseException | None = None
-        """Why it failed; to be looked at when it has ended."""
+        """Why it failed; valid when `is_alive` is false."""
         self._target = target
         self._pool = pool
         self._pace = pace
@@ -183,20 +177,22 @@ class _Copy:
 
     @property
     def is_alive(self) -> bool:
+        """Whether the thread still runs."""
         return self._thread.is_alive()
 
     def join(self, timeout_seconds: float | None) -> None:
+        """Wait until the thread ends, or until the time is over."""
         self._thread.join(timeout_seconds)
 
     def _run(self) -> None:
         try:
-            self._carry_out()
-        except _GivenUp:
+            self._copy_generation()
+        except _Abandoned:
             return
-        except BaseException as error:  # noqa: BLE001  the loop's thread looks at it
+        except BaseException as error:  # noqa: BLE001  the loop's thread reports it
             self.error = error
 
-    def _carry_out(self) -> None:
+    def _copy_generation(self) -> None:
         """Phase 2."""
         if not self._is_first:
             self._target.begin_step()
@@ -206,4 +202,4 @@ class _Copy:
 
     def _wait(self, num_bytes: int) -> None:
         if self._stop.wait(max(0.0, self._pace(num_bytes))):
-            raise _GivenUp
+            raise _Abandoned

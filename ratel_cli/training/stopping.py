@@ -1,10 +1,10 @@
-"""Stops a run in an orderly way when SIGINT or SIGTERM asks for it.
+"""Ends a run in an orderly way when it receives SIGINT or SIGTERM.
 
-Opened by the commands that take long. The first signal is noted, and whoever drives long work calls `check` at
-its next safe place: between blocks, between import groups. The committed state stands; the step in
-flight is dropped. A second signal ends the process, which the store survives like any crash.
+The first signal is only recorded. Long work calls `check` wherever it is safe to end, for example between blocks, and
+`check` raises. The committed state stays; the step that is being computed is dropped. A second signal ends the process
+at once, which the store survives like any crash.
 
-Invariant: a signal changes nothing but what `check` says; afterwards the handlers are those of before.
+Invariant: a signal changes nothing except what `check` does. After `close`, the earlier handlers are installed again.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
+from ratel_cli.closing import Closing
 from ratel_cli.errors import Interrupted
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -22,38 +23,46 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _Handler = Callable[[int, FrameType | None], object] | int | None
 
 
-class StopRequest:
-    """Listens for signals while it is open. Only the main thread may open it."""
+STOPPED = "Stopped. Run the same command again."
+"""What a command prints when a signal stopped it and there is nothing that it could continue."""
+
+
+class StopRequest(Closing):
+    """Records signals while it is open. Only the main thread may open it."""
 
     def __init__(self) -> None:
+        self.saved_step: int | None = None
+        """The last committed step of a run that trains. For the message."""
+        self.must_resume = False
+        """The same command would start over, because of its --resume option. For the message."""
         self._received: int | None = None
         self._previous: dict[int, _Handler] = {}
 
     def check(self) -> None:
-        """Raise Interrupted if a signal has come."""
+        """Raise Interrupted if a signal was received."""
         if self._received is not None:
-            name = signal.Signals(self._received).name
-            raise Interrupted(self._received, f"stopped by {name}; what was committed stands")
+            raise Interrupted(self._received, self._message())
 
     def close(self) -> None:
-        """Stop listening. Idempotent."""
+        """Install the earlier handlers again. Idempotent."""
         for number, handler in self._previous.items():
-            # None: it was not set from Python, and cannot be set back.
+            # None: it was not installed from Python, so Python cannot install it again.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
 
     def __enter__(self) -> Self:
         for number in _SIGNALS:
-            self._previous[number] = signal.signal(number, self._note)
+            self._previous[number] = signal.signal(number, self._record)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def _message(self) -> str:
+        if self.saved_step is None:
+            return STOPPED
+        how = " with --resume auto" if self.must_resume else ""
+        return f"Stopped at step {self.saved_step} (saved). Run the same command{how} to continue."
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
+    def _record(self, number: int, _frame: FrameType | None) -> None:
         if self._received is not None:
-            # Not by the signal's default action: process 1 of a container would ignore it.
+            # Not the signal's default action: process 1 of a container would ignore it.
             os._exit(128 + number)
         self._received = number

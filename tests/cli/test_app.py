@@ -69,8 +69,6 @@ def test_arguments_arrive_as_they_were_written(install: Install) -> None:
         (IntegrityFailure("m"), 4),
         (Diverged("m"), 5),
         (RatelError("m"), 1),
-        (Interrupted(2, "m"), 130),
-        (Interrupted(15, "m"), 143),
     ],
 )
 def test_every_error_has_its_exit_code_and_no_traceback(
@@ -82,7 +80,17 @@ def test_every_error_has_its_exit_code_and_no_traceback(
     assert (captured.out, captured.err) == ("", "error: m\n")
 
 
-def test_every_finding_is_told_with_its_hint(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_command_prints_no_error(
+    install: Install, capsys: pytest.CaptureFixture[str], number: int, code: int
+) -> None:
+    install(raising(Interrupted(number, "Stopped at step 3.")))
+    assert main(["finetune", "a.yaml"]) == code
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "Stopped at step 3.\n")
+
+
+def test_every_finding_is_reported_with_its_hint(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
     install(
         raising(BadInput("a:1:2: one", "do this", others=(BadInput("a:3:4: two\x1b[2J"), BadInput("three", "that"))))
     )
@@ -99,7 +107,7 @@ def test_every_finding_is_told_with_its_hint(install: Install, capsys: pytest.Ca
 def test_control_c(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
     install(raising(KeyboardInterrupt()))
     assert main(["finetune", "a.yaml"]) == 130
-    assert capsys.readouterr().err == "error: interrupted\n"
+    assert capsys.readouterr().err == "Stopped. Run the same command again.\n"
 
 
 def test_sigterm(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +117,7 @@ def test_sigterm(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
 
     install(run)
     assert main(["finetune", "a.yaml"]) == 143
-    assert capsys.readouterr().err == "error: stopped by SIGTERM\n"
+    assert capsys.readouterr().err == "Stopped. Run the same command again.\n"
 
 
 @pytest.mark.parametrize("error", [ValueError("odd\nthing"), EOFError(), MemoryError(), OSError(28, "No space")])

@@ -17,7 +17,7 @@ from ratel_cli.io.queue import IoQueue
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.lock import DATA_FILE_NAME
-from ratel_cli.training.loop import TrainingLoop
+from ratel_cli.training.loop import LoopCallbacks, TrainingLoop
 from ratel_cli.training.schedule import LearningRateSchedule
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import Machine, initial_weights, machine, random_steps
@@ -148,14 +148,13 @@ class Bench:
             ratel.store.ensure_whole(ratel.pool, progress=lambda num_bytes: None, notice=lambda text: None)
             loop = TrainingLoop(
                 ratel.engine,
-                ratel.store,
-                queue,
-                self._steps,
-                LearningRateSchedule(scheduler="constant", peak=1e-3, num_warmup_steps=0, num_steps=NUM_STEPS),
-                replace(SETTINGS, num_steps=NUM_STEPS),
+                store=ratel.store,
+                queue=queue,
+                data=self._steps,
+                schedule=LearningRateSchedule(scheduler="constant", peak=1e-3, num_warmup_steps=0, num_steps=NUM_STEPS),
+                settings=replace(SETTINGS, num_steps=NUM_STEPS),
                 timeline=ratel.timeline,
-                check_stop=lambda: None,
-                host_peak_bytes=lambda: 0,
+                callbacks=LoopCallbacks(),
             )
             curve = {metrics.step: (metrics.loss, metrics.grad_norm) for metrics in loop.steps()}
             num_calls, num_barriers = len(queue.calls), len(barrier.calls)

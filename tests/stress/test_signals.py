@@ -45,8 +45,10 @@ def test_stopped_at_any_time(begin: Begin, undisturbed: Outcome) -> None:
             assert "Traceback" not in stopped.told
             assert stopped.exit_seconds < AT_MOST_SECONDS
             last_line = stopped.told.splitlines()[-1]
-            said = re.fullmatch(rf"error: (interrupted|stopped by {number.name}.*)", last_line)
-            assert (said is not None) == (stopped.code != 0), stopped.told
+            message = re.fullmatch(
+                r"Stopped(\.| at step \d+ \(saved\)\.) Run the same command (again|to continue)\.", last_line
+            )
+            assert (message is not None) == (stopped.code != 0), stopped.told
             if stopped.phase == "over":
                 break
         assert life.end() == undisturbed
@@ -67,5 +69,5 @@ def test_a_second_signal_ends_it_at_once(begin: Begin, undisturbed: Outcome) -> 
     for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
         os.kill(process.pid, number)
     assert wait(process) == 143
-    assert "stopped by" not in told_by(life.config)
+    assert "Stopped" not in told_by(life.config)
     assert life.end() == undisturbed

@@ -1,8 +1,9 @@
-"""Stand-ins for what the training loop drives: small, and each keeps a list of what was asked of it, in one order."""
+"""Fakes of everything that the training loop uses. Each notes what the loop asks of it, all in one list of events."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -11,10 +12,10 @@ import torch
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.state import StepOutcome
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.telemetry import StepTimes, Timeline
 from ratel_cli.errors import Interrupted
 from ratel_cli.store.manifest import Progress
-from ratel_cli.training.loop import LoopSettings, TrainingLoop
+from ratel_cli.training.loop import LoopCallbacks, LoopSettings, TrainingLoop
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.training.schedule import LearningRateSchedule
 
@@ -78,16 +79,16 @@ class FakeStore:
 
 
 class FakeQueue:
-    """Counts what the fake engine says it moved."""
+    """Counts the bytes that the fake engine reports."""
 
     read_bytes = 1000
     written_bytes = 2000
 
 
 class FakeEngine:
-    """The loss of a step is a function of what the step was given.
+    """The loss of a step is a function of the step's arguments.
 
-    `failing` maps steps to (loss, norm) or an error; a list holds one of them for each run of the step.
+    `failing` maps steps to (loss, norm) or to an error. A list has one of them for each time that the step is computed.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class FakeEngine:
         outcome = self._failing.get(step, (1.0 / (1 + step + update + learning_rate), 0.5))
         if isinstance(outcome, list):
             outcome = outcome.pop(0)
-        if isinstance(outcome, Interrupted):  # in the forward, before the step before is settled
+        if isinstance(outcome, Interrupted):  # in the forward, before the previous step is settled
             raise outcome
         if self._unsettled:
             self._unsettled = False
@@ -156,7 +157,7 @@ class FakeEngine:
 
 
 class FakeData:
-    """Two micro-batches a step; held-out ones of 1, 2, 3 ... targets."""
+    """Two micro-batches for each step. Held-out micro-batches have 1, 2, 3 ... targets."""
 
     def __init__(self, num_eval_batches: int) -> None:
         self.num_eval_samples = num_eval_batches
@@ -170,7 +171,7 @@ class FakeData:
 
 
 class Run:
-    """One loop with its fakes."""
+    """A loop with its fakes."""
 
     def __init__(
         self,
@@ -181,12 +182,12 @@ class Run:
         failing: dict[int, Failure | list[Failure]] | None = None,
         num_eval_batches: int = 0,
         check_stop: Callable[[], None] = lambda: None,
-        tells_commits: bool = False,
+        notes_commits: bool = False,
         recording: StepRecording | None = None,
         **changes: object,
     ) -> None:
         self.events: list[str] = []
-        self._tells_commits = tells_commits
+        self._notes_commits = notes_commits
         self.store = FakeStore(self.events, step=step, loss_scale=loss_scale)
         self.store.pinned_steps = pinned
         timeline, queue = Timeline(), FakeQueue()
@@ -194,32 +195,38 @@ class Run:
         settings = replace(SETTINGS, **changes)  # type: ignore[arg-type]
         self.loop = TrainingLoop(
             self.engine,
-            self.store,
-            queue,
-            FakeData(num_eval_batches),
-            LearningRateSchedule(scheduler="linear", peak=1e-3, num_warmup_steps=1, num_steps=settings.num_steps),
-            settings,
+            store=self.store,
+            queue=queue,
+            data=FakeData(num_eval_batches),
+            schedule=LearningRateSchedule(
+                scheduler="linear", peak=1e-3, num_warmup_steps=1, num_steps=settings.num_steps
+            ),
+            settings=settings,
             timeline=timeline,
-            check_stop=check_stop,
-            host_peak_bytes=lambda: 77,
-            announce=self._note,
-            committed=self._tell_commit,
+            callbacks=LoopCallbacks(
+                check_stop=check_stop, announce=self._announce, after_commit=self._after_commit, trace_step=self._trace
+            ),
             recording=recording,
         )
         self.announced: list[tuple[int, StepMetrics]] = []
-        """With the step that was committed at that moment."""
+        """Each with the step that was committed at that moment."""
+        self.traced: list[tuple[int, StepTimes]] = []
         self.reported: list[StepMetrics] = []
 
-    def run_finetune(self) -> list[StepMetrics]:
-        """Run all steps. What was reported stays in `reported`, also when the run ends with an error."""
+    def run_all(self) -> list[StepMetrics]:
+        """Run all steps. `reported` has what the loop yielded, also if the run ends with an error."""
         for metrics in self.loop.steps():
             self.events.append(f"report {metrics.step}")
             self.reported.append(metrics)
         return self.reported
 
-    def _tell_commit(self) -> None:
-        if self._tells_commits:
-            self.events.append(f"told {self.store.progress.step}")
+    def _after_commit(self) -> None:
+        if self._notes_commits:
+            self.events.append(f"after commit {self.store.progress.step}")
 
-    def _note(self, metrics: StepMetrics) -> None:
+    def _trace(self, step: int, times: StepTimes, start: float) -> None:
+        assert start <= time.perf_counter()
+        self.traced.append((step, times))
+
+    def _announce(self, metrics: StepMetrics) -> None:
         self.announced.append((self.store.progress.step, metrics))

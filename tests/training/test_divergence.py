@@ -1,4 +1,4 @@
-"""A step that is not finite is run again: the same bits are divergence, others are a fault of the machine."""
+"""A step that is not finite is computed twice: the same bits are divergence, other bits a fault of the machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def outcome(loss: float, norm: float, first_not_finite: str | None = BAD_TENSOR)
     )
 
 
-def judged(
+def diagnosis(
     first: StepOutcome, second: StepOutcome, *, scale_loss: bool = False, deterministic: bool = True
 ) -> RatelError:
     batches = [micro_batch(4, 9), micro_batch(4, 2)]
@@ -40,31 +40,31 @@ def judged(
 @pytest.mark.parametrize(
     ("twice", "what"),
     [
-        (outcome(math.nan, math.nan, "the loss"), "the loss is nan, and again"),
-        (outcome(math.inf, math.nan, "the loss"), "the loss is inf, and again"),
-        (outcome(0.5, math.inf), f"the gradient norm is inf, first in {BAD_TENSOR}, and again"),
-        (outcome(0.5, math.nan), f"the gradient norm is nan, first in {BAD_TENSOR}, and again"),
-        (outcome(0.5, math.inf, None), "the gradient norm is inf, and again"),
+        (outcome(math.nan, math.nan, "the loss"), "the loss is nan, twice from"),
+        (outcome(math.inf, math.nan, "the loss"), "the loss is inf, twice from"),
+        (outcome(0.5, math.inf), f"the gradient norm is inf, first in {BAD_TENSOR}, twice from"),
+        (outcome(0.5, math.nan), f"the gradient norm is nan, first in {BAD_TENSOR}, twice from"),
+        (outcome(0.5, math.inf, None), "the gradient norm is inf, twice from"),
     ],
 )
 def test_the_same_bits_twice_are_divergence(twice: StepOutcome, what: str) -> None:
-    error = judged(twice, twice)
+    error = diagnosis(twice, twice)
     assert isinstance(error, Diverged)
     assert error.message.startswith(f"step 3: {what}")
-    assert error.message.endswith("step 2 stands (samples 2, 4, 9)")
+    assert error.message.endswith("step 2 is saved (samples 2, 4, 9)")
     assert error.hint is not None and "float16" not in error.hint
 
 
 def test_without_determinism_other_bits_are_divergence_too() -> None:
     first, second = outcome(0.5, math.inf), outcome(0.25, math.nan)
-    assert isinstance(judged(first, second), IntegrityFailure)
-    assert isinstance(judged(first, second, deterministic=False), Diverged)
+    assert isinstance(diagnosis(first, second), IntegrityFailure)
+    assert isinstance(diagnosis(first, second, deterministic=False), Diverged)
     finite = replace(second, grad_norm=1.0, applied=True)
-    assert isinstance(judged(first, finite, deterministic=False), IntegrityFailure)
+    assert isinstance(diagnosis(first, finite, deterministic=False), IntegrityFailure)
 
 
-def test_with_loss_scaling_the_dtype_is_named() -> None:
-    hint = judged(outcome(0.5, math.inf), outcome(0.5, math.inf), scale_loss=True).hint
+def test_with_loss_scaling_the_hint_names_a_dtype() -> None:
+    hint = diagnosis(outcome(0.5, math.inf), outcome(0.5, math.inf), scale_loss=True).hint
     assert hint is not None and "bfloat16" in hint
 
 
@@ -79,22 +79,22 @@ def test_with_loss_scaling_the_dtype_is_named() -> None:
     ],
 )
 def test_other_bits_are_a_fault_of_the_machine(second: StepOutcome) -> None:
-    error = judged(outcome(0.5, math.inf), second)
+    error = diagnosis(outcome(0.5, math.inf), second)
     assert isinstance(error, IntegrityFailure)
     assert error.message.startswith(
-        f"step 3 came out differently when it was run again from the same state: loss 0.5, gradient norm inf, "
+        f"step 3 gave another result when it was computed again from the same state: loss 0.5, gradient norm inf, "
         f"then loss {second.loss}, gradient norm {second.grad_norm}"
     )
-    assert error.message.endswith("the hardware is suspected, and step 2 stands (samples 2, 4, 9)")
+    assert error.message.endswith("this points to a hardware fault; step 2 is saved (samples 2, 4, 9)")
 
 
-def test_a_nan_of_other_bits_is_another_result() -> None:
+def test_a_nan_with_other_bits_is_another_result() -> None:
     assert math.isnan(OTHER_NAN)
-    error = judged(outcome(math.nan, math.nan, "the loss"), outcome(OTHER_NAN, math.nan, "the loss"))
+    error = diagnosis(outcome(math.nan, math.nan, "the loss"), outcome(OTHER_NAN, math.nan, "the loss"))
     assert isinstance(error, IntegrityFailure)
 
 
-def test_many_samples_are_cut_short() -> None:
+def test_a_long_list_of_samples_is_cut() -> None:
     batches = [micro_batch(*range(30))]
     error = diagnose_nonfinite_step(
         1, outcome(math.nan, math.nan), outcome(math.nan, math.nan), batches, scale_loss=False, deterministic=True
@@ -112,10 +112,10 @@ def test_many_samples_are_cut_short() -> None:
         ([NOT_A_NUMBER, (0.5, 0.5)], IntegrityFailure),
     ],
 )
-def test_the_step_is_run_twice_and_never_committed(runs: list[Failure], kind: type[RatelError]) -> None:
+def test_the_step_is_computed_twice_and_never_committed(runs: list[Failure], kind: type[RatelError]) -> None:
     run = Run(failing={1: list(runs)}, save_steps=1)
-    with pytest.raises(kind, match="step 1 stands"):
-        run.run_finetune()
+    with pytest.raises(kind, match="step 1 is saved"):
+        run.run_all()
     assert run.events == ["run 1", "settle", "commit 1", "pin 1", "report 1", "run 2", "run 2"]
     assert run.engine.asked[-1] == run.engine.asked[-2]
     assert [metrics.step for _, metrics in run.announced] == [1]
@@ -125,18 +125,18 @@ def test_a_recorded_step_is_recorded_once() -> None:
     recording = StepRecording()
     run = Run(failing={0: [INFINITE, INFINITE]}, recording=recording)
     with pytest.raises(Diverged):
-        run.run_finetune()
+        run.run_all()
     assert run.engine.recorded == [recording, None]
 
 
-def test_a_stop_while_it_is_run_again_is_a_stop() -> None:
-    run = Run(failing={1: [INFINITE, Interrupted(2, "stopped by SIGINT")]})
+def test_a_stop_during_the_second_computation_is_a_stop() -> None:
+    run = Run(failing={1: [INFINITE, Interrupted(2, "Stopped.")]})
     with pytest.raises(Interrupted):
-        run.run_finetune()
+        run.run_all()
     assert run.store.progress.step == 1
 
 
-def test_an_overflow_that_is_skipped_is_not_run_again() -> None:
+def test_a_skipped_overflow_is_not_computed_again() -> None:
     run = Run(scale_loss=True, failing={1: [INFINITE]})
-    run.run_finetune()
+    run.run_all()
     assert [event for event in run.events if event.startswith("run")] == ["run 1", "run 2", "run 3", "run 4"]

@@ -1,4 +1,4 @@
-"""The log of steps: what a line holds, what a resumed run leaves of it, and disks that are full."""
+"""The log of steps: the content of a line, what a resumed run keeps of the file, and full disks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEYS = [
     "tokens_per_second", "tflops_model", "tflops_hardware", "swapped_bytes", "nvme_read_bytes", "nvme_written_bytes",
     "gpu_peak_bytes", "host_peak_bytes", "bottleneck", "predicted_seconds",
 ]  # fmt: skip
-"""The list that users were promised."""
+"""The keys that the README promises."""
 
 
 def metrics(step: int) -> StepMetrics:
@@ -56,7 +56,7 @@ def write(path: Path, *steps: int, committed_step: int = 0) -> list[str]:
     return warnings
 
 
-def test_a_line_holds_what_was_promised_in_full_precision(tmp_path: Path) -> None:
+def test_a_line_has_the_promised_keys_in_full_precision(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     assert write(path, 1) == []
     (line,) = path.read_text().splitlines()
@@ -66,7 +66,7 @@ def test_a_line_holds_what_was_promised_in_full_precision(tmp_path: Path) -> Non
     assert "eval_loss" not in found
 
 
-def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(path, committed_step=0, warn=pytest.fail) as log:
         log.write(replace(metrics(1), loss=math.nan, grad_norm=math.inf, applied=False, eval_loss=2.5))
@@ -76,35 +76,35 @@ def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("committed_step", range(6))
 @pytest.mark.parametrize("written", [0, 3, 5])
-def test_a_resumed_log_equals_an_undisturbed_one(tmp_path: Path, committed_step: int, written: int) -> None:
-    """A step may be logged that the store lost, but not the other way round."""
-    undisturbed, resumed = tmp_path / "undisturbed.jsonl", tmp_path / "resumed.jsonl"
-    write(undisturbed, *range(1, 8))
+def test_a_resumed_log_equals_an_uninterrupted_one(tmp_path: Path, committed_step: int, written: int) -> None:
+    """The log may have a step that the store lost, but the store never has a step that the log lost."""
+    uninterrupted, resumed = tmp_path / "uninterrupted.jsonl", tmp_path / "resumed.jsonl"
+    write(uninterrupted, *range(1, 8))
     write(resumed, *range(1, written + 1))
     write(resumed, *range(min(written, committed_step) + 1, 8), committed_step=committed_step)
-    assert resumed.read_bytes() == undisturbed.read_bytes()
+    assert resumed.read_bytes() == uninterrupted.read_bytes()
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 200])
 def test_a_line_that_a_crash_cut_short_is_dropped(tmp_path: Path, num_bytes: int) -> None:
-    undisturbed, torn = tmp_path / "undisturbed.jsonl", tmp_path / "torn.jsonl"
-    write(undisturbed, 1, 2, 3)
-    lines = undisturbed.read_bytes().splitlines(keepends=True)
+    uninterrupted, torn = tmp_path / "uninterrupted.jsonl", tmp_path / "torn.jsonl"
+    write(uninterrupted, 1, 2, 3)
+    lines = uninterrupted.read_bytes().splitlines(keepends=True)
     torn.write_bytes(lines[0] + lines[1] + lines[2][:num_bytes])
     write(torn, 3, committed_step=2)
-    assert torn.read_bytes() == undisturbed.read_bytes()
+    assert torn.read_bytes() == uninterrupted.read_bytes()
 
 
 @pytest.mark.parametrize(
     "noise",
     [b"\n", b"\x00\x00\n", b"\xff\xfe\n", b"[1]\n", b'{"step": "x"}\n', b"{}\n", b"7\n", b"[" * 100_000 + b"\n"],
 )
-def test_what_is_no_line_of_ours_ends_the_log(tmp_path: Path, noise: bytes) -> None:
-    undisturbed, damaged = tmp_path / "undisturbed.jsonl", tmp_path / "damaged.jsonl"
-    write(undisturbed, 1, 2)
-    damaged.write_bytes(undisturbed.read_bytes() + noise)
+def test_a_line_without_metrics_ends_the_log(tmp_path: Path, noise: bytes) -> None:
+    uninterrupted, damaged = tmp_path / "uninterrupted.jsonl", tmp_path / "damaged.jsonl"
+    write(uninterrupted, 1, 2)
+    damaged.write_bytes(uninterrupted.read_bytes() + noise)
     write(damaged, committed_step=9)
-    assert damaged.read_bytes() == undisturbed.read_bytes()
+    assert damaged.read_bytes() == uninterrupted.read_bytes()
 
 
 def test_each_step_is_on_disk_when_write_returns(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_full_disk_is_one_warning(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_takes_half_a_line_keeps_whole_lines(tmp_path: Path) -> None:
-    """Through a limit on the size of files, as in tests of the export: the first write comes short, the next fails."""
+    """A limit on the size of files makes the first write short and the next one fail."""
     whole, limited = tmp_path / "whole.jsonl", tmp_path / "limited.jsonl"
     write(whole, 1, 2)
     with file_size_limit(int(whole.stat().st_size * 0.75)):
@@ -140,12 +140,12 @@ def test_a_directory_that_cannot_be_made_is_one_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     warnings = write(tmp_path / "file" / "run" / "metrics.jsonl", 1, 2)
     assert len(warnings) == 1
-    assert "training goes on without it" in warnings[0]
+    assert "training continues without it" in warnings[0]
 
 
 @pytest.mark.parametrize("final_seconds", [2.0, 1.23456789, 1 / 3])
-def test_a_line_of_the_last_step_replaces_it(tmp_path: Path, final_seconds: float) -> None:
-    """Shorter, longer or as long as before: the file never holds a piece of the line that was there."""
+def test_a_second_line_of_the_last_step_replaces_the_first(tmp_path: Path, final_seconds: float) -> None:
+    """It may be shorter, longer or as long: the file never has a part of the earlier line."""
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(path, committed_step=0, warn=pytest.fail) as log:
         for step in (1, 2):
@@ -168,9 +168,7 @@ def test_an_evaluation_is_written_into_the_line_of_its_step(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("committed_step", "steps"), [(1, [1]), (2, [1, 2])])
-def test_a_step_that_was_decided_counts_if_its_commit_came_through(
-    tmp_path: Path, committed_step: int, steps: list[int]
-) -> None:
+def test_a_step_counts_if_its_commit_succeeded(tmp_path: Path, committed_step: int, steps: list[int]) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, 1, 2)
     assert write(path, committed_step=committed_step) == []
@@ -199,7 +197,7 @@ def total(*steps: StepMetrics) -> RunTotals:
     return totals
 
 
-def test_nothing_adds_up_to_nothing() -> None:
+def test_the_totals_of_no_steps_are_zero() -> None:
     totals = total()
     assert (totals.num_steps, totals.seconds, totals.tokens, totals.leaves_out_first) == (0, 0.0, 0, False)
 
@@ -212,7 +210,7 @@ def test_a_single_step_counts() -> None:
 
 @pytest.mark.parametrize("num_steps", [2, 3, 10])
 def test_the_first_of_several_steps_is_left_out(num_steps: int) -> None:
-    """In a resumed run, that is the first one after."""
+    """In a resumed run, that is the first step after the resume."""
     first = replace(metrics(5), step_seconds=100.0, tokens=7, nvme_read_bytes=99)
     totals = total(first, *(metrics(6 + index) for index in range(num_steps - 1)))
     left = num_steps - 1

@@ -1,4 +1,4 @@
-"""Whatever a log holds when a run goes on: its whole lines up to the committed step stay, and no more."""
+"""Whatever a log holds when a run resumes: exactly its complete lines up to the committed step stay."""
 
 from __future__ import annotations
 

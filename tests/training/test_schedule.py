@@ -1,4 +1,4 @@
-"""Learning rates against transformers, the loss scale against GradScaler: the same bits."""
+"""Learning rates have the bits of transformers, loss scales those of GradScaler."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def reference(scheduler: SchedulerName, peak: float, num_warmup_steps: int, num_
     ("num_warmup_steps", "num_steps"),
     [(0, 1), (0, 2), (1, 1), (1, 2), (3, 97), (7, 7), (9, 7), (0, 100), (333, 1000)],
 )
-def test_the_rate_is_the_one_of_transformers(
+def test_the_rates_are_those_of_transformers(
     scheduler: SchedulerName, peak: float, num_warmup_steps: int, num_steps: int
 ) -> None:
     schedule = LearningRateSchedule(
@@ -46,7 +46,7 @@ def test_the_rate_is_the_one_of_transformers(
     assert [schedule.at(step) for step in range(num_steps)] == expected
 
 
-def test_the_ends() -> None:
+def test_the_first_and_the_last_rate() -> None:
     def rates(scheduler: SchedulerName) -> tuple[float, float, float]:
         schedule = LearningRateSchedule(scheduler=scheduler, peak=1e-3, num_warmup_steps=10, num_steps=110)
         return schedule.at(0), schedule.at(10), schedule.at(110)
@@ -57,7 +57,7 @@ def test_the_ends() -> None:
 
 
 def grad_scaler(scale: float, overflows: list[bool]) -> list[float]:
-    """What torch's own scaler does after each step, from the very kernel that it uses."""
+    """The scales after each step, by the kernel that GradScaler uses."""
     now = torch.tensor([scale])
     growth = torch.zeros(1, dtype=torch.int32)
     scales = []

@@ -1,4 +1,4 @@
-"""Snapshots beside a store that goes on: what is copied, what is left out, and what a failing device costs."""
+"""Snapshots of a store during training: what is copied, what is skipped, and what a failing device costs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.fakes import Fault, FaultyQueue
 from tests.store.stores import check_generation, create_store, import_all, open_store, run_step
 
 SLOW = 1_000.0
-"""Bytes a second: a copy takes 17 seconds."""
+"""Bytes per second: a copy takes 17 seconds."""
 
 
 class Machine:
-    """A store with room for a snapshot on its way, and another one for the snapshots."""
+    """A store with a slot for the generation that is being copied, and a second store for the snapshots."""
 
     def __init__(self, directory: Path, queue: IoQueue, resources: ExitStack, *, num_slots: int = 3) -> None:
-        self.told: list[str] = []
+        self.messages: list[str] = []
         self.target_path = directory / "target"
         self._resources = resources
         self.source = resources.enter_context(import_all(create_store([directory / "a"], queue, num_slots=num_slots)))
@@ -51,8 +51,8 @@ class Machine:
                 is_new=is_new,
                 every=every,
                 bytes_per_second=bytes_per_second,
-                notice=lambda text: self.told.append(f"note: {text}"),
-                warn=lambda text: self.told.append(f"warning: {text}"),
+                notice=lambda text: self.messages.append(f"note: {text}"),
+                warn=lambda text: self.messages.append(f"warning: {text}"),
             )
         )
 
@@ -90,7 +90,7 @@ def wait_for(target: Store, step: int) -> None:
         time.sleep(0.001)
 
 
-def test_every_so_many_steps(machine: Machine, target: Store) -> None:
+def test_every_second_step_is_copied(machine: Machine, target: Store) -> None:
     snapshots = machine.begin(target)
     for step in (2, 4, 6):
         machine.run(snapshots, 2)
@@ -100,22 +100,24 @@ def test_every_so_many_steps(machine: Machine, target: Store) -> None:
     machine.run(snapshots, 1)
     snapshots.finish(lambda: None)
     check_generation(target, 6)
-    assert machine.told == []
+    assert machine.messages == []
 
 
-def test_steps_that_are_due_during_a_copy_are_left_out_but_the_last(machine: Machine, target: Store) -> None:
+def test_steps_that_are_due_during_a_copy_are_skipped_except_the_last(machine: Machine, target: Store) -> None:
     snapshots = machine.begin(target, bytes_per_second=SLOW)
     machine.run(snapshots, 8)
-    assert len({text for text in machine.told if text.startswith("note: a snapshot takes longer")}) == 1
+    assert len({text for text in machine.messages if text.startswith("note: copying a snapshot takes longer")}) == 1
     assert target.progress.step == 0
     snapshots.finish(lambda: None)
     check_generation(target, 8)
-    machine.source.begin_step()  # nothing is held any more
+    machine.source.begin_step()  # no generation is held now
     machine.source.discard()
     assert machine.source.hold().progress.step == 8
 
 
-def test_what_was_due_when_the_run_was_killed_is_made_up_for(machine: Machine, target: Store, queue: IoQueue) -> None:
+def test_a_snapshot_that_was_due_when_the_run_was_killed_is_made_at_the_start(
+    machine: Machine, target: Store, queue: IoQueue
+) -> None:
     run_step(machine.source)
     run_step(machine.source)
     snapshots = machine.begin(target)
@@ -141,7 +143,7 @@ def test_the_import_is_not_copied(machine: Machine, target: Store) -> None:
     assert not Store.exists([machine.target_path])
 
 
-def test_a_run_that_ends_gives_up_its_copy_and_keeps_the_one_before(
+def test_a_run_that_ends_abandons_its_copy_and_keeps_the_snapshot_before(
     machine: Machine, target: Store, queue: IoQueue
 ) -> None:
     snapshots = machine.begin(target)
@@ -156,14 +158,14 @@ def test_a_run_that_ends_gives_up_its_copy_and_keeps_the_one_before(
     target.close()
     with open_store([machine.target_path], queue) as reopened:
         check_generation(reopened, 2)
-    assert machine.told == []
+    assert machine.messages == []
 
 
-def test_a_signal_while_it_waits_for_the_last_copy(machine: Machine, target: Store) -> None:
+def test_a_signal_during_the_last_copy_ends_the_waiting(machine: Machine, target: Store) -> None:
     snapshots = machine.begin(target, every=1)
 
     def stop() -> None:
-        raise Interrupted(2, "stopped by SIGINT")
+        raise Interrupted(2, "Stopped.")
 
     machine.run(snapshots, 1)
     with pytest.raises(Interrupted):
@@ -187,9 +189,9 @@ def test_a_device_that_fails_costs_one_warning(
         machine.run(snapshots, 4)
         snapshots.finish(lambda: None)
         snapshots.close()
-    [warning] = machine.told
+    [warning] = machine.messages
     assert warning.startswith("warning: step 4 could not be copied to the snapshot: ")
-    assert warning.endswith("; training goes on without snapshots")
+    assert warning.endswith("; training continues without snapshots")
     check_generation(machine.source, 8)
     with open_store([machine.target_path], queue) as reopened:
         check_generation(reopened, 2)
@@ -206,19 +208,19 @@ def test_damage_in_the_store_does_not_reach_the_snapshot(machine: Machine, targe
         file.write(bytes(size - 3 * 4096))
     snapshots.after_commit()
     snapshots.finish(lambda: None)
-    [warning] = machine.told
+    [warning] = machine.messages
     assert warning.startswith("warning: step 2 could not be copied to the snapshot: block 0, hi16")
     check_generation(target, 1)
 
 
-def test_no_slot_for_it_costs_that_snapshot_alone(machine: Machine, target: Store) -> None:
+def test_without_a_free_slot_only_that_snapshot_is_missing(machine: Machine, target: Store) -> None:
     snapshots = machine.begin(target, every=1)
     run_step(machine.source)
     machine.source.pin()
     run_step(machine.source)
     snapshots.after_commit()
-    [warning] = machine.told
-    assert warning.startswith("warning: there is no snapshot of step 2: step 2 cannot be kept: the store has 3 slots")
+    [warning] = machine.messages
+    assert warning.startswith("warning: no snapshot of step 2: step 2 cannot be kept: the store has 3 slots")
     machine.source.unpin(1)
     machine.run(snapshots, 1)
     snapshots.finish(lambda: None)
@@ -227,14 +229,14 @@ def test_no_slot_for_it_costs_that_snapshot_alone(machine: Machine, target: Stor
 
 def test_a_bug_in_the_thread_surfaces_in_the_loop(machine: Machine, target: Store) -> None:
     snapshots = machine.begin(target, every=1)
-    target.commit_import(machine.source.progress)  # now it is not new, though it was said to be
+    target.commit_import(machine.source.progress)  # so it is not new, contrary to `is_new`
     run_step(machine.source)
     snapshots.after_commit()
     with pytest.raises(AssertionError):
         snapshots.finish(lambda: None)
 
 
-def test_it_is_no_faster_than_it_was_told(machine: Machine, target: Store) -> None:
+def test_a_copy_is_not_faster_than_its_limit(machine: Machine, target: Store) -> None:
     num_bytes = machine.source.layout.bytes_per_parameter * sum(machine.source.block_elements)
     snapshots = machine.begin(target, every=1, bytes_per_second=num_bytes / 0.5)
     began = time.monotonic()
@@ -244,21 +246,21 @@ def test_it_is_no_faster_than_it_was_told(machine: Machine, target: Store) -> No
 
 
 class HangingBarrier(KernelBarrier):
-    """A device that hangs in making bytes durable, until `answers` is set; creation passes."""
+    """A device that hangs when it makes bytes durable, until `responds` is set. Creation does not hang."""
 
     def __init__(self) -> None:
         self.hangs = False
-        self.answers = Event()
+        self.responds = Event()
         self.has_begun = Event()
 
     def sync(self, fd: int) -> None:
         if self.hangs:
             self.has_begun.set()
-            self.answers.wait()
+            self.responds.wait()
         super().sync(fd)
 
 
-def test_a_device_that_hangs_costs_a_warning(machine: Machine, queue: IoQueue) -> None:
+def test_a_device_that_hangs_costs_one_warning(machine: Machine, queue: IoQueue) -> None:
     barrier = HangingBarrier()
     with create_store([machine.target_path], queue, barrier=barrier) as target:
         barrier.hangs = True
@@ -268,9 +270,11 @@ def test_a_device_that_hangs_costs_a_warning(machine: Machine, queue: IoQueue) -
         started = time.monotonic()
         snapshots.close()
         assert time.monotonic() - started < 60
-        assert machine.told == ["warning: the snapshot's device does not answer; the snapshot before it stays"]
+        assert machine.messages == [
+            "warning: the device of the snapshot does not respond; the last complete snapshot stays"
+        ]
         [thread] = [thread for thread in threading.enumerate() if thread.name == "ratel-snapshot"]
-        barrier.answers.set()
+        barrier.responds.set()
         thread.join(300)
-        assert target.progress.step == 0  # it came too late to commit
+        assert target.progress.step == 0  # too late: the store takes no more commits
     run_step(machine.source)

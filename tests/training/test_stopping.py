@@ -32,17 +32,34 @@ def handlers() -> list[object]:
     return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 
 
-@pytest.mark.parametrize(("number", "name", "code"), [(signal.SIGINT, "SIGINT", 130), (signal.SIGTERM, "SIGTERM", 143)])
-def test_the_first_signal_is_told_at_the_next_check(number: signal.Signals, name: str, code: int) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_is_raised_at_every_later_check(number: signal.Signals, code: int) -> None:
     before = handlers()
     with StopRequest() as stop:
         stop.check()
         os.kill(os.getpid(), number)
         for _ in range(2):
-            with pytest.raises(Interrupted, match=f"stopped by {name}") as raised:
+            with pytest.raises(Interrupted, match=r"^Stopped\. Run the same command again\.$") as raised:
                 stop.check()
             assert raised.value.signal_exit_code == code
     assert handlers() == before
+
+
+@pytest.mark.parametrize(
+    ("must_resume", "message"),
+    [
+        (False, "Stopped at step 42 (saved). Run the same command to continue."),
+        (True, "Stopped at step 42 (saved). Run the same command with --resume auto to continue."),
+    ],
+)
+def test_the_message_names_the_step_that_is_saved(must_resume: bool, message: str) -> None:
+    with StopRequest() as stop:
+        stop.saved_step = 42
+        stop.must_resume = must_resume
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Interrupted) as raised:
+            stop.check()
+    assert raised.value.message == message
 
 
 def test_without_a_signal_nothing_happens() -> None:
