@@ -10,6 +10,8 @@
 
 Raise an error where the fact is known. Translate a foreign error once, with `from exc`. Only `cli.app` prints errors:
 one `error:` line each, then a `hint:` line if there is a hint. Interrupted is printed without a label.
+
+Names and reasons that come from a user's files go into a message through `printable` or `excerpt`.
 """
 
 from __future__ import annotations
@@ -78,3 +80,20 @@ class Interrupted(RatelError):
     def signal_exit_code(self) -> int:
         """130 for SIGINT, 143 for SIGTERM."""
         return 128 + self.signal_number
+
+
+def printable(text: str) -> str:
+    """The text with every character that cannot be printed spelled as an escape, so that it cannot rule a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
+
+
+def excerpt(text: str, max_chars: int = 200) -> str:
+    """The printable beginning of a text that may be of any length."""
+    return printable(text[:max_chars]) + ("..." if len(text) > max_chars else "")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a foreign error's text, printable; the name of its type if it has no text."""
+    return printable((str(error).strip() or type(error).__name__).splitlines()[0])

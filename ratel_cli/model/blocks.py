@@ -1,12 +1,13 @@
-"""Finds the blocks of any Hugging Face decoder and binds weights to one of them at a time.
+"""Finds the blocks of any Hugging Face decoder, and binds weights to one block at a time.
 
-`find_blocks` turns a skeleton into a `DecoderModel`: which module is the embedding, which list holds
-the layers, which parameters belong before and after them (`model.probe` tries it out), and what the
-`ModelSpec` of it all is. The engine then calls `bind`, drives the block, and calls `release`.
+1. `find_blocks` turns a skeleton into a `DecoderModel`. It finds the embedding, the list of layers, and the parameters
+   before and after the layers (`probe` runs the model to learn these), and lays out the `ModelSpec`.
+2. `bind` gives a block its weights. Then the block can run.
+3. `release` takes the weights away again.
 
-Invariant: an unbound parameter costs no memory. Layers rest on the meta device, so that using one by
-mistake fails; parameters outside the layers rest on placeholders (one zero, expanded), so that the
-owner's code can run through the half of itself that is not wanted.
+Invariant: an unbound parameter takes no memory. In the layers it is a meta parameter, so that using it by mistake
+fails. Outside the layers it is a placeholder (one zero, expanded), because the owner's code also runs through the part
+whose result is not needed.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.layer_runner import LayerRunner
 from ratel_cli.model.probe import Usage, keeps_samples_apart, probe_usage
 from ratel_cli.model.spec import BlockKind, BlockSpec, LayerTraits, ModelSpec, decays, lay_out_block
-from ratel_cli.model.traits import layer_traits
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
     """A place in the module tree that holds a parameter."""
 
     module: nn.Module
@@ -38,25 +39,26 @@ class _Slot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tensor:
-    """One parameter, everywhere it sits (its home first; a tied embedding sits in the head too), and its rest."""
+class _PlacedParameter:
+    """One parameter and its places in the module tree. A tied embedding has two: the embedding first, then the head."""
 
     name: str
-    slots: tuple[_Slot, ...]
-    resting: nn.Parameter
+    places: tuple[_Place, ...]
+    unbound: nn.Parameter
+    """What stands in these places while no weights are bound."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.resting.shape)
+        return tuple(self.unbound.shape)
 
-    def rest(self) -> None:
-        """Put the resting parameter everywhere."""
-        for slot in self.slots:
-            slot.put(self.resting)
+    def unbind(self) -> None:
+        """Put the unbound parameter into every place."""
+        for place in self.places:
+            place.put(self.unbound)
 
 
 class DecoderModel:
-    """A skeleton whose blocks are known. Binding is exclusive: one block at a time, and the embedding with the head."""
+    """A skeleton whose blocks are known. Bind one block at a time, or the embedding together with the head."""
 
     def __init__(
         self,
@@ -66,21 +68,22 @@ class DecoderModel:
         spec: ModelSpec,
         traits: LayerTraits,
         packs: bool,
-        tensors: Sequence[tuple[_Tensor, ...]],
+        parameters: Sequence[tuple[_PlacedParameter, ...]],
     ) -> None:
         self.skeleton = skeleton
         self.layer_runner = layer_runner
         self.spec = spec
         self.traits = traits
         self.packs = packs
-        """Whether samples packed into one row stay apart in every layer's attention."""
+        """Whether attention in every layer separates samples that are packed into one sequence."""
         self.parameter_names = tuple(name for name, _ in skeleton.named_parameters())
-        """Trainable tensors in the order in which torch would list them."""
-        self._tensors = tuple(tensors)
+        """All parameters, in the order of torch's `named_parameters`."""
+        self._parameters = tuple(parameters)
+        """Of each block, in the order of `spec`."""
         self._device = torch.device("cpu")
 
     def place(self, device: torch.device) -> None:
-        """Take to the device that will compute what is no weight: buffers, and what rests outside the layers."""
+        """Move buffers and placeholders to the device that computes. Weights are where their caller binds them."""
         if device == self._device:
             return
         self._device = device
@@ -88,55 +91,61 @@ class DecoderModel:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(device)
-        before, *layers, after = self._tensors
+        before, *layers, after = self._parameters
         outside = [
-            tuple(replace(tensor, resting=_placeholder(tensor.resting, device)) for tensor in tensors)
-            for tensors in (before, after)
+            tuple(replace(each, unbound=_placeholder(each.unbound, device)) for each in parameters)
+            for parameters in (before, after)
         ]
-        self._tensors = (outside[0], *layers, outside[1])
-        for tensor in (*outside[0], *outside[1]):
-            tensor.rest()
+        self._parameters = (outside[0], *layers, outside[1])
+        for parameter in (*outside[0], *outside[1]):
+            parameter.unbind()
 
     def bind(self, block: BlockSpec, weights: torch.Tensor) -> tuple[nn.Parameter, ...]:
-        """Put views of the flat array `weights` [block.num_elements] into the block's modules.
+        """Put views of the flat array `weights` `[block.num_elements]` into the block's modules.
 
-        Returns them in the order of `block.parameters`; autograd.grad takes them as they are.
+        Returns the views, each in its parameter's shape, in the order of `block.parameters`.
         """
         parameters = tuple(
             nn.Parameter(weights[parameter.start : parameter.stop].view(parameter.shape))
             for parameter in block.parameters
         )
-        for tensor, parameter in zip(self._tensors[block.index], parameters, strict=True):
-            tensor.slots[0].put(parameter)
+        for placed, parameter in zip(self._parameters[block.index], parameters, strict=True):
+            placed.places[0].put(parameter)
         return parameters
 
     def tie(self, embedding: Sequence[nn.Parameter]) -> nn.Parameter:
-        """Put the bound embedding weight into the head as well. Returns it."""
-        for slot in self._tensors[0][0].slots[1:]:
-            slot.put(embedding[0])
+        """Put the bound weight of the embedding into the head as well, and return it.
+
+        `embedding` is what `bind` returned for the embedding block.
+        """
+        for place in self._parameters[0][0].places[1:]:
+            place.put(embedding[0])
         return embedding[0]
 
     def release(self, block: BlockSpec) -> None:
-        """Put the resting parameters back; afterwards nothing refers to the bound weights."""
-        for tensor in self._tensors[block.index]:
-            tensor.rest()
+        """Put the unbound parameters back. Afterwards the model has no reference to the bound weights."""
+        for parameter in self._parameters[block.index]:
+            parameter.unbind()
 
 
 def find_blocks(skeleton: PreTrainedModel, *, name: str) -> DecoderModel:
-    """Locate embedding, layers and head in `skeleton`. Raises BadInput for models that cannot be streamed."""
+    """Find embedding, layers and head in `skeleton`. Raises BadInput if the model cannot be streamed.
+
+    `name` is the model's name in its spec. The skeleton is changed: its parameters become unbound ones.
+    """
     embedding, head = _input_and_output(skeleton)
     owner, layers = _stack(skeleton)
     tied = head.weight is embedding.weight
-    outside, inside = _tensors(skeleton, layers)
-    for tensor in outside:
-        tensor.rest()
+    outside, inside = _placed_parameters(skeleton, layers)
+    for parameter in outside:
+        parameter.unbind()
     layer_runner = LayerRunner(skeleton, owner, layers)
-    usage, embedded = probe_usage(layer_runner, {tensor.name: tensor.resting for tensor in outside})
-    first = next(tensor for tensor in outside if tensor.resting is embedding.weight)
+    usage, embedded = probe_usage(layer_runner, {each.name: each.unbound for each in outside})
+    first = next(each for each in outside if each.unbound is embedding.weight)
     before, after = _split(outside, usage, first, tied=tied)
-    groups: list[tuple[BlockKind, str, list[_Tensor]]] = [
+    groups: list[tuple[BlockKind, str, list[_PlacedParameter]]] = [
         ("embedding", "embedding", before),
-        *(("layer", f"layer {index}", tensors) for index, tensors in enumerate(inside)),
+        *(("layer", f"layer {index}", parameters) for index, parameters in enumerate(inside)),
         ("head", "head", after),
     ]
     spec = ModelSpec(
@@ -147,9 +156,9 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str) -> DecoderModel:
                 index=index,
                 kind=kind,
                 name=block_name,
-                parameters=[(tensor.name, tensor.shape, decays(tensor.name, len(tensor.shape))) for tensor in tensors],
+                parameters=[(each.name, each.shape, decays(each.name, len(each.shape))) for each in parameters],
             )
-            for index, (kind, block_name, tensors) in enumerate(groups)
+            for index, (kind, block_name, parameters) in enumerate(groups)
         ),
         tied=tied,
         hidden_size=embedded.hidden.shape[-1],
@@ -159,9 +168,9 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str) -> DecoderModel:
         skeleton=skeleton,
         layer_runner=layer_runner,
         spec=spec,
-        traits=layer_traits(skeleton.config, layers),
+        traits=_layer_traits(skeleton.config, layers),
         packs=layer_runner.takes_positions and keeps_samples_apart(embedded.calls),
-        tensors=[tuple(tensors) for _, _, tensors in groups],
+        parameters=[tuple(parameters) for _, _, parameters in groups],
     )
 
 
@@ -178,7 +187,7 @@ def _input_and_output(skeleton: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
 
 
 def _stack(skeleton: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
-    """The list of layers is the ModuleList with most parameters; its owner is the module that holds it."""
+    """The owner and the layers: the ModuleList with most parameters, and the module that holds it."""
     best: tuple[int, nn.Module, nn.ModuleList] | None = None
     for module in skeleton.modules():
         for child in module.children():
@@ -187,14 +196,18 @@ def _stack(skeleton: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
                 if best is None or size > best[0]:
                     best = (size, module, child)
     if best is None:
-        raise BadInput(f"{type(skeleton).__name__} has no list of layers")
+        raise BadInput(
+            f"{type(skeleton).__name__} has no list of layers; its layers must be in one torch.nn.ModuleList"
+        )
     return best[1], tuple(best[2])
 
 
-def _tensors(skeleton: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[_Tensor], list[list[_Tensor]]]:
-    """Every parameter outside the layers, and those of each layer, in the order of the module tree."""
+def _placed_parameters(
+    skeleton: nn.Module, layers: Sequence[nn.Module]
+) -> tuple[list[_PlacedParameter], list[list[_PlacedParameter]]]:
+    """The parameters outside the layers, and those of each layer, in the order of the module tree."""
     layer_of = {id(module): index for index, layer in enumerate(layers) for module in layer.modules()}
-    slots: dict[nn.Parameter, list[_Slot]] = {}
+    places: dict[nn.Parameter, list[_Place]] = {}
     names: dict[nn.Parameter, str] = {}
     homes: dict[nn.Parameter, int | None] = {}
     for module_name, module in skeleton.named_modules():
@@ -202,37 +215,70 @@ def _tensors(skeleton: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[_Te
             if parameter is None:
                 continue
             if not parameter.requires_grad:
-                raise BadInput(f"{module_name}.{attribute} is not trained by the model's own code; that is unsupported")
+                raise BadInput(
+                    f"{module_name}.{attribute} is frozen by the model's own code; only models that"
+                    " train every parameter are supported"
+                )
             name, home = f"{module_name}.{attribute}".lstrip("."), layer_of.get(id(module))
             if homes.setdefault(parameter, home) != home:
                 raise BadInput(
-                    f"{name} and {names[parameter]} are one tensor; layers that share weights are unsupported"
+                    f"{name} and {names[parameter]} are one tensor; layers that share weights are not supported"
                 )
             names.setdefault(parameter, name)
-            slots.setdefault(parameter, []).append(_Slot(module, attribute))
-    outside: list[_Tensor] = []
-    inside: list[list[_Tensor]] = [[] for _ in layers]
+            places.setdefault(parameter, []).append(_Place(module=module, attribute=attribute))
+    outside: list[_PlacedParameter] = []
+    inside: list[list[_PlacedParameter]] = [[] for _ in layers]
     for parameter, name in names.items():
         home = homes[parameter]
-        if home is None:
-            outside.append(_Tensor(name=name, slots=tuple(slots[parameter]), resting=_placeholder(parameter)))
-        else:
-            inside[home].append(_Tensor(name=name, slots=tuple(slots[parameter]), resting=parameter))
+        unbound = _placeholder(parameter) if home is None else parameter
+        placed = _PlacedParameter(name=name, places=tuple(places[parameter]), unbound=unbound)
+        (outside if home is None else inside[home]).append(placed)
     return outside, inside
 
 
 def _split(
-    outside: Sequence[_Tensor], usage: Usage, embedding: _Tensor, *, tied: bool
-) -> tuple[list[_Tensor], list[_Tensor]]:
-    """The tensors before and after the layers, the embedding's weight first."""
-    for tensor in outside:
-        if tensor.name in usage.before & usage.after and not (tied and tensor is embedding):
-            raise BadInput(f"{tensor.name} is used both before and after the layers; only a tied embedding may be")
-    before = [embedding, *(t for t in outside if t.name in usage.before and t is not embedding)]
-    return before, [tensor for tensor in outside if tensor not in before]
+    outside: Sequence[_PlacedParameter], usage: Usage, embedding: _PlacedParameter, *, tied: bool
+) -> tuple[list[_PlacedParameter], list[_PlacedParameter]]:
+    """The parameters before the layers, the embedding's weight first, and those after the layers."""
+    for parameter in outside:
+        if parameter.name in usage.before & usage.after and not (tied and parameter is embedding):
+            raise BadInput(
+                f"{parameter.name} is used both before and after the layers; only a tied embedding may be used so"
+            )
+    before = [embedding, *(each for each in outside if each.name in usage.before and each is not embedding)]
+    return before, [each for each in outside if each not in before]
+
+
+def _layer_traits(config: PretrainedConfig, layers: Sequence[nn.Module]) -> LayerTraits:
+    """The traits of a model's layers. What the configuration does not give counts as absent."""
+    text = config.get_text_config()
+    values = text.to_dict()  # attributes raise where they differ from layer to layer
+
+    def number(name: str) -> int:
+        value = values.get(text.attribute_map.get(name, name))
+        return value if isinstance(value, int) else 0
+
+    num_heads = number("num_attention_heads")
+    return LayerTraits(
+        num_heads=num_heads,
+        head_dim=number("head_dim") or number("hidden_size") // max(1, num_heads),
+        active_experts=max(1, number("num_experts_per_tok")),
+        inputs_first=tuple(sorted({name for layer in layers for name in _inputs_first(layer)})),
+    )
+
+
+def _inputs_first(layer: nn.Module) -> list[str]:
+    """Names of the layer's matrices `[inputs, outputs]`, as in GPT-2's linear layer and some stacks of experts."""
+    return [
+        f"{module_name}.{name}"
+        for module_name, module in layer.named_modules()
+        if isinstance(module, Conv1D) or getattr(module, "is_transposed", False)
+        for name, parameter in module.named_parameters(recurse=False)
+        if decays(name, parameter.dim())
+    ]
 
 
 def _placeholder(parameter: nn.Parameter, device: torch.device | None = None) -> nn.Parameter:
-    """A parameter of the same shape that takes the memory of one element."""
+    """A parameter of zeros with the same shape, in the memory of one element."""
     zero = torch.zeros((), dtype=parameter.dtype, device=device)
     return nn.Parameter(zero.expand(parameter.shape), requires_grad=False)

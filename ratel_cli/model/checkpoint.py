@@ -1,10 +1,9 @@
 """A base model's safetensors files as a source of weights.
 
-`run.inputs` opens one for the import. On opening, every file, name, shape and dtype is checked
-against the skeleton and the spec, so that reading cannot meet a surprise. Invariant: what `read` gives
-equals, bit for bit, the parameter that `AutoModelForCausalLM.from_pretrained(..., dtype=float32)`
-would hold. Memory: the elements asked for; for parameters that transformers makes out of several
-tensors, those tensors and the result, until another parameter is read.
+Opening checks every file, name, shape and dtype against the skeleton and the spec, so that a read can fail only on an
+I/O error. Invariant: `read` returns, bit for bit, the parameter of
+`AutoModelForCausalLM.from_pretrained(..., dtype=float32)`. Memory: the requested elements; for a parameter that
+transformers computes from several tensors, those tensors and the result, until another parameter is read.
 """
 
 from __future__ import annotations
@@ -15,37 +14,38 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self, cast
+from typing import cast
 
 import torch
 from transformers import PreTrainedModel
 from transformers.utils.loading_report import LoadStateDictInfo
 
-from ratel_cli.errors import BadInput
+from ratel_cli.closing import Closing
+from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.model.directory import WeightFiles, find_weight_files
 from ratel_cli.model.renaming import Conversion, Renaming, plan_renaming
-from ratel_cli.model.shards import ShardReader, escaped
+from ratel_cli.model.shards import ShardReader
 from ratel_cli.model.spec import ModelSpec
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _COMPARED_ELEMENTS = 1 << 23
-_NAMED_AT_MOST = 5
+_MAX_NAMES = 5
 _CONSTANT = re.compile(r"(^|\.)(inv_freq|masked_bias|position_ids)$")
 
 
-class CheckpointSource:
-    """An open checkpoint. Raises BadInput when it does not fit the model."""
+class CheckpointSource(Closing):
+    """An open checkpoint, whose tensors fit the model."""
 
     def __init__(self, directory: Path, skeleton: PreTrainedModel, spec: ModelSpec) -> None:
+        """Open and check all files of weights. Raises BadInput if they do not fit the model."""
         self._directory = directory
         self._skeleton = skeleton
         self._resources = ExitStack()
-        self._realised: Mapping[str, torch.Tensor] = {}
+        self._converted_tensors: Mapping[str, torch.Tensor] = {}
         if getattr(skeleton.config, "quantization_config", None) is not None:
             raise BadInput(
-                f"{directory}: the weights are quantised; fine-tuning needs them in floating point",
-                "use the model that it was made from, or dequantise it first",
+                f"{directory}: the weights are quantised; fine-tuning needs floating-point weights",
+                "use the model from before quantisation, or dequantise this one first",
             )
         files = find_weight_files(directory)
         with ExitStack() as opened:
@@ -59,24 +59,20 @@ class CheckpointSource:
             self._sources = self._choose_sources(spec)
             self._resources = opened.pop_all()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
-        self._realised = {}
+        """Close all files. Idempotent."""
+        self._converted_tensors = {}
         self._resources.close()
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements of a parameter, flattened, as fp32."""
+        """Elements `start` to `stop` of the flattened parameter: shape `[stop - start]`, fp32.
+
+        Raises IntegrityFailure on an I/O error, BadInput if a file has become shorter.
+        """
         return self._read(self._sources[name], start, stop).to(torch.float32)
 
     def read_buffers(self) -> dict[str, torch.Tensor]:
-        """Tensors of the files that belong into the model's persistent buffers, in the file's dtype."""
+        """The persistent buffers that the files hold, by name: shapes of the model, dtypes of the files."""
         buffers = persistent_buffers(self._skeleton)
         return {
             name: self._read(name, 0, buffer.numel()).reshape(buffer.shape)
@@ -86,34 +82,37 @@ class CheckpointSource:
 
     def _read(self, target: str, start: int, stop: int) -> torch.Tensor:
         if target in self._direct:
-            self._realised = {}
+            self._converted_tensors = {}
             name = self._direct[target]
             return self._readers[name].read(name, start, stop)
-        if target not in self._realised:
-            # Let go of the last result before the next is made: never two of them at once.
-            self._realised = {}
-            self._realised = self._convert(self._converted[target])
-        return self._realised[target].reshape(-1)[start:stop]
+        if target not in self._converted_tensors:
+            # Drop the last result before the next is made, so that there are never two of them.
+            self._converted_tensors = {}
+            self._converted_tensors = self._convert(self._converted[target])
+        return self._converted_tensors[target].reshape(-1)[start:stop]
 
     def _convert(self, conversion: Conversion) -> dict[str, torch.Tensor]:
         dtypes = {self._readers[name].tensors[name].dtype for name in conversion.source_names}
-        # Conversions only move elements, so they run in the file's dtype, which is half the memory.
+        # Conversions only move elements, so they can run in the file's dtype, which needs half the memory.
         dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
         with torch.no_grad():
             return conversion.run(self._skeleton, lambda name: self._readers[name].read_whole(name).to(dtype))
 
     def _check_names(self, renaming: Renaming, spec: ModelSpec) -> None:
-        """Every tensor of the files has one place, but for those that transformers ignores as well."""
+        """Every tensor of the files must have one place in the model, unless transformers ignores it as well."""
         for first, second in renaming.doubled:
-            raise BadInput(f"{self._where(second)} is also there as {escaped(first)}")
+            raise BadInput(
+                f"{self._where(second)} and tensor {excerpt(first)} are the same parameter of the model",
+                "remove one of the two",
+            )
         names = {target: name for name, target in renaming.unexpected if not self._is_constant(name)}
         findings = _Findings(missing_keys=set(), unexpected_keys=set(names))
         self._skeleton._adjust_missing_and_unexpected_keys(cast(LoadStateDictInfo, findings))
         unexpected = sorted(names[target] for target in findings.unexpected_keys)
         if unexpected:
             raise BadInput(
-                f"{self._where(unexpected[0])} has no place in {spec.architecture}{_and_more(unexpected)}",
-                "the config.json beside it describes another model",
+                f"{self._where(unexpected[0])} does not belong to {spec.architecture}{_and_more(unexpected)}",
+                "check that config.json and the weights are of the same model",
             )
 
     def _check_direct(self) -> None:
@@ -126,7 +125,7 @@ class CheckpointSource:
                 raise BadInput(f"{self._where(name)} has dtype {entry.dtype}; weights must be floating point")
 
     def _check_conversions(self, conversions: Sequence[Conversion]) -> None:
-        """Run every conversion on meta tensors: what comes out, and in which shape, without reading a byte."""
+        """Run every conversion on meta tensors to check the names and shapes of its results, without reading a byte."""
         state = self._skeleton.state_dict()
         for conversion in conversions:
             first = conversion.source_names[0]
@@ -137,20 +136,20 @@ class CheckpointSource:
                 converted = conversion.run(self._skeleton, self._meta_tensor)
             except (RuntimeError, ValueError, IndexError, AttributeError) as error:
                 raise BadInput(
-                    f"{self._where(first)} and the {len(entries) - 1} that go with it do not make up"
-                    f" {conversion.first_target}: one is missing or has the wrong shape"
+                    f"{self._where(first)} and {len(entries) - 1} others cannot be combined into"
+                    f" {conversion.first_target}: one is missing or has a wrong shape"
                 ) from error
             for target, value in converted.items():
                 wanted = tuple(state[target].shape) if target in state else None
                 if tuple(value.shape) != wanted:
                     raise BadInput(
-                        f"{self._where(first)} and the {len(entries) - 1} that go with it give {target} the shape"
-                        f" {tuple(value.shape)}, the model needs {wanted}: one is missing or has the wrong shape"
+                        f"{self._where(first)} and {len(entries) - 1} others are combined into {target} with shape"
+                        f" {tuple(value.shape)}, the model needs {wanted}: one is missing or has a wrong shape"
                     )
                 self._converted[target] = conversion
 
     def _choose_sources(self, spec: ModelSpec) -> dict[str, str]:
-        """For every parameter the name under which the files have it, a tied twin's where need be."""
+        """For every parameter its name in the files; for a tied parameter that may be its twin's name."""
         twins = _twins(self._skeleton)
         sources: dict[str, str] = {}
         missing: list[str] = []
@@ -166,7 +165,7 @@ class CheckpointSource:
         if missing:
             raise BadInput(
                 f"{self._directory}: tensor {missing[0]} is missing{_and_more(missing)}",
-                "config.json does not describe these weights, or a file is missing from the index",
+                "check that config.json describes these weights and that the index names every file",
             )
         return sources
 
@@ -176,7 +175,7 @@ class CheckpointSource:
             if not torch.equal(self._read(name, start, stop), self._read(twin, start, stop)):
                 raise BadInput(
                     f"{self._directory}: config.json ties {twin} to {name}, but their values in the files differ",
-                    "set tie_word_embeddings: false in config.json to train both",
+                    "set tie_word_embeddings: false in the model's config.json to train both",
                 )
 
     def _meta_tensor(self, name: str) -> torch.Tensor:
@@ -184,23 +183,23 @@ class CheckpointSource:
         return torch.empty(entry.shape, dtype=torch.float32, device="meta")
 
     def _is_constant(self, name: str) -> bool:
-        """Whether this is a buffer that older versions of transformers saved: frequencies, positions, masks."""
+        """Whether a tensor is a constant that older versions of transformers saved: frequencies, positions, masks."""
         entry = self._readers[name].tensors[name]
         is_mask = len(entry.shape) == 4 and entry.shape[:2] == (1, 1)
         return _CONSTANT.search(name) is not None or is_mask or not entry.dtype.is_floating_point
 
     def _where(self, name: str) -> str:
-        return f"{self._readers[name].path}: tensor {escaped(name)}"
+        return f"{self._readers[name].path}: tensor {excerpt(name)}"
 
 
 def persistent_buffers(skeleton: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Buffers that a checkpoint of this model holds beside its parameters; they are not trained."""
+    """The untrained buffers, by name, that a checkpoint of this model contains in addition to its parameters."""
     parameters = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in skeleton.state_dict().items() if name not in parameters}
 
 
 def install_buffers(skeleton: PreTrainedModel, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Put what `read_buffers` gave into the skeleton that computes."""
+    """Copy buffers from `CheckpointSource.read_buffers` into a skeleton."""
     state = persistent_buffers(skeleton)
     for name, values in buffers.items():
         state[name].copy_(values)
@@ -208,29 +207,29 @@ def install_buffers(skeleton: PreTrainedModel, buffers: Mapping[str, torch.Tenso
 
 @dataclass(slots=True, kw_only=True)
 class _Findings:
-    """What `PreTrainedModel._adjust_missing_and_unexpected_keys` works on, in every version of it."""
+    """The argument of `PreTrainedModel._adjust_missing_and_unexpected_keys`, which it changes in place."""
 
     missing_keys: set[str]
     unexpected_keys: set[str]
 
 
 def open_shards(resources: ExitStack, files: WeightFiles) -> dict[str, ShardReader]:
-    """Which open file holds each tensor. The index must tell the truth."""
+    """Open every file. Returns the open file of each tensor. Raises BadInput if the index and the files disagree."""
     readers: dict[str, ShardReader] = {}
     for path in files.paths:
         reader = resources.enter_context(ShardReader(path))
         for name in reader.tensors:
             if name in readers:
-                raise BadInput(f"{path}: tensor {escaped(name)} is also in {readers[name].path.name}")
+                raise BadInput(f"{path}: tensor {excerpt(name)} is in {readers[name].path.name} too")
             readers[name] = reader
     for name, path in files.listed:
         if name not in readers or readers[name].path != path:
-            raise BadInput(f"{path}: tensor {escaped(name)} is missing, though the index says that it is here")
+            raise BadInput(f"{path}: tensor {excerpt(name)} is missing; the index says that it is in this file")
     return readers
 
 
 def _twins(skeleton: PreTrainedModel) -> dict[str, list[str]]:
-    """For every parameter name all names of the same tensor, its own among them."""
+    """For every parameter name all names of the same tensor, including itself."""
     groups: dict[int, list[str]] = defaultdict(list)
     for name, parameter in skeleton.named_parameters(remove_duplicate=False):
         groups[id(parameter)].append(name)
@@ -238,5 +237,5 @@ def _twins(skeleton: PreTrainedModel) -> dict[str, list[str]]:
 
 
 def _and_more(names: Sequence[str]) -> str:
-    others = ", ".join(escaped(name) for name in names[1:_NAMED_AT_MOST])
+    others = ", ".join(excerpt(name) for name in names[1:_MAX_NAMES])
     return f" ({len(names)} in all: also {others})" if others else ""

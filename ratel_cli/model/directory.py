@@ -1,8 +1,8 @@
-"""Where a base model lies: a hub id or a directory, and which of its files may be opened.
+"""A base model's directory: how `base_model` is resolved to it, and which of its files may be opened.
 
-`run.inputs` resolves `base_model` here; `model.checkpoint` and `model.export_weights` open files only
-through `trusted_file`. Invariant: nothing outside the model's directory (or, for the hub's cache, the
-`blobs` beside it) is ever opened, nothing but a regular file is, and pickles and code never are.
+Invariant: files of a base model are opened only after `trusted_file` has checked them. So nothing outside the model's
+directory is opened (except `blobs` next to it in the hub's cache), nothing but regular files, and never a pickle or
+code.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.model.shards import MAX_HEADER_BYTES, escaped, unique_keys
+from ratel_cli.errors import BadInput, EnvironmentFailure, excerpt
+from ratel_cli.model.shards import MAX_HEADER_BYTES, unique_keys
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -31,20 +31,21 @@ _FOREIGN_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFiles:
-    """The safetensors files of a model, checked and resolved but not yet opened."""
+    """The safetensors files of a model. They are checked and resolved, but not yet opened."""
 
     paths: tuple[Path, ...]
     listed: tuple[tuple[str, Path], ...]
-    """Which file holds each tensor, by the index; empty for a single file."""
+    """(tensor, file) for each tensor of the index; empty for a single file."""
 
 
 def resolve_base_model(base_model: str, *, download: Callable[[str], str] | None = None) -> Path:
-    """The directory of a local model, or of a hub model after downloading it.
+    """The directory of the model that the config's `base_model` names; a hub model is downloaded into the hub's cache.
 
-    Raises BadInput when there is no such model, EnvironmentFailure when the hub cannot be reached.
+    `download` gets a hub id and returns a directory. Raises BadInput if there is no such model, EnvironmentFailure if
+    the hub cannot be reached or the files cannot be written.
     """
     if not base_model or not base_model.isprintable():
-        raise BadInput(f"base_model: {escaped(base_model)!r} is neither a directory nor a hub id")
+        raise BadInput(f"base_model: {excerpt(base_model)!r} is neither a directory nor a hub id")
     local = Path(base_model)
     with contextlib.suppress(RuntimeError):  # a user that does not exist
         local = local.expanduser()
@@ -52,14 +53,22 @@ def resolve_base_model(base_model: str, *, download: Callable[[str], str] | None
     if os.path.isdir(local):
         return local
     if os.path.exists(local):
-        raise BadInput(f"base_model: {escaped(base_model)} is a file", "give the directory that holds config.json")
+        raise BadInput(
+            f"base_model: {excerpt(base_model)} is a file", "set it to the directory that contains config.json"
+        )
     if _HUB_ID.fullmatch(base_model) is None or ".." in base_model:
-        raise BadInput(f"base_model: there is no directory {escaped(base_model)}, and it is not a hub id either")
+        raise BadInput(
+            f"base_model: there is no directory {excerpt(base_model)}, and this cannot be a hub id",
+            "set it to the model's directory, or to a hub id like OWNER/NAME",
+        )
     return _fetch(base_model, download or _download)
 
 
 def find_weight_files(directory: Path) -> WeightFiles:
-    """What transformers would load from here: one file, or the shards that the index names."""
+    """The weights that transformers would load from a directory: one file, or the shards of an index.
+
+    Raises BadInput if there are none, or if a file is unsafe, missing or of another format.
+    """
     if _is_present(directory / WEIGHTS_NAME):
         return WeightFiles(paths=(trusted_file(directory, WEIGHTS_NAME),), listed=())
     if not _is_present(directory / INDEX_NAME):
@@ -68,41 +77,41 @@ def find_weight_files(directory: Path) -> WeightFiles:
     paths: dict[str, Path] = {}
     for name in sorted(set(weight_map.values())):
         if not name.endswith(".safetensors"):
-            raise BadInput(f"{directory / INDEX_NAME}: {escaped(name)} is not a safetensors file")
+            raise BadInput(f"{directory / INDEX_NAME}: {excerpt(name)} in weight_map is not a .safetensors file")
         paths[name] = trusted_file(directory, name)
     return WeightFiles(
         paths=tuple(paths.values()), listed=tuple((tensor, paths[name]) for tensor, name in weight_map.items())
     )
 
 
-def check_companions(directory: Path) -> None:
-    """Raise BadInput if a file that transformers would open by itself is none that may be opened."""
+def check_sidecars(directory: Path) -> None:
+    """Raise BadInput if transformers would open a file of the directory that may not be opened."""
     for pattern in _OPENED_BY_TRANSFORMERS:
         for path in sorted(directory.glob(pattern)):
             trusted_file(directory, str(path.relative_to(directory)))
 
 
 def trusted_file(directory: Path, name: str) -> Path:
-    """The real path of a file of the model. Raises BadInput, before any open, unless it is one.
+    """The real path of a file of the model. Raises BadInput, before the file is opened, if it may not be opened.
 
-    Links may point into the model's own directory; in the hub's cache (`snapshots/REVISION`) also into
-    `blobs`, where the cache keeps the files of every revision.
+    Links may point into the model's own directory. In the hub's cache (`snapshots/REVISION`) they may also point into
+    `blobs`, where the cache has the files of all revisions.
     """
-    shown = f"{directory}: file {escaped(name)}"
+    shown = f"{directory}: file {excerpt(name)}"
     parts = PurePosixPath(name).parts
     if "\0" in name or not parts or name.startswith("/") or ".." in parts:
-        raise BadInput(f"{shown} is not inside the model's directory")
+        raise BadInput(f"{shown} is outside the model's directory")
     try:
         root = directory.resolve(strict=True)
         path = (directory / name).resolve(strict=True)
         mode = path.stat().st_mode
     except FileNotFoundError as error:
         raise BadInput(f"{shown} is missing") from error
-    except (OSError, RuntimeError, ValueError) as error:  # a ValueError: half characters cannot be in a file name
-        raise BadInput(f"{shown} cannot be reached: {getattr(error, 'strerror', error)}") from error
+    except (OSError, RuntimeError, ValueError) as error:  # ValueError: half of a surrogate pair in the name
+        raise BadInput(f"{shown} cannot be opened: {getattr(error, 'strerror', error)}") from error
     in_blobs = root.parent.name == "snapshots" and path.parent == root.parent.parent / "blobs"
     if not path.is_relative_to(root) and not in_blobs:
-        raise BadInput(f"{shown} is a link that leaves the model's directory", "put the file itself there")
+        raise BadInput(f"{shown} is a link to a file outside the model's directory", "copy the file into the directory")
     if not stat.S_ISREG(mode):
         raise BadInput(f"{shown} is not a regular file")
     return path
@@ -116,22 +125,23 @@ def _no_weights(directory: Path) -> BadInput:
     foreign = sorted({path.name for pattern in _FOREIGN_WEIGHTS for path in directory.glob(pattern)})
     if not foreign:
         return BadInput(
-            f"{directory}: no {WEIGHTS_NAME} and no {INDEX_NAME}",
-            "set random_init: true to start from the config's initialiser",
+            f"{directory}: no weights: there is no {WEIGHTS_NAME} and no {INDEX_NAME}",
+            "check base_model, or set random_init: true to start from random weights",
         )
     return BadInput(
-        f"{directory}: {escaped(foreign[0])} is not safetensors, and other formats are never loaded: they can run code",
-        "convert it once, where you trust its author: AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)",
+        f"{directory}: {excerpt(foreign[0])} is not a safetensors file; other formats are never loaded, since they can"
+        " contain code",
+        "if you trust its author, convert it: AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)",
     )
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
     if path.stat().st_size > MAX_HEADER_BYTES:
-        raise BadInput(f"{path}: {path.stat().st_size} bytes are too many for an index")
+        raise BadInput(f"{path}: an index of {path.stat().st_size} bytes is too large; the limit is {MAX_HEADER_BYTES}")
     try:
         index = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
-        raise BadInput(f"{path}: cannot be parsed: {escaped(str(error))}") from error
+        raise BadInput(f"{path}: not valid JSON: {excerpt(str(error))}") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise BadInput(f"{path}: weight_map must map tensor names to file names")
@@ -139,29 +149,32 @@ def _read_weight_map(path: Path) -> dict[str, str]:
 
 
 def _fetch(repository: str, download: Callable[[str], str]) -> Path:
-    """Download a hub model, telling the hub's failures in our words."""
+    """Download a hub model. Translates the hub's exceptions into ours."""
     from huggingface_hub import errors
 
     try:
         return Path(download(repository))
     except errors.GatedRepoError as error:
         raise BadInput(
-            f"base_model: {repository} asks for its licence to be accepted",
-            "accept it on the model's page, then log in with `hf auth login`",
+            f"base_model: the hub gives {repository} only to users who have accepted its licence",
+            "accept the licence on the model's page, then log in with `hf auth login`",
         ) from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError) as error:
-        raise BadInput(f"base_model: there is no directory and no hub model named {repository}") from error
+        raise BadInput(
+            f"base_model: there is no directory and no hub model named {repository}",
+            "check the spelling; for a private model, log in with `hf auth login`",
+        ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, errors.HfHubHTTPError) as error:
         raise EnvironmentFailure(
-            f"base_model: {repository} is not in the cache and the hub cannot be reached",
-            "check the network, or give a local directory",
+            f"base_model: {repository} is not in the hub's cache, and the hub cannot be reached",
+            "check the network, or set base_model to a local directory",
         ) from error
     except OSError as error:
         raise EnvironmentFailure(f"base_model: {repository} cannot be downloaded: {error.strerror or error}") from error
 
 
 def _download(repository: str) -> str:
-    """Weights, configuration and tokenizer of a hub model; nothing that could be code."""
+    """Download weights, configuration and tokenizer of a hub model, and nothing that could be code."""
     from huggingface_hub import snapshot_download
 
     return snapshot_download(repository, allow_patterns=_DOWNLOADED, ignore_patterns=_NOT_DOWNLOADED)

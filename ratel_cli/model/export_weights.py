@@ -1,57 +1,53 @@
 """Export: from the store to a directory that transformers loads.
 
-`run.finetune` calls `export_model` at the end of a run, `cli.export` whenever it is asked to. Memory is one
-group of elements, whatever the model's size; sizes are known before the first byte, so a disk that is too small is
-refused at once.
-Invariant: the weights written are those that `model.stored_weights` gives; the store is only read.
+Memory is one group of elements, whatever the model's size. All sizes are known before the first byte is written, so a
+drive without enough space is rejected at once. Invariant: the weights written are those of `model.stored_weights`; the
+store is only read.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 
+from ratel_cli.closing import Closing
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
-from ratel_cli.model.import_weights import PIECE_ELEMENTS
-from ratel_cli.model.shards import ShardWriter, file_bytes
-from ratel_cli.model.sidecars import add_companions
+from ratel_cli.model.import_weights import WEIGHT_GROUP_ELEMENTS
+from ratel_cli.model.shards import ShardWriter, TensorSpec, file_bytes
+from ratel_cli.model.sidecars import add_sidecars
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.model.staging import Staging
-from ratel_cli.model.stored_weights import StoredGeneration, stored_weights
+from ratel_cli.model.stored_weights import stored_weights
 from ratel_cli.sizes import DtypeName
+from ratel_cli.store.generation import Generation
 from ratel_cli.units import MIB
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
-_COMPANION_BYTES = 64 * MIB
-"""DeviceBuffer for tokenizer and the like; the largest tokenizers take 35 MB."""
+_SIDECAR_BYTES = 64 * MIB
+"""Space for all files except weights. The largest tokenizers take 35 MB."""
 
 _HEADER_BYTES = 192
-"""At most so much of a header belongs to a tensor, beside its name, and to the file as a whole."""
-
-Tensor = tuple[str, torch.dtype, tuple[int, ...]]
+"""The most bytes of a header that one tensor takes, without its name; and that the file itself takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One file of the export and what it holds, in order."""
+    """One file of weights of the export, and its tensors in order."""
 
     file_name: str
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[TensorSpec, ...]
 
 
 def export_model(
     spec: ModelSpec,
-    generation: StoredGeneration,
+    generation: Generation,
     pool: BufferPool,
     *,
     base_dir: Path,
@@ -60,33 +56,37 @@ def export_model(
     buffers: Mapping[str, torch.Tensor],
     base_model: str | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    group_elements: int = PIECE_ELEMENTS,
+    group_elements: int = WEIGHT_GROUP_ELEMENTS,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Replace the model in `output_dir` by the weights of a generation. Other files there stay.
+    """Replace the model in `output_dir` by the weights of `generation`. Other files there stay.
 
-    `buffers` are the model's persistent buffers, which are not in the store; a tied weight is written
-    once, as the embedding's. `progress` is called for every group; what it raises leaves `output_dir` as
-    it was. `base_model` is the hub id for the model card, where there is one.
+    `buffers` are the model's persistent buffers, which the store does not hold. A tied weight is written once, as the
+    embedding's. `base_model` is the hub id for the model card, or None. `progress` is called before each group.
+
+    Raises BadInput if the base model's small files cannot be used, EnvironmentFailure if the files cannot be written,
+    IntegrityFailure if a record is damaged. After any exception before the last phase, and whatever `progress` raises,
+    `output_dir` is unchanged; see `staging` for the last phase.
     """
+    parameters = (parameter for block in spec.blocks for parameter in block.parameters)
     tensors = [
-        *((parameter.name, DTYPES[dtype], parameter.shape) for block in spec.blocks for parameter in block.parameters),
-        *((name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()),
+        *(TensorSpec(name=each.name, dtype=DTYPES[dtype], shape=each.shape) for each in parameters),
+        *(TensorSpec(name=name, dtype=each.dtype, shape=tuple(each.shape)) for name, each in buffers.items()),
     ]
     shards = split_into_shards(tensors, max_shard_bytes)
     with Staging(output_dir) as staging:
-        staging.require_space(sum(file_bytes(shard.tensors) for shard in shards) + _COMPANION_BYTES)
+        staging.require_space(sum(file_bytes(shard.tensors) for shard in shards) + _SIDECAR_BYTES)
         with _ShardSequence(staging.path, shards) as sequence:
             weights = stored_weights(spec, generation, pool, dtype, group_elements=group_elements, progress=progress)
             with closing(weights):
-                for piece in weights:
-                    sequence.write(piece.name, piece.values)
+                for part in weights:
+                    sequence.write(part.name, part.values)
             for name, buffer in buffers.items():
                 sequence.write(name, buffer.contiguous())
             sequence.finish()
         if len(shards) > 1:
             staging.write_text(INDEX_NAME, _index(shards))
-        add_companions(
+        add_sidecars(
             staging,
             base_dir=base_dir,
             spec=spec,
@@ -97,16 +97,16 @@ def export_model(
         staging.publish()
 
 
-def split_into_shards(tensors: Sequence[Tensor], max_shard_bytes: int) -> list[Shard]:
-    """Fill files in order up to the limit; a tensor above it has a file for itself."""
-    groups: list[list[Tensor]] = [[]]
+def split_into_shards(tensors: Sequence[TensorSpec], max_shard_bytes: int) -> list[Shard]:
+    """Distribute tensors over files, in order. A file is at most `max_shard_bytes` long, or holds only one tensor."""
+    groups: list[list[TensorSpec]] = [[]]
     filled_bytes = _HEADER_BYTES
-    for name, dtype, shape in tensors:
-        num_bytes = math.prod(shape) * dtype.itemsize + len(name) + _HEADER_BYTES
+    for tensor in tensors:
+        num_bytes = tensor.num_bytes + len(tensor.name) + _HEADER_BYTES
         if groups[-1] and filled_bytes + num_bytes > max_shard_bytes:
             groups.append([])
             filled_bytes = _HEADER_BYTES
-        groups[-1].append((name, dtype, shape))
+        groups[-1].append(tensor)
         filled_bytes += num_bytes
     names = [f"model-{index:05d}-of-{len(groups):05d}.safetensors" for index in range(1, len(groups) + 1)]
     if len(groups) == 1:
@@ -114,29 +114,24 @@ def split_into_shards(tensors: Sequence[Tensor], max_shard_bytes: int) -> list[S
     return [Shard(file_name=name, tensors=tuple(group)) for name, group in zip(names, groups, strict=True)]
 
 
-class _ShardSequence:
-    """Writes tensors that arrive in the shards' order, with one file open at a time."""
+class _ShardSequence(Closing):
+    """Writes tensors that arrive in the order of the shards, with one file open at a time."""
 
     def __init__(self, directory: Path, shards: Sequence[Shard]) -> None:
         self._directory = directory
         self._shards = shards
-        self._shard_of = {name: index for index, shard in enumerate(shards) for name, _, _ in shard.tensors}
+        self._shard_of = {tensor.name: index for index, shard in enumerate(shards) for tensor in shard.tensors}
         self._index = -1
         self._writer: ShardWriter | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
 
     def write(self, name: str, elements: torch.Tensor) -> None:
         while self._index < self._shard_of[name]:
             self._open_next()
-        assert self._writer is not None and self._index == self._shard_of[name], f"{name} came out of order"
+        assert self._writer is not None and self._index == self._shard_of[name], f"{name} is out of order"
         self._writer.write(elements)
 
     def finish(self) -> None:
@@ -154,8 +149,8 @@ class _ShardSequence:
 
 
 def _index(shards: Sequence[Shard]) -> str:
-    num_elements = sum(math.prod(shape) for shard in shards for _, _, shape in shard.tensors)
-    num_bytes = sum(math.prod(shape) * dtype.itemsize for shard in shards for _, dtype, shape in shard.tensors)
-    weight_map = {name: shard.file_name for shard in shards for name, _, _ in shard.tensors}
+    tensors = [tensor for shard in shards for tensor in shard.tensors]
+    num_elements, num_bytes = sum(each.num_elements for each in tensors), sum(each.num_bytes for each in tensors)
+    weight_map = {tensor.name: shard.file_name for shard in shards for tensor in shard.tensors}
     index = {"metadata": {"total_parameters": num_elements, "total_size": num_bytes}, "weight_map": weight_map}
     return json.dumps(index, indent=2, sort_keys=True) + "\n"

@@ -1,8 +1,8 @@
-"""Import: from a source of weights into the store, a group of elements at a time.
+"""Import: from a source of weights into the store, one group of elements at a time.
 
-`run.store` calls `import_weights` between `Store.create` and `Store.commit_import`. Invariant: the
-fp32 master in the store equals the source bit for bit, moments are zero, gaps between parameters are
-zero; and memory is bounded by the group, whatever the size of a block.
+The import runs between `Store.create` and `Store.commit_import`. Invariant: the fp32 master weights in the store equal
+the source bit for bit; moments and the gaps between parameters are zero. Memory is one group, whatever the size of a
+block.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ratel_cli.sizes import DtypeName
 from ratel_cli.store.layout import RecordLayout
 from ratel_cli.store.store import Store
 
-PIECE_ELEMENTS = 1 << 23
-"""32 MiB of fp32: long enough for full disk speed, short enough to be forgotten in any memory budget."""
+WEIGHT_GROUP_ELEMENTS = 1 << 23
+"""32 MiB in fp32: large enough for the drives' full speed, small enough for any memory limit."""
 
 
 class WeightSource(Protocol):
-    """Where weights come from: a checkpoint, or an initialiser."""
+    """Where initial weights come from: a checkpoint, or the model's own initialiser."""
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements ``start`` to ``stop`` of a parameter, flattened, in fp32."""
+        """Elements `start` to `stop` of the flattened parameter: shape `[stop - start]`, fp32."""
         ...
 
 
@@ -41,12 +41,13 @@ def import_weights(
     pool: BufferPool,
     *,
     progress: Callable[[int], None],
-    group_elements: int = PIECE_ELEMENTS,
+    group_elements: int = WEIGHT_GROUP_ELEMENTS,
 ) -> None:
-    """Write every block's record. `progress` hears the number of parameters that each group added.
+    """Write every block's record. `progress` is called with the number of parameters of each group that was written.
 
-    The caller commits: until then the store has no valid manifest, so an import that was cut short is
-    not mistaken for a model.
+    The caller commits afterwards. Until then the store has no valid manifest, so nothing can mistake an unfinished
+    import for a model. Raises what `source.read` and the store raise, and DoesNotFit if the pool has no memory for a
+    group.
     """
     group_elements = min(group_elements, max(block.num_elements for block in spec.blocks))
     with ExitStack() as resources:
@@ -75,7 +76,10 @@ def import_weights(
 
 
 def overlaps(block: BlockSpec, start: int, stop: int) -> list[tuple[ParameterSpec, int, int]]:
-    """Parameters that have elements in a range of the block's flat array, and where these begin and end in it."""
+    """(parameter, first, last) for each parameter with elements in a range of the block's flat array.
+
+    The parameter's elements inside the range are `first` to `last` of the flat array.
+    """
     return [
         (parameter, max(parameter.start, start), min(parameter.stop, stop))
         for parameter in block.parameters
@@ -84,12 +88,12 @@ def overlaps(block: BlockSpec, start: int, stop: int) -> list[tuple[ParameterSpe
 
 
 def _field_bytes(layout: RecordLayout) -> dict[str, int]:
-    """Bytes per element of what a group needs: the record's fields, and the fp32 master they are made from."""
+    """Bytes per element of each array that a group needs: the record's fields and the fp32 master weights."""
     return {field.name: field.bytes_per_element for field in layout.fields} | {"w32": 4}
 
 
 def _read_group(block: BlockSpec, source: WeightSource, start: int, stop: int, master: torch.Tensor) -> int:
-    """Fill `master` with the block's elements from `start` on, zero in the gaps. Returns how many are no gap."""
+    """Fill `master` with elements `start` to `stop` of the block, zero in gaps. Returns how many are parameters."""
     master.zero_()
     num_parameters = 0
     for parameter, first, last in overlaps(block, start, stop):
@@ -100,7 +104,7 @@ def _read_group(block: BlockSpec, source: WeightSource, start: int, stop: int, m
 
 
 def _encode(dtype: DtypeName, fields: Mapping[str, torch.Tensor]) -> None:
-    """Fill the other fields of the layout from the master in ``w32``. Moments begin at zero."""
+    """Fill the record's other fields from the master weights in `w32`. Moments begin at zero."""
     fields["m32"].zero_()
     fields["v32"].zero_()
     match dtype:

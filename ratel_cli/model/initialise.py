@@ -1,8 +1,7 @@
 """Random weights from the initialiser of the model's own code (`random_init: true`).
 
-`run.inputs` imports from a `RandomSource` instead of a checkpoint. One module's parameters exist at
-a time. Invariant: a parameter's bits depend on the seed, the configuration and the module's name
-alone, not on the order of reading nor on how parameters are grouped into blocks.
+Memory is one module's parameters. Invariant: a parameter's bits depend only on the seed, the configuration and the
+module's name, not on the order of reads or on how parameters are grouped into blocks.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from ratel_cli.model.skeleton import build_skeleton
 
 
 class RandomSource:
-    """Weights as the configuration's initialiser draws them, in fp32.
+    """Weights in fp32, drawn by the model's own initialiser.
 
-    Works on a skeleton of its own, since the run's one may already hold placeholders.
+    It has a skeleton of its own, because the run's skeleton may already hold placeholders.
     """
 
     def __init__(self, skeleton: PreTrainedModel, seed: int) -> None:
@@ -31,23 +30,26 @@ class RandomSource:
         self._parameters: dict[str, torch.Tensor] = {}
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements of a parameter, flattened."""
+        """Elements `start` to `stop` of the flattened parameter: shape `[stop - start]`, fp32.
+
+        Raises BadInput if the model's code does not initialise the parameter.
+        """
         module_name, _, attribute = name.rpartition(".")
         if module_name != self._module_name:
-            # Let go of the last module before the next is made.
+            # Drop the last module's weights before the next module's are made.
             self._module_name, self._parameters = None, {}
             self._parameters = self._initialise(module_name)
             self._module_name = module_name
         return self._parameters[attribute].reshape(-1)[start:stop]
 
     def _initialise(self, module_name: str) -> dict[str, torch.Tensor]:
-        """Materialise one module's own parameters, run the initialiser on them, return the module to meta."""
+        """Give one module real parameters, run the initialiser on them, and put the meta parameters back."""
         module = self._model.get_submodule(module_name)
         resting = dict(module._parameters)
         drawn: dict[str, torch.Tensor] = {}
         for attribute, parameter in resting.items():
             if parameter is not None:
-                # NaN, so that a parameter that the initialiser passes over is found out.
+                # NaN shows whether the initialiser leaves a parameter out.
                 drawn[attribute] = torch.full(parameter.shape, torch.nan, dtype=torch.float32)
                 module._parameters[attribute] = nn.Parameter(drawn[attribute], requires_grad=False)
         seed = hashlib.sha256(f"{self._seed}:{module_name}".encode()).digest()[:8]
@@ -61,14 +63,14 @@ class RandomSource:
             if values.isnan().any():
                 raise BadInput(
                     f"random_init: {type(self._model).__name__} does not initialise {module_name}.{attribute}",
-                    "start from a checkpoint instead",
+                    "start from a checkpoint instead: remove random_init",
                 )
         return drawn
 
     def _run_initialisers(self, module_name: str) -> None:
-        """The module, then its ancestors: some of them set weights of their children once more.
+        """Initialise the module, then its ancestors, since some set weights of their children again.
 
-        Everything else is on meta, where drawing costs nothing and takes nothing from the generator.
+        All other modules are on meta, where drawing takes no time and no numbers from the generator.
         """
         parts = module_name.split(".") if module_name else []
         path = [self._model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]

@@ -1,17 +1,15 @@
 """Runs the parts of a Hugging Face decoder one at a time, with the model's own code.
 
-The owner (the module that holds the layers) is the only code that knows how inputs become layer
-arguments and what follows the last layer. So it is *driven*: every layer's `forward` is replaced on
-the instance by a shim, and the owner is called with
+The owner is the module that holds the layers. Only its code knows how inputs become arguments of a layer and what
+follows the last layer. So a shim replaces every layer's `forward` on the instance, and the owner itself is called:
 
-* `embed`:   shims note each layer's arguments and pass the hidden states through;
-* `finish`:  the last shim injects the last layer's output, so the owner's own norm follows;
-* `logits`:  the owner itself is replaced by its finished output, so the model's own head follows.
+* `embed`:   the shims note each layer's arguments and pass the hidden states through;
+* `finish`:  the last shim returns the given output of the last layer, and the owner's own norm follows;
+* `logits`:  the owner's `forward` is replaced by its finished output, and the model's own head follows.
 
-`model.blocks` builds the layer runner, `engine.step` calls it. Invariants: a layer's hidden states are the
-only trained tensor it receives (else the block-wise gradient would be incomplete), and they reach it
-untouched (else there is code between the layers). Both are checked; models that break them are
-refused by name.
+Invariants, which every call checks: hidden states are the only trained tensor that a layer receives, or the gradients
+of a block would be incomplete; and they go from layer to layer unchanged, or there is code between the layers. A model
+that breaks one of them is rejected with its name.
 """
 
 from __future__ import annotations
@@ -32,14 +30,14 @@ Argument: TypeAlias = "torch.Tensor | str | int | float | bool | tuple[Argument,
 
 
 class Forward(Protocol):
-    """What takes the place of a module's forward."""
+    """A function that takes the place of a module's `forward`."""
 
     def __call__(self, *arguments: Argument, **keywords: Argument) -> object: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCall:
-    """Everything a layer receives besides its hidden states: masks, rotary tables, positions."""
+    """All arguments of a layer except its hidden states: masks, rotary tables, positions."""
 
     arguments: tuple[Argument, ...]
     keywords: dict[str, Argument]
@@ -47,15 +45,16 @@ class LayerCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedded:
-    """What the owner computes before its first layer."""
+    """The result of the owner's code before its first layer."""
 
     hidden: torch.Tensor
-    """Shape [batch, tokens, hidden_size]."""
+    """Shape `[batch, tokens, hidden_size]`."""
     calls: tuple[LayerCall, ...]
+    """The arguments of each layer, in order."""
 
 
 class LayerRunner:
-    """The shims on one skeleton, and what they do at the moment."""
+    """The shims on one skeleton, and their state during a call of the owner."""
 
     def __init__(self, model: nn.Module, owner: nn.Module, layers: Sequence[nn.Module]) -> None:
         self._model = model
@@ -68,18 +67,21 @@ class LayerRunner:
         self._expected: torch.Tensor | None = None
         self._injected: torch.Tensor | None = None
         self.at_layer: Callable[[], None] | None = None
-        """Called whenever the owner reaches a layer; the probe listens."""
+        """Called whenever the owner reaches a layer. For the probe."""
         for index, layer in enumerate(layers):
             layer.forward = self._shim(index)
 
     @property
     def takes_positions(self) -> bool:
-        """Whether positions can be given; where they cannot, samples cannot be packed."""
+        """Whether the model accepts position ids. If not, samples cannot be packed."""
         return self._takes_positions
 
     def find_layer_output(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
-        """Learn whether layers return bare hidden states or a tuple, by trying. Raises BadInput."""
-        refusal: BadInput | None = None
+        """Find out by trials whether layers return bare hidden states or a tuple. Both arguments: `[batch, tokens]`.
+
+        Must come before all other calls. Raises BadInput if the model breaks an invariant of this file.
+        """
+        rejection: BadInput | None = None
         for wrap in (_bare, _single, _pair):
             self._wrap = wrap
             try:
@@ -87,34 +89,40 @@ class LayerRunner:
                 if last_hidden_state(finished).shape[:2] == embedded.hidden.shape[:2]:
                     return
             except BadInput as error:
-                refusal = refusal or error
+                rejection = rejection or error
             except (IndexError, TypeError, ValueError, AttributeError, RuntimeError):
                 continue
-        raise refusal or BadInput(
-            f"{type(self._model).__name__}: its layers return neither hidden states nor a tuple that begins with them"
+        raise rejection or BadInput(
+            f"{type(self._model).__name__}: its layers must return hidden states, or a tuple that begins with them"
         )
 
     def embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> Embedded:
-        """Token ids [batch, tokens] to the first hidden states and every layer's arguments."""
+        """The first hidden states and every layer's arguments. Raises BadInput.
+
+        `input_ids` and `position_ids`: `[batch, tokens]`, int64.
+        """
         return self._run_owner(input_ids, position_ids, injected=None)[0]
 
     def run_layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
-        """One decoder layer: hidden states [batch, tokens, hidden_size] to the same shape."""
+        """The output of one decoder layer. `hidden` and the result: `[batch, tokens, hidden_size]`."""
         output = self._forwards[index](hidden, *call.arguments, **call.keywords)
         first = output[0] if isinstance(output, tuple | list) else output
         assert isinstance(first, torch.Tensor)
         return first
 
     def finish(self, hidden: torch.Tensor, input_ids: torch.Tensor, position_ids: torch.Tensor) -> object:
-        """The owner's output object for the last layer's `hidden`: final norm and what else follows.
+        """The owner's output object, after the final norm, for the output of the last layer.
 
-        The owner recomputes its embedding on the way; the result is unused, and the caller binds
-        placeholders that cost nothing.
+        `hidden`: `[batch, tokens, hidden_size]`; the others: `[batch, tokens]`. The owner also computes the embedding
+        again, for nothing; placeholders as its weights make that cheap. Raises BadInput.
         """
         return self._run_owner(input_ids, position_ids, injected=hidden)[1]
 
     def logits(self, finished: object, hidden: torch.Tensor) -> torch.Tensor:
-        """The model's own head on `hidden` [1, tokens, width], a part of `finished`'s hidden states."""
+        """The model's own head on `hidden` `[1, tokens, hidden_size]`, a part of `finished`'s hidden states.
+
+        Returns `[1, tokens, vocabulary]`.
+        """
         output = _with_last_hidden_state(finished, hidden)
         with _instance_forward(self._owner, lambda *arguments, **keywords: output):
             placeholder = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
@@ -135,7 +143,8 @@ class LayerRunner:
             self._start(None)
         if hidden is None or len(calls) != len(self.layers):
             raise BadInput(
-                f"{type(self._model).__name__}: {len(calls)} of {len(self.layers)} layers were called in order"
+                f"{type(self._model).__name__}: only {len(calls)} of its {len(self.layers)} layers were called;"
+                " each must be called once, in order"
             )
         return Embedded(hidden=hidden, calls=calls), finished
 
@@ -146,9 +155,9 @@ class LayerRunner:
         def forward(*arguments: Argument, **keywords: Argument) -> object:
             hidden, *others = (keywords.pop("hidden_states"), *arguments) if "hidden_states" in keywords else arguments
             if not isinstance(hidden, torch.Tensor) or (self._calls and hidden is not self._expected):
-                raise self._something_between()
+                raise self._code_between_layers()
             if index != len(self._calls):
-                raise self._something_between()
+                raise self._code_between_layers()
             self._expected = hidden
             for argument in (*others, *keywords.values()):
                 self._check(argument)
@@ -160,24 +169,28 @@ class LayerRunner:
 
         return forward
 
-    def _something_between(self) -> BadInput:
+    def _code_between_layers(self) -> BadInput:
         return BadInput(
-            f"{type(self._model).__name__}: something happens between its layers; "
-            "only models that hand hidden states straight from layer to layer can be streamed"
+            f"{type(self._model).__name__}: its code does something between its layers; "
+            "only models that pass hidden states directly from layer to layer can be streamed"
         )
 
     def _check(self, argument: object) -> None:
-        """Refuse arguments through which layers could share trained or changing state."""
+        """Reject an argument through which layers could share trained or changing state."""
         if isinstance(argument, tuple | list):
             for item in argument:
                 self._check(item)
         elif isinstance(argument, torch.Tensor):
             if argument.requires_grad:
                 raise BadInput(
-                    f"{type(self._model).__name__}: its layers receive a trained tensor besides their hidden states"
+                    f"{type(self._model).__name__}: its layers receive a trained tensor in addition to hidden states; "
+                    "such models cannot be streamed"
                 )
         elif argument is not None and not isinstance(argument, str | int | float | bool):
-            raise BadInput(f"{type(self._model).__name__}: its layers share a {type(argument).__name__}")
+            raise BadInput(
+                f"{type(self._model).__name__}: its layers share a {type(argument).__name__}; "
+                "such models cannot be streamed"
+            )
 
 
 def _bare(hidden: torch.Tensor) -> object:
@@ -193,7 +206,7 @@ def _pair(hidden: torch.Tensor) -> object:
 
 
 def last_hidden_state(finished: object) -> torch.Tensor:
-    """The hidden states [batch, tokens, width] that the head will see."""
+    """The hidden states `[batch, tokens, hidden_size]` in the owner's output, which are the head's input."""
     assert isinstance(finished, ModelOutput | tuple)
     hidden = finished["last_hidden_state"] if isinstance(finished, ModelOutput) else finished[0]
     assert isinstance(hidden, torch.Tensor)
@@ -209,7 +222,7 @@ def _with_last_hidden_state(finished: object, hidden: torch.Tensor) -> object:
 
 @contextlib.contextmanager
 def _instance_forward(module: nn.Module, forward: Forward) -> Iterator[None]:
-    """`module.forward` is `forward` inside, and the class's own again after."""
+    """A context in which `module.forward` is `forward`. Afterwards it is the class's own again."""
     module.forward = forward
     try:
         yield

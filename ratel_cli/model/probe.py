@@ -1,9 +1,9 @@
-"""Tries a skeleton out on eight tokens to learn what no attribute says.
+"""Runs a skeleton on eight tokens to learn what no attribute says.
 
-`model.blocks` asks two things of it: which parameters outside the layers are used before the first
-layer and which after the last, and whether the masks that the model builds from position ids keep
-packed samples apart. Parameters are placeholders, and operators that touch one are not executed but
-only shaped, so the probe of a 100B model takes as long as that of a small one.
+It answers two questions. Which parameters outside the layers are used before the first layer, and which after the last?
+Do the masks that the model builds from position ids separate packed samples? Invariant: parameters are placeholders,
+and an operator that reads one is not executed: only the shape of its result is computed. So a 100B model takes as long
+as a small one.
 """
 
 from __future__ import annotations
@@ -22,14 +22,19 @@ _SAMPLE_TOKENS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Names of the parameters outside the layers, by where the model uses them."""
+    """Names of the parameters outside the layers, by the place where the model uses them."""
 
     before: frozenset[str]
+    """Used before the first layer."""
     after: frozenset[str]
+    """Used after the last layer. A parameter may be in both."""
 
 
 def probe_usage(layer_runner: LayerRunner, parameters: Mapping[str, torch.nn.Parameter]) -> tuple[Usage, Embedded]:
-    """Run two packed samples through `layer_runner` and note which of `parameters` each part reads."""
+    """Run two packed samples and note which of `parameters`, given by name, each part of the model reads.
+
+    Also returns the result of the part before the layers. Raises BadInput if the model cannot be streamed.
+    """
     input_ids = torch.zeros((1, 2 * _SAMPLE_TOKENS), dtype=torch.long)
     position_ids = torch.arange(_SAMPLE_TOKENS).repeat(2).unsqueeze(0)
     names = {parameter.untyped_storage()._cdata: name for name, parameter in parameters.items()}
@@ -46,7 +51,7 @@ def probe_usage(layer_runner: LayerRunner, parameters: Mapping[str, torch.nn.Par
 
 
 def keeps_samples_apart(calls: Sequence[LayerCall]) -> bool:
-    """Whether every layer got a mask [.., 2n, 2n] in which the second sample cannot see the first."""
+    """Whether every layer got a mask `[.., 2n, 2n]` in which the second sample of `n` tokens cannot see the first."""
     return all(any(_separates(leaf) for leaf in tree_leaves((call.arguments, call.keywords))) for call in calls)
 
 
@@ -59,7 +64,7 @@ def _separates(mask: object) -> bool:
 
 
 class _UsageWatch(OperatorMode):
-    """Notes operators that read a placeholder, and shapes their results without computing them."""
+    """Notes which placeholders are read. Operators that read one return zeros of the right shape."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
@@ -69,11 +74,11 @@ class _UsageWatch(OperatorMode):
         self._current = self.before
 
     def enter_layers(self) -> None:
-        """From here on the owner works on what its layers gave."""
+        """From here on the owner works on the output of its layers."""
         self._current = self.after
 
     def leave_layers(self) -> None:
-        """The owner starts again with its embedding."""
+        """From here on the owner computes its embedding again."""
         self._current = self.before
 
     def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:

@@ -1,7 +1,7 @@
-"""An exported directory, read back as its users will read it: value by value from its files, and by transformers.
+"""Reads an exported directory back: value by value from its files, and through transformers.
 
-`run.verify` calls it for `ratel verify`. Pickles and remote code are never loaded, and nothing is downloaded.
-Invariant: what is returned was read whole; whatever is wrong with the directory is raised, naming file and tensor.
+Invariants: pickles and remote code are never loaded, and nothing is downloaded. Every fault is raised as an
+IntegrityFailure that names the file and the tensor.
 """
 
 from __future__ import annotations
@@ -13,37 +13,39 @@ from typing import cast
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ratel_cli.errors import IntegrityFailure
+from ratel_cli.errors import IntegrityFailure, excerpt, first_line
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
-from ratel_cli.model.shards import ShardReader, escaped
+from ratel_cli.model.shards import ShardReader
 from ratel_cli.units import MIB
 
 _READ_BYTES = 32 * MIB
 
 
 def holds_export(directory: Path) -> bool:
-    """Whether there are weights that transformers would load."""
+    """Whether the directory has weights that transformers would load."""
     return any((directory / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
 
 
 def check_values(reader: ShardReader, *, progress: Callable[[int], None]) -> None:
-    """Read every tensor of an open file. Raises IntegrityFailure, naming the tensor, at a value that is not finite.
+    """Read every tensor of an open file. Raises IntegrityFailure with the tensor's name if a value is not finite.
 
-    `progress` is told the bytes of each part.
+    `progress` is called with the bytes of each part that was read.
     """
     for name, entry in reader.tensors.items():
         size = entry.dtype.itemsize
         for start in range(0, entry.num_elements, _READ_BYTES // size):
             values = reader.read(name, start, min(start + _READ_BYTES // size, entry.num_elements))
             if values.is_floating_point() and not _is_finite(values):
-                raise IntegrityFailure(f"{reader.path.name}: tensor {escaped(name)} holds values that are not finite")
+                raise IntegrityFailure(
+                    f"{reader.path.name}: tensor {excerpt(name)} has values that are NaN or infinite"
+                )
             progress(len(values) * size)
 
 
 def load_export(directory: Path, *, dtype: torch.dtype | None, attention: str | None) -> PreTrainedModel:
-    """The model as `from_pretrained` gives it, for inference. `dtype` None: as config.json says.
+    """The model that `from_pretrained` returns, ready for inference. `dtype` None: the dtype in config.json.
 
-    Raises IntegrityFailure if transformers cannot load it, misses a tensor or finds one too many.
+    Raises IntegrityFailure if transformers cannot load the model, or if a tensor is missing or unexpected.
     """
     options: dict[str, object] = {} if attention is None else {"attn_implementation": attention}
     try:
@@ -57,30 +59,32 @@ def load_export(directory: Path, *, dtype: torch.dtype | None, attention: str | 
             **options,
         )
     except Exception as error:
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise IntegrityFailure(f"{directory}: transformers cannot load it: {first_line}") from error
+        raise IntegrityFailure(f"{directory}: transformers cannot load the model: {first_line(error)}") from error
     model, findings = cast(tuple[PreTrainedModel, Mapping[str, Iterable[object]]], loaded)
     for finding, words in (
         ("missing_keys", "is missing"),
-        ("unexpected_keys", "has no place in the model"),
+        ("unexpected_keys", "does not belong to the model"),
     ):
         names = sorted(str(name) for name in findings.get(finding, ()))
         if names:
             others = f" ({len(names)} in all)" if len(names) > 1 else ""
-            raise IntegrityFailure(f"{directory}: tensor {escaped(names[0])} {words}{others}")
+            raise IntegrityFailure(f"{directory}: tensor {excerpt(names[0])} {words}{others}")
     return cast(PreTrainedModel, model.eval())
 
 
 def read_parameter(model: PreTrainedModel, name: str, start: int, num_elements: int) -> torch.Tensor:
-    """Elements of a loaded model's parameter, flattened. Raises IntegrityFailure if the model has none of that name."""
+    """`num_elements` elements of a flattened parameter from `start` on, in the model's dtype.
+
+    Raises IntegrityFailure if the model has no parameter of that name.
+    """
     try:
         parameter = model.get_parameter(name)
     except AttributeError as error:
-        raise IntegrityFailure(f"tensor {escaped(name)} is not in the model that was loaded") from error
+        raise IntegrityFailure(f"tensor {excerpt(name)} is not a parameter of the loaded model") from error
     return parameter.detach().reshape(-1)[start : start + num_elements]
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    # Of 8 bits torch has no isfinite.
+    # torch has no isfinite for dtypes of 8 bits.
     wide = values.to(torch.float32) if values.dtype.itemsize == 1 else values
     return bool(torch.isfinite(wide).all())

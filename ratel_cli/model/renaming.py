@@ -1,10 +1,9 @@
 """How the tensors of a checkpoint become the parameters of a skeleton.
 
-transformers renames, stacks, splits and transposes weights on the way from a file to a module (the
-experts of a mixture, for one, are many tensors in older files and one parameter in the module). Its
-own table of conversions decides here too, so that no family is known to Ratel; only the driving is
-ours: names and shapes are worked out beforehand on meta tensors, and each conversion is run alone,
-when its parameters are asked for. `model.checkpoint` is the only caller.
+transformers renames, stacks, splits and transposes weights on the way from a file to a module. For example, the experts
+of a mixture are many tensors in older files and one parameter in the module. Invariant: the table of conversions is
+that of transformers, so Ratel knows no model family. Only the order is ours: all names are resolved first, and each
+conversion runs alone, when one of its parameters is read.
 """
 
 from __future__ import annotations
@@ -21,21 +20,24 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 @dataclass(slots=True, kw_only=True)
 class Conversion:
-    """One run of a converter: several tensors of the files in, one or more of the model out."""
+    """One run of a converter: from several tensors of the files to one or more tensors of the model."""
 
     converter: WeightConverter
     first_target: str
     sources: list[tuple[str, str]] = field(default_factory=list)
-    """(pattern of the converter, name in the file), in the converter's order."""
+    """(pattern of the converter, name in the file), in the order that the converter needs."""
 
     @property
     def source_names(self) -> list[str]:
         return [name for _, name in self.sources]
 
     def run(self, model: PreTrainedModel, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The converted tensors by the model's names. Every source is alive at once."""
+        """The converted tensors, by their names in the model. All sources are in memory together.
+
+        `read` returns a tensor of the files by its name. Raises what the converter raises if the sources do not fit.
+        """
         for pattern, name in self.sources:
-            # Tensors themselves are as good as futures of them: so does transformers when it saves.
+            # A tensor may take the place of a future of it: transformers does the same when it saves.
             self.converter.add_tensor(self.first_target, name, pattern, read(name))  # type: ignore[arg-type]
         converted = self.converter.convert(self.first_target, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
@@ -43,19 +45,19 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renaming:
-    """Every tensor of a checkpoint, sorted by what must be done with it."""
+    """The place in the model of every tensor of a checkpoint."""
 
     direct: Mapping[str, str]
-    """Name in the model -> name in the file, for tensors that are taken as they are."""
+    """Name in the model -> name in the file, for tensors that need no conversion."""
     conversions: tuple[Conversion, ...]
     unexpected: tuple[tuple[str, str], ...]
-    """(name in the file, name it would have in the model) of tensors that the model has no place for."""
+    """(name in the file, name after renaming) of tensors that the model does not have."""
     doubled: tuple[tuple[str, str], ...]
-    """Pairs of names in the files that claim the same place."""
+    """Pairs of names in the files that have the same place in the model."""
 
 
 def plan_renaming(model: PreTrainedModel, names: Iterable[str]) -> Renaming:
-    """Find the place of every tensor by the rules, and in the order, of transformers' own loader."""
+    """Find the place of every tensor, by the rules of transformers' own loader and in its order."""
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]

@@ -1,9 +1,8 @@
 """Safetensors files, read and written by ranges of elements, so that memory stays flat.
 
-`model.checkpoint` reads base models through `ShardReader`; `model.export_weights` writes shards through
-`ShardWriter`. A header is checked whole before anything is allocated, so a damaged or hostile file
-ends in BadInput with the file and the reason. Files are never mapped: mapped pages count as resident
-memory, and a truncated file would kill the process with SIGBUS.
+Invariant: a header is checked as a whole before anything is allocated, so a damaged or hostile file ends in BadInput
+with the file's name and the reason. Files are never mapped: mapped pages count as resident memory, and a file that is
+truncated while it is mapped would kill the process with SIGBUS.
 """
 
 from __future__ import annotations
@@ -17,16 +16,15 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 
-from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, RatelError
+from ratel_cli.closing import Closing
+from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, RatelError, excerpt
 from ratel_cli.units import align_up
 
 MAX_HEADER_BYTES = 100_000_000
-"""The limit of the reference implementation."""
+"""The limit of the reference implementation, safetensors."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
@@ -37,21 +35,18 @@ DTYPES: Mapping[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MAX_DIMENSIONS = 64
+"""The limit of torch, like the next."""
 _MAX_TENSOR_BYTES = (1 << 63) - 1
-"""Both are torch's."""
-
-_SHOWN_CHARACTERS = 200
-"""Of a name in a message: names may be as long as a header."""
+_COPY_AGAIN = "the file is damaged or incomplete: download or copy it again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorEntry:
-    """One tensor of a file: what it is, and where its bytes lie behind the header."""
+class TensorSpec:
+    """Name, dtype and shape of one tensor of a file."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    offset: int
 
     @property
     def num_elements(self) -> int:
@@ -62,10 +57,19 @@ class TensorEntry:
         return self.num_elements * self.dtype.itemsize
 
 
-class ShardReader:
-    """An open safetensors file. Raises BadInput when it is anything else."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry(TensorSpec):
+    """A tensor of a file that exists, and where its data is."""
+
+    offset: int
+    """Bytes between the end of the header and the tensor's first byte."""
+
+
+class ShardReader(Closing):
+    """An open safetensors file. `tensors` holds what its header says, by name."""
 
     def __init__(self, path: Path) -> None:
+        """Open the file and check its header. Raises BadInput if it is no regular, complete safetensors file."""
         self.path = path
         self._fd = -1
         self._fd = _open_regular(path)
@@ -75,21 +79,17 @@ class ShardReader:
             self.close()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
+        """Close the file. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements ``start`` to ``stop`` of the flattened tensor, in the file's dtype."""
+        """Elements `start` to `stop` of the flattened tensor, `[stop - start]` in the file's dtype.
+
+        Raises IntegrityFailure on an I/O error, BadInput if the file has become shorter.
+        """
         entry = self.tensors[name]
         assert 0 <= start <= stop <= entry.num_elements, (name, start, stop)
         raw = torch.empty((stop - start) * entry.dtype.itemsize, dtype=torch.uint8)
@@ -98,19 +98,20 @@ class ShardReader:
         return raw.view(entry.dtype)
 
     def read_whole(self, name: str) -> torch.Tensor:
-        """The tensor in its shape."""
+        """The whole tensor, in its own shape and dtype. Raises what `read` raises."""
         entry = self.tensors[name]
         return self.read(name, 0, entry.num_elements).reshape(entry.shape)
 
 
-class ShardWriter:
-    """One safetensors file, written front to back under a temporary name.
+class ShardWriter(Closing):
+    """One safetensors file, written from front to back under a temporary name.
 
-    The header is known beforehand, so tensors may arrive in pieces of any size, in the order of
-    `tensors`. Only `finish` gives the file its name; leaving the context before removes it.
+    The header comes first, so elements may arrive in parts of any size, in the order of `tensors`. Only `finish`
+    gives the file its name; `close` without `finish` removes it. Every method raises EnvironmentFailure if the file
+    cannot be written and IntegrityFailure on an I/O error.
     """
 
-    def __init__(self, path: Path, tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> None:
+    def __init__(self, path: Path, tensors: Sequence[TensorSpec]) -> None:
         self.path = path
         self._partial = path.with_name(f".{path.name}.partial")
         self._fd = -1
@@ -127,16 +128,8 @@ class ShardWriter:
             self.close()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def write(self, elements: torch.Tensor) -> None:
-        """Append contiguous elements, already in the dtype that the header promised."""
+        """Append contiguous elements of any shape, in the dtype that the header names."""
         assert elements.is_contiguous() and elements.device.type == "cpu"
         if elements.numel():
             self._write_all(elements.detach().reshape(-1).view(torch.uint8).numpy().data)
@@ -153,7 +146,7 @@ class ShardWriter:
         self._fd = -1
 
     def close(self) -> None:
-        """Without `finish` before it: the file is given up and removed."""
+        """Remove the file, unless `finish` has given it its name. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -171,31 +164,25 @@ class ShardWriter:
         self._written_bytes += len(memory)
 
 
-def file_bytes(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> int:
-    """The exact size of the file that `ShardWriter` makes of these tensors."""
+def file_bytes(tensors: Sequence[TensorSpec]) -> int:
+    """The exact size in bytes of the file that `ShardWriter` makes of these tensors."""
     header, data_bytes = _header_of(tensors)
     return len(header) + data_bytes
 
 
 def write_failure(path: Path, error: OSError) -> RatelError:
-    """What an OSError while writing a file of the export means to the user."""
+    """The error to raise for an OSError while a file of the export was written."""
     if error.errno in _NO_SPACE:
         return EnvironmentFailure(
-            f"{path}: no space left while writing: {error.strerror}", "free space there, or give another output_dir"
+            f"{path}: no space left while writing: {error.strerror}", "free space there, or set another output_dir"
         )
     if error.errno == errno.EIO:
-        return IntegrityFailure(f"{path}: input/output error while writing")
+        return IntegrityFailure(f"{path}: input/output error while writing", "check the drive")
     return EnvironmentFailure(f"{path}: cannot be written: {error.strerror}")
 
 
-def escaped(text: str) -> str:
-    """Text from a file, fit for a message: control characters and the like are spelled out, what is long is cut."""
-    spelled = text[:_SHOWN_CHARACTERS].encode("unicode_escape").decode("ascii")
-    return spelled if len(text) <= _SHOWN_CHARACTERS else f"{spelled}..."
-
-
 def _open_regular(path: Path) -> int:
-    """Open without following a link or waiting on a FIFO that took the file's place after the checks."""
+    """Open a file. A link or a FIFO that has taken its place since it was checked is not followed or waited for."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -212,23 +199,28 @@ def _read_exactly(path: Path, fd: int, memory: memoryview, offset: int) -> None:
         try:
             num_bytes = os.preadv(fd, [memory[position:]], offset + position)
         except OSError as error:
-            raise IntegrityFailure(f"{path}: cannot be read at byte {offset + position}: {error.strerror}") from error
+            message = f"{path}: cannot be read at byte {offset + position}: {error.strerror}"
+            raise IntegrityFailure(message, "check the drive") from error
         if num_bytes == 0:
-            raise BadInput(f"{path}: ends at byte {offset + position}; it was cut while being read")
+            raise BadInput(f"{path}: ends at byte {offset + position}: it was truncated while it was read", _COPY_AGAIN)
         position += num_bytes
 
 
 def _read_header(path: Path, fd: int) -> tuple[int, dict[str, TensorEntry]]:
     total_bytes = os.fstat(fd).st_size
     if total_bytes < 8:
-        raise BadInput(f"{path}: {total_bytes} bytes are too few for a safetensors file")
+        raise BadInput(f"{path}: not a safetensors file: it has only {total_bytes} bytes", _COPY_AGAIN)
     length = bytearray(8)
     _read_exactly(path, fd, memoryview(length), 0)
     header_bytes = int.from_bytes(length, "little")
     if header_bytes > MAX_HEADER_BYTES:
-        raise BadInput(f"{path}: not a safetensors file: its header would have {header_bytes} bytes")
+        raise BadInput(
+            f"{path}: not a safetensors file: its header would have {header_bytes} bytes, and at most"
+            f" {MAX_HEADER_BYTES} are allowed"
+        )
     if 8 + header_bytes > total_bytes:
-        raise BadInput(f"{path}: truncated: the header has {header_bytes} bytes, the file {total_bytes}")
+        message = f"{path}: truncated: the header needs {8 + header_bytes} bytes, the file has {total_bytes}"
+        raise BadInput(message, _COPY_AGAIN)
     raw = bytearray(header_bytes)
     _read_exactly(path, fd, memoryview(raw), 8)
     return 8 + header_bytes, _parse_header(path, bytes(raw), total_bytes - 8 - header_bytes)
@@ -240,39 +232,40 @@ def _parse_header(path: Path, raw: bytes, data_bytes: int) -> dict[str, TensorEn
     try:
         header = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
-        raise BadInput(f"{path}: the header cannot be parsed: {escaped(str(error))}") from error
+        raise BadInput(f"{path}: the header is not valid JSON: {excerpt(str(error))}") from error
     if not isinstance(header, dict):
-        raise BadInput(f"{path}: the header is not an object")
+        raise BadInput(f"{path}: the header is not a JSON object")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise BadInput(f"{path}: __metadata__ must map text to text")
+        raise BadInput(f"{path}: __metadata__ in the header must map text to text")
     entries = [_parse_entry(path, name, fields, data_bytes) for name, fields in header.items()]
     _check_coverage(path, entries, data_bytes)
     return {entry.name: entry for entry in entries}
 
 
 def _parse_entry(path: Path, name: str, fields: object, data_bytes: int) -> TensorEntry:
-    where = f"{path}: tensor {escaped(name)}"
+    where = f"{path}: tensor {excerpt(name)}"
     if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
-        raise BadInput(f"{where}: must have exactly dtype, shape and data_offsets")
+        raise BadInput(f"{where}: its entry in the header must have exactly dtype, shape and data_offsets")
     dtype = DTYPES.get(fields["dtype"]) if isinstance(fields["dtype"], str) else None
     if dtype is None:
-        raise BadInput(f"{where}: dtype {escaped(str(fields['dtype'])[:40])} is not supported")
+        raise BadInput(f"{where}: dtype {excerpt(str(fields['dtype']), 40)} is not supported")
     shape, offsets = fields["shape"], fields["data_offsets"]
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
         raise BadInput(f"{where}: shape and data_offsets must be lists of whole numbers")
     begin, end = offsets
     if not begin <= end <= data_bytes:
-        raise BadInput(f"{where}: bytes {begin} to {end} lie beyond the end of the file's {data_bytes} bytes of data")
+        message = f"{where}: bytes {begin} to {end} are outside the {data_bytes} bytes of data in the file"
+        raise BadInput(message, _COPY_AGAIN)
     if _num_bytes(shape, dtype) != end - begin:
-        raise BadInput(f"{where}: its shape and dtype do not match its {end - begin} bytes")
+        raise BadInput(f"{where}: its shape and dtype do not match its {end - begin} bytes of data")
     return TensorEntry(name=name, dtype=dtype, shape=tuple(shape), offset=begin)
 
 
 def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int | None:
-    """None for a shape that no tensor can have, even where it is empty.
+    """The bytes of a tensor; None for a shape that torch cannot have, even if the tensor is empty.
 
-    Multiplied step by step: a hostile shape must not build a number of a million digits.
+    Multiplied step by step, because the product over a hostile shape could have a million digits.
     """
     if len(shape) > _MAX_DIMENSIONS:
         return None
@@ -285,15 +278,15 @@ def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int | None:
 
 
 def _check_coverage(path: Path, entries: Sequence[TensorEntry], data_bytes: int) -> None:
-    """The tensors tile the data: no overlap, no hole, nothing behind the last."""
+    """The tensors must cover the data: no overlap, no gap, nothing after the last."""
     position = 0
     for entry in sorted(entries, key=lambda entry: (entry.offset, entry.num_bytes)):
         if entry.offset != position:
-            fault = "overlaps the tensor before it" if entry.offset < position else "leaves a hole before it"
-            raise BadInput(f"{path}: tensor {escaped(entry.name)} {fault}")
+            fault = "overlaps the tensor before it" if entry.offset < position else "leaves a gap before it"
+            raise BadInput(f"{path}: tensor {excerpt(entry.name)} {fault}")
         position += entry.num_bytes
     if position != data_bytes:
-        raise BadInput(f"{path}: {data_bytes - position} trailing bytes behind the last tensor")
+        raise BadInput(f"{path}: {data_bytes - position} bytes after the last tensor belong to no tensor")
 
 
 def _are_counts(value: object) -> bool:
@@ -301,6 +294,7 @@ def _are_counts(value: object) -> bool:
 
 
 def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An `object_pairs_hook` for `json.loads` that raises ValueError if a key appears twice in an object."""
     unique = dict(pairs)
     if len(unique) != len(pairs):
         seen: set[str] = set()
@@ -309,13 +303,17 @@ def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return unique
 
 
-def _header_of(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[bytes, int]:
-    """The header with its length, and the number of data bytes behind it."""
+def _header_of(tensors: Sequence[TensorSpec]) -> tuple[bytes, int]:
+    """The header with the 8 bytes of its length, and the number of data bytes that follow it."""
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
-    for name, dtype, shape in tensors:
-        stop = position + math.prod(shape) * dtype.itemsize
-        fields[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, stop]}
+    for tensor in tensors:
+        stop = position + tensor.num_bytes
+        fields[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, stop],
+        }
         position = stop
     text = json.dumps(fields, separators=(",", ":")).encode("ascii")
     text = text.ljust(align_up(len(text), 8))

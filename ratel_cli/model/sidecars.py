@@ -1,8 +1,7 @@
-"""The files beside the weights: configuration, tokenizer, chat template, generation defaults, card.
+"""Sidecars: the files next to the weights, that is configuration, tokenizer, chat template, generation defaults, card.
 
-`model.export_weights` calls `add_companions`. They are copied from the base model, not written anew, so that
-nothing that an author put there is lost; only the configuration is changed, where it would otherwise
-not be true of the new weights. Code and weights are never among them.
+An export copies them from the base model, so that nothing that its author wrote is lost. Only the configuration
+changes, where it would be wrong for the new weights. Invariant: sidecars are never code and never weights.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from transformers import GenerationConfig
 
-from ratel_cli.errors import BadInput
+from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.model.directory import trusted_file
 from ratel_cli.model.skeleton import read_model_config
 from ratel_cli.model.spec import ModelSpec
@@ -29,10 +28,13 @@ _COPIED = (
 _GENERATION_NAME = "generation_config.json"
 
 
-def add_companions(
+def add_sidecars(
     staging: Staging, *, base_dir: Path, spec: ModelSpec, dtype: DtypeName, base_model: str | None, num_updates: int
 ) -> None:
-    """Put everything but weights into `staging`. `base_model` is the hub id, where there is one."""
+    """Put all sidecars into `staging`. `base_model` is the hub id, or None.
+
+    Raises BadInput if a file of the base model cannot be used, EnvironmentFailure if one cannot be written.
+    """
     staging.write_text("config.json", _config(base_dir, spec, dtype))
     staging.write_text("README.md", _card(spec, dtype, base_model, num_updates))
     for pattern in _COPIED:
@@ -48,14 +50,14 @@ def add_companions(
 
 
 def _config(base_dir: Path, spec: ModelSpec, dtype: DtypeName) -> str:
-    """The base model's configuration with the new dtype, and without the code that it may have named."""
+    """The base model's configuration with the new dtype and without references to code."""
     path = trusted_file(base_dir, "config.json")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise BadInput(f"{path}: cannot be parsed: {error}") from error
+        raise BadInput(f"{path}: not valid JSON: {excerpt(str(error))}") from error
     if not isinstance(config, dict):
-        raise BadInput(f"{path}: is not an object")
+        raise BadInput(f"{path}: not a JSON object")
     for name in ("torch_dtype", "auto_map"):
         config.pop(name, None)
     config["architectures"] = [spec.architecture]
@@ -64,7 +66,7 @@ def _config(base_dir: Path, spec: ModelSpec, dtype: DtypeName) -> str:
 
 
 def _card(spec: ModelSpec, dtype: DtypeName, base_model: str | None, num_updates: int) -> str:
-    """A model card with the facts that are known here; its author has the rest."""
+    """A model card with what is known here. The model's author adds the rest."""
     base_line = f"base_model: {base_model}\n" if base_model else ""
     origin = f"[{base_model}](https://huggingface.co/{base_model})" if base_model else "its base model"
     return (

@@ -1,8 +1,7 @@
-"""A Hugging Face decoder without its weights: parameters on the meta device, buffers real.
+"""A skeleton: a Hugging Face decoder without its weights, with parameters on the meta device and real buffers.
 
-`run.inputs` builds one skeleton per run; `model.blocks` finds the blocks in it and `engine` binds
-weights to it one block at a time. Nothing here knows any model family, and no memory is spent on
-weights: a 100B skeleton costs what its Python objects cost.
+Invariants: nothing here knows a model family, and weights take no memory: a 100B skeleton takes only the memory of its
+Python objects.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from ratel_cli.errors import BadInput
-from ratel_cli.model.directory import check_companions
+from ratel_cli.errors import BadInput, first_line
+from ratel_cli.model.directory import check_sidecars
 from ratel_cli.model.spec import check_depth
 from ratel_cli.sizes import DtypeName
 
@@ -27,20 +26,19 @@ DTYPES: dict[DtypeName, torch.dtype] = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-
-
 _PROBABILITIES = ("dropout", "_pdrop", "_dropout_prob")
+"""Endings of keys whose values are probabilities."""
 
 
 def read_model_config(directory: Path) -> PretrainedConfig:
-    """The model's configuration. Raises BadInput when transformers does not know it without remote code."""
-    check_companions(directory)
+    """The model's configuration. Raises BadInput if transformers cannot read it without running remote code."""
+    check_sidecars(directory)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
         raise BadInput(
-            f"{directory / 'config.json'}: not a model configuration that transformers knows: {_first_line(error)}",
-            "remote code is never run; use a model that transformers supports itself",
+            f"{directory / 'config.json'}: not a model configuration that transformers knows: {first_line(error)}",
+            "use a model that transformers supports by itself; a model's own code is never run",
         ) from error
     num_layers = getattr(config, "num_hidden_layers", None)
     if isinstance(num_layers, int):
@@ -51,11 +49,11 @@ def read_model_config(directory: Path) -> PretrainedConfig:
 def build_skeleton(config: PretrainedConfig, *, dtype: DtypeName, attn_implementation: str) -> PreTrainedModel:
     """Construct the causal language model of `config` with meta parameters and real buffers.
 
-    `torch.device("meta")` would also lose the buffers (rotary frequencies, causal masks), so only
-    the registration of parameters is diverted. Raises BadInput for models that are no decoders.
+    `torch.device("meta")` would lose the values of buffers too (rotary frequencies, causal masks), so only the
+    registration of parameters is replaced. Raises BadInput if the model is no decoder or cannot be built.
     """
-    _refuse_unsupported(config)
-    _refuse_contradictions(config)
+    _reject_unsupported(config)
+    _reject_contradictions(config)
     config = copy.deepcopy(config)  # from_config writes its arguments into it
     config.use_cache = False
     try:
@@ -65,8 +63,8 @@ def build_skeleton(config: PretrainedConfig, *, dtype: DtypeName, attn_implement
             )
     except Exception as error:
         raise BadInput(
-            f"config.json: cannot build a {config.model_type} language model from it: "
-            f"{type(error).__name__}: {_first_line(error)}",
+            f"config.json: transformers cannot build a {config.model_type} language model from it: "
+            f"{type(error).__name__}: {first_line(error)}",
             "check the values in the model's config.json",
         ) from error
     model.train()
@@ -74,50 +72,55 @@ def build_skeleton(config: PretrainedConfig, *, dtype: DtypeName, attn_implement
 
 
 def supported_attention(config: PretrainedConfig, wanted: str) -> str:
-    """`wanted` where the model has it, else `eager`, which every model has."""
+    """`wanted` if the model supports this attention implementation, else `eager`, which every model supports."""
     try:
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=wanted, trust_remote_code=False)
-    except Exception:  # noqa: BLE001  if the config is what is wrong, building with eager will say so
+    except Exception:  # noqa: BLE001  if the config itself is wrong, building with eager reports it
         return "eager"
     return wanted
 
 
-def _refuse_unsupported(config: PretrainedConfig) -> None:
-    """Options whose loss terms or side outputs the block-wise step would silently drop."""
+def _reject_unsupported(config: PretrainedConfig) -> None:
+    """Reject options whose loss terms or outputs the block-wise step would silently drop."""
     for option, meaning in (
         ("output_router_logits", "the auxiliary router loss"),
-        ("output_hidden_states", "hidden states of every layer"),
-        ("output_attentions", "attention maps"),
+        ("output_hidden_states", "the hidden states of every layer"),
+        ("output_attentions", "the attention maps"),
     ):
         if getattr(config, option, False):
             raise BadInput(
-                f"config.json sets {option}: true, and {meaning} cannot be had when layers pass one at a time",
+                f"config.json sets {option}: true, but {meaning} would need all layers in memory at once",
                 f"set {option}: false in the model's config.json",
             )
     for option in ("layerdrop", "layer_dropout"):
         if getattr(config, option, 0.0):
-            raise BadInput(f"config.json sets {option}: layers that are skipped at random are not supported")
+            raise BadInput(
+                f"config.json sets {option}: layers that are skipped at random are not supported",
+                f"set {option}: 0 in the model's config.json",
+            )
     if getattr(config, "is_encoder_decoder", False):
-        raise BadInput(f"{config.model_type} is an encoder-decoder; only decoder language models can be fine-tuned")
+        raise BadInput(
+            f"config.json: {config.model_type} is an encoder-decoder; only decoder language models can be fine-tuned"
+        )
 
 
-def _refuse_contradictions(config: PretrainedConfig) -> None:
-    """Values that transformers takes, and of which its layers complain only when they run."""
+def _reject_contradictions(config: PretrainedConfig) -> None:
+    """Reject values that transformers accepts although its layers fail on them when they run."""
     for key, value in config.to_dict().items():
         if key.endswith(_PROBABILITIES) and isinstance(value, int | float) and not 0 <= value <= 1:
-            raise BadInput(f"config.json: {key} is {value}; a probability is between 0 and 1")
+            raise BadInput(f"config.json: {key} is {value}; it must be a probability between 0 and 1")
     heads, shared = (getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
         raise BadInput(
-            f"config.json: {shared} key-value heads cannot be shared by {heads} attention heads",
-            "num_attention_heads must be a multiple of num_key_value_heads",
+            f"config.json: {heads} attention heads cannot share {shared} key-value heads",
+            "make num_attention_heads a multiple of num_key_value_heads",
         )
 
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Every parameter registered inside becomes a meta parameter; shared ones stay shared."""
+    """A context in which every newly registered parameter becomes a meta parameter. Shared parameters stay shared."""
     original = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -130,7 +133,3 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,13 +1,12 @@
-"""What a model is, as values: blocks, their parameters and where each one lies in its block.
+"""A model as values: its blocks, their parameters, and the place of each parameter in its block.
 
-Built by `model.blocks` from a Hugging Face skeleton; read by everything that plans, stores or moves
-parameters. Pure: no torch, so that plans can be made on a laptop.
+Pure: nothing here imports torch, so that a plan can be made on any machine.
 
-Invariant: a block's parameters lie one after another in one flat array of `num_elements` elements.
-Every parameter starts on a multiple of `PARAMETER_ALIGNMENT` elements (256 bytes in 16 bit: the most that
-kernels look at when they choose a path, so that they take the one that they take for torch's own tensors, and
-give the same bits), and the whole array is a multiple of `BLOCK_ALIGNMENT` elements (a 4 KiB page in 16 bit, so
-that every field of a record in the store is page-aligned). Elements in gaps are zero.
+Invariants: a block's parameters lie one after another in one flat array of `num_elements` elements. Every parameter
+starts on a multiple of `PARAMETER_ALIGNMENT` elements. That is 256 bytes in 16 bit, the most that kernels look at when
+they choose a path; so they take the same path as for torch's own tensors, and give the same bits. The length of the
+array is a multiple of `BLOCK_ALIGNMENT` elements, a page of 4 KiB in 16 bit, so that every field of a record in the
+store starts on a page. Elements in gaps are zero.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ratel_cli.units import align_up
 
 FORMAT_VERSION = 1
 MAX_LAYERS = 10_000
-"""More is a mistake in a config: the deepest models have some hundred, and each takes milliseconds to describe."""
+"""More layers in a config are a mistake. The deepest models have some hundred; each takes milliseconds to build."""
 
 BlockKind = Literal["embedding", "layer", "head"]
 _BEFORE_THE_LAYER = re.compile(r"(.*?\.)?\d+\.")
@@ -37,8 +36,9 @@ class ParameterSpec:
     name: str
     shape: tuple[int, ...]
     start: int
+    """The index of its first element in the flat array."""
     decay: bool
-    """Whether weight decay applies: matrices yes, norms and biases no."""
+    """Whether weight decay applies; see `decays`."""
 
     @property
     def num_elements(self) -> int:
@@ -46,6 +46,7 @@ class ParameterSpec:
 
     @property
     def stop(self) -> int:
+        """The index after its last element in the flat array."""
         return self.start + self.num_elements
 
 
@@ -66,13 +67,15 @@ class BlockSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Every block in forward order: embedding, layers, head."""
+    """All blocks of a model."""
 
     name: str
     architecture: str
+    """The class in transformers."""
     blocks: tuple[BlockSpec, ...]
+    """In forward order: embedding, layers, head."""
     tied: bool
-    """The head multiplies with the embedding's weight, which lives in the embedding block."""
+    """Whether the head uses the embedding's weight, which then belongs to the embedding block only."""
     hidden_size: int
     vocab_size: int
 
@@ -90,9 +93,9 @@ class ModelSpec:
 
     @classmethod
     def from_json(cls, content: object) -> Self:
-        """The spec that `to_json` gave this content for. Raises ValueError.
+        """The spec from the content that `to_json` made. Raises ValueError.
 
-        Blocks are laid out anew from names and shapes. Content that gives another layout was made by other code.
+        Blocks are laid out again from names and shapes. If the layout differs, other code made the content.
         """
         fields = JsonFields(content)
         if fields.integer("format_version") != FORMAT_VERSION:
@@ -109,15 +112,15 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTraits:
-    """What a layer computes with and its parameters' shapes do not say."""
+    """Facts about a model's layers that the shapes of their parameters do not tell."""
 
     num_heads: int
-    """Attention heads; 0 where the layers have no attention."""
+    """Number of attention heads; 0 if the layers have no attention."""
     head_dim: int
     active_experts: int = 1
-    """Experts of a stack that each token visits."""
+    """Number of experts that compute each token."""
     inputs_first: tuple[str, ...] = ()
-    """Names within a layer of matrices with shape [inputs, outputs]; all others have [outputs, inputs]."""
+    """Names, within a layer, of matrices `[inputs, outputs]`. All other matrices are `[outputs, inputs]`."""
 
     def to_json(self) -> dict[str, object]:
         """The content for `from_json`."""
@@ -125,7 +128,7 @@ class LayerTraits:
 
     @classmethod
     def from_json(cls, content: object) -> Self:
-        """The traits that `to_json` gave this content for. Raises ValueError."""
+        """The traits from the content that `to_json` made. Raises ValueError."""
         fields = JsonFields(content)
         return cls(
             num_heads=fields.integer("num_heads"),
@@ -148,7 +151,7 @@ def name_in_layer(parameter_name: str) -> str:
 def lay_out_block(
     *, index: int, kind: BlockKind, name: str, parameters: list[tuple[str, tuple[int, ...], bool]]
 ) -> BlockSpec:
-    """Place ``(name, shape, decay)`` triples one after another, aligned as the module promises."""
+    """Place parameters, given as (name, shape, decay), one after another, aligned as the invariant above says."""
     placed: list[ParameterSpec] = []
     position = 0
     for parameter_name, shape, decay in parameters:
@@ -164,9 +167,9 @@ def lay_out_block(
 
 
 def check_depth(num_layers: int) -> None:
-    """Raise BadInput for a depth that only a mistake can be, before every layer is described."""
+    """Raise BadInput if there are more layers than any model has, before memory is spent on each of them."""
     if num_layers > MAX_LAYERS:
-        raise BadInput(f"{num_layers} layers are more than {MAX_LAYERS}, the most there can be")
+        raise BadInput(f"{num_layers} layers are more than the limit of {MAX_LAYERS}")
 
 
 def _block(content: object, index: int) -> BlockSpec:

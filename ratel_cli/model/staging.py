@@ -1,10 +1,10 @@
-"""Replacing the model in a directory as nearly at once as a file system allows.
+"""Replaces the model in a directory as close to atomically as a file system allows.
 
-`model.export_weights` writes everything into a `Staging` directory inside the output directory (so on the same
-file system) and publishes it by renames. Invariant: until `publish` the output directory is untouched;
-whatever happens, the staging directory is gone afterwards; and a crash between the renames leaves a
-directory that does not load, never one that mixes two models: the file by which a loader finds the
-weights (the index, or the only file of weights) goes first, and comes back last.
+Files are written into a staging directory inside the output directory, hence on the same file system, and are
+published by renames. Invariants: until `publish` the output directory is unchanged. Afterwards the staging directory is
+gone, whatever happened. A crash between the renames leaves a directory that does not load, never a mix of two models:
+the file by which a loader finds the weights (the index, or the only file of weights) is removed first and comes back
+last.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import os
 import re
 import shutil
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
+from ratel_cli.closing import Closing
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.shards import write_failure
@@ -27,10 +26,14 @@ _ENTRY_NAMES = (INDEX_NAME, WEIGHTS_NAME)
 _SHARD_NAME = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
-class Staging:
-    """A temporary directory whose files take their places in `output_dir` together."""
+class Staging(Closing):
+    """A temporary directory whose files move to `output_dir` together.
+
+    Every method but `close` raises EnvironmentFailure if something cannot be written, IntegrityFailure on an I/O error.
+    """
 
     def __init__(self, output_dir: Path) -> None:
+        """Create the directory, and `output_dir` if it is missing. Raises BadInput if `output_dir` is a file."""
         self.output_dir = output_dir
         self.path = output_dir / _STAGING_NAME
         if output_dir.exists() and not output_dir.is_dir():
@@ -42,30 +45,23 @@ class Staging:
         except OSError as error:
             raise write_failure(output_dir, error) from error
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
-        """Remove whatever was not published."""
+        """Remove everything that was not published. Idempotent."""
         with contextlib.suppress(OSError):
             self._remove()
 
     def require_space(self, num_bytes: int) -> None:
-        """Raise EnvironmentFailure unless `num_bytes` are free."""
+        """Raise EnvironmentFailure unless `num_bytes` bytes are free."""
         free_bytes = shutil.disk_usage(self.output_dir).free
         if free_bytes < num_bytes:
+            needed, free = format_bytes(num_bytes), format_bytes(free_bytes)
             raise EnvironmentFailure(
-                f"{self.output_dir}: the export needs {format_bytes(num_bytes)}, {format_bytes(free_bytes)} are free",
-                "free space there, or give another output_dir",
+                f"{self.output_dir}: the export needs {needed}, only {free} are free",
+                "free space there, or set another output_dir",
             )
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a small file, durably."""
+        """Write a small file and sync it to the drive."""
         try:
             with open(self.path / name, "x", encoding="utf-8") as file:
                 file.write(text)
@@ -75,7 +71,7 @@ class Staging:
             raise write_failure(self.output_dir / name, error) from error
 
     def copy(self, source: Path, name: str) -> None:
-        """Take over a file of the base model, whose name may lie in a folder."""
+        """Copy a file of the base model. `name` may contain folders."""
         destination = self.path / name
         try:
             destination.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +80,7 @@ class Staging:
             raise write_failure(self.output_dir / name, error) from error
 
     def publish(self) -> None:
-        """Put every file in its place and remove the weights of an earlier export."""
+        """Move every file to its place and remove the weights of an earlier export."""
         names = [str(path.relative_to(self.path)) for path in sorted(self.path.rglob("*")) if path.is_file()]
         try:
             for name in _ENTRY_NAMES:

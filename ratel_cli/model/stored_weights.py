@@ -1,8 +1,7 @@
 """The weights of one generation, decoded from the store's records, in the order of the blocks.
 
-`model.export_weights` writes them to files; `run.verify` compares an export with them. Memory is one group of elements,
-whatever the model's size. Invariant: the values are the generation's, bit for bit in the store's compute dtype, and
-the fp32 master rounded once to any other.
+Memory is one group of elements, whatever the model's size. Invariant: in the store's compute dtype the values are the
+generation's, bit for bit; in any other dtype they are the fp32 master weights, rounded once.
 """
 
 from __future__ import annotations
@@ -10,53 +9,44 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from ratel_cli import _native
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.tickets import Ticket, join
+from ratel_cli.io.tickets import join
 from ratel_cli.io.views import view_field
-from ratel_cli.model.import_weights import PIECE_ELEMENTS, overlaps
+from ratel_cli.model.import_weights import WEIGHT_GROUP_ELEMENTS, overlaps
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.sizes import DtypeName
-from ratel_cli.store.layout import RecordLayout
-from ratel_cli.store.store import Progress
-
-
-class StoredGeneration(Protocol):
-    """What is read: a generation that `store.store` gave, or the store itself for its current one."""
-
-    @property
-    def progress(self) -> Progress: ...
-    @property
-    def layout(self) -> RecordLayout: ...
-    def read(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket: ...
+from ratel_cli.store.generation import Generation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Elements of one parameter, flattened, from `start` on. Good until the next piece is asked for."""
+class ParameterSlice:
+    """Consecutive elements of one flattened parameter. Valid only until the next slice is requested."""
 
     name: str
     start: int
+    """The index of the first element in the flattened parameter."""
     values: torch.Tensor
+    """Shape `[elements]`."""
 
 
 def stored_weights(
     spec: ModelSpec,
-    generation: StoredGeneration,
+    generation: Generation,
     pool: BufferPool,
     dtype: DtypeName,
     *,
-    group_elements: int = PIECE_ELEMENTS,
+    group_elements: int = WEIGHT_GROUP_ELEMENTS,
     progress: Callable[[], None] = lambda: None,
-) -> Generator[Piece, None, None]:
-    """Every parameter in `dtype`, in one or more pieces; to be closed if it is not used up.
+) -> Generator[ParameterSlice, None, None]:
+    """Yield every parameter in `dtype`, in one or more slices. Close the generator if it is not exhausted.
 
-    `progress` is called for every group that is read, before it.
+    `progress` is called before each group is read. Raises IntegrityFailure if a record is damaged, DoesNotFit if the
+    pool has no memory for a group.
     """
     stored = generation.layout.dtype
     group_elements = min(group_elements, max(block.num_elements for block in spec.blocks))
@@ -79,11 +69,11 @@ def stored_weights(
                 values = _decode(fields, dtype)
                 for parameter, first, last in overlaps(block, start, stop):
                     part = values[first - start : last - start]
-                    yield Piece(name=parameter.name, start=first - parameter.start, values=part)
+                    yield ParameterSlice(name=parameter.name, start=first - parameter.start, values=part)
 
 
 def _fields_for(stored: DtypeName, dtype: DtypeName) -> tuple[str, ...]:
-    """What must be read to have the weights in `dtype`: the compute copy if it is that, else the master."""
+    """The fields to read for weights in `dtype`: the compute weights if they have it, else the master weights."""
     match stored:
         case "bfloat16":
             return ("hi16",) if dtype == "bfloat16" else ("hi16", "lo16", "v32")

@@ -93,7 +93,7 @@ def _export(context: RunContext, inputs: Inputs, store: Store) -> None:
     config, log = context.config, context.log
     export_model(
         inputs.model.spec,
-        store,
+        store.current(),
         context.pool,
         base_dir=inputs.base_dir,
         output_dir=config.output_dir,

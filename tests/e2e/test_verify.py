@@ -188,7 +188,7 @@ def drop(tensors: Tensors) -> None:
 @pytest.mark.parametrize(
     ("change", "row", "told"),
     [
-        (nan, WEIGHTS, "tensor model.norm.weight holds values that are not finite"),
+        (nan, WEIGHTS, "tensor model.norm.weight has values that are NaN or infinite"),
         (drop, "transformers", "tensor model.norm.weight is missing"),
     ],
 )

@@ -64,26 +64,26 @@ def _names() -> Iterator[MalformedInput]:
     """File names that must not be opened."""
     long_name = "a" * 5_000 + ".safetensors"
     for name, message in {
-        "../weights.safetensors": "is not inside the model's directory",
-        "a/../../weights.safetensors": "is not inside the model's directory",
-        "/dev/zero.safetensors": "is not inside the model's directory",
-        "/etc/passwd": "is not a safetensors file",
+        "../weights.safetensors": "is outside the model's directory",
+        "a/../../weights.safetensors": "is outside the model's directory",
+        "/dev/zero.safetensors": "is outside the model's directory",
+        "/etc/passwd": "in weight_map is not a .safetensors file",
         "~/weights.safetensors": "is missing",
-        "a\0b.safetensors": "is not inside the model's directory",
-        "": "is not a safetensors file",
-        ".": "is not a safetensors file",
-        "..": "is not a safetensors file",
-        "pytorch_model.bin": "is not a safetensors file",
-        "modeling.py": "is not a safetensors file",
+        "a\0b.safetensors": "is outside the model's directory",
+        "": "in weight_map is not a .safetensors file",
+        ".": "in weight_map is not a .safetensors file",
+        "..": "in weight_map is not a .safetensors file",
+        "pytorch_model.bin": "in weight_map is not a .safetensors file",
+        "modeling.py": "in weight_map is not a .safetensors file",
         "gone.safetensors": "is missing",
         "sub/gone.safetensors": "is missing",
-        "config.json/a.safetensors": "cannot be reached|is missing",
+        "config.json/a.safetensors": "cannot be opened|is missing",
         "\x1b[2J.safetensors": r"file \\x1b\[2J.safetensors is missing",
         "\ud800.safetensors": r"file \\ud800.safetensors",
         "\n.safetensors": r"file \\n.safetensors is missing",
-        long_name: "cannot be reached",
+        long_name: "cannot be opened",
         "https://example.org/model.safetensors": "is missing",
-        "model-00001-of-00002.safetensors/": "is not a safetensors file",
+        "model-00001-of-00002.safetensors/": "in weight_map is not a .safetensors file",
     }.items():
         shown = repr(name if len(name) < 50 else name[:20])
         yield _mapped(f"naming {shown}", lambda weights, base, name=name: weights.update({NORM: name}), message)
@@ -106,12 +106,12 @@ def _files() -> Iterator[MalformedInput]:
     yield replaced("not there", lambda path: None, f"{SECOND} is missing")
     yield replaced("a directory", lambda path: path.mkdir(), f"{SECOND} is not a regular file")
     yield replaced("a FIFO", os.mkfifo, f"{SECOND} is not a regular file")
-    yield replaced("empty", lambda path: path.touch(), f"{SECOND}: 0 bytes are too few")
+    yield replaced("empty", lambda path: path.touch(), f"{SECOND}: not a safetensors file: it has only 0 bytes")
     yield replaced("a page of zeros", lambda path: path.write_bytes(bytes(4096)), f"{SECOND}: not a safetensors")
     yield replaced("a dangling link", lambda path: path.symlink_to("gone"), f"{SECOND} is missing")
-    yield replaced("a link to itself", lambda path: path.symlink_to(path.name), f"{SECOND} cannot be reached")
+    yield replaced("a link to itself", lambda path: path.symlink_to(path.name), f"{SECOND} cannot be opened")
     for target in ("../second.safetensors", "/dev/zero", "/proc/self/mem"):
-        message = f"{SECOND} is a link that leaves the model's directory"
+        message = f"{SECOND} is a link to a file outside the model's directory"
         yield replaced(f"a link to {target}", lambda path, target=target: path.symlink_to(target), message)
 
 
@@ -126,7 +126,7 @@ def _contents() -> Iterator[MalformedInput]:
         "with a number of 10000 digits": b'{"weight_map": ' + b"1" * 10_000 + b"}",
         "that is YAML": b"weight_map:\n  a: b\n",
     }.items():
-        yield _content(name, content, "cannot be parsed")
+        yield _content(name, content, "not valid JSON")
     for content in ("null", "[]", "7", "{}", '{"weight_map": null}', '{"weight_map": []}', '{"weight_map": "a"}'):
         message = "weight_map must map tensor names to file names"
         yield _content(f"that is {content}", content.encode(), message)
@@ -140,7 +140,7 @@ def _contents() -> Iterator[MalformedInput]:
         shard(inputs.base)
         os.mkfifo(inputs.base / INDEX)
 
-    leaves = f"{INDEX} is a link that leaves the model's directory"
+    leaves = f"{INDEX} is a link to a file outside the model's directory"
     yield MalformedInput(name="index that is a link out of the model", damage=no_line(link), message=leaves)
     yield MalformedInput(name="index that is a FIFO", damage=no_line(fifo), message=f"{INDEX} is not a regular file")
 
@@ -162,11 +162,11 @@ def _wrong_maps() -> Iterator[MalformedInput]:
     def swap(weights: dict[str, object], base: Path) -> None:
         weights.update({name: FIRST if file_name == SECOND else SECOND for name, file_name in weights.items()})
 
-    here = "is missing, though the index says that it is here"
+    here = "is missing; the index says that it is in this file"
     yield _mapped("of a tensor that is in the other file", lambda weights, base: weights.update({NORM: FIRST}), here)
     yield _mapped("of a tensor that is nowhere", lambda weights, base: weights.update(ghost=FIRST), f"ghost {here}")
     yield _mapped("of a tensor that its file lacks", drop, f"{NORM} {here}")
     yield _mapped("with its files swapped", swap, here)
-    yield _mapped("of a tensor in two files", also_in_first, f"tensor {NORM} is also in {FIRST}")
+    yield _mapped("of a tensor in two files", also_in_first, f"tensor {NORM} is in {FIRST} too")
     yield _mapped("that forgets a file", forget_second, "tensor .* is missing")
     yield _mapped("of nothing", lambda weights, base: weights.clear(), "tensor .* is missing")

@@ -11,8 +11,8 @@ from typing import Any
 from tests.inputs.cases import MalformedInput, RunFiles, no_line
 
 _NOT_KNOWN = "config.json: not a model configuration that transformers knows"
-_NOT_BUILT = "config.json: cannot build a .* language model from it"
-_OTHER_SHAPE = "has shape .*, the model needs|is missing|has no place|do not make up"
+_NOT_BUILT = "config.json: transformers cannot build a .* language model from it"
+_OTHER_SHAPE = "has shape .*, the model needs|is missing|does not belong to|cannot be combined"
 
 _VALUES: dict[str, dict[Any, str]] = {
     "model_type": {
@@ -33,12 +33,12 @@ _VALUES: dict[str, dict[Any, str]] = {
         "2": "config.json",
         1: _OTHER_SHAPE,
         3: _OTHER_SHAPE,
-        1_000_000: "1000000 layers are more than",
+        1_000_000: "1000000 layers are more than the limit",
         1 << 70: "layers are more than",
     },
     "num_attention_heads": {0: "config.json", "4": "config.json", 8: "config.json|has shape"},
     "num_key_value_heads": {
-        3: "3 key-value heads cannot be shared by 4",
+        3: "4 attention heads cannot share 3 key-value heads",
         0: "config.json|has shape",
         4: _OTHER_SHAPE,
         -1: "config.json|has shape",
@@ -52,7 +52,10 @@ _VALUES: dict[str, dict[Any, str]] = {
     "output_hidden_states": {True: "sets output_hidden_states: true"},
     "layerdrop": {0.1: "sets layerdrop: layers that are skipped"},
     "is_encoder_decoder": {True: "is an encoder-decoder"},
-    "attention_dropout": {2: "attention_dropout is 2; a probability is", -0.1: "a probability is between 0 and 1"},
+    "attention_dropout": {
+        2: "attention_dropout is 2; it must be a probability",
+        -0.1: "it must be a probability between 0 and 1",
+    },
     "mlp_bias": {True: _OTHER_SHAPE},
     "attention_bias": {True: _OTHER_SHAPE},
     "pad_token_id": {1 << 40: "config.json"},
@@ -92,7 +95,9 @@ def cases() -> Iterator[MalformedInput]:
     yield _placed("a directory", lambda path: path.mkdir(), "config.json is not a regular file")
     yield _placed("a dangling link", lambda path: path.symlink_to("gone"), "config.json is missing")
     yield _placed("a FIFO", os.mkfifo, "config.json is not a regular file")
-    yield _placed("a link to a device", lambda path: path.symlink_to("/dev/zero"), "config.json is a link that leaves")
+    yield _placed(
+        "a link to a device", lambda path: path.symlink_to("/dev/zero"), "config.json is a link to a file outside"
+    )
     yield _remote_code()
     yield from _bases()
 
@@ -138,7 +143,7 @@ def _bases() -> Iterator[MalformedInput]:
 
         return MalformedInput(name=f"base_model that is {name}", damage=no_line(damage), message=message)
 
-    neither = "it is not a hub id either"
+    neither = "there is no directory .*, and this cannot be a hub id"
     yield base("not there", "HERE/gone", neither)
     yield base("a file", "HERE/run.yaml", "run.yaml is a file")
     yield base("an empty directory", "HERE", _NOT_KNOWN)

@@ -75,21 +75,23 @@ def _header(name: str, change: Callable[[Header], object], message: str, *, more
 
 def _whole_files() -> Iterator[MalformedInput]:
     for num_bytes in (0, 1, 7):
-        yield _content(f"of {num_bytes} bytes", bytes(num_bytes), f"{num_bytes} bytes are too few")
+        yield _content(
+            f"of {num_bytes} bytes", bytes(num_bytes), f"not a safetensors file: it has only {num_bytes} bytes"
+        )
     for length in (100_000_001, 1 << 31, 1 << 62, 1 << 63, (1 << 64) - 1):
         message = f"not a safetensors file: its header would have {length} bytes"
         yield _content(f"with a header of {length} bytes", length.to_bytes(8, "little") + b"{}", message)
     yield _content("with a header beyond its end", (1000).to_bytes(8, "little") + b"{}", "truncated: the header")
     yield _content("without a header", bytes(8), "not a safetensors file: the header does not begin")
     yield _content("of zeros", bytes(5000), "not a safetensors file: the header does not begin")
-    yield _content("cut in its length", lambda whole: whole[:5], "5 bytes are too few")
+    yield _content("cut in its length", lambda whole: whole[:5], "not a safetensors file: it has only 5 bytes")
     yield _content("cut in its header", lambda whole: whole[:100], "truncated: the header")
-    yield _content("cut in half", lambda whole: whole[: len(whole) // 2], ".* lie beyond the end")
-    yield _content("less its last byte", lambda whole: whole[:-1], ".* lie beyond the end")
+    yield _content("cut in half", lambda whole: whole[: len(whole) // 2], ".* are outside the")
+    yield _content("less its last byte", lambda whole: whole[:-1], ".* are outside the")
     for num_bytes in (1, 4096):
-        message = f"{num_bytes} trailing bytes"
+        message = f"{num_bytes} bytes after the last tensor"
         yield _content(f"with {num_bytes} bytes more", lambda whole, more=num_bytes: whole + bytes(more), message)
-    yield _content("twice over", lambda whole: whole + whole, r"\d+ trailing bytes")
+    yield _content("twice over", lambda whole: whole + whole, r"\d+ bytes after the last tensor")
     yield _content("moved by a byte", lambda whole: b"\0" + whole, "")
     yield _content("compressed", gzip.compress, "")
     yield _content("that is a pickle", b"\x80\x04\x95" + bytes(200), "")
@@ -112,7 +114,7 @@ def _headers() -> Iterator[MalformedInput]:
         "followed by another": b"{}{}",
         "with a raw control character": b'{"a\x1b[2J": 1}',
     }.items():
-        yield _raw_header(name, header, "the header cannot be parsed")
+        yield _raw_header(name, header, "the header is not valid JSON")
     for name, header in {
         "that is a list": b"[]",
         "that is null": b"null",
@@ -122,16 +124,20 @@ def _headers() -> Iterator[MalformedInput]:
     }.items():
         yield _raw_header(name, header, "not a safetensors file: the header does not begin")
     yield _raw_header("with a name twice", b'{"a\\u001b": 1, "a\\u001b": 1}', r".*a\\x1b appears twice")
-    yield _raw_header("that is empty", b"{}", r"\d+ trailing bytes", keep_data=True)
+    yield _raw_header("that is empty", b"{}", r"\d+ bytes after the last tensor", keep_data=True)
     for value in ('{"a": 1}', '{"a": null}', '{"a": {}}', "[]", "null", '"text"'):
-        message = "__metadata__ must map text to text"
+        message = "__metadata__ in the header must map text to text"
         yield _raw_header(f"with metadata {value}", b'{"__metadata__": ' + value.encode() + b"}", message)
     for value in ("null", "7", '"F32"', "[]", "{}", '{"dtype": "F32"}', '{"dtype": "F32", "shape": [1]}'):
-        yield _raw_header(f"with an entry {value}", b'{"x": ' + value.encode() + b"}", "tensor x: must have exactly")
+        yield _raw_header(
+            f"with an entry {value}",
+            b'{"x": ' + value.encode() + b"}",
+            "tensor x: its entry in the header must have exactly",
+        )
     yield _raw_header(
         "with a name of a million characters",
         b'{"' + b"a" * 1_000_000 + b'": 1}',
-        r"tensor a{100,200}\.\.\.: must have exactly",
+        r"tensor a{200}\.\.\.: its entry in the header must have exactly",
     )
 
 
@@ -158,8 +164,8 @@ def _entries() -> Iterator[MalformedInput]:
         message = "shape and data_offsets must be lists of whole numbers"
         yield entry(f"at {offsets!r}", message, data_offsets=offsets)
     for offsets in ([128, 0], [0, 1 << 40], [1 << 70, 1 << 71], [0, 10**400]):
-        yield entry(f"at {str(offsets)[:40]}", "bytes .* lie beyond the end", data_offsets=offsets)
-    yield entry("with a field more", "must have exactly", strides=[1])
+        yield entry(f"at {str(offsets)[:40]}", "bytes .* are outside the .* bytes of data", data_offsets=offsets)
+    yield entry("with a field more", "its entry in the header must have exactly", strides=[1])
 
 
 def _tensors() -> Iterator[MalformedInput]:
@@ -179,16 +185,18 @@ def _tensors() -> Iterator[MalformedInput]:
 
         return changed
 
-    hole = without_metadata(lambda header: shift(header, 4))
-    yield _header("behind a hole", hole, "leaves a hole before it", more_data=bytes(4))
-    yield _header("over another", without_metadata(lambda header: shift(header, -4)), "overlaps|lie beyond")
+    gap = without_metadata(lambda header: shift(header, 4))
+    yield _header("after a gap", gap, "leaves a gap before it", more_data=bytes(4))
+    yield _header("over another", without_metadata(lambda header: shift(header, -4)), "overlaps|are outside")
     yield _header("in another's place", without_metadata(double), "overlaps the tensor before it")
-    yield _header("that is left out", lambda header: header.pop(NORM), "leaves a hole before it|trailing bytes")
+    yield _header(
+        "that is left out", lambda header: header.pop(NORM), "leaves a gap before it|bytes after the last tensor"
+    )
     for name in ("model.norm.wait", "norm", "", "a\0b", "\x1b[2J", "model.layers.2.mlp.up_proj.weight", "\ud800"):
-        message = r"tensor \S* has no place in LlamaForCausalLM"
+        message = r"tensor \S* does not belong to LlamaForCausalLM"
         yield _header(f"renamed to {name!r}", lambda header, new=name: header.update({new: header.pop(NORM)}), message)
     empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-    yield _header("that nobody wants", lambda header: header.update(extra=empty), "tensor extra has no place")
+    yield _header("that nobody wants", lambda header: header.update(extra=empty), "tensor extra does not belong to")
     turned = {"shape": [1, 32]}
     yield _header("with a dimension more", lambda header: header[NORM].update(turned), "has shape .*, the model needs")
     projection = "model.layers.0.mlp.up_proj.weight"
@@ -214,26 +222,30 @@ def _places() -> Iterator[MalformedInput]:
 
         return MalformedInput(name=f"file that is {name}", damage=no_line(damage), message=message)
 
-    yield place("not there", "no model.safetensors and no model.safetensors.index.json", lambda path, outside: None)
+    yield place(
+        "not there",
+        "no weights: there is no model.safetensors and no model.safetensors.index.json",
+        lambda path, outside: None,
+    )
     yield place("a directory", "model.safetensors is not a regular file", lambda path, outside: path.mkdir())
     yield place("a FIFO", "model.safetensors is not a regular file", lambda path, outside: os.mkfifo(path))
     yield place(
         "a link out of the model",
-        "model.safetensors is a link that leaves the model's directory",
+        "model.safetensors is a link to a file outside the model's directory",
         lambda path, outside: path.symlink_to(outside / "weights"),
     )
     yield place(
         "a link to a device",
-        "model.safetensors is a link that leaves the model's directory",
+        "model.safetensors is a link to a file outside the model's directory",
         lambda path, outside: path.symlink_to("/dev/zero"),
     )
     yield place("a dangling link", "model.safetensors is missing", lambda path, outside: path.symlink_to("gone"))
     yield place(
-        "a link to itself", "model.safetensors cannot be reached", lambda path, outside: path.symlink_to(path.name)
+        "a link to itself", "model.safetensors cannot be opened", lambda path, outside: path.symlink_to(path.name)
     )
     for name in ("pytorch_model.bin", "model.gguf", "weights.pt", "tf_model.h5"):
         yield place(
             f"another's, {name}",
-            f"{name} is not safetensors, and other formats are never loaded",
+            f"{name} is not a safetensors file; other formats are never loaded",
             lambda path, outside, name=name: (path.parent / name).write_bytes(b"\x80\x04K\x01."),
         )

@@ -19,7 +19,7 @@ PACKS = {
     "gpt2", "llama", "llama_tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt_neox", "gptj",
     "mixtral", "qwen3_moe", "olmo", "olmo2", "starcoder2", "cohere", "stablelm", "granite", "glm4",
 }  # fmt: skip
-"""Those whose masks transformers builds from position ids. The others get a row for each sample."""
+"""Architectures whose masks transformers builds from position ids. All others get one sequence per sample."""
 
 
 def find(config: PretrainedConfig) -> DecoderModel:
@@ -56,7 +56,7 @@ def test_packing_is_offered_where_samples_stay_apart(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
 def test_packed_samples_really_stay_apart(architecture: str) -> None:
-    """The probe looks at masks; this looks at what a model computes."""
+    """The probe checks masks. This test checks results."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(architecture)).eval()
     ids, positions = torch.randint(3, 90, (1, 12)), torch.arange(6).repeat(2).unsqueeze(0)
@@ -66,7 +66,7 @@ def test_packed_samples_really_stay_apart(architecture: str) -> None:
         first = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, 6:]
         second = model(input_ids=others, position_ids=positions, use_cache=False).logits[:, 6:]
         alone = model(input_ids=ids[:, 6:], use_cache=False).logits
-    if architecture == "mixtral":  # how an expert's sums are ordered depends on how many tokens come to it
+    if architecture == "mixtral":  # the order of an expert's sums depends on the number of its tokens
         torch.testing.assert_close(first, second)
     else:
         assert torch.equal(first, second)
@@ -106,7 +106,7 @@ def test_a_large_skeleton_costs_no_memory() -> None:
     assert resident_bytes() - before < 100 << 20
 
 
-def test_options_that_would_be_dropped_silently_are_refused() -> None:
+def test_options_that_would_be_dropped_silently_are_rejected() -> None:
     for option in ("output_router_logits", "output_hidden_states"):
         config = tiny_config("mixtral")
         setattr(config, option, True)
@@ -116,7 +116,7 @@ def test_options_that_would_be_dropped_silently_are_refused() -> None:
         build_skeleton(tiny_config("opt", layerdrop=0.1), dtype="float32", attn_implementation="eager")
 
 
-def test_the_config_is_not_written_into() -> None:
+def test_the_config_is_not_changed() -> None:
     config = tiny_config("llama")
     before = copy.deepcopy(config.to_dict())
     build_skeleton(config, dtype="bfloat16", attn_implementation="eager")
@@ -124,7 +124,7 @@ def test_the_config_is_not_written_into() -> None:
 
 
 class _Odd(nn.Module):
-    """A layer list with something odd about it, in the place of a llama's."""
+    """A wrapped layer."""
 
     def __init__(self, inner: nn.Module, change: str) -> None:
         super().__init__()
@@ -161,17 +161,17 @@ def odd_model(change: str) -> PretrainedConfig | nn.Module:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("between", "something happens between its layers"),
-        ("skips", "2 of 3 layers|something happens"),
+        ("between", "its code does something between its layers"),
+        ("skips", "only 2 of its 3 layers|its code does something"),
         ("shared object", "its layers share a dict"),
     ],
 )
-def test_models_that_do_more_than_call_their_layers_are_refused(change: str, message: str) -> None:
+def test_models_that_do_more_than_call_their_layers_are_rejected(change: str, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         find_blocks(odd_model(change), name="odd")  # type: ignore[arg-type]
 
 
-def test_layers_that_share_a_tensor_are_refused() -> None:
+def test_layers_that_share_a_tensor_are_rejected() -> None:
     skeleton = build_skeleton(tiny_config("llama"), dtype="float32", attn_implementation="sdpa")
     layers = skeleton.get_submodule("model").layers
     layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
@@ -179,7 +179,7 @@ def test_layers_that_share_a_tensor_are_refused() -> None:
         find_blocks(skeleton, name="odd")
 
 
-def test_models_without_a_head_are_refused() -> None:
+def test_models_without_a_head_are_rejected() -> None:
     class Bare(nn.Module):
         def get_input_embeddings(self) -> nn.Module:
             return nn.Embedding(4, 4)
@@ -192,8 +192,8 @@ def test_models_without_a_head_are_refused() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "olmo"])
-def test_what_is_no_weight_is_placed_where_computing_is(architecture: str) -> None:
-    """Buffers, and what rests outside the layers; bound weights are where they are given."""
+def test_buffers_and_placeholders_move_to_the_device(architecture: str) -> None:
+    """Bound weights stay where their caller has them."""
     model = find_blocks(
         build_skeleton(tiny_config(architecture), dtype="bfloat16", attn_implementation="sdpa"), name="m"
     )

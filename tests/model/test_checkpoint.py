@@ -1,4 +1,4 @@
-"""Checkpoints against `from_pretrained`, bit for bit, and tensors that do not fit the model."""
+"""Checkpoints compared with `from_pretrained` bit for bit, and tensors that do not fit the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.model.tiny import (
     assert_same,
     import_all,
     reference,
-    refusal,
+    rejection,
     rewrite,
     save_tiny,
     skeleton_of,
@@ -27,7 +27,7 @@ from tests.model.tiny import (
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_transformers_saved(tmp_path: Path, family: str) -> None:
+def test_files_that_transformers_saved(tmp_path: Path, family: str) -> None:
     save_tiny(family, tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert_same(import_all(tmp_path), reference(tmp_path))
@@ -117,7 +117,7 @@ def test_tied_weight_saved_under_the_name_of_the_head(tmp_path: Path) -> None:
 def test_tied_weights_that_differ(tmp_path: Path) -> None:
     save_tiny("gpt2", tmp_path)
     rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors["transformer.wte.weight"] + 1}))
-    assert "ties lm_head.weight to transformer.wte.weight" in refusal(tmp_path)
+    assert "ties lm_head.weight to transformer.wte.weight" in rejection(tmp_path)
 
 
 def test_constants_of_old_checkpoints_are_ignored(tmp_path: Path) -> None:
@@ -147,13 +147,13 @@ def test_persistent_buffers(tmp_path: Path) -> None:
     assert all(torch.equal(installed[name], wanted[name].to(installed[name].dtype)) for name in wanted)
 
 
-def test_no_more_than_one_conversion_is_held(tmp_path: Path) -> None:
+def test_at_most_one_conversion_is_in_memory(tmp_path: Path) -> None:
     save_tiny("mixtral", tmp_path)
     skeleton, spec = skeleton_of(tmp_path)
     with CheckpointSource(tmp_path, skeleton, spec) as source:
         for parameter in (parameter for block in spec.blocks for parameter in block.parameters):
             source.read(parameter.name, 0, 1)
-            assert len(source._realised) <= 1
+            assert len(source._converted_tensors) <= 1
 
 
 @pytest.mark.parametrize(
@@ -161,11 +161,11 @@ def test_no_more_than_one_conversion_is_held(tmp_path: Path) -> None:
     [
         (lambda t: t.pop("model.norm.weight"), ["model.norm.weight is missing"]),
         (lambda t: t.pop("lm_head.weight"), ["lm_head.weight is missing"]),
-        (lambda t: t.update({"score.weight": torch.ones(2, 2)}), ["score.weight has no place in MixtralForCausalLM"]),
-        (lambda t: t.update({"\x1b[2J": torch.ones(2)}), [r"\x1b[2J has no place"]),
+        (lambda t: t.update({"score.weight": torch.ones(2, 2)}), ["score.weight does not belong to Mixtral"]),
+        (lambda t: t.update({"\x1b[2J": torch.ones(2)}), [r"\x1b[2J does not belong to"]),
         (lambda t: t.update({"model.norm.weight": torch.ones(31)}), ["norm.weight has shape (31,)", "needs (32,)"]),
         (lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int8)}), ["dtype torch.int8"]),
-        (lambda t: t.update({"norm.weight": torch.ones(32)}), ["is also there as"]),
+        (lambda t: t.update({"norm.weight": torch.ones(32)}), ["are the same parameter of the model"]),
         (lambda t: t.pop("model.layers.1.block_sparse_moe.experts.2.w2.weight"), ["experts.0.w2.weight", "missing"]),
         (lambda t: t.pop("model.layers.1.block_sparse_moe.experts.2.w1.weight"), ["experts.0.w1.weight", "missing"]),
         (
@@ -182,7 +182,7 @@ def test_no_more_than_one_conversion_is_held(tmp_path: Path) -> None:
 def test_tensors_that_do_not_fit(tmp_path: Path, change: Callable[[Tensors], object], words: list[str]) -> None:
     save_tiny("mixtral", tmp_path)
     rewrite(tmp_path, change)
-    message = refusal(tmp_path)
+    message = rejection(tmp_path)
     assert str(tmp_path) in message and all(word in message for word in words), message
 
 

@@ -1,4 +1,4 @@
-"""Whatever tensors a checkpoint has: all of the model's parameters can be read, or a BadInput says what is wrong."""
+"""Random changes to a checkpoint's tensors: all parameters can be read, or a BadInput says what is wrong."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8, "I8": 1, "I64": 8}
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of each family a model in one file."""
+    """A model of each family, in one file."""
     found = {}
     for family in FAMILIES:
         found[family] = tmp_path_factory.mktemp(family)
@@ -34,7 +34,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @examples(60)
 @given(data=st.data())
 def test_any_tensors(directories: dict[str, Path], tmp_path: Path, family: str, data: st.DataObject) -> None:
-    """Some of the model's own are left out, renamed or made into something else."""
+    """Some of the model's tensors are left out or renamed, or get another dtype or shape."""
     header, _ = read_parts(directories[family] / WEIGHTS_NAME)
     names = sorted(set(header) - {"__metadata__"})
     tensors = {name: (header[name]["dtype"], header[name]["shape"]) for name in names}
@@ -63,7 +63,7 @@ def test_any_tensors(directories: dict[str, Path], tmp_path: Path, family: str, 
 
 
 def write(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:
-    """A file of zeros with these tensors, one after another."""
+    """Write a file with these tensors, all zeros."""
     header, position = {}, 0
     for name, (dtype, shape) in tensors.items():
         num_bytes = DTYPES[dtype]

@@ -1,4 +1,4 @@
-"""Which files of a base model are opened: only its own, only regular ones, only safetensors."""
+"""Which files of a base model are opened: only regular files of its own directory, and weights only as safetensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.model.tiny import (
     assert_same,
     import_all,
     reference,
-    refusal,
+    rejection,
     save_tiny,
     skeleton_of,
     tiny_config,
@@ -36,19 +36,19 @@ def edit_index(directory: Path, change: Callable[[dict[str, str]], object]) -> N
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("../model.safetensors", "not inside"),
-        ("sub/../../model.safetensors", "not inside"),
-        ("/etc/model.safetensors", "not inside"),
-        ("a\0.safetensors", r"a\x00.safetensors is not inside"),
-        ("", "is not a safetensors file"),
-        ("pytorch_model.bin", "is not a safetensors file"),
+        ("../model.safetensors", "is outside"),
+        ("sub/../../model.safetensors", "is outside"),
+        ("/etc/model.safetensors", "is outside"),
+        ("a\0.safetensors", r"a\x00.safetensors is outside"),
+        ("", "in weight_map is not a .safetensors file"),
+        ("pytorch_model.bin", "is not a .safetensors file"),
         ("none.safetensors", "is missing"),
-        ("loop.safetensors", "cannot be reached"),
-        ("out.safetensors", "leaves the model's directory"),
+        ("loop.safetensors", "cannot be opened"),
+        ("out.safetensors", "is a link to a file outside"),
         ("fifo.safetensors", "not a regular file"),
-        ("null.safetensors", "leaves the model's directory"),
+        ("null.safetensors", "is a link to a file outside"),
         ("folder.safetensors", "not a regular file"),
-        ("\ud800.safetensors", r"\ud800.safetensors cannot be reached"),
+        ("\ud800.safetensors", r"\ud800.safetensors cannot be opened"),
     ],
 )
 @pytest.mark.timeout(120)
@@ -62,13 +62,13 @@ def test_index_that_points_elsewhere(tmp_path: Path, name: str, words: str) -> N
     (directory / "folder.safetensors").mkdir()
     os.mkfifo(directory / "fifo.safetensors")
     edit_index(directory, lambda weight_map: weight_map.update({"model.norm.weight": name}))
-    assert words in refusal(directory)
+    assert words in rejection(directory)
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "merges.txt", "chat_template.jinja"])
-def test_small_files_that_are_none(tmp_path: Path, name: str) -> None:
-    """transformers opens them by itself, and would wait for a FIFO without end."""
+def test_small_files_that_are_no_files(tmp_path: Path, name: str) -> None:
+    """transformers opens these files itself, and would wait forever for a FIFO."""
     tiny_model("llama").config.save_pretrained(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
@@ -76,16 +76,16 @@ def test_small_files_that_are_none(tmp_path: Path, name: str) -> None:
         skeleton_of(tmp_path)
 
 
-def test_a_depth_that_only_a_mistake_can_be(tmp_path: Path) -> None:
+def test_more_layers_than_any_model_has(tmp_path: Path) -> None:
     tiny_config("llama", num_hidden_layers=MAX_LAYERS + 1).save_pretrained(tmp_path)
-    with pytest.raises(BadInput, match="10001 layers are more than 10000"):
+    with pytest.raises(BadInput, match="10001 layers are more than the limit of 10000"):
         skeleton_of(tmp_path)
 
 
-def test_index_that_does_not_tell_the_truth(tmp_path: Path) -> None:
+def test_index_of_a_tensor_that_its_file_does_not_have(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     edit_index(tmp_path, lambda weight_map: weight_map.update({"model.extra": weight_map["model.norm.weight"]}))
-    assert "model.extra is missing, though the index" in refusal(tmp_path)
+    assert "model.extra is missing; the index says" in rejection(tmp_path)
 
 
 def test_tensor_in_two_files(tmp_path: Path) -> None:
@@ -93,18 +93,18 @@ def test_tensor_in_two_files(tmp_path: Path) -> None:
     first = min(tmp_path.glob("*.safetensors"))
     shutil.copy(first, tmp_path / "copy.safetensors")
     edit_index(tmp_path, lambda weight_map: weight_map.update({"lm_head.weight": "copy.safetensors"}))
-    assert "is also in" in refusal(tmp_path)
+    assert "is in copy.safetensors too" in rejection(tmp_path)
 
 
 @pytest.mark.parametrize("content", ['{"weight_map": {"a": 1}}', '{"weight_map": []}', "[]", "{", '{"a": 1, "a": 2}'])
 def test_index_that_cannot_be_used(tmp_path: Path, content: str) -> None:
     save_tiny("llama", tmp_path)
     (tmp_path / INDEX_NAME).write_text(content)
-    assert str(tmp_path / INDEX_NAME) in refusal(tmp_path)
+    assert str(tmp_path / INDEX_NAME) in rejection(tmp_path)
 
 
 def test_files_of_the_hub_cache(tmp_path: Path) -> None:
-    """Snapshots consist of links into the blobs beside them."""
+    """A snapshot consists of links into `blobs` next to it."""
     snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
     save_tiny("llama", snapshot)
     blobs.mkdir()
@@ -114,7 +114,7 @@ def test_files_of_the_hub_cache(tmp_path: Path) -> None:
     assert_same(import_all(snapshot), reference(snapshot))
     (tmp_path / "elsewhere").write_text("{}")
     (snapshot / "bad.json").symlink_to("../../elsewhere")
-    with pytest.raises(BadInput, match="leaves"):
+    with pytest.raises(BadInput, match="is a link to a file outside"):
         trusted_file(snapshot, "bad.json")
 
 
@@ -123,7 +123,7 @@ def test_other_formats_are_never_loaded(tmp_path: Path, name: str) -> None:
     tiny_model("llama").config.save_pretrained(tmp_path)
     canary = tmp_path / "canary"
     (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch " + str(canary).encode() + b"'\ntR.")
-    with pytest.raises(BadInput, match="not safetensors") as raised:
+    with pytest.raises(BadInput, match="is not a safetensors file") as raised:
         import_all(tmp_path)
     assert raised.value.hint is not None and "save_pretrained" in raised.value.hint
     assert not canary.exists()
@@ -131,10 +131,10 @@ def test_other_formats_are_never_loaded(tmp_path: Path, name: str) -> None:
 
 def test_no_weights_at_all(tmp_path: Path) -> None:
     tiny_model("llama").config.save_pretrained(tmp_path)
-    assert "no model.safetensors" in refusal(tmp_path)
+    assert "no model.safetensors" in rejection(tmp_path)
 
 
-def test_code_of_the_model_is_never_run(tmp_path: Path) -> None:
+def test_a_models_code_is_never_run(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     (tmp_path / "code.py").write_text(f"open({str(canary)!r}, 'w')\n")
     (tmp_path / "config.json").write_text(
@@ -167,7 +167,7 @@ def test_resolving_a_hub_id(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "./none", "/none", "~/none", "a/b/c", "a/../b", "a b", "a\0b", "\x1b[2J"])
-def test_what_is_neither_a_directory_nor_a_hub_id(name: str) -> None:
+def test_names_that_are_no_directory_and_no_hub_id(name: str) -> None:
     def download(repository: str) -> str:
         raise AssertionError(repository)
 
@@ -195,7 +195,7 @@ def test_a_file_is_no_model(tmp_path: Path) -> None:
 )
 def test_failures_of_the_hub(error: type[Exception], translated: type[RatelError], words: str) -> None:
     def download(repository: str) -> str:
-        raise error.__new__(error)  # their constructors want responses of a server
+        raise error.__new__(error)  # the constructors need a server's response
 
     with pytest.raises(translated, match=words) as raised:
         resolve_base_model("org/model", download=download)

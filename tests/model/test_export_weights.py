@@ -1,4 +1,4 @@
-"""The exported directory: what transformers loads from it, and what is left when writing fails."""
+"""The exported directory: transformers loads it, and a failed export leaves the old one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.checkpoint import CheckpointSource
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.export_weights import export_model, split_into_shards
-from ratel_cli.model.shards import ShardReader, file_bytes
+from ratel_cli.model.shards import ShardReader, TensorSpec, file_bytes
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec, lay_out_block
 from ratel_cli.sizes import DtypeName
@@ -39,7 +39,7 @@ SHARD_BYTES = 60_000
 
 
 class Exported:
-    """A base model, a store that holds it, and the means to export it."""
+    """A base model, and a store that holds its weights."""
 
     def __init__(self, base: Path, spec: ModelSpec, buffers: Tensors, store: Store, pool: BufferPool) -> None:
         self.base, self.spec, self.buffers, self.store, self.pool = base, spec, buffers, store, pool
@@ -47,7 +47,7 @@ class Exported:
     def export(self, output: Path, *, dtype: DtypeName = "float32", max_shard_bytes: int = SHARD_BYTES) -> None:
         export_model(
             self.spec,
-            self.store,
+            self.store.current(),
             self.pool,
             base_dir=self.base,
             output_dir=output,
@@ -79,7 +79,7 @@ def state_of(model: PreTrainedModel) -> Tensors:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_transformers_loads(tmp_path: Path, family: str) -> None:
+def test_transformers_loads_the_same_weights(tmp_path: Path, family: str) -> None:
     output = tmp_path / "out"
     with in_store(tmp_path, family) as exported:
         exported.export(output)
@@ -92,11 +92,11 @@ def test_what_transformers_loads(tmp_path: Path, family: str) -> None:
     assert_same(import_all(output), reference(tmp_path / "base"))
 
 
-@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("store_dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_every_dtype_of_every_layout(tmp_path: Path, stored: DtypeName, dtype: DtypeName) -> None:
+def test_every_dtype_of_every_layout(tmp_path: Path, store_dtype: DtypeName, dtype: DtypeName) -> None:
     output = tmp_path / "out"
-    with in_store(tmp_path, "mixtral", stored) as exported:
+    with in_store(tmp_path, "mixtral", store_dtype) as exported:
         exported.export(output, dtype=dtype)
     assert json.loads((output / "config.json").read_text())["dtype"] == dtype
     found = load(output)
@@ -135,7 +135,7 @@ def test_shards_and_index(tmp_path: Path) -> None:
             assert set(reader.tensors) == {tensor for tensor, shard in index["weight_map"].items() if shard == name}
 
 
-def test_companions(tmp_path: Path) -> None:
+def test_sidecars(tmp_path: Path) -> None:
     output, base = tmp_path / "out", tmp_path / "base"
     with in_store(tmp_path, "llama") as exported:
         make_tokenizer().save_pretrained(base)
@@ -182,7 +182,7 @@ def test_generation_defaults_where_the_base_has_none(tmp_path: Path) -> None:
     assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == 2
 
 
-def test_an_earlier_export_is_replaced_and_the_run_stays(tmp_path: Path) -> None:
+def test_an_earlier_export_is_replaced_and_other_files_stay(tmp_path: Path) -> None:
     output = tmp_path / "out"
     with in_store(tmp_path, "llama") as exported:
         exported.export(output, max_shard_bytes=30_000)
@@ -217,19 +217,19 @@ def test_leftovers_of_a_killed_export_are_removed(tmp_path: Path) -> None:
     assert_same(import_all(output), reference(tmp_path / "base"))
 
 
-def test_no_space_is_known_before_the_first_byte(tmp_path: Path) -> None:
+def test_too_little_space_is_found_before_the_first_byte(tmp_path: Path) -> None:
     output = tmp_path / "out"
     with in_store(tmp_path, "llama") as exported:
         block = lay_out_block(index=0, kind="embedding", name="e", parameters=[("e", (1 << 50,), True)])
         huge = ModelSpec(name="x", architecture="X", blocks=(block,), tied=False, hidden_size=1, vocab_size=1)
         exported.spec = huge
-        with pytest.raises(EnvironmentFailure, match=r"the export needs 4096 TiB, .* are free"):
+        with pytest.raises(EnvironmentFailure, match=r"the export needs 4096 TiB, only .* are free"):
             exported.export(output)
     assert list(output.iterdir()) == []
 
 
 @pytest.mark.parametrize("limit_bytes", [1, 5_000, 30_000])
-def test_no_space_half_way(tmp_path: Path, limit_bytes: int) -> None:
+def test_a_drive_that_fills_up_during_the_export(tmp_path: Path, limit_bytes: int) -> None:
     output = tmp_path / "out"
     with in_store(tmp_path, "llama") as exported:
         exported.export(output, max_shard_bytes=40_000)
@@ -269,13 +269,13 @@ def test_a_failure_between_the_renames_leaves_nothing_that_loads(tmp_path: Path)
     assert_same(import_all(output), reference(tmp_path / "base"))
 
 
-def test_output_that_is_no_directory(tmp_path: Path) -> None:
+def test_an_output_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "out").touch()
     with in_store(tmp_path, "llama") as exported, pytest.raises(BadInput, match="not a directory"):
         exported.export(tmp_path / "out")
 
 
-def test_memory_is_that_of_a_group(tmp_path: Path) -> None:
+def test_memory_is_one_group(tmp_path: Path) -> None:
     with in_store(tmp_path, "llama", "bfloat16") as exported:
         for dtype, bytes_per_element in (("bfloat16", 2), ("float32", 12)):
             with BufferPool(bytes_per_element * 4096) as pool:
@@ -286,7 +286,7 @@ def test_memory_is_that_of_a_group(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [1, 500, 1000, 1 << 20])
 def test_shard_sizes(limit: int) -> None:
-    tensors = [(f"t{index}", torch.float32, (index, 10)) for index in range(20)]
+    tensors = [TensorSpec(name=f"t{index}", dtype=torch.float32, shape=(index, 10)) for index in range(20)]
     shards = split_into_shards(tensors, limit)
     assert [tensor for shard in shards for tensor in shard.tensors] == tensors
     for shard in shards:

@@ -1,4 +1,4 @@
-"""The import: what lies in the store afterwards, field by field."""
+"""The import: every field of the store's records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = [1, 31, 32, 33, 2047, 2048, 2049, 9000]
 
 
 class CountingSource:
-    """Weights whose bit patterns are all different, with ties and specials of bfloat16 among them."""
+    """Weights with random bit patterns. Every third is a tie of bfloat16."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.values: dict[str, torch.Tensor] = {}
@@ -81,11 +81,11 @@ def test_every_field(tmp_path: Path, dtype: DtypeName, group_elements: int) -> N
                 assert torch.equal(fields["w16"].view(torch.int16), master.to(torch.float16).view(torch.int16))
 
 
-def test_memory_is_that_of_a_group_and_progress_adds_up(tmp_path: Path) -> None:
+def test_memory_is_one_group_and_progress_adds_up(tmp_path: Path) -> None:
     spec = made_up_spec()
     source = CountingSource(spec)
     counts: list[int] = []
-    # hi16, lo16, m32, v32 and the master: 16 bytes for each element of a group, and not one more.
+    # hi16, lo16, m32, v32 and the fp32 master: exactly 16 bytes for each element of a group.
     with imported_store(tmp_path, spec, source, "bfloat16") as (store, _), BufferPool(16 * 4096) as pool:
         store.begin_step()
         import_weights(spec, source, store, pool, progress=counts.append, group_elements=4096)

@@ -1,4 +1,4 @@
-"""Random weights against the distribution that transformers itself draws."""
+"""Random weights: the distribution of transformers' own initialiser, bits that depend on the seed only."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ratel_cli.model.skeleton import build_skeleton, read_model_config
 from tests.model.tiny import FAMILIES, Tensors, assert_same, read_all, skeleton_of, tiny_config
 
 
-def draw(directory: Path, *, seed: int, piece: int = 1000) -> Tensors:
+def draw(directory: Path, *, seed: int, num_elements: int = 1000) -> Tensors:
     skeleton, spec = skeleton_of(directory)
-    return read_all(RandomSource(skeleton, seed), spec, piece=piece)
+    return read_all(RandomSource(skeleton, seed), spec, num_elements=num_elements)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -45,7 +45,7 @@ def test_same_seed_same_bits(tmp_path: Path) -> None:
     first = read_all(RandomSource(skeleton, 7), spec)
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(123)
-    assert_same(draw(tmp_path, seed=7, piece=333), first)
+    assert_same(draw(tmp_path, seed=7, num_elements=333), first)
     other = draw(tmp_path, seed=8)
     drawn = [name for name, tensor in first.items() if tensor.std() > 0]
     assert drawn and not any(torch.equal(first[name], other[name]) for name in drawn)

@@ -1,4 +1,4 @@
-"""What `ratel verify` says of a directory: weights that are not numbers, files that are not a model."""
+"""Reading an exported directory back: values that are not finite, files that are not the model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ratel_cli.errors import IntegrityFailure
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.reload import check_values, holds_export, load_export, read_parameter
 from ratel_cli.model.shards import ShardReader, ShardWriter
-from tests.model.tiny import FAMILIES, Tensors, rewrite, save_tiny
+from tests.model.tiny import FAMILIES, Tensors, rewrite, save_tiny, specs_of
 
 
 def write(path: Path, tensors: Tensors) -> Path:
-    with ShardWriter(path, [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]) as writer:
+    with ShardWriter(path, specs_of(tensors)) as writer:
         for tensor in tensors.values():
             writer.write(tensor.contiguous())
         writer.finish()
@@ -25,7 +25,7 @@ def write(path: Path, tensors: Tensors) -> Path:
 
 
 def check(path: Path) -> int:
-    """The bytes that were read."""
+    """Check the file. Returns the bytes that were read."""
     parts: list[int] = []
     with ShardReader(path) as reader:
         check_values(reader, progress=parts.append)
@@ -38,7 +38,7 @@ def test_values_that_are_not_finite(tmp_path: Path, dtype: torch.dtype, value: f
     tensors = {"a": torch.ones(3, dtype=dtype), "b": torch.ones(4, 5).to(dtype), "empty": torch.ones(0, dtype=dtype)}
     assert check(write(tmp_path / "fine.safetensors", tensors)) == 23 * dtype.itemsize
     tensors["b"] = torch.tensor([[1.0, value]]).to(dtype)
-    with pytest.raises(IntegrityFailure, match=r"^bad\.safetensors: tensor b holds values that are not finite$"):
+    with pytest.raises(IntegrityFailure, match=r"^bad\.safetensors: tensor b has values that are NaN or infinite$"):
         check(write(tmp_path / "bad.safetensors", tensors))
 
 
@@ -95,24 +95,24 @@ def reshape(tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (drop, r"tensor model\.layers\.1\.mlp\.up_proj\.weight is missing"),
-        (add, r"tensor model\.layers\.9\.odd\.weight has no place in the model"),
-        (reshape, "transformers cannot load it"),
+        (add, r"tensor model\.layers\.9\.odd\.weight does not belong to the model"),
+        (reshape, "transformers cannot load the model"),
     ],
 )
-def test_weights_that_are_not_the_models(tmp_path: Path, change: Callable[[Tensors], None], told: str) -> None:
+def test_weights_that_are_not_the_models(tmp_path: Path, change: Callable[[Tensors], None], message: str) -> None:
     save_tiny("llama", tmp_path)
     rewrite(tmp_path, change)
-    with pytest.raises(IntegrityFailure, match=told) as raised:
+    with pytest.raises(IntegrityFailure, match=message) as raised:
         load_export(tmp_path, dtype=torch.float32, attention=None)
     assert "\n" not in raised.value.message
 
 
 def test_a_directory_that_is_no_model(tmp_path: Path) -> None:
     (tmp_path / WEIGHTS_NAME).write_bytes(b"x")
-    with pytest.raises(IntegrityFailure, match="transformers cannot load it"):
+    with pytest.raises(IntegrityFailure, match="transformers cannot load the model"):
         load_export(tmp_path, dtype=None, attention=None)
 
 
@@ -120,5 +120,5 @@ def test_a_parameter_that_the_model_lacks(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path)
     loaded = load_export(tmp_path, dtype=torch.float32, attention=None)
     for name in ("model.odd.weight", "odd", "model.layers.0.mlp"):
-        with pytest.raises(IntegrityFailure, match="is not in the model that was loaded"):
+        with pytest.raises(IntegrityFailure, match="is not a parameter of the loaded model"):
             read_parameter(loaded, name, 0, 1)

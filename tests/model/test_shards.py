@@ -1,4 +1,4 @@
-"""safetensors files: against the reference implementation, and against damage of every kind."""
+"""Safetensors files: compared with the reference implementation, and damaged in every way."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.model.shards import DTYPES, ShardReader, ShardWriter, file_bytes
-from tests.model.tiny import file_size_limit
+from ratel_cli.model.shards import DTYPES, ShardReader, ShardWriter, TensorSpec, file_bytes
+from tests.model.tiny import file_size_limit, specs_of
 
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 0, 4), (64, 32), (4097,)]
 
 
 @pytest.fixture
 def tensors() -> dict[str, torch.Tensor]:
-    """One tensor of every dtype and shape, with distinct bytes."""
+    """One tensor of random bytes for every dtype and shape."""
     generator = torch.Generator().manual_seed(3)
     made: dict[str, torch.Tensor] = {}
     for dtype in DTYPES.values():
@@ -31,7 +31,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Equality that holds for NaN as well."""
+    """Whether dtype and bytes are equal, NaN included."""
     left, right = left.contiguous().reshape(-1), right.contiguous().reshape(-1)
     return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
@@ -55,12 +55,12 @@ def test_reads_ranges(tmp_path: Path, start: int, stop: int) -> None:
 
 def test_the_reference_reads_what_we_write(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     path = tmp_path / "a.safetensors"
-    entries = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    entries = specs_of(tensors)
     with ShardWriter(path, entries) as writer:
         for tensor in tensors.values():
             flat = tensor.reshape(-1)
-            for piece in flat.tensor_split(5):
-                writer.write(piece)
+            for part in flat.tensor_split(5):
+                writer.write(part)
         assert not path.exists()
         writer.finish()
     assert path.stat().st_size == file_bytes(entries)
@@ -79,14 +79,14 @@ def test_a_file_without_tensors(tmp_path: Path) -> None:
 def test_an_unfinished_file_is_removed_and_the_old_one_stays(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(b"old")
-    with ShardWriter(path, [("x", torch.float32, (4,))]) as writer:
+    with ShardWriter(path, [TensorSpec(name="x", dtype=torch.float32, shape=(4,))]) as writer:
         writer.write(torch.zeros(2))
     writer.close()
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.safetensors"] and path.read_bytes() == b"old"
 
 
-def test_a_writer_refuses_more_or_less_than_promised(tmp_path: Path) -> None:
-    with ShardWriter(tmp_path / "a.safetensors", [("x", torch.float32, (4,))]) as writer:
+def test_a_writer_accepts_exactly_the_bytes_of_its_header(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path / "a.safetensors", [TensorSpec(name="x", dtype=torch.float32, shape=(4,))]) as writer:
         with pytest.raises(AssertionError):
             writer.write(torch.zeros(5))
         with pytest.raises(AssertionError):
@@ -97,7 +97,9 @@ def test_no_space_left(tmp_path: Path) -> None:
     with (
         pytest.raises(EnvironmentFailure, match="no space left"),
         file_size_limit(10_000),
-        ShardWriter(tmp_path / "a.safetensors", [("x", torch.float32, (100_000,))]) as writer,
+        ShardWriter(
+            tmp_path / "a.safetensors", [TensorSpec(name="x", dtype=torch.float32, shape=(100_000,))]
+        ) as writer,
     ):
         writer.write(torch.zeros(100_000))
     assert list(tmp_path.iterdir()) == []
@@ -113,22 +115,22 @@ def entry(begin: int = 0, end: int = 8, shape: object = (2,), dtype: object = "F
 
 
 def packed(header: object, num_bytes: int) -> bytes:
-    """A file with this header and so many bytes of data."""
+    """A file with this header and `num_bytes` bytes of data."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + bytes(num_bytes)
 
 
 DAMAGED: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", "0 bytes are too few"),
-    "short": (b"\x08\0\0\0", "4 bytes are too few"),
+    "empty": (b"", "it has only 0 bytes"),
+    "short": (b"\x08\0\0\0", "it has only 4 bytes"),
     "huge header": ((1 << 62).to_bytes(8, "little") + b"{}", "header would have"),
     "header beyond the end": ((1000).to_bytes(8, "little") + b"{}", "truncated"),
     "pickle": (packed(b"\x80\x04K\x01.", 0), "does not begin"),
     "no header": (packed(b"", 0), "does not begin"),
-    "bad json": (packed(b'{"x": ', 0), "cannot be parsed"),
-    "not utf-8": (packed(b'{"\xff": 1}', 0), "cannot be parsed"),
-    "deep": (packed(b'{"x":' + b"[" * 100_000, 0), "cannot be parsed"),
-    "long number": (packed(b'{"x":' + b"1" * 10_000 + b"}", 0), "cannot be parsed"),
+    "bad json": (packed(b'{"x": ', 0), "not valid JSON"),
+    "not utf-8": (packed(b'{"\xff": 1}', 0), "not valid JSON"),
+    "deep": (packed(b'{"x":' + b"[" * 100_000, 0), "not valid JSON"),
+    "long number": (packed(b'{"x":' + b"1" * 10_000 + b"}", 0), "not valid JSON"),
     "doubled": (packed(b'{"x\\u001b": 1, "x\\u001b": 1}', 0), r"x\\x1b appears twice"),
     "metadata": (packed({"__metadata__": {"a": 1}}, 0), "text to text"),
     "entry": (packed({"x": [1]}, 0), "exactly dtype"),
@@ -139,17 +141,17 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "fraction": (packed({"x": entry(shape=[2.0])}, 8), "whole numbers"),
     "truth": (packed({"x": entry(shape=[True, 2])}, 8), "whole numbers"),
     "three offsets": (packed({"x": entry() | {"data_offsets": [0, 8, 8]}}, 8), "whole numbers"),
-    "backwards": (packed({"x": entry(8, 0)}, 8), "lie beyond"),
-    "beyond": (packed({"x": entry(0, 8)}, 7), "lie beyond"),
+    "backwards": (packed({"x": entry(8, 0)}, 8), "are outside"),
+    "beyond": (packed({"x": entry(0, 8)}, 7), "are outside"),
     "size": (packed({"x": entry(shape=[3])}, 8), "do not match"),
     "overflow": (packed({"x": entry(shape=[1 << 62] * 1000)}, 8), "do not match"),
     "empty but not": (packed({"x": entry(shape=[0, 5])}, 8), "do not match"),
     "overlap": (packed({"x": entry(0, 8), "y": entry(4, 12)}, 12), "y overlaps"),
     "same place": (packed({"x": entry(0, 8), "y": entry(0, 8)}, 8), "overlaps"),
-    "hole": (packed({"x": entry(0, 8), "y": entry(12, 20)}, 20), "y leaves a hole"),
-    "hole at the start": (packed({"x": entry(4, 12)}, 12), "x leaves a hole"),
-    "trailing": (packed({"x": entry()}, 9), "1 trailing bytes"),
-    "endless name": (packed({"x" * 100_000: [1]}, 0), r"tensor x{200}\.\.\.: must have"),
+    "gap": (packed({"x": entry(0, 8), "y": entry(12, 20)}, 20), "y leaves a gap"),
+    "gap at the start": (packed({"x": entry(4, 12)}, 12), "x leaves a gap"),
+    "trailing": (packed({"x": entry()}, 9), "1 bytes after the last tensor belong to no tensor"),
+    "endless name": (packed({"x" * 100_000: [1]}, 0), r"tensor x{200}\.\.\.: its entry in the header must have"),
     "dimensions": (packed({"x": entry(shape=[1] * 65 + [2])}, 8), "do not match"),
     "empty and too large": (packed({"x": entry(0, 0, shape=[0, 1 << 62, 1 << 62])}, 0), "do not match"),
     "escape": (packed({"\x1b[2J": [1]}, 0), r"tensor \\x1b\[2J:"),
@@ -185,12 +187,12 @@ def test_random_damage_is_bad_input_or_harmless(tmp_path: Path) -> None:
                 reader.read_whole(name)
 
 
-def test_a_file_cut_while_open(tmp_path: Path) -> None:
+def test_a_file_truncated_while_open(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     save_file({"x": torch.arange(4000.0)}, path)
     with ShardReader(path) as reader:
         os.truncate(path, 2000)
-        with pytest.raises(BadInput, match="cut while being read"):
+        with pytest.raises(BadInput, match="truncated while it was read"):
             reader.read_whole("x")
 
 

@@ -1,4 +1,4 @@
-"""Whatever a header or an index says: tensors that can be read, or a BadInput that names the file."""
+"""Random headers and indices: all tensors can be read, or a BadInput names the file."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ ENTRIES = st.fixed_dictionaries(
 HEADERS = st.dictionaries(st.text(max_size=4) | st.just("__metadata__"), ENTRIES | VALUES, max_size=4)
 
 TEXTS = st.text(st.sampled_from("a./~\0\n\x1b\ud800\udcff") | st.characters(), max_size=8)
-"""Half characters too, which JSON can hold and no file name can."""
+"""With halves of surrogate pairs: JSON can hold them, file names cannot."""
 INDICES = st.fixed_dictionaries({"weight_map": st.dictionaries(TEXTS, TEXTS | SCALARS, max_size=3)})
 
 
 def attempt(path: Path, content: bytes) -> None:
-    """Open and read whole; what is refused is refused with the file's name, on one line."""
+    """Open the file and read everything. A BadInput must name the file, on one line."""
     path.write_bytes(content)
     try:
         reader = ShardReader(path)
@@ -69,7 +69,7 @@ def test_any_header(tmp_path: Path, header: dict[str, object], num_bytes: int) -
 @QUICK
 @given(shape=st.lists(COUNTS, max_size=5), zero_at=st.integers(0, 5), dtype=st.sampled_from(sorted(DTYPES)))
 def test_any_empty_tensor(tmp_path: Path, shape: list[int], zero_at: int, dtype: str) -> None:
-    """No byte belongs to it, so that nothing else bounds its shape."""
+    """An empty tensor has no bytes that could bound its shape."""
     shape.insert(zero_at, 0)
     header = {"x": {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}}
     attempt(tmp_path / "a.safetensors", packed(json.dumps(header).encode(), b""))
@@ -82,7 +82,7 @@ def test_any_empty_tensor(tmp_path: Path, shape: list[int], zero_at: int, dtype:
     cut=st.integers(-1, 1),
 )
 def test_any_tiling(tmp_path: Path, shapes: list[list[int]], dtype: str, cut: int) -> None:
-    """A file as it should be is read; a byte more or less is refused."""
+    """A correct file is read. With one byte more or less it is rejected."""
     header, position = {}, 0
     for index, shape in enumerate(shapes):
         end = position + torch.Size(shape).numel() * DTYPES[dtype].itemsize

@@ -1,6 +1,6 @@
-"""Tiny random models of many families, and what the tests of import and export do with them.
+"""Tiny random models of many families, and helpers for the tests of import and export.
 
-Weights are drawn anew (norms and biases too), so that no two parameters are equal and a mix-up shows.
+All weights are random, norms and biases too, so that no two parameters are equal and no mix-up stays hidden.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.checkpoint import CheckpointSource, persistent_buffers
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.import_weights import WeightSource, import_weights
+from ratel_cli.model.shards import TensorSpec
 from ratel_cli.model.skeleton import build_skeleton, read_model_config
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.sizes import DtypeName
@@ -73,12 +74,12 @@ FAMILIES: dict[str, dict[str, object]] = {
 
 
 def tiny_config(family: str, **changes: object) -> PretrainedConfig:
-    """The configuration of a model of some 50k parameters."""
+    """The configuration of a model with about 50,000 parameters."""
     return AutoConfig.for_model(family, **(FAMILIES[family] | changes))
 
 
 def tiny_model(family: str, **changes: object) -> PreTrainedModel:
-    """An in-memory model with weights that are nowhere constant, in fp32."""
+    """An in-memory model in fp32. None of its parameters is constant."""
     config = tiny_config(family, **changes)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     generator = torch.Generator().manual_seed(0)
@@ -89,27 +90,32 @@ def tiny_model(family: str, **changes: object) -> PreTrainedModel:
 
 
 def save_tiny(family: str, directory: Path, **changes: object) -> PreTrainedModel:
-    """Save a tiny model the way transformers does, in several shards."""
+    """Save a tiny model as transformers does, in several shards."""
     model = tiny_model(family, **changes)
     model.save_pretrained(directory, max_shard_size="60KB")
     return model
 
 
 def skeleton_of(directory: Path) -> tuple[PreTrainedModel, ModelSpec]:
-    """As `cli.finetune` makes them; the compute dtype must not matter."""
+    """Skeleton and spec of a saved model. The compute dtype must not matter."""
     skeleton = build_skeleton(read_model_config(directory), dtype="bfloat16", attn_implementation="eager")
     return skeleton, find_blocks(skeleton, name="tiny").spec
 
 
-def read_all(source: WeightSource, spec: ModelSpec, *, piece: int = 1000) -> Tensors:
-    """Every parameter, read in pieces as the import does."""
+def specs_of(tensors: Tensors) -> list[TensorSpec]:
+    """Name, dtype and shape of each tensor."""
+    return [TensorSpec(name=name, dtype=each.dtype, shape=tuple(each.shape)) for name, each in tensors.items()]
+
+
+def read_all(source: WeightSource, spec: ModelSpec, *, num_elements: int = 1000) -> Tensors:
+    """Every parameter, read `num_elements` at a time."""
     read: Tensors = {}
     for parameter in (parameter for block in spec.blocks for parameter in block.parameters):
-        pieces = [
-            source.read(parameter.name, start, min(start + piece, parameter.num_elements))
-            for start in range(0, parameter.num_elements, piece)
+        parts = [
+            source.read(parameter.name, start, min(start + num_elements, parameter.num_elements))
+            for start in range(0, parameter.num_elements, num_elements)
         ]
-        read[parameter.name] = torch.cat(pieces).reshape(parameter.shape)
+        read[parameter.name] = torch.cat(parts).reshape(parameter.shape)
     return read
 
 
@@ -131,7 +137,7 @@ def assert_same(found: Tensors, wanted: Tensors) -> None:
 
 
 def gather(directory: Path) -> Tensors:
-    """All tensors of a saved model, which are then removed from it."""
+    """Remove all tensors from a saved model and return them."""
     tensors: Tensors = {}
     for path in directory.glob("*.safetensors"):
         tensors |= load_file(path)
@@ -141,13 +147,14 @@ def gather(directory: Path) -> Tensors:
 
 
 def rewrite(directory: Path, change: Callable[[Tensors], object]) -> None:
-    """Edit a saved model's tensors in place; it is one file afterwards."""
+    """Change a saved model's tensors. Afterwards they are in one file."""
     tensors = gather(directory)
     change(tensors)
     save_file(tensors, directory / WEIGHTS_NAME, metadata={"format": "pt"})
 
 
-def refusal(directory: Path) -> str:
+def rejection(directory: Path) -> str:
+    """The message of the BadInput that importing a directory raises."""
     with pytest.raises(BadInput) as raised:
         import_all(directory)
     assert raised.value.message.isprintable()
@@ -158,7 +165,7 @@ def refusal(directory: Path) -> str:
 def imported_store(
     directory: Path, spec: ModelSpec, source: WeightSource, dtype: DtypeName, *, group_elements: int = 4096
 ) -> Iterator[tuple[Store, BufferPool]]:
-    """A store on disk that holds what `source` gives, as after an import."""
+    """A store with the weights of `source`, as an import leaves it."""
     identity = StoreIdentity(model_hash="m", config_hash="c", data_hash="d", seed=1, software="s")
     with (
         BufferPool(None) as pool,
@@ -180,7 +187,10 @@ def imported_store(
 
 @contextmanager
 def file_size_limit(num_bytes: int) -> Iterator[None]:
-    """Writes beyond it fail with EFBIG, as they would with ENOSPC on a full disk: short first, then not at all."""
+    """A context in which no file can grow beyond `num_bytes`.
+
+    Writes fail with EFBIG as they would with ENOSPC on a full drive: the first is short, the next fails.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:

@@ -217,5 +217,5 @@ def test_a_nominal_size_that_was_rounded_down_changes_nothing() -> None:
 
 
 def test_a_depth_that_only_a_mistake_can_be() -> None:
-    with pytest.raises(BadInput, match="1000000000000 layers are more than 10000, the most there can be"):
+    with pytest.raises(BadInput, match="1000000000000 layers are more than the limit of 10000"):
         spec_from_shape(name="m", num_layers=10**12, hidden_size=64, vocab_size=100)

@@ -233,7 +233,7 @@ def test_nothing_of_a_cached_model_is_built(built: list[RunConfig], monkeypatch:
         ({**LLAMA, "hidden_size": "32"}, r"config\.json"),
         ({**LLAMA, "hidden_size": 0}, r"config\.json"),
         ({**LLAMA, "hidden_size": -1}, r"config\.json"),
-        ({**LLAMA, "num_hidden_layers": 1 << 70}, "layers are more than 10000"),
+        ({**LLAMA, "num_hidden_layers": 1 << 70}, "layers are more than the limit of 10000"),
         ({**LLAMA, "num_hidden_layers": 0}, "has no list of layers"),
         ({**LLAMA, "num_attention_heads": 6}, "key-value heads|config.json"),
         ({**LLAMA, "num_key_value_heads": 3}, "3 key-value heads cannot be shared by 4 attention heads"),
