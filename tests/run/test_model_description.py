@@ -236,9 +236,9 @@ def test_nothing_of_a_cached_model_is_built(built: list[RunConfig], monkeypatch:
         ({**LLAMA, "num_hidden_layers": 1 << 70}, "layers are more than the limit of 10000"),
         ({**LLAMA, "num_hidden_layers": 0}, "has no list of layers"),
         ({**LLAMA, "num_attention_heads": 6}, "key-value heads|config.json"),
-        ({**LLAMA, "num_key_value_heads": 3}, "3 key-value heads cannot be shared by 4 attention heads"),
+        ({**LLAMA, "num_key_value_heads": 3}, "4 attention heads cannot share 3 key-value heads"),
         ({**LLAMA, "output_router_logits": True}, "sets output_router_logits: true"),
-        ({**LLAMA, "attention_dropout": 2}, "a probability is between 0 and 1"),
+        ({**LLAMA, "attention_dropout": 2}, "it must be a probability between 0 and 1"),
     ],
 )
 def test_a_config_that_no_run_accepts_is_rejected(values: object, message: str) -> None:
