@@ -27,9 +27,6 @@ from ratel_cli.sizes import BLOCK_ALIGNMENT, PAGE_BYTES, DtypeName
 from ratel_cli.store.geometry import Geometry
 
 FORMAT_VERSION: Final = 3
-_WITHOUT_CHECKSUMS: Final = 2
-_WITHOUT_WEIGHTS: Final = 1
-"""Formats before, still read: the one without checksums, and the one with equal shares of the stripes for all files."""
 MANIFEST_MAGIC: Final = b"RATELMAN"
 _HEAD: Final = struct.Struct("<8sII16sQ32s")
 _CRC: Final = struct.Struct("<I")
@@ -136,16 +133,16 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(page: bytes) -> Manifest | None:
-    """The manifest on a page; None when the page is torn or damaged. A newer format is refused by name."""
+    """The manifest on a page; None when the page is torn or damaged. BadInput names a page of another format."""
     body, (crc,) = page[: -_CRC.size], _CRC.unpack(page[-_CRC.size :])
     if len(page) != PAGE_BYTES or zlib.crc32(body) != crc:
         return None
     magic, version, payload_bytes, store_id, generation, previous_sha256 = _HEAD.unpack(body[: _HEAD.size])
     if magic != MANIFEST_MAGIC:
         return None
-    if not _WITHOUT_WEIGHTS <= version <= FORMAT_VERSION:
+    if version != FORMAT_VERSION:
         raise BadInput(
-            f"format_version: the store has format {version}, this program reads formats up to {FORMAT_VERSION}",
+            f"format_version: the store has format {version}, this program reads format {FORMAT_VERSION}",
             "continue with the version of Ratel that wrote it, or start over with --resume no",
         )
     try:
@@ -155,13 +152,13 @@ def decode_manifest(page: bytes) -> Manifest | None:
             generation=generation,
             previous_sha256=previous_sha256,
             identity=_identity(payload.row("identity")),
-            geometry=_geometry(payload.row("geometry"), version),
+            geometry=_geometry(payload.row("geometry")),
             progress=_progress(payload.items("progress")),
             slot=payload.integer("slot"),
-            pins=tuple(_pin(row, version) for row in payload.items("pins")),
+            pins=tuple(_pin(row) for row in payload.items("pins")),
             step_in_place=None if payload.value("step_in_place") is None else payload.integer("step_in_place"),
             root_checksum=payload.text("root_checksum"),
-            before=_before(payload, version),
+            before=None if payload.value("before") is None else _pin(payload.value("before")),
         )
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as exc:
         raise IntegrityFailure(f"the store's manifest is intact but cannot be read: {exc}") from exc
@@ -281,7 +278,7 @@ def _identity(row: _Row) -> StoreIdentity:
     )
 
 
-def _geometry(row: _Row, version: int) -> Geometry:
+def _geometry(row: _Row) -> Geometry:
     dtypes: dict[str, DtypeName] = {"bfloat16": "bfloat16", "float32": "float32", "float16": "float16"}
     elements: list[int] = []
     for run in row.items("block_elements"):
@@ -289,16 +286,13 @@ def _geometry(row: _Row, version: int) -> Geometry:
         if size < 0 or not 0 <= count <= _MAX_BLOCKS - len(elements):
             raise ValueError("block_elements are none that a model has")
         elements.extend([size] * count)
-    if version == _WITHOUT_WEIGHTS:
-        weights = [1] * row.integer("num_files")
-    else:
-        weights = [_checked_integer(weight, "weights") for weight in row.items("weights")]
+    weights = [_checked_integer(weight, "weights") for weight in row.items("weights")]
     num_slots, stripe_bytes = row.integer("num_slots"), row.integer("stripe_bytes")
     if num_slots < 1 or (num_slots == 1) != (row.value("in_place") is True) or min(weights, default=0) < 1:
         raise ValueError("num_slots, in_place or weights are none that a store has")
     if stripe_bytes <= 0 or stripe_bytes % PAGE_BYTES:
         raise ValueError("stripe_bytes are no pages")
-    chunk_elements = row.integer("chunk_elements") if version > _WITHOUT_CHECKSUMS else 0
+    chunk_elements = row.integer("chunk_elements")
     if chunk_elements < 0 or chunk_elements % BLOCK_ALIGNMENT:
         raise ValueError("chunk_elements are none that a chunk has")
     return Geometry(
@@ -343,14 +337,8 @@ def _pin_row(pin: Pin) -> list[int | float | str]:
     return [pin.slot, *_progress_row(pin.progress), pin.root_checksum]
 
 
-def _pin(row: object, version: int) -> Pin:
-    slot, *progress = _checked_list(row, "pin")
-    root = progress.pop() if version > _WITHOUT_CHECKSUMS else ""
+def _pin(row: object) -> Pin:
+    slot, *progress, root = _checked_list(row, "pin")
     if not isinstance(root, str):
         raise ValueError("the checksum of a pin is not a text")
     return Pin(slot=_checked_integer(slot, "slot"), progress=_progress(progress), root_checksum=root)
-
-
-def _before(row: _Row, version: int) -> Pin | None:
-    value = row.value("before") if version > _WITHOUT_CHECKSUMS else None
-    return None if value is None else _pin(value, version)
