@@ -32,11 +32,10 @@ from ratel_cli.engine.device.device import Device, DeviceBuffer, Download, SpanL
 from ratel_cli.engine.telemetry import Resource, Stage, Timeline
 from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import BufferPool, Lease
-from ratel_cli.io.scratch import Scratch
+from ratel_cli.io.scratch import Checksum, Scratch
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Placement
 from ratel_cli.sizes import PACKED_ALIGNMENT, PAGE_BYTES
-from ratel_cli.store.checksums import Seal
 from ratel_cli.units import align_up
 
 
@@ -103,7 +102,7 @@ class _PackedUnit:
         self.lease: Lease | None = None
         self.departure: Download | None = None
         self.transfer: Ticket | None = None
-        self.seal: Seal | None = None
+        self.seal: Checksum | None = None
         """Of what was written."""
         self.is_being_read = False
         self.room: DeviceBuffer | None = None
@@ -233,7 +232,7 @@ class Activations:
         with self._timeline.waiting("down"):
             packed.departure.wait()
         packed.transfer = self._scratch.write(packed.offset, packed.memory)
-        packed.seal = Seal(packed.memory)  # while the drive works
+        packed.seal = Checksum(packed.memory)  # while the drive works
 
     def _bring_to_memory(self, packed: _PackedUnit) -> None:
         if packed.lease is None:

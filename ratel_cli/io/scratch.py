@@ -13,8 +13,10 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import xxhash
+
 from ratel_cli.closing import Closing
-from ratel_cli.errors import EnvironmentFailure
+from ratel_cli.errors import EnvironmentFailure, IntegrityFailure
 from ratel_cli.io.files import (
     SpaceNeed,
     StripedFiles,
@@ -90,6 +92,18 @@ class Scratch(Closing):
         fds, self._fds = self._fds, []
         for fd in fds:
             os.close(fd)
+
+
+class Checksum:
+    """XXH3-64 of bytes that go to the scratch space and come back in the same run."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._digest = xxhash.xxh3_64_intdigest(memory)
+
+    def check(self, memory: memoryview, what: str) -> None:
+        """Raise IntegrityFailure unless `memory` has the same bytes. `what` names them in the message."""
+        if xxhash.xxh3_64_intdigest(memory) != self._digest:
+            raise IntegrityFailure(f"{what}: the bytes read are not the bytes written", "check the drive, then resume")
 
 
 def _open_unlinked(directory: Path) -> int:

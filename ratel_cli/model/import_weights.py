@@ -20,7 +20,7 @@ from ratel_cli.io.views import view_field
 from ratel_cli.model.spec import BlockSpec, ModelSpec, ParameterSpec
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.layout import RecordLayout
-from ratel_cli.store.store import Store
+from ratel_cli.store.shadow import Shadow
 
 WEIGHT_GROUP_ELEMENTS = 1 << 23
 """32 MiB in fp32: large enough for the drives' full speed, small enough for any memory limit."""
@@ -37,7 +37,7 @@ class WeightSource(Protocol):
 def import_weights(
     spec: ModelSpec,
     source: WeightSource,
-    store: Store,
+    target: Shadow,
     pool: BufferPool,
     *,
     progress: Callable[[int], None],
@@ -53,23 +53,23 @@ def import_weights(
     with ExitStack() as resources:
         memories = {
             name: resources.enter_context(pool.lease(group_elements * num_bytes, f"import, {name}")).memory
-            for name, num_bytes in _field_bytes(store.layout).items()
+            for name, num_bytes in _field_bytes(target.layout).items()
         }
         for block in spec.blocks:
             for start in range(0, block.num_elements, group_elements):
                 stop = min(start + group_elements, block.num_elements)
                 fields = {name: view_field(memory, name, stop - start) for name, memory in memories.items()}
                 num_parameters = _read_group(block, source, start, stop, fields["w32"])
-                _encode(store.layout.dtype, fields)
+                _encode(target.layout.dtype, fields)
                 tickets = [
-                    store.write(
+                    target.write(
                         block.index,
                         field.name,
                         start,
                         stop,
                         memories[field.name][: (stop - start) * field.bytes_per_element],
                     )
-                    for field in store.layout.fields
+                    for field in target.layout.fields
                 ]
                 join(tickets).wait()
                 progress(num_parameters)

@@ -39,7 +39,7 @@ class OpenedRun:
         """Of that step, if the store has it; None: the current one. Raises BadInput."""
         if step is None or step == self.store.progress.step:
             return self.store.current()
-        return self.store.kept(step)
+        return self.store.pinned(step)
 
 
 def open_run(context: RunContext) -> OpenedRun:

@@ -50,7 +50,7 @@ def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog)
                 snapshot.current().check_all(context.pool, progress=advance)
         with _make(context, snapshot) as store:
             with context.bar("copying the snapshot", snapshot.slot_bytes) as advance:
-                copy_generation(snapshot.current(), store, context.pool, progress=advance)
+                copy_generation(snapshot.current(), store.shadow(), context.pool, progress=advance)
             store.commit_import(snapshot.progress)
         return snapshot.progress.step
 

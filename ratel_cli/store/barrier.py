@@ -1,11 +1,10 @@
-"""The two system calls that make bytes durable, and the named moments at which tests kill the process.
+"""The two system calls that make bytes durable, and the failpoints at which tests kill the process.
 
-Used by `commits`, `creation` and `headers`. Completion of an O_DIRECT write says that the drive has the bytes, not
-that they survive a power cut: only what passed through a `Barrier` does. Tests pass barriers of their
-own, to record the order of writes and syncs or to let them fail.
+When an O_DIRECT write completes, the drive has the bytes, but they need not survive a power cut. Only bytes that passed
+through a `Barrier` do. Tests use barriers of their own, to record the order of writes and syncs or to let them fail.
 
-Invariant: nothing here retries. After a failed sync the kernel has dropped the dirty state, and a
-second call would lie.
+Invariant: nothing here retries. After a failed sync the kernel has dropped the dirty state, and a second call would
+report a false success.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from typing import Protocol
 
 from ratel_cli.errors import BadInput
 
-KILL_VARIABLE = "RATEL_KILL_AT"
-KILL_POINTS = (
+FAILPOINT_VARIABLE = "RATEL_KILL_AT"
+FAILPOINTS = (
     "create.reserved",
     "create.erased",
     "create.identified",
@@ -29,36 +28,36 @@ KILL_POINTS = (
     "manifest.ready",
     "manifest.published",
 )
-"""Arguments of `failpoint`; the manifest points are passed by every change of state, commits included."""
+"""Arguments of `failpoint`. Every change of a store's state passes the manifest failpoints, commits included."""
 
 
 def failpoint(point: str) -> None:
-    """Name this moment of the protocol. ``RATEL_KILL_AT=point:n`` kills the process (SIGKILL) the n-th time.
+    """Mark this moment of the protocol. ``RATEL_KILL_AT=point:n`` kills the process (SIGKILL) the n-th time.
 
-    For tests of recovery only. The count that is left is kept in the variable itself.
+    For tests of recovery only. The variable itself counts down. Raises BadInput if its value cannot be read.
     """
-    wanted = os.environ.get(KILL_VARIABLE)
+    wanted = os.environ.get(FAILPOINT_VARIABLE)
     if wanted is None:
         return
     name, _, count = wanted.rpartition(":")
     if not name or not count.isdecimal():
-        raise BadInput(f"{KILL_VARIABLE}={wanted}: expected point:n")
+        raise BadInput(f"{FAILPOINT_VARIABLE}={wanted}: expected point:n")
     if name != point:
         return
     if int(count) <= 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    os.environ[KILL_VARIABLE] = f"{name}:{int(count) - 1}"
+    os.environ[FAILPOINT_VARIABLE] = f"{name}:{int(count) - 1}"
 
 
 class Barrier(Protocol):
-    """Makes bytes durable; raises OSError."""
+    """Makes bytes durable. Both methods raise OSError if they cannot."""
 
     def sync(self, fd: int) -> None:
-        """Everything that was written to the file and has completed is durable on return."""
+        """Make durable everything that was written to the file and has completed."""
         ...
 
     def write_through(self, fd: int, offset: int, page: memoryview) -> None:
-        """Write one page; it is durable on return. Says nothing of other writes."""
+        """Write one page and make it durable. Other writes to the file may still not be."""
         ...
 
 
@@ -70,4 +69,4 @@ class KernelBarrier:
 
     def write_through(self, fd: int, offset: int, page: memoryview) -> None:
         if os.pwritev(fd, [page], offset, os.RWF_DSYNC) != len(page):
-            raise OSError(errno.EIO, "a page was written in part")
+            raise OSError(errno.EIO, "only a part of a page was written")

@@ -1,10 +1,10 @@
-"""The commits of a store: the manifest that counts, and how the next one takes its place.
+"""Commits: how the next manifest of a store takes the place of the one before.
 
-Owned by `store`, which decides what a manifest says. Syncs and manifests go through a `Barrier`, so that tests can
-record them or let them fail.
+The store decides what a manifest says. All syncs and manifest writes go through a `Barrier`, so that tests can record
+them or let them fail.
 
-Invariants: in memory a manifest counts once it is durable; after a failed sync or write nothing more is
-committed, since the kernel has dropped what it could not write, and a second try would lie.
+Invariants: a manifest counts in memory only once it is durable; after a failed sync or manifest write nothing more is
+committed, because the kernel has dropped what it could not write, and a second try would report a false success.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from ratel_cli.errors import IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.barrier import Barrier, failpoint
-from ratel_cli.store.geometry import NUM_MANIFESTS
+from ratel_cli.store.layout import NUM_MANIFESTS
 from ratel_cli.store.lock import StoreLock
 from ratel_cli.store.manifest import Manifest, encode_manifest, page_sha256
 
 
 class Commits:
-    """The line of manifests of one store. For one thread at a time."""
+    """The sequence of manifests of one open store. For one thread at a time."""
 
     def __init__(self, lock: StoreLock, manifest: Manifest, previous_sha256: bytes, barrier: Barrier) -> None:
-        """`previous_sha256` is that of the manifest's page."""
+        """`manifest` is the one that counts, and `previous_sha256` the SHA-256 of its page."""
         self._lock = lock
         self._manifest = manifest
         self._previous_sha256 = previous_sha256
         self._barrier = barrier
-        self._has_failed = False
+        self._is_stopped = False
 
     @property
     def manifest(self) -> Manifest:
-        """The one that counts."""
+        """The manifest that counts."""
         return self._manifest
 
     def check_usable(self) -> None:
-        """Raise IntegrityFailure if an earlier commit failed."""
-        if self._has_failed:
+        """Raise IntegrityFailure if an earlier commit failed or `stop` was called."""
+        if self._is_stopped:
             raise IntegrityFailure(
-                "the store takes no more commits: an earlier one failed", "check the drive, then resume"
+                "the store accepts no more commits: an earlier commit failed", "check the drive, then resume"
             )
 
-    def refuse_more(self) -> None:
-        """Commit nothing from now on."""
-        self._has_failed = True
+    def stop(self) -> None:
+        """Let every later commit fail."""
+        self._is_stopped = True
 
     def sync(self, step: int) -> None:
-        """What was written to the files is durable on return."""
+        """Make durable what was written to the files. Raises IntegrityFailure, and stops all commits, if it fails."""
         for fd, path in zip(self._lock.fds, self._lock.paths, strict=True):
             try:
                 self._barrier.sync(fd)
@@ -57,7 +57,11 @@ class Commits:
                 self._fail(f"{path}: step {step} could not be made durable: {exc.strerror}", exc)
 
     def publish(self, manifest: Manifest) -> None:
-        """Write it as the next manifest, to the place of the one before the current."""
+        """Write `manifest` to the page that does not hold the current one. It counts when this returns.
+
+        Generation number and hash of the previous page are filled in. Raises IntegrityFailure, and stops all commits,
+        if the write fails.
+        """
         self.check_usable()
         generation = self._manifest.generation + 1
         manifest = replace(manifest, generation=generation, previous_sha256=self._previous_sha256)
@@ -73,5 +77,5 @@ class Commits:
         self._manifest, self._previous_sha256 = manifest, page_sha256(content)
 
     def _fail(self, message: str, cause: OSError) -> NoReturn:
-        self._has_failed = True
+        self._is_stopped = True
         raise IntegrityFailure(f"{message}; nothing more is committed", "check the drive, then resume") from cause

@@ -1,9 +1,8 @@
-"""Copies a generation from one store to another, every byte of it checked on the way.
+"""Copies a generation from one store to another, and checks every byte on the way.
 
-Used by `training.snapshots`, beneath training, and by `ratel restore`. The stores may differ in directories, stripes
-and slots; they hold the same blocks in the same layout.
+The stores may differ in directories, stripes and slots. They hold the same blocks in the same layout.
 
-Invariant: what is written was read whole and passed its checksums; only the caller commits it.
+Invariant: only bytes that passed their checksums are written. The caller commits the copy.
 """
 
 from __future__ import annotations
@@ -18,17 +17,19 @@ from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.store.generation import Generation
-from ratel_cli.store.store import Store
+from ratel_cli.store.shadow import Shadow
 
 _PART_ELEMENTS: Final = 1 << 20
-"""Whole chunks: 4 MiB of fp32, what the queues move in one request."""
+"""A multiple of every chunk size in use: 4 MiB of fp32, what the queues move in one request."""
 _WIDEST_BYTES: Final = 4
 COPY_BYTES: Final = 2 * _PART_ELEMENTS * _WIDEST_BYTES
-"""Memory that a copy takes: one part is read while another is written."""
+"""Memory that a copy needs: one part is read while another is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
+    """Elements [start, stop) of a field of a block, and the memory that they pass through."""
+
     block: int
     field: str
     start: int
@@ -36,15 +37,15 @@ class _Part:
     memory: memoryview
 
 
-def copy_generation(source: Generation, target: Store, pool: BufferPool, *, progress: Callable[[int], None]) -> None:
-    """Write all of `source` into the generation that `target` has begun. `progress` is told the bytes of each part.
+def copy_generation(source: Generation, target: Shadow, pool: BufferPool, *, progress: Callable[[int], None]) -> None:
+    """Write all of `source` into `target`. `progress` is called with the bytes of each part.
 
-    What `progress` raises ends the copy, like IntegrityFailure for bytes that are damaged.
+    Raises IntegrityFailure if bytes of the source are damaged. What `progress` raises ends the copy too.
     """
     assert (source.layout, source.block_elements) == (target.layout, target.block_elements)
     reads: deque[tuple[_Part, Ticket]] = deque()
 
-    def hand_on() -> None:
+    def write_first() -> None:
         part, ticket = reads.popleft()
         ticket.wait()
         target.write(part.block, part.field, part.start, part.stop, part.memory).wait()
@@ -55,17 +56,17 @@ def copy_generation(source: Generation, target: Store, pool: BufferPool, *, prog
             for part in _parts(source, lease.memory):
                 reads.append((part, source.read(part.block, part.field, part.start, part.stop, part.memory)))
                 if len(reads) == 2:
-                    hand_on()
+                    write_first()
             while reads:
-                hand_on()
+                write_first()
         finally:
             for _, ticket in reads:
-                with suppress(RatelError):  # the copy failed for a reason that is told; the memory must be at rest
+                with suppress(RatelError):  # another error is on its way; the memory must be free of transfers
                     ticket.wait()
 
 
 def _parts(source: Generation, memory: memoryview) -> Iterator[_Part]:
-    """In the order in which they lie in the store, in the two halves of the memory by turns."""
+    """The parts in the order in which they lie in the store, alternating between the two halves of `memory`."""
     half_bytes = len(memory) // 2
     number = 0
     for block, num_elements in enumerate(source.block_elements):

@@ -1,8 +1,8 @@
-"""Making a store's files: checked, locked, reserved, cleared, and every byte written once.
+"""Makes a store's files: checks, locks and reserves them, erases what was there, and writes every byte once.
 
-`Store.create` is the only caller. Whatever is in the directories stays as it is until every check
-has passed and every byte is reserved; from the first byte that is changed on, the place counts as
-incomplete until an import is committed, and the next creation replaces it without asking.
+Whatever is in the directories stays as it is until every check has passed and every byte is reserved. From the first
+byte that is changed, the store counts as incomplete until an import is committed, and the next creation replaces it
+without asking.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from ratel_cli.io.files import SpaceNeed, StripedFiles, check_space, make_direct
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.barrier import Barrier, failpoint
-from ratel_cli.store.geometry import IDENTIFICATION_OFFSET
 from ratel_cli.store.headers import (
     Header,
     Identification,
@@ -25,6 +24,7 @@ from ratel_cli.store.headers import (
     existing_store,
     read_header,
 )
+from ratel_cli.store.layout import IDENTIFICATION_OFFSET
 from ratel_cli.store.lock import DATA_FILE_NAME, StoreLock
 
 _FILL_BYTES = 32 << 20
@@ -41,16 +41,19 @@ def make_files(
     barrier: Barrier,
     lock_wait_seconds: float,
 ) -> StoreLock:
-    """Files that are locked, reserved and identified, without a valid manifest.
+    """Make files that are locked, reserved and identified, without a valid manifest. In phases:
 
     1 check what is there, and the space; nothing is created yet
     2 create the directories, lock the files, check again what is there
-    3 reserve every file: the last step that may fail for an ordinary reason
-    4 void the headers of what was there: from here on the place is incomplete
+    3 reserve every file: the last phase that may fail for an ordinary reason
+    4 erase the headers of what was there: from here on the store is incomplete
     5 cut to size, identify (the first file first), make the directory entries durable
+
+    Raises BadInput if there is a store and `overwrite` is False, EnvironmentFailure if space or permission is missing,
+    and IntegrityFailure if a write fails.
     """
     paths = [directory / DATA_FILE_NAME for directory in directories]
-    _refuse_occupied([read_header(path) for path in paths], overwrite=overwrite)
+    _check_replaceable([read_header(path) for path in paths], overwrite=overwrite)
     check_space(
         [
             SpaceNeed(directory=path.parent, num_bytes=num_bytes, held_bytes=_held_bytes(path))
@@ -62,7 +65,7 @@ def make_files(
     lock = StoreLock(directories, create=True, wait_seconds=lock_wait_seconds)
     try:
         headers = [read_header(path) for path in paths]
-        _refuse_occupied(headers, overwrite=overwrite)
+        _check_replaceable(headers, overwrite=overwrite)
         _reserve_all(lock, file_bytes)
         failpoint("create.reserved")
         try:
@@ -82,7 +85,10 @@ def make_files(
 
 
 def fill_with_zeros(files: StripedFiles, num_bytes: int, progress: Callable[[int], None]) -> None:
-    """Write every byte once, so that no later write has to allocate. `progress` gets the bytes of each part done."""
+    """Write every byte once, so that no later write has to allocate. `progress` is called with the bytes of each part.
+
+    Two parts are in flight at a time.
+    """
     previous: tuple[Ticket, int] | None = None
     with BufferPool(None) as pool, pool.lease(min(_FILL_BYTES, num_bytes), "zeros") as zeros:
         try:
@@ -121,10 +127,13 @@ def _finish(write: tuple[Ticket, int], progress: Callable[[int], None]) -> None:
     progress(num_bytes)
 
 
-def _refuse_occupied(headers: Sequence[Header], *, overwrite: bool) -> None:
+def _check_replaceable(headers: Sequence[Header], *, overwrite: bool) -> None:
     reason = existing_store(headers)
     if reason is not None and not overwrite:
-        raise BadInput(reason, "continue it with --resume auto, replace it with --resume no, or set storage.paths")
+        raise BadInput(
+            reason,
+            "resume it with --resume auto, replace it with --resume no, or set storage.paths to other directories",
+        )
 
 
 def _reserve_all(lock: StoreLock, file_bytes: Sequence[int]) -> None:

@@ -1,113 +1,135 @@
-"""One generation of the store's state, to be read: the current one, the shadow, or one that is kept.
+"""One generation of the store's state, to be read: the current one, a pinned one, or the shadow.
 
-Handed out by `store`. `read` is for everybody: what it brings is checked before its ticket's `wait` returns. The
-optimizer reads with `read_unchecked`, takes the checksums in its own pass, so that the bytes are fetched from main
-memory once, and has them compared (engine/optimizer/groups.py).
+`Generation.read` checks what it reads before its ticket's `wait` returns. The optimizer reads with `read_unchecked`
+instead: its kernel computes the checksums in the pass of the update, so that the bytes are fetched from main memory
+once, and `check_digests` compares them.
 
-Invariant: bytes that were not checked are named so by whoever asked for them.
+Invariant: no bytes are used before they passed their checksums.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from threading import Lock
 
-from ratel_cli.errors import IntegrityFailure
+from ratel_cli.errors import BadInput, IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.files import StripedFiles
 from ratel_cli.io.tickets import Ticket, follow
-from ratel_cli.sizes import BLOCK_ALIGNMENT, CHUNK_ELEMENTS
-from ratel_cli.store.checksums import ChunkMap, ChunkTable
-from ratel_cli.store.layout import RecordLayout, RecordMap
-from ratel_cli.store.manifest import Pin, Progress
+from ratel_cli.sizes import BLOCK_ALIGNMENT
+from ratel_cli.store.checksums import ChunkTable
+from ratel_cli.store.layout import ChunkMap, RecordLayout, RecordMap
+from ratel_cli.store.manifest import GenerationEntry, Progress
 
-_AHEAD = 8
+_READ_AHEAD = 8
 """Chunks that `check_all` reads ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSlots:
-    """What all generations of one store share: where their slots lie, and what has a checksum."""
+    """What all generations of one store share: its files and the addresses in them."""
 
     files: StripedFiles
     records: RecordMap
     chunks: ChunkMap | None
-    """None: nothing has."""
+    """None: the store has no checksums."""
     store_id: bytes
 
 
 class Generation:
-    """Reads may come from any thread."""
+    """Reads one slot of a store. Reads may come from any thread."""
 
-    def __init__(self, slots: StoreSlots, pin: Pin, table: ChunkTable | None = None) -> None:
-        """`table` None: it is read when it is needed first. A store without checksums never needs one."""
+    def __init__(self, slots: StoreSlots, entry: GenerationEntry, table: ChunkTable | None = None) -> None:
+        """`table` None: the checksum table is read from the slot when it is first needed."""
         self._slots = slots
-        self._pin = pin
+        self._entry = entry
         self._table = table
         self._lock = Lock()  # for the table
 
     @property
     def progress(self) -> Progress:
-        return self._pin.progress
+        """How far training had come when this generation was committed."""
+        return self._entry.progress
 
     @property
     def slot(self) -> int:
-        return self._pin.slot
+        """The slot that holds this generation."""
+        return self._entry.slot
 
     @property
     def layout(self) -> RecordLayout:
+        """The fields of every record."""
         return self._slots.records.layout
 
     @property
     def block_elements(self) -> tuple[int, ...]:
+        """Number of elements of each block, gaps between parameters included."""
         return self._slots.records.block_elements
 
-    def committed(self, pin: Pin) -> Generation:
-        """The same slot as what a manifest calls it."""
-        assert pin.slot == self.slot
-        return Generation(self._slots, pin, self._table)
+    def with_entry(self, entry: GenerationEntry) -> Generation:
+        """The same bytes, described by another entry of a manifest."""
+        assert entry.slot == self.slot
+        return Generation(self._slots, entry, self._table)
 
     def read(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
-        """Elements ``[start, stop)`` of a field, whole chunks. Waiting raises IntegrityFailure if they are damaged."""
+        """Read elements [start, stop) of a field, whole chunks, into `memory`.
+
+        The ticket's `wait` raises IntegrityFailure if a chunk is damaged.
+        """
         ticket = self.read_unchecked(block, field, start, stop, memory)
         return follow(ticket, lambda: self._check(block, field, start, stop, memory))
 
     def read_unchecked(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
-        """The same, unchecked: whoever asks compares checksums before anything made of it is written or handed on."""
+        """Like `read`, but without the check.
+
+        The caller must call `check_digests` before it writes or hands on anything that was computed from these bytes.
+        """
         return self._slots.files.read(self.address(block, field, start, stop, memory), memory)
 
     def seeds(self, block: int, start: int, stop: int, fields: Collection[str]) -> list[int | None]:
-        """For checksums of these fields of whole chunks, taken elsewhere. Only where there are checksums."""
-        return self._table_of_checksums().seeds(block, start, stop, fields)
+        """Seeds for a kernel that computes the checksums of these fields (`ChunkTable.seeds`).
 
-    def compare(self, block: int, start: int, stop: int, digests: Sequence[int | None]) -> None:
-        """Raise IntegrityFailure unless these are they; None: not taken."""
-        self._table_of_checksums().compare(block, start, stop, digests)
+        Only for stores with checksums.
+        """
+        return self._checksum_table().seeds(block, start, stop, fields)
+
+    def check_digests(self, block: int, start: int, stop: int, digests: Sequence[int | None]) -> None:
+        """Raise IntegrityFailure unless these are the checksums of elements [start, stop). None: not computed."""
+        self._checksum_table().check_digests(block, start, stop, digests)
 
     def check_all(self, pool: BufferPool, *, progress: Callable[[int], None]) -> None:
-        """Read every byte and check it. `progress` is told the bytes of each chunk.
+        """Read every byte and check it. `progress` is called with the bytes of each chunk.
 
-        Raises IntegrityFailure for the first chunk that is damaged. Without checksums only reading is checked.
+        Raises IntegrityFailure for the first damaged chunk, and BadInput if the store has no checksums.
         """
-        chunks = self._slots.chunks or ChunkMap(self.layout, self.block_elements, CHUNK_ELEMENTS)
+        chunks = self._slots.chunks
+        if chunks is None:
+            raise BadInput("the store was made without checksums, so it cannot be verified")
         largest_bytes = 4 * chunks.chunk_elements
-        waiting: list[tuple[Ticket, int]] = []
-        with pool.lease(_AHEAD * largest_bytes, "chunks to check") as lease:
+        reads: deque[tuple[Ticket, int]] = deque()
+
+        def finish_first() -> None:
+            ticket, num_bytes = reads.popleft()
+            ticket.wait()
+            progress(num_bytes)
+
+        with pool.lease(_READ_AHEAD * largest_bytes, "chunks to check") as lease:
             try:
                 for number, (block, field, start, stop) in enumerate(chunks.ranges()):
-                    if len(waiting) == _AHEAD:
-                        _finish(waiting, progress)
-                    first, num_bytes = number % _AHEAD * largest_bytes, (stop - start) * self._size(field)
+                    if len(reads) == _READ_AHEAD:
+                        finish_first()
+                    first, num_bytes = number % _READ_AHEAD * largest_bytes, (stop - start) * self._size(field)
                     memory = lease.memory[first : first + num_bytes]
-                    waiting.append((self.read(block, field, start, stop, memory), num_bytes))
-                while waiting:
-                    _finish(waiting, progress)
+                    reads.append((self.read(block, field, start, stop, memory), num_bytes))
+                while reads:
+                    finish_first()
             finally:
                 self._slots.files.settle()
 
     def address(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> int:
-        """Where element `start` lies; the range must be the block's, and the memory as large."""
+        """Logical address of element `start` of a field. [start, stop) must lie in the block and fill `memory`."""
         assert start <= stop <= self.block_elements[block] and stop % BLOCK_ALIGNMENT == 0, (start, stop)
         assert len(memory) == (stop - start) * self._size(field), len(memory)
         return self._slots.records.address(self.slot, block, field, start)
@@ -117,9 +139,9 @@ class Generation:
 
     def _check(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> None:
         if self._slots.chunks is not None:
-            self._table_of_checksums().check(block, field, start, stop, memory)
+            self._checksum_table().check_chunks(block, field, start, stop, memory)
 
-    def _table_of_checksums(self) -> ChunkTable:
+    def _checksum_table(self) -> ChunkTable:
         chunks = self._slots.chunks
         assert chunks is not None
         with self._lock:
@@ -128,15 +150,9 @@ class Generation:
                     self._slots.files.read(self._slots.records.table_address(self.slot), lease.memory).wait()
                     try:
                         self._table = ChunkTable.from_bytes(
-                            chunks, self._slots.store_id, lease.memory, self._pin.root_checksum
+                            chunks, self._slots.store_id, lease.memory, self._entry.root_checksum
                         )
                     except IntegrityFailure as failure:
                         message = f"step {self.progress.step}: {failure.message}"
                         raise IntegrityFailure(message, failure.hint) from failure
             return self._table
-
-
-def _finish(waiting: list[tuple[Ticket, int]], progress: Callable[[int], None]) -> None:
-    ticket, num_bytes = waiting.pop(0)
-    ticket.wait()
-    progress(num_bytes)

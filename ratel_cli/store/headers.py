@@ -1,11 +1,10 @@
-"""The first three pages of each data file: two places for manifests, and the file's identification.
+"""The header of each data file: two pages for manifests, and one page that identifies the file.
 
-Used by `store` before it trusts a file and before it replaces one. The manifests live in the first
-file; the other files leave those pages zero, and are told apart by their identification: which
-store, which number in it. So swapped, missing and foreign directories are noticed before use.
+The manifests live in the first file. The other files leave these two pages zero. The identification says to which store
+a file belongs and which number it has there, so swapped, missing and foreign directories are noticed before use.
 
-Invariant: `existing_store` names a reason for every file that holds, or may hold, somebody's work. What it
-lets pass is empty, or left over from an import that was never committed.
+Invariant: `existing_store` gives a reason for every file that holds, or may hold, somebody's work. Files without a
+reason are empty, or left over from an import that was never committed.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Final
 from ratel_cli.errors import BadInput, EnvironmentFailure, RatelError
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.barrier import Barrier
-from ratel_cli.store.geometry import HEADER_BYTES, IDENTIFICATION_OFFSET, NUM_MANIFESTS
+from ratel_cli.store.layout import HEADER_BYTES, IDENTIFICATION_OFFSET, NUM_MANIFESTS
 from ratel_cli.store.manifest import (
     EMPTY_PAGE,
     FORMAT_VERSION,
@@ -33,11 +32,12 @@ from ratel_cli.store.manifest import (
 _MAGIC: Final = b"RATELDAT"
 _IDENTIFICATION: Final = struct.Struct("<8sI16sII")
 _CRC: Final = struct.Struct("<I")
+_ORDER_HINT: Final = "name the directories in the order in which the store was made"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identification:
-    """Which file this is."""
+    """Which file of which store this is."""
 
     store_id: bytes
     file_index: int
@@ -52,26 +52,27 @@ class Identification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The pages of one file as they were read."""
+    """The header of one file as it was read."""
 
     path: Path
     manifest_pages: tuple[bytes, bytes]
     identification: Identification | None
-    blank: bool
-    """Nothing was ever written to these pages (a missing or empty file counts as blank)."""
-    foreign: bool
-    """Something is there that even a torn write of ours would not leave."""
+    """None: there is none, or it is damaged."""
+    is_blank: bool
+    """True if all three pages are zero. A missing or empty file counts as blank."""
+    is_foreign: bool
+    """True if a page begins with something that Ratel never writes there, not even in a torn write."""
 
 
 def read_header(path: Path) -> Header:
-    """Read a data file's header, or what there is of it."""
+    """Read a data file's header, or what there is of it. Raises EnvironmentFailure if the file cannot be read."""
     pages = _read_pages(path)
     return Header(
         path=path,
         manifest_pages=(pages[0], pages[1]),
         identification=_identification(pages[NUM_MANIFESTS]),
-        blank=all(page == EMPTY_PAGE for page in pages),
-        foreign=any(
+        is_blank=all(page == EMPTY_PAGE for page in pages),
+        is_foreign=any(
             page[: len(magic)] not in (magic, bytes(len(magic)))
             for page, magic in zip(pages, (MANIFEST_MAGIC, MANIFEST_MAGIC, _MAGIC), strict=True)
         ),
@@ -79,19 +80,19 @@ def read_header(path: Path) -> Header:
 
 
 def existing_store(headers: Sequence[Header]) -> str | None:
-    """Why these files must not be replaced without being told to; None when nothing would be lost."""
+    """Why these files must not be replaced unless the user asks for it. None: nothing would be lost."""
     found = [header.identification for header in headers if header.identification is not None]
     firsts = {identification.store_id for identification in found if identification.file_index == 0}
     for header in headers:
-        if header.blank:
+        if header.is_blank:
             continue
-        if header.foreign:
+        if header.is_foreign:
             return f"{header.path} is not a data file of Ratel, or is damaged"
         try:
-            committed = choose_manifest(header.manifest_pages)[0] is not None
+            is_committed = choose_manifest(header.manifest_pages)[0] is not None
         except RatelError:
-            committed = True  # damaged or of another format: not ours to diagnose
-        if committed:
+            is_committed = True  # damaged or of another format, but somebody's
+        if is_committed:
             return f"there is a store in {header.path.parent}"
         # Without an identification and a manifest: left by a power cut while the file was being made.
         if header.identification is not None and header.identification.store_id not in firsts:
@@ -100,10 +101,10 @@ def existing_store(headers: Sequence[Header]) -> str | None:
 
 
 def check_membership(headers: Sequence[Header], manifest: Manifest) -> None:
-    """Refuse files that are not the ones the manifest speaks of, or not in their order."""
+    """Raise BadInput unless the files are those of the manifest, in its order."""
     num_files = len(manifest.geometry.weights)
     if len(headers) != num_files:
-        raise BadInput(f"storage.paths names {len(headers)} directories, and the store has {num_files}")
+        raise BadInput(f"storage.paths names {len(headers)} directories, but the store has {num_files}")
     for index, header in enumerate(headers):
         found = header.identification
         if found is None:
@@ -111,28 +112,23 @@ def check_membership(headers: Sequence[Header], manifest: Manifest) -> None:
         if found.store_id != manifest.store_id:
             raise BadInput(f"storage.paths: {header.path} belongs to another store than {headers[0].path}")
         if found.file_index != index:
-            raise BadInput(
-                f"storage.paths: {header.path} is file {found.file_index + 1} of the store, named as {index + 1}",
-                "name the directories in the order in which the store was made",
-            )
+            raise BadInput(_misplaced(header.path, found.file_index, index), _ORDER_HINT)
 
 
 def check_first(headers: Sequence[Header]) -> None:
-    """Refuse a first file that cannot hold the manifests because it is another file of the store."""
+    """Raise BadInput if the first file cannot hold the manifests, because it is another file of a store."""
     found = headers[0].identification
     if found is not None and found.file_index != 0:
-        raise BadInput(
-            f"storage.paths: {headers[0].path} is file {found.file_index + 1} of a store, named as 1",
-            "name the directories in the order in which the store was made",
-        )
+        raise BadInput(_misplaced(headers[0].path, found.file_index, 0), _ORDER_HINT)
 
 
 def erase_headers(fds: Sequence[int], headers: Sequence[Header], page: memoryview, barrier: Barrier) -> None:
-    """Make void what the files hold, in an order in which no moment shows a damaged store or half a one.
+    """Erase the headers, in an order that never shows a damaged store or half a store. In phases:
 
-    1 the manifests, of each file the newest one last: until then the store is whole, from then on there is none
-    2 the identifications, the first file's last: nothing is ever part of a store whose first file is missing
-    `page` is an aligned page, which is zeroed.
+    1 the manifests, the newest of each file last: until then the store is whole, from then on there is none
+    2 the identifications, the first file's last: no file ever belongs to a store whose first file is missing
+
+    `page` is an aligned page, which is zeroed. Raises OSError.
     """
     page[:] = EMPTY_PAGE
     for fd, header in zip(fds, headers, strict=True):
@@ -141,6 +137,10 @@ def erase_headers(fds: Sequence[int], headers: Sequence[Header], page: memoryvie
     found = [(header.identification.file_index if header.identification else 0) for header in headers]
     for index in sorted(range(len(headers)), key=lambda index: -found[index]):
         barrier.write_through(fds[index], IDENTIFICATION_OFFSET, page)
+
+
+def _misplaced(path: Path, file_index: int, index: int) -> str:
+    return f"storage.paths: {path} is file {file_index + 1} of its store, but is named as file {index + 1}"
 
 
 def _generation(page: bytes) -> int:

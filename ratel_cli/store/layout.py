@@ -1,23 +1,31 @@
-"""What a block's record holds: its fields and where each one begins.
+"""Where every byte of a store lies: file headers, slots, records, fields, and the entries of the checksum table.
 
-Used by `store` to place bytes, by `model.import_weights` and `model.export_weights` to encode and decode weights, and
-by `engine` to know what to read for compute and what for the update.
+All of it is arithmetic on the `Geometry`, which is fixed when the store is made and written in every manifest.
+docs/store-format.md describes the same to the byte.
 
-The master weight, m and v are fp32 in every layout. For bfloat16 compute the master is split into
-its upper and lower half: the upper is the weight that the device computes with, so no separate copy
-of it exists. The one bit which rounding loses is carried by the sign of v (architecture.md, 4).
+The master weight, m and v are fp32 in every layout. For bfloat16 compute the master is split into its upper and lower
+half: the upper half is the weight that the device computes with, so no separate copy of it exists. Rounding loses one
+bit, which the sign of v carries.
 
-Invariant: fields lie one after another without gaps, and a block has a multiple of
-`BLOCK_ALIGNMENT` elements, so that every field of every record begins on a page.
+Invariants: fields lie one after another without gaps, and a block has a multiple of `BLOCK_ALIGNMENT` elements, so that
+every field of every record begins on a page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import Final
 
-from ratel_cli.sizes import BLOCK_ALIGNMENT, DtypeName
+from ratel_cli.io.striping import StripeMap
+from ratel_cli.sizes import BLOCK_ALIGNMENT, CHECKSUM_BYTES, PAGE_BYTES, DtypeName
+from ratel_cli.units import align_up
+
+NUM_MANIFESTS: Final = 2
+IDENTIFICATION_OFFSET: Final = NUM_MANIFESTS * PAGE_BYTES
+HEADER_BYTES: Final = IDENTIFICATION_OFFSET + PAGE_BYTES
+"""Size of each data file's header: two pages for manifests, one that identifies the file (headers.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +50,21 @@ class RecordLayout:
 
     @property
     def state_fields(self) -> tuple[Field, ...]:
-        """Everything else that the update reads and writes."""
+        """All fields but the compute weights: what only the update reads."""
         return self.fields[1:]
 
     @property
     def bytes_per_parameter(self) -> int:
+        """Bytes of all fields together, for one parameter."""
         return sum(field.bytes_per_element for field in self.fields)
 
     def field(self, name: str) -> Field:
-        """The field called `name`; an unknown name is a bug."""
-        return self.fields[self._index(name)]
+        """The field of this name. An unknown name is a bug (ValueError)."""
+        return self.fields[self.index(name)]
+
+    def index(self, name: str) -> int:
+        """The position of the field of this name in the record, from 0. An unknown name is a bug (ValueError)."""
+        return [field.name for field in self.fields].index(name)
 
     def record_bytes(self, num_elements: int) -> int:
         """Size of the record of a block with `num_elements` elements."""
@@ -59,19 +72,28 @@ class RecordLayout:
         return num_elements * self.bytes_per_parameter
 
     def field_offset(self, name: str, num_elements: int) -> int:
-        """Where the field begins, in bytes from the start of the record."""
+        """Bytes from the start of a record to the field, in a block with `num_elements` elements."""
         assert num_elements % BLOCK_ALIGNMENT == 0, num_elements
-        return num_elements * sum(field.bytes_per_element for field in self.fields[: self._index(name)])
+        return num_elements * sum(field.bytes_per_element for field in self.fields[: self.index(name)])
 
-    def _index(self, name: str) -> int:
-        return [field.name for field in self.fields].index(name)
+
+def record_layout(dtype: DtypeName) -> RecordLayout:
+    """The record of a compute dtype: 12 bytes per parameter for bfloat16 and float32, 14 for float16."""
+    match dtype:
+        case "bfloat16":
+            weights: tuple[Field, ...] = (Field("hi16", 2), Field("lo16", 2))
+        case "float32":
+            weights = (Field("w32", 4),)
+        case "float16":
+            weights = (Field("w16", 2), Field("w32", 4))
+    return RecordLayout(dtype=dtype, fields=(*weights, Field("m32", 4), Field("v32", 4)))
 
 
 class RecordMap:
-    """Where each element of each block lies in the store's logical addresses: slot after slot, block after block."""
+    """Logical addresses of all elements: slot after slot, block after block, field after field."""
 
     def __init__(self, layout: RecordLayout, block_elements: Sequence[int], *, table_bytes: int = 0) -> None:
-        """Behind a slot's records come the `table_bytes` of their checksums (checksums.py)."""
+        """`table_bytes` follow the records of each slot, for their checksums."""
         self.layout = layout
         self.block_elements = tuple(block_elements)
         self._table_bytes = table_bytes
@@ -79,16 +101,16 @@ class RecordMap:
 
     @property
     def records_bytes(self) -> int:
-        """Size of all records."""
+        """Size of all records of one generation."""
         return self._block_offsets[-1]
 
     @property
     def slot_bytes(self) -> int:
-        """Size of one generation: every record once, and the table."""
+        """Size of one slot: every record once, and the checksum table."""
         return self.records_bytes + self._table_bytes
 
     def table_address(self, slot: int) -> int:
-        """Logical address of the table of checksums."""
+        """Logical address of the slot's checksum table."""
         return slot * self.slot_bytes + self.records_bytes
 
     def address(self, slot: int, block: int, field: str, start: int) -> int:
@@ -99,13 +121,97 @@ class RecordMap:
         return slot * self.slot_bytes + self._block_offsets[block] + inside
 
 
-def record_layout(dtype: DtypeName) -> RecordLayout:
-    """The layout for a compute dtype: 12, 12 and 14 bytes per parameter."""
-    match dtype:
-        case "bfloat16":
-            weights: tuple[Field, ...] = (Field("hi16", 2), Field("lo16", 2))
-        case "float32":
-            weights = (Field("w32", 4),)
-        case "float16":
-            weights = (Field("w16", 2), Field("w32", 4))
-    return RecordLayout(dtype=dtype, fields=(*weights, Field("m32", 4), Field("v32", 4)))
+class ChunkMap:
+    """Entries of the checksum table: the step, then one entry per chunk, ordered by block, field and chunk.
+
+    A chunk is `chunk_elements` consecutive elements of one field of one block. The last chunk of a field is shorter if
+    the field does not divide evenly. Entry 0 has the step that wrote the slot.
+    """
+
+    def __init__(self, layout: RecordLayout, block_elements: Sequence[int], chunk_elements: int) -> None:
+        assert chunk_elements > 0 and chunk_elements % BLOCK_ALIGNMENT == 0, chunk_elements
+        self.layout = layout
+        self.block_elements = tuple(block_elements)
+        self.chunk_elements = chunk_elements
+        self._chunks_per_field = tuple(-(-num_elements // chunk_elements) for num_elements in self.block_elements)
+        self._first_entries = tuple(
+            accumulate((len(layout.fields) * number for number in self._chunks_per_field), initial=1)
+        )
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of the table, the step's included."""
+        return self._first_entries[-1]
+
+    @property
+    def table_bytes(self) -> int:
+        """Space of the table in its slot: whole pages."""
+        return align_up(CHECKSUM_BYTES * self.num_entries, PAGE_BYTES)
+
+    def parts(self, block: int, field: str, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Each chunk in elements [start, stop) of a field as (entry, first element, end). Only whole chunks."""
+        size, num_elements = self.chunk_elements, self.block_elements[block]
+        assert start % size == 0 and (stop % size == 0 or stop == num_elements), (block, field, start, stop)
+        first = self._first_entries[block] + self.layout.index(field) * self._chunks_per_field[block]
+        for chunk in range(start // size, -(-stop // size)):
+            yield first + chunk, chunk * size, min((chunk + 1) * size, stop)
+
+    def columns(self, block: int, start: int, stop: int) -> Iterator[tuple[int, str, int, int]]:
+        """Each chunk of every field in elements [start, stop) as (entry, field, first element, end).
+
+        Chunk by chunk, and for each chunk field by field: the order in which the update passes over a group.
+        """
+        fields = [list(self.parts(block, field.name, start, stop)) for field in self.layout.fields]
+        for chunk in zip(*fields, strict=True):
+            for field, (entry, first, end) in zip(self.layout.fields, chunk, strict=True):
+                yield entry, field.name, first, end
+
+    def ranges(self) -> Iterator[tuple[int, str, int, int]]:
+        """Every chunk of a generation as (block, field, first element, end), in the order of the table."""
+        for block, num_elements in enumerate(self.block_elements):
+            for field in self.layout.fields:
+                edges = [*range(0, num_elements, self.chunk_elements), num_elements]
+                for start, stop in pairwise(edges):
+                    yield block, field.name, start, stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """The shape of a store."""
+
+    dtype: DtypeName
+    block_elements: tuple[int, ...]
+    num_slots: int
+    weights: tuple[int, ...]
+    """Each data file's share of the stripes (io/striping.py)."""
+    stripe_bytes: int
+    in_place: bool
+    """The store has one slot, and steps overwrite it."""
+    chunk_elements: int
+    """Elements of a field that share a checksum. 0: the store has no checksums."""
+
+    def __post_init__(self) -> None:
+        assert self.num_slots == 1 if self.in_place else self.num_slots >= 2, "a step needs a slot besides the current"
+        assert self.stripe_bytes > 0
+        assert self.stripe_bytes % PAGE_BYTES == 0
+
+    def records(self) -> RecordMap:
+        """Logical addresses of all elements."""
+        chunks = self.chunks()
+        return RecordMap(
+            record_layout(self.dtype), self.block_elements, table_bytes=chunks.table_bytes if chunks is not None else 0
+        )
+
+    def chunks(self) -> ChunkMap | None:
+        """Entries of the checksum table. None: the store has no checksums."""
+        if not self.chunk_elements:
+            return None
+        return ChunkMap(record_layout(self.dtype), self.block_elements, self.chunk_elements)
+
+    def stripes(self) -> StripeMap:
+        """From logical addresses to bytes of the data files."""
+        return StripeMap(weights=self.weights, stripe_bytes=self.stripe_bytes, header_bytes=HEADER_BYTES)
+
+    def file_bytes(self) -> tuple[int, ...]:
+        """Size of each data file."""
+        return self.stripes().file_bytes(self.num_slots * self.records().slot_bytes)

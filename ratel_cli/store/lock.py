@@ -1,9 +1,8 @@
 """The exclusive lock on a store, held on the data files themselves.
 
-Used by `store`, around everything it does. The lock belongs to the open file, and so does a write
-that io_uring still has in flight after its process was killed (seen for up to 169 ms): as long as a
-dead run can still write, its lock stands, and a new run waits. A small file beside each data file
-says who holds the lock; it is for the message only.
+The lock belongs to the open file, and so does a write that io_uring still has in flight after its process was killed
+(seen for up to 169 ms). As long as a dead run can still write, its lock is held, and a new run waits. A small file next
+to each data file says who holds the lock; it serves the message only.
 
 Invariant: two `StoreLock`s that share a data file never exist at once, in one process or in two.
 """
@@ -30,26 +29,33 @@ _POLL_SECONDS = 0.02
 
 
 class StoreLock(Closing):
-    """Open data files, locked. Closing them is what unlocks; files that it made and nobody filled are removed."""
+    """Open data files, locked. `close` unlocks them, and removes those that this lock made and nobody filled."""
 
     def __init__(self, directories: Sequence[Path], *, create: bool, wait_seconds: float) -> None:
+        """Open and lock the data file of each directory. `create` makes missing files.
+
+        Waits up to `wait_seconds` for another holder, then raises EnvironmentFailure. Raises BadInput if a file is
+        missing and `create` is False.
+        """
         self._fds: dict[Path, int] = {}
         self._made: list[Path] = []
         deadline = time.monotonic() + wait_seconds
         try:
-            # In one order for everybody, so that two runs cannot each hold what the other waits for.
+            # All runs lock in the same order, so that two of them cannot each hold what the other waits for.
             for path in sorted(directory / DATA_FILE_NAME for directory in directories):
                 self._fds[path] = self._open_locked(path, create=create, deadline=deadline)
         except BaseException:
             self.close()
             raise
         self.paths = tuple(directory / DATA_FILE_NAME for directory in directories)
+        """The data files, in the order of the directories."""
         self.fds = tuple(self._fds[path] for path in self.paths)
+        """Their descriptors, in the same order."""
         for directory in directories:
             _write_owner(directory)
 
     def close(self) -> None:
-        """Unlock. Idempotent."""
+        """Unlock the files and close them. Idempotent."""
         fds, self._fds = self._fds, {}
         for path, fd in fds.items():
             with suppress(OSError):
@@ -106,7 +112,7 @@ def _try_lock(fd: int, path: Path) -> bool:
 
 
 def _is_still(fd: int, path: Path) -> bool:
-    """Whether the path still names the file that was opened: its last holder may have removed it."""
+    """True if the path still names the file that was opened. Its last holder may have removed it."""
     opened = os.fstat(fd)
     try:
         named = path.stat()
@@ -117,7 +123,7 @@ def _is_still(fd: int, path: Path) -> bool:
 
 def _write_owner(directory: Path) -> None:
     started = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    # A drive without room for these bytes must not stop a run that needs no more room.
+    # A full drive must not stop a run that needs no more space.
     with suppress(OSError):
         (directory / OWNER_FILE_NAME).write_text(json.dumps({"pid": os.getpid(), "started": started}))
 

@@ -1,14 +1,14 @@
-"""The manifest: one page that says which generation of the store is valid, and all that it takes to go on.
+"""The manifest: one page that says which generation of the store is valid, and all that is needed to resume from it.
 
-Used by `store`, which writes generation g to place g % 2 of the first file's header, so that a torn
-write can only hurt the new manifest and leaves the one before it. `choose_manifest` is the reading
-side: the newest valid one wins.
+The manifest of generation g goes to page g % 2 of the first data file, so a torn write can only hurt the new manifest
+and leaves the one before it. `choose_manifest` is the reading side: the newest valid manifest counts.
+docs/store-format.md has the page byte by byte.
 
-A page: magic 8 | format version 4 | payload length 4 | store id 16 | generation 8 | SHA-256 of the
-previous page 32 | payload (JSON) | zeros | CRC-32 of all before it 4. Magic, version and CRC keep
-their places in every later format, so that an old program can tell "newer" from "torn".
+A page: magic 8 | format version 4 | payload length 4 | store id 16 | generation 8 | SHA-256 of the previous page 32 |
+payload (JSON) | zeros | CRC-32 of all before it 4. Magic, version and CRC keep their places in every later format, so
+that an older program can tell "another format" from "torn".
 
-Invariant: `decode_manifest(encode_manifest(m)) == m`, and no page with any bit changed decodes.
+Invariant: `decode_manifest(encode_manifest(m)) == m`, and no page with any changed bit decodes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from typing import Final
 
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.sizes import BLOCK_ALIGNMENT, PAGE_BYTES, DtypeName
-from ratel_cli.store.geometry import Geometry
+from ratel_cli.store.layout import Geometry
 
 FORMAT_VERSION: Final = 3
+"""Formats 1 and 2 were never released."""
 MANIFEST_MAGIC: Final = b"RATELMAN"
 _HEAD: Final = struct.Struct("<8sII16sQ32s")
 _CRC: Final = struct.Struct("<I")
@@ -39,14 +40,14 @@ _MAX_BLOCKS: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreIdentity:
-    """What a store belongs to: it can be continued only with the same model, config, data and seed."""
+    """What a store belongs to. A run can resume only with the same model, settings, data and seed."""
 
     model_hash: str
     config_hash: str
     data_hash: str
     seed: int
     software: str
-    """Versions and instruction set; a difference makes resuming valid, but not bit-exact."""
+    """Versions and instruction set. With other software resuming is valid, but not bit-exact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,23 +55,24 @@ class Progress:
     """How far training has come."""
 
     step: int
-    """Steps committed, which is also the data cursor; 0 after import."""
+    """Steps committed, which is also the position in the data. 0 after the import."""
     updates: int
-    """AdamW updates applied; fewer than steps when float16 skipped some."""
+    """AdamW updates applied. Fewer than steps if float16 skipped some."""
     loss_scale: float
     good_steps: int
     """Steps since the loss scale last changed."""
     tokens: int
+    """Tokens trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pin:
-    """A generation and where it lies: one that is kept, a checkpoint, or the one before the current."""
+class GenerationEntry:
+    """What a manifest records of one generation: of the current one, the one before it, and each pinned one."""
 
     slot: int
     progress: Progress
     root_checksum: str
-    """Of the slot's table of checksums; empty: this store has none."""
+    """Checksum of the slot's checksum table. Empty: this store has no checksums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,51 +81,55 @@ class Manifest:
 
     store_id: bytes
     generation: int
-    """Counts manifests, not steps: pinning also makes one."""
+    """Counts manifests, not steps: pinning a generation also makes a manifest."""
     previous_sha256: bytes
+    """SHA-256 of the page of the manifest before this one."""
     identity: StoreIdentity
     geometry: Geometry
     progress: Progress
+    """Progress of the current generation."""
     slot: int
-    pins: tuple[Pin, ...]
+    """Slot of the current generation."""
+    pins: tuple[GenerationEntry, ...]
+    """The pinned generations. Their slots are never overwritten."""
     step_in_place: int | None
-    """The step that is being written over the only slot; while it is set, the slot holds no whole step."""
+    """The step that is overwriting the only slot. While it is set, the slot holds no whole step."""
     root_checksum: str
-    """As that of a pin, of `slot`."""
-    before: Pin | None
-    """The generation that this one followed. Its slot is overwritten by the next step, unless it is pinned; until then
-    the store can fall back on it."""
+    """Root of the current generation's checksum table."""
+    before: GenerationEntry | None
+    """The generation before the current one. The next step overwrites its slot unless it is pinned. Until then the
+    store can fall back on it."""
 
     @property
-    def current(self) -> Pin:
-        """Where the valid generation lies."""
-        return Pin(slot=self.slot, progress=self.progress, root_checksum=self.root_checksum)
+    def current(self) -> GenerationEntry:
+        """The current generation."""
+        return GenerationEntry(slot=self.slot, progress=self.progress, root_checksum=self.root_checksum)
 
-    def at(self, pin: Pin) -> Manifest:
-        """The same with another generation as the valid one."""
-        return replace(self, slot=pin.slot, progress=pin.progress, root_checksum=pin.root_checksum)
+    def at(self, entry: GenerationEntry) -> Manifest:
+        """The same manifest with another generation as the current one."""
+        return replace(self, slot=entry.slot, progress=entry.progress, root_checksum=entry.root_checksum)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The page for a manifest."""
+    """The page for a manifest. Raises EnvironmentFailure if the manifest does not fit on a page."""
     payload = json.dumps(
         {
             "identity": asdict(manifest.identity),
             "geometry": asdict(manifest.geometry) | {"block_elements": _run_lengths(manifest.geometry.block_elements)},
             "progress": _progress_row(manifest.progress),
             "slot": manifest.slot,
-            "pins": [_pin_row(pin) for pin in manifest.pins],
+            "pins": [_entry_row(entry) for entry in manifest.pins],
             "step_in_place": manifest.step_in_place,
             "root_checksum": manifest.root_checksum,
-            "before": None if manifest.before is None else _pin_row(manifest.before),
+            "before": None if manifest.before is None else _entry_row(manifest.before),
         },
         separators=(",", ":"),
     ).encode("ascii")
     if len(payload) > _MAX_PAYLOAD_BYTES:
         raise EnvironmentFailure(
-            f"the store's manifest would need {len(payload)} bytes, and has room for {_MAX_PAYLOAD_BYTES}: "
-            f"{len(manifest.pins)} kept generations, {len(manifest.geometry.block_elements)} blocks",
-            "keep fewer generations (save_total_limit)",
+            f"the store's manifest needs {len(payload)} bytes, and its page has {_MAX_PAYLOAD_BYTES}: "
+            f"{len(manifest.pins)} saved steps, {len(manifest.geometry.block_elements)} blocks",
+            "save fewer steps: lower save_total_limit",
         )
     head = _HEAD.pack(
         MANIFEST_MAGIC, FORMAT_VERSION, len(payload), manifest.store_id, manifest.generation, manifest.previous_sha256
@@ -133,7 +139,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(page: bytes) -> Manifest | None:
-    """The manifest on a page; None when the page is torn or damaged. BadInput names a page of another format."""
+    """The manifest on a page, or None if the page is torn or damaged.
+
+    Raises BadInput for a page of another format, and IntegrityFailure for an intact page without a readable manifest.
+    """
     body, (crc,) = page[: -_CRC.size], _CRC.unpack(page[-_CRC.size :])
     if len(page) != PAGE_BYTES or zlib.crc32(body) != crc:
         return None
@@ -146,30 +155,31 @@ def decode_manifest(page: bytes) -> Manifest | None:
             "continue with the version of Ratel that wrote it, or start over with --resume no",
         )
     try:
-        payload = _Row(json.loads(body[_HEAD.size : _HEAD.size + payload_bytes]))
+        payload = _JsonObject(json.loads(body[_HEAD.size : _HEAD.size + payload_bytes]))
+        before = payload.value("before")
         return Manifest(
             store_id=store_id,
             generation=generation,
             previous_sha256=previous_sha256,
-            identity=_identity(payload.row("identity")),
-            geometry=_geometry(payload.row("geometry")),
+            identity=_identity(payload.child("identity")),
+            geometry=_geometry(payload.child("geometry")),
             progress=_progress(payload.items("progress")),
             slot=payload.integer("slot"),
-            pins=tuple(_pin(row) for row in payload.items("pins")),
+            pins=tuple(_entry(row, "pins") for row in payload.items("pins")),
             step_in_place=None if payload.value("step_in_place") is None else payload.integer("step_in_place"),
             root_checksum=payload.text("root_checksum"),
-            before=None if payload.value("before") is None else _pin(payload.value("before")),
+            before=None if before is None else _entry(before, "before"),
         )
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as exc:
         raise IntegrityFailure(f"the store's manifest is intact but cannot be read: {exc}") from exc
 
 
 def choose_manifest(pages: Sequence[bytes]) -> tuple[Manifest | None, bool]:
-    """The manifest that counts, and whether the other place is damaged. None: no import was committed.
+    """The manifest that counts, or None if no import was committed; and True if a page is damaged.
 
-    A damaged manifest beside a valid one is the normal trace of a power cut during a commit, before
-    which nothing of the older generation was touched. One place damaged and the other empty is a cut
-    during the first commit: there is no older generation.
+    A damaged page beside a valid one is what a power cut during a commit leaves: nothing of the older generation was
+    touched before it. A damaged page beside an empty one is what a cut during the first commit leaves: there is no
+    older generation. Raises IntegrityFailure if both pages are damaged, or if two valid ones do not follow each other.
     """
     decoded = [(decode_manifest(page), page) for page in pages if page != EMPTY_PAGE]
     valid = sorted(
@@ -178,8 +188,8 @@ def choose_manifest(pages: Sequence[bytes]) -> tuple[Manifest | None, bool]:
     damaged = len(decoded) - len(valid)
     if damaged == len(pages):
         raise IntegrityFailure(
-            "both manifests of the store are damaged: which generation is valid cannot be told",
-            "start over with --resume no; checkpoints that were exported are not affected",
+            "both manifests of the store are damaged: no generation of it can be trusted",
+            "start over with --resume no; exported models are not affected",
         )
     if not valid:
         return None, damaged > 0
@@ -193,7 +203,7 @@ def choose_manifest(pages: Sequence[bytes]) -> tuple[Manifest | None, bool]:
 
 
 def first_manifest(store_id: bytes, identity: StoreIdentity, geometry: Geometry) -> Manifest:
-    """Of a store that nothing was imported into. Raises EnvironmentFailure if a later one may not fit on its page."""
+    """The manifest of a new store. Raises EnvironmentFailure if a later manifest of it may not fit on its page."""
     first = Manifest(
         store_id=store_id,
         generation=0,
@@ -208,7 +218,9 @@ def first_manifest(store_id: bytes, identity: StoreIdentity, geometry: Geometry)
         before=None,
     )
     progress = Progress(step=_LARGEST, updates=_LARGEST, loss_scale=1 / 3, good_steps=_LARGEST, tokens=_LARGEST)
-    largest = [Pin(slot=slot, progress=progress, root_checksum="0" * 32) for slot in range(geometry.num_slots)]
+    largest = [
+        GenerationEntry(slot=slot, progress=progress, root_checksum="0" * 32) for slot in range(geometry.num_slots)
+    ]
     encode_manifest(
         replace(
             first,
@@ -223,12 +235,12 @@ def first_manifest(store_id: bytes, identity: StoreIdentity, geometry: Geometry)
 
 
 def page_sha256(page: bytes) -> bytes:
-    """What the next manifest says of this one."""
+    """What the next manifest records of this one."""
     return hashlib.sha256(page).digest()
 
 
-class _Row:
-    """Typed access to a JSON object; raises ValueError naming the key."""
+class _JsonObject:
+    """Typed access to a JSON object. Raises ValueError with the key's name."""
 
     def __init__(self, values: object) -> None:
         if not isinstance(values, dict):
@@ -244,13 +256,10 @@ class _Row:
         return _checked_integer(self.value(key), key)
 
     def text(self, key: str) -> str:
-        value = self.value(key)
-        if not isinstance(value, str):
-            raise ValueError(f"{key} is not a text")
-        return value
+        return _checked_text(self.value(key), key)
 
-    def row(self, key: str) -> _Row:
-        return _Row(self.value(key))
+    def child(self, key: str) -> _JsonObject:
+        return _JsonObject(self.value(key))
 
     def items(self, key: str) -> list[object]:
         return _checked_list(self.value(key), key)
@@ -262,52 +271,59 @@ def _checked_integer(value: object, name: str) -> int:
     return value
 
 
+def _checked_text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is not a text")
+    return value
+
+
 def _checked_list(value: object, name: str) -> list[object]:
     if not isinstance(value, list):
         raise ValueError(f"{name} is not a list")
     return value
 
 
-def _identity(row: _Row) -> StoreIdentity:
+def _identity(values: _JsonObject) -> StoreIdentity:
     return StoreIdentity(
-        model_hash=row.text("model_hash"),
-        config_hash=row.text("config_hash"),
-        data_hash=row.text("data_hash"),
-        seed=row.integer("seed"),
-        software=row.text("software"),
+        model_hash=values.text("model_hash"),
+        config_hash=values.text("config_hash"),
+        data_hash=values.text("data_hash"),
+        seed=values.integer("seed"),
+        software=values.text("software"),
     )
 
 
-def _geometry(row: _Row) -> Geometry:
+def _geometry(values: _JsonObject) -> Geometry:
     dtypes: dict[str, DtypeName] = {"bfloat16": "bfloat16", "float32": "float32", "float16": "float16"}
     elements: list[int] = []
-    for run in row.items("block_elements"):
+    for run in values.items("block_elements"):
         count, size = (_checked_integer(value, "block_elements") for value in _checked_list(run, "block_elements"))
         if size < 0 or not 0 <= count <= _MAX_BLOCKS - len(elements):
-            raise ValueError("block_elements are none that a model has")
+            raise ValueError("block_elements is not valid")
         elements.extend([size] * count)
-    weights = [_checked_integer(weight, "weights") for weight in row.items("weights")]
-    num_slots, stripe_bytes = row.integer("num_slots"), row.integer("stripe_bytes")
-    if num_slots < 1 or (num_slots == 1) != (row.value("in_place") is True) or min(weights, default=0) < 1:
-        raise ValueError("num_slots, in_place or weights are none that a store has")
+    weights = [_checked_integer(weight, "weights") for weight in values.items("weights")]
+    num_slots, stripe_bytes = values.integer("num_slots"), values.integer("stripe_bytes")
+    in_place = values.value("in_place") is True
+    if num_slots < 1 or (num_slots == 1) != in_place or min(weights, default=0) < 1:
+        raise ValueError("num_slots, in_place or weights is not valid")
     if stripe_bytes <= 0 or stripe_bytes % PAGE_BYTES:
-        raise ValueError("stripe_bytes are no pages")
-    chunk_elements = row.integer("chunk_elements")
+        raise ValueError("stripe_bytes is not a number of pages")
+    chunk_elements = values.integer("chunk_elements")
     if chunk_elements < 0 or chunk_elements % BLOCK_ALIGNMENT:
-        raise ValueError("chunk_elements are none that a chunk has")
+        raise ValueError("chunk_elements is not valid")
     return Geometry(
-        dtype=dtypes[row.text("dtype")],
+        dtype=dtypes[values.text("dtype")],
         block_elements=tuple(elements),
         num_slots=num_slots,
         weights=tuple(weights),
         stripe_bytes=stripe_bytes,
-        in_place=row.value("in_place") is True,
+        in_place=in_place,
         chunk_elements=chunk_elements,
     )
 
 
 def _run_lengths(values: Sequence[int]) -> list[list[int]]:
-    """Layers are alike, so that a hundred of them fit on the page: (count, value) pairs."""
+    """Runs of equal values as [count, value]. Layers are alike, so a hundred of them fit on the page."""
     runs: list[list[int]] = []
     for value in values:
         if runs and runs[-1][1] == value:
@@ -333,12 +349,14 @@ def _progress(row: Sequence[object]) -> Progress:
     )
 
 
-def _pin_row(pin: Pin) -> list[int | float | str]:
-    return [pin.slot, *_progress_row(pin.progress), pin.root_checksum]
+def _entry_row(entry: GenerationEntry) -> list[int | float | str]:
+    return [entry.slot, *_progress_row(entry.progress), entry.root_checksum]
 
 
-def _pin(row: object) -> Pin:
-    slot, *progress, root = _checked_list(row, "pin")
-    if not isinstance(root, str):
-        raise ValueError("the checksum of a pin is not a text")
-    return Pin(slot=_checked_integer(slot, "slot"), progress=_progress(progress), root_checksum=root)
+def _entry(row: object, key: str) -> GenerationEntry:
+    slot, *progress, root = _checked_list(row, key)
+    return GenerationEntry(
+        slot=_checked_integer(slot, f"the slot in {key}"),
+        progress=_progress(progress),
+        root_checksum=_checked_text(root, f"the checksum in {key}"),
+    )

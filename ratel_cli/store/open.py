@@ -1,8 +1,8 @@
-"""Opening a store's files: locked, told apart, and checked before anything in them is believed.
+"""Opens a store's files: locks them, identifies them, and checks them before anything in them is used.
 
-`Store.open` is the only caller. Each way in which a store can be the wrong one, or not whole, ends
-here with the error that names the field. A manifest counts on the evidence of its own page; whether its
-slot has the bytes that it speaks of is for `Store.ensure_whole`, and for every read.
+Each way in which a store can be the wrong one, or incomplete, ends here with an error that names what is wrong. A
+manifest counts on the evidence of its own page. Whether its slot holds the bytes that it refers to is checked by
+`Store.ensure_whole` and by every read.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ratel_cli.errors import BadInput, IntegrityFailure
 from ratel_cli.io.files import use_direct_io
-from ratel_cli.store.geometry import NUM_MANIFESTS
 from ratel_cli.store.headers import check_first, check_membership, read_header
+from ratel_cli.store.layout import NUM_MANIFESTS
 from ratel_cli.store.lock import StoreLock
 from ratel_cli.store.manifest import Manifest, StoreIdentity, choose_manifest
 
@@ -28,28 +28,32 @@ def open_files(
     notice: Callable[[str], None],
     lock_wait_seconds: float,
 ) -> tuple[StoreLock, Manifest, bytes]:
-    """The locked files, the manifest that counts, and its page. In order:
+    """The locked files, the manifest that counts, and its page. In phases:
 
-    1 lock 2 choose the manifest 3 are these its files, in its order 4 is it this run's store 5 is it whole
+    1 lock the files
+    2 choose the manifest
+    3 check that these are the manifest's files, in its order
+    4 check that the store belongs to this run (`identity` None: to any run)
+    5 check that the files have their full size and no step was overwriting them
     """
     lock = StoreLock(directories, create=False, wait_seconds=lock_wait_seconds)
     try:
         headers = [read_header(path) for path in lock.paths]
         check_first(headers)
-        manifest, damaged = choose_manifest(headers[0].manifest_pages)
+        manifest, is_damaged = choose_manifest(headers[0].manifest_pages)
         if manifest is None:
             raise BadInput(
                 f"the store in {directories[0]} is incomplete: its import never finished",
-                "start without --resume: it is replaced",
+                "run without --resume: the store is made again",
             )
         check_membership(headers, manifest)
         if identity is not None:
             _check_identity(manifest.identity, identity, directories[0], notice)
         _check_state(manifest, lock)
-        if damaged:
+        if is_damaged:
             notice(
-                "one of the store's two manifests is damaged, as by a power cut during a commit; "
-                f"going on from step {manifest.progress.step}"
+                "one of the store's two manifests is damaged, as after a power cut during a commit; "
+                f"resuming from step {manifest.progress.step}"
             )
         use_direct_io(lock.fds, lock.paths, notice)
     except BaseException:
@@ -61,18 +65,18 @@ def open_files(
 def _check_identity(
     stored: StoreIdentity, wanted: StoreIdentity, directory: Path, notice: Callable[[str], None]
 ) -> None:
-    pairs: tuple[tuple[str, str | int, str | int], ...] = (
-        ("model_hash", stored.model_hash, wanted.model_hash),
-        ("config_hash", stored.config_hash, wanted.config_hash),
-        ("data_hash", stored.data_hash, wanted.data_hash),
-        ("seed", stored.seed, wanted.seed),
+    pairs: tuple[tuple[str, str, str | int, str | int], ...] = (
+        ("the base model", "model_hash", stored.model_hash, wanted.model_hash),
+        ("the settings", "config_hash", stored.config_hash, wanted.config_hash),
+        ("the training data", "data_hash", stored.data_hash, wanted.data_hash),
+        ("the seed", "seed", stored.seed, wanted.seed),
     )
     wrong = [
         BadInput(
-            f"{name}: the store in {directory} was made with {old}, this run has {new}",
+            f"{what} changed since the store in {directory} was made: {name} was {old}, now is {new}",
             f"{START_OVER}, or set storage.paths to another directory",
         )
-        for name, old, new in pairs
+        for what, name, old, new in pairs
         if old != new
     ]
     if wrong:
@@ -85,10 +89,10 @@ def _check_state(manifest: Manifest, lock: StoreLock) -> None:
     for fd, path, num_bytes in zip(lock.fds, lock.paths, manifest.geometry.file_bytes(), strict=True):
         size_bytes = os.fstat(fd).st_size
         if size_bytes < num_bytes:
-            raise IntegrityFailure(f"{path}: file size: truncated, has {size_bytes} of {num_bytes} bytes", START_OVER)
+            raise IntegrityFailure(f"{path} is truncated: it has {size_bytes} of {num_bytes} bytes", START_OVER)
     if manifest.step_in_place is not None:
         raise IntegrityFailure(
             f"step {manifest.step_in_place} was being written in place (storage.durability: none) when the run ended: "
             f"the state after step {manifest.progress.step} is lost",
-            f"{START_OVER}; to be safe from crashes set storage.durability to step",
+            f"{START_OVER}; to survive crashes set storage.durability to step",
         )

@@ -1,83 +1,112 @@
-"""The generation in the making: what a step writes, counted and sealed, so that a commit can insist on all of it.
+"""The shadow: the generation that an import or a step is writing. It counts only once it is committed.
 
-Made by `store` for an import and for each step, and dropped with it. Whoever computes a chunk seals it while it is in
-the caches, and then writes it.
+The store makes a shadow for an import and for each step, and drops it with the commit or the discard. It counts the
+bytes that were written and the chunks that have a checksum, so that a commit can insist on all of them.
 
-Invariant: nothing is committed whose writes were not waited for, or whose chunks were not sealed.
+Invariant: nothing is committed whose writes were not waited for, or whose chunks have no checksum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Lock
 
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.tickets import Ticket
+from ratel_cli.io.tickets import Ticket, follow
 from ratel_cli.store.checksums import ChunkTable
 from ratel_cli.store.generation import Generation, StoreSlots
-from ratel_cli.store.manifest import Pin
-from ratel_cli.store.writes import StepWrites
+from ratel_cli.store.layout import RecordLayout
+from ratel_cli.store.manifest import GenerationEntry
 
 
 class Shadow:
-    """One slot that is being filled. Chunks may come from two threads."""
+    """Fills one slot of a store. Different chunks may come from different threads."""
 
-    def __init__(self, slots: StoreSlots, pin: Pin, *, step: int) -> None:
-        """In the slot of `pin`, by `step` (0: the import)."""
+    def __init__(self, slots: StoreSlots, entry: GenerationEntry, *, step: int) -> None:
+        """Fills the slot of `entry`. `step` is the step that writes it, 0 for an import."""
         self._slots = slots
         self._table = None if slots.chunks is None else ChunkTable(slots.chunks, slots.store_id, step)
-        self._writes = StepWrites()
-        self.generation = Generation(slots, pin, self._table)
-        """To read what was written and waited for."""
+        self._lock = Lock()  # for the two counts
+        self._submitted_bytes = 0
+        self._confirmed_bytes = 0
+        self.generation = Generation(slots, entry, self._table)
+        """Reads what was written to the shadow and waited for."""
 
     @property
     def slot(self) -> int:
+        """The slot that is being filled."""
         return self.generation.slot
 
     @property
+    def layout(self) -> RecordLayout:
+        """The fields of every record."""
+        return self.generation.layout
+
+    @property
+    def block_elements(self) -> tuple[int, ...]:
+        """Number of elements of each block, gaps between parameters included."""
+        return self.generation.block_elements
+
+    @property
     def submitted_bytes(self) -> int:
-        return self._writes.submitted_bytes
-
-    def seal(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> None:
-        """Take the checksums of what is about to be written: whole chunks."""
-        if self._table is not None:
-            self._table.seal(block, field, start, stop, memory)
-
-    def seeds(self, block: int, start: int, stop: int) -> list[int | None]:
-        """For the checksums of all fields of whole chunks, taken elsewhere. Only where there are checksums."""
-        assert self._table is not None
-        return self._table.seeds(block, start, stop, [field.name for field in self.generation.layout.fields])
-
-    def take(self, block: int, start: int, stop: int, digests: Sequence[int | None]) -> None:
-        """Those checksums: like `seal`."""
-        assert self._table is not None
-        self._table.take(block, start, stop, digests)
+        """Bytes of all writes so far, whether they have completed or not."""
+        return self._submitted_bytes
 
     def write(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
-        """Elements ``[start, stop)`` of a field, sealed and not changed since. The ticket must be waited for."""
+        """Compute the checksums of elements [start, stop) of a field, whole chunks, and write them.
+
+        The ticket must be waited for before the commit. The memory must not change until then.
+        """
+        if self._table is not None:
+            self._table.set_chunks(block, field, start, stop, memory)
+        return self.write_hashed(block, field, start, stop, memory)
+
+    def write_hashed(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
+        """Like `write`, for bytes whose checksums `set_digests` already has."""
         address = self.generation.address(block, field, start, stop, memory)
-        return self._writes.count(self._slots.files.write(address, memory), len(memory))
+        ticket = self._slots.files.write(address, memory)
+        with self._lock:
+            self._submitted_bytes += len(memory)
+        return follow(ticket, lambda: self._confirm(len(memory)))
+
+    def seeds(self, block: int, start: int, stop: int) -> list[int | None]:
+        """Seeds for a kernel that computes the checksums of all fields (`ChunkTable.seeds`).
+
+        Only for stores with checksums.
+        """
+        assert self._table is not None
+        return self._table.seeds(block, start, stop, [field.name for field in self.layout.fields])
+
+    def set_digests(self, block: int, start: int, stop: int, digests: Sequence[int | None]) -> None:
+        """Set the checksums of all fields of elements [start, stop), whole chunks, that were computed elsewhere."""
+        assert self._table is not None
+        self._table.set_digests(block, start, stop, digests)
 
     def leave_zeros(self) -> None:
-        """What was not written is zero, as the store was made; for an import."""
+        """Take what was not written for zeros, which is what a new store holds. For imports only."""
         if self._table is not None:
-            self._table.seal_zeros()
+            self._table.set_zeros()
 
     def check_written(self) -> None:
-        """Every byte of every record was written once; anything else is a bug."""
-        assert self._writes.confirmed_bytes == self._slots.records.records_bytes, (
+        """Insist that every byte of every record was written once. Anything else is a bug."""
+        assert self._confirmed_bytes == self._slots.records.records_bytes, (
             "a step writes every byte of every record once"
         )
 
     def check_waited(self) -> None:
-        """Every write was waited for, and every chunk sealed; anything else is a bug."""
-        assert self._writes.confirmed_bytes == self._writes.submitted_bytes, "a write was not waited for, or failed"
-        assert self._table is None or self._table.is_complete, "a chunk was written and not sealed"
+        """Insist that every write was waited for and every chunk has a checksum. Anything else is a bug."""
+        assert self._confirmed_bytes == self._submitted_bytes, "a write was not waited for, or failed"
+        assert self._table is None or self._table.is_complete, "a chunk was written without a checksum"
 
     def write_table(self) -> str:
-        """Write the checksums behind the records. Returns their root."""
+        """Write the checksum table behind the records. Returns its root, or "" if the store has no checksums."""
         if self._table is None or self._slots.chunks is None:
             return ""
         with BufferPool(None) as pool, pool.lease(self._slots.chunks.table_bytes, "checksums") as lease:
-            root = self._table.store_into(lease.memory)
+            root = self._table.write_into(lease.memory)
             self._slots.files.write(self._slots.records.table_address(self.slot), lease.memory).wait()
         return root
+
+    def _confirm(self, num_bytes: int) -> None:
+        with self._lock:
+            self._confirmed_bytes += num_bytes

@@ -1,16 +1,14 @@
-"""The store: all model state on NVMe, in generations of which one is always whole.
+"""The store: all model state on NVMe, in generations, one of which is always whole.
 
-Opened by the commands; filled by `model.import_weights`, read and written by `engine`, pinned by `training.loop`,
-read by `model.export_weights`. A slot of its files holds one whole generation, every block's record. A step writes a
-free slot (the shadow) and commits it by one page, the manifest; until that is durable the generation before it is the
-valid one.
+The data files are divided into slots. A slot holds one generation: every block's record, and their checksums. A step
+writes a free slot (the shadow) and commits it with one page, the manifest. Until the manifest is durable, the
+generation before is the current one. A slot is read through a `Generation`, which checks every chunk, and written
+through a `Shadow`.
 
-Invariants: the shadow is never the current slot, a pinned or a held one; a manifest never speaks of bytes that are
-not durable; after a failed sync or manifest write nothing more is committed.
+Invariants: the shadow is never in the current slot, a pinned or a held one (only in place it must be); a manifest never
+refers to bytes that are not durable; after a failed sync or manifest write nothing more is committed.
 
-The files are made in `creation` and looked at again in `opening`; the manifest's format is in `manifest`, how one
-follows another in `commits`; the addresses are in `geometry`. A slot is read through a `Generation`, which checks
-every chunk (`checksums`), and filled through a `Shadow`.
+docs/store-format.md describes the files to the byte.
 """
 
 from __future__ import annotations
@@ -23,24 +21,22 @@ from pathlib import Path
 from typing import Self
 
 from ratel_cli.closing import Closing
-from ratel_cli.errors import BadInput, IntegrityFailure
+from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.files import StripedFiles, check_directories, use_direct_io
 from ratel_cli.io.queue import IoQueue
-from ratel_cli.io.tickets import Ticket
 from ratel_cli.sizes import CHUNK_ELEMENTS, STRIPE_BYTES
-from ratel_cli.store.barrier import KILL_POINTS, Barrier, KernelBarrier, failpoint
+from ratel_cli.store.barrier import Barrier, KernelBarrier, failpoint
 from ratel_cli.store.commit import Commits
 from ratel_cli.store.create import fill_with_zeros, make_files
 from ratel_cli.store.generation import Generation, StoreSlots
-from ratel_cli.store.geometry import Geometry
 from ratel_cli.store.headers import existing_store, read_header
-from ratel_cli.store.layout import RecordLayout
+from ratel_cli.store.layout import Geometry, RecordLayout
 from ratel_cli.store.lock import DATA_FILE_NAME, DEFAULT_WAIT_SECONDS, StoreLock
 from ratel_cli.store.manifest import (
     NO_PREVIOUS,
+    GenerationEntry,
     Manifest,
-    Pin,
     Progress,
     StoreIdentity,
     first_manifest,
@@ -48,9 +44,8 @@ from ratel_cli.store.manifest import (
 )
 from ratel_cli.store.open import START_OVER, open_files
 from ratel_cli.store.shadow import Shadow
-from ratel_cli.store.slots import check_room, kept_slots
 
-__all__ = ["KILL_POINTS", "Progress", "Store", "StoreIdentity"]
+__all__ = ["Progress", "Store", "StoreIdentity"]
 
 
 class _Phase(Enum):
@@ -61,12 +56,16 @@ class _Phase(Enum):
 
 
 class Store(Closing):
-    """Use as a context manager. Reads and writes may come from any thread; all else from one at a time."""
+    """An open, locked store. Use as a context manager.
+
+    Generations and the shadow may be read and written from any thread. Everything else is for one thread at a time.
+    Every method that commits raises IntegrityFailure if the commit, or an earlier one, failed.
+    """
 
     def __init__(
         self, lock: StoreLock, manifest: Manifest, previous_sha256: bytes, *, queue: IoQueue, barrier: Barrier
     ) -> None:
-        """Used by `create` and `open`; takes the lock over."""
+        """For `create` and `open`. The store owns the lock from here on."""
         geometry = manifest.geometry
         self._lock = lock
         self._commits = Commits(lock, manifest, previous_sha256, barrier)
@@ -100,11 +99,14 @@ class Store(Closing):
         lock_wait_seconds: float = DEFAULT_WAIT_SECONDS,
         barrier: Barrier | None = None,
     ) -> Self:
-        """A new store, all zeros, that becomes valid with `commit_import`. Writes every byte: minutes for a large one.
+        """Make a store that holds zeros. It becomes valid with `commit_import`.
 
-        `weights` are the directories' shares of the stripes, for the store's whole life; None: equal ones.
-        Every `chunk_elements` of a field have a checksum; 0: there are none.
-        `progress` is told the bytes of each part written, `num_slots * slot_bytes` in all.
+        Writes every byte, which takes minutes for a large store. `progress` is called with the bytes of each part,
+        `num_slots * slot_bytes` in all. `weights` are the directories' shares of the stripes for the store's whole
+        life; None: equal shares. `chunk_elements` elements of a field share a checksum; 0: no checksums.
+
+        Raises BadInput if the directories hold a store and `overwrite` is False, EnvironmentFailure if space, a
+        permission or the lock is missing, and IntegrityFailure if a write fails.
         """
         directories, barrier = check_directories(paths), barrier or KernelBarrier()
         geometry = Geometry(
@@ -145,7 +147,11 @@ class Store(Closing):
         lock_wait_seconds: float = DEFAULT_WAIT_SECONDS,
         barrier: Barrier | None = None,
     ) -> Self:
-        """The store in these directories, at its last committed generation. `identity` None: whatever it is."""
+        """Open the store in these directories at its last committed generation.
+
+        Raises BadInput if there is none, or if it is another store than `identity` says (None: any store will do),
+        EnvironmentFailure if another process holds it, and IntegrityFailure if it is damaged.
+        """
         lock, manifest, page = open_files(
             check_directories(paths),
             identity=identity,
@@ -156,88 +162,84 @@ class Store(Closing):
 
     @staticmethod
     def exists(paths: Sequence[Path]) -> bool:
-        """Whether `create` would want `overwrite`: a store is there, whole or damaged. An unfinished import is none."""
+        """True if the directories hold a store, whole or damaged, so that `create` needs `overwrite`.
+
+        An import that was never committed is not a store.
+        """
         return existing_store([read_header(path / DATA_FILE_NAME) for path in check_directories(paths)]) is not None
 
     @property
     def layout(self) -> RecordLayout:
+        """The fields of every record."""
         return self._records.layout
 
     @property
     def block_elements(self) -> tuple[int, ...]:
+        """Number of elements of each block, gaps between parameters included."""
         return self._records.block_elements
 
     @property
     def num_slots(self) -> int:
-        """Generations that there is room for, the one being written included."""
+        """Generations that the store can hold, the shadow included."""
         return self._commits.manifest.geometry.num_slots
 
     @property
     def in_place(self) -> bool:
-        """Whether there is one slot only, and a step that fails while it writes loses the store."""
+        """True if the store has one slot. A step that fails while it writes then loses the store."""
         return self._commits.manifest.geometry.in_place
 
     @property
     def identity(self) -> StoreIdentity:
+        """What the store belongs to."""
         return self._commits.manifest.identity
 
     @property
     def progress(self) -> Progress:
-        """Of the current generation."""
+        """How far training had come when the current generation was committed."""
         return self._commits.manifest.progress
 
     @property
     def pinned_steps(self) -> tuple[int, ...]:
-        """The steps whose generations are kept, oldest first."""
-        return tuple(sorted(pin.progress.step for pin in self._commits.manifest.pins))
+        """The steps whose generations are pinned, in ascending order."""
+        return tuple(sorted(entry.progress.step for entry in self._commits.manifest.pins))
 
     @property
     def slot_bytes(self) -> int:
-        """What one generation takes, and what a step writes."""
+        """Size of one generation with its checksums, which is what a step writes."""
         return self._records.slot_bytes
 
     @property
     def nvme_bytes(self) -> int:
-        """Space that the data files take."""
+        """Size of all data files together."""
         return sum(self._commits.manifest.geometry.file_bytes())
 
     @property
     def chunk_elements(self) -> int:
-        """Elements of a field that have a checksum together; 0: there are none."""
+        """Elements of a field that share a checksum. 0: the store has no checksums."""
         return self._commits.manifest.geometry.chunk_elements
 
     def current(self) -> Generation:
-        """The last committed generation, to be read until the step after the next begins to write."""
+        """The last committed generation. It can be read until the step after the next one begins to write."""
         assert self._phase is not _Phase.CLOSED
         return self._current
 
-    def kept(self, step: int) -> Generation:
-        """A pinned generation, to be read until it is unpinned. Raises BadInput if none of that step is kept."""
-        return self._generation(self._pin_of(step))
-
-    def read(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
-        """Elements ``[start, stop)`` of a field, from the current generation, checked (generation.py)."""
-        return self.current().read(block, field, start, stop, memory)
+    def pinned(self, step: int) -> Generation:
+        """The pinned generation of this step. It can be read until it is unpinned. Raises BadInput if there is none."""
+        return self._generation(self._pinned_entry(step))
 
     def shadow(self) -> Shadow:
-        """The generation in the making, to be filled between `begin_step` (or `create`) and the commit."""
+        """The generation that is being written, between `begin_step` (or `create`) and the commit."""
         assert self._phase in (_Phase.IMPORTING, _Phase.STEPPING), "write between begin_step and commit"
         return self._shadow
 
-    def write(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
-        """Seal and write elements ``[start, stop)`` of a field. Every one of these tickets must be waited for."""
-        shadow = self.shadow()
-        shadow.seal(block, field, start, stop, memory)
-        return shadow.write(block, field, start, stop, memory)
-
     def commit_import(self, progress: Progress) -> None:
-        """Make what was written since `create` the first generation; what was not written is zero."""
+        """Commit what was written since `create` as the first generation. What was not written is zero."""
         assert self._phase is _Phase.IMPORTING
         self._shadow.leave_zeros()
         self._commit(replace(self._commits.manifest, progress=progress))
 
     def begin_step(self) -> None:
-        """Choose the shadow. In place: first commit that the only generation is about to be overwritten."""
+        """Choose a slot for the shadow. In place: first commit that the only generation is about to be overwritten."""
         self._commits.check_usable()
         assert self._phase is _Phase.READY
         slot, step = self._commits.manifest.slot, self.progress.step + 1
@@ -251,11 +253,11 @@ class Store(Closing):
     def commit(self, progress: Progress) -> None:
         """Make the shadow the current generation. In phases:
 
-        1 every write of the step was waited for, and every byte of every record was written
-        2 the table of checksums, behind the records
-        3 fdatasync each file: now the shadow is durable, and still nobody's
-        4 the manifest, durable, to the place of the one before the current: now the shadow is current
-        5 the slot that was current is free for the next step, unless it is pinned
+        1 check that every byte of every record was written, and every write was waited for
+        2 write the checksum table behind the records
+        3 fdatasync each file: now the shadow is durable, but no manifest refers to it
+        4 write the manifest through, over the older of the two: now the shadow is current
+        5 the slot that was current is free for the next step, unless it is pinned or held
         """
         self._commits.check_usable()
         assert self._phase is _Phase.STEPPING
@@ -264,63 +266,75 @@ class Store(Closing):
         self._commit(replace(self._commits.manifest, progress=progress, step_in_place=None, before=before))
 
     def commit_progress(self, progress: Progress) -> None:
-        """Commit a step that was not applied: the same generation, further in the data."""
+        """Commit a step that was not applied: the same generation, with the progress of a later step."""
         self._commits.check_usable()
         assert self._phase is _Phase.READY
         self._publish(replace(self._commits.manifest, progress=progress))
 
     def discard(self) -> None:
-        """Abandon the step; the current generation stays, and the shadow is free again."""
+        """Drop the step. The current generation stays, and the shadow's slot is free again.
+
+        Raises IntegrityFailure in place, if the step has begun to write.
+        """
         self._commits.check_usable()
         assert self._phase is _Phase.STEPPING
         self._files.settle()
         if self.in_place:
             if self._shadow.submitted_bytes:
-                self._commits.refuse_more()
+                self._commits.stop()
                 raise IntegrityFailure(
-                    f"step {self.progress.step + 1} cannot be abandoned: it was partly written in place", START_OVER
+                    f"step {self.progress.step + 1} cannot be discarded: a part of it was written in place", START_OVER
                 )
             self._publish(replace(self._commits.manifest, step_in_place=None))
         self._phase = _Phase.READY
 
     def pin(self) -> None:
-        """Keep the current generation until `unpin`. Costs a slot, and no copy."""
+        """Keep the current generation until `unpin`. Takes a slot, but copies nothing.
+
+        Raises EnvironmentFailure if no slot is left for it.
+        """
         self._commits.check_usable()
         assert self._phase in (_Phase.READY, _Phase.STEPPING)
         manifest = self._commits.manifest
         if manifest.current not in manifest.pins:
-            check_room(manifest, self._held)
+            self._check_slot_left()
             self._publish(replace(manifest, pins=(*manifest.pins, manifest.current)))
 
     def unpin(self, step: int) -> None:
-        """Let a kept generation go; its slot is used again."""
+        """Let the pinned generation of this step be overwritten."""
         self._commits.check_usable()
         assert step in self.pinned_steps, step
         manifest = self._commits.manifest
-        self._publish(replace(manifest, pins=tuple(pin for pin in manifest.pins if pin.progress.step != step)))
+        self._publish(replace(manifest, pins=tuple(entry for entry in manifest.pins if entry.progress.step != step)))
 
     def hold(self) -> Generation:
-        """The current generation, not written over until `release`: like a pin, but a crash lets it go."""
-        check_room(self._commits.manifest, self._held)
+        """The current generation, which is not overwritten until `release`. Like a pin, but a crash ends it.
+
+        Raises EnvironmentFailure if no slot is left for it.
+        """
+        self._check_slot_left()
         self._held.append(self.current())
         return self._held[-1]
 
     def release(self, generation: Generation) -> None:
-        """Let a generation go that was held; its slot is used again."""
+        """Let a held generation be overwritten."""
         self._held.remove(generation)
 
     def rewind(self, step: int) -> None:
-        """Make a kept generation the current one. Later ones are let go: going on from here makes them again."""
+        """Make the pinned generation of this step the current one, and unpin all later ones.
+
+        Raises BadInput if no generation of this step is pinned.
+        """
         self._commits.check_usable()
         assert self._phase is _Phase.READY
-        self._go_to(self._pin_of(step))
+        self._go_to(self._pinned_entry(step))
 
     def ensure_whole(self, pool: BufferPool, *, progress: Callable[[int], None], notice: Callable[[str], None]) -> None:
-        """Check every byte of the current generation before training goes on from it.
+        """Check every byte of the current generation before training resumes from it.
 
-        If it is damaged, the one before becomes the current one, with a notice, if that is whole: no step began to
-        write since. Raises IntegrityFailure, naming block and field, if neither is. `progress` as in
-        `Generation.check_all`.
+        If it is damaged, and the generation before it is whole because no step has begun to write since, that one
+        becomes the current one, with a notice. Otherwise raises IntegrityFailure with block and field. `progress` is
+        called with the bytes of each chunk.
         """
         self._commits.check_usable()
         assert self._phase is _Phase.READY
@@ -328,33 +342,49 @@ class Store(Closing):
             self._current.check_all(pool, progress=progress)
         except IntegrityFailure as failure:
             before = self._commits.manifest.before
-            if before is None or not self.chunk_elements:  # without checksums nobody knows whether it is whole
+            if before is None:
                 raise
             try:
                 self._generation(before).check_all(pool, progress=progress)
             except IntegrityFailure:
                 raise failure from None
             notice(
-                f"step {self.progress.step} is damaged ({failure.message}); going on from step {before.progress.step}"
+                f"step {self.progress.step} is damaged ({failure.message}); resuming from step {before.progress.step}"
             )
             self._go_to(before)
 
-    def refuse_more(self) -> None:
-        """Commit nothing from now on, whatever another thread is about to. From any thread."""
-        self._commits.refuse_more()
+    def stop_commits(self) -> None:
+        """Let every later commit fail, even one that another thread has begun to prepare. From any thread."""
+        self._commits.stop()
 
     def close(self) -> None:
-        """Wait for transfers in flight, and unlock. Commits nothing. Idempotent."""
+        """Wait for transfers in flight, then unlock the files. Commits nothing. Idempotent."""
         if self._phase is not _Phase.CLOSED:
             self._phase = _Phase.CLOSED
             self._files.settle()
             self._lock.close()
 
-    def _free_slots(self) -> set[int]:
-        return set(range(self.num_slots)) - kept_slots(self._commits.manifest, self._held)
+    def _used_slots(self) -> set[int]:
+        """Slots of the current, the pinned and the held generations."""
+        manifest = self._commits.manifest
+        pinned = {entry.slot for entry in manifest.pins}
+        return {manifest.slot, *pinned, *(generation.slot for generation in self._held)}
 
-    def _generation(self, pin: Pin) -> Generation:
-        return Generation(self._slots, pin)
+    def _free_slots(self) -> set[int]:
+        return set(range(self.num_slots)) - self._used_slots()
+
+    def _check_slot_left(self) -> None:
+        """Raise EnvironmentFailure unless steps can be written while the current generation keeps its slot."""
+        num_used = len(self._used_slots())
+        if num_used + 2 > self.num_slots:
+            raise EnvironmentFailure(
+                f"step {self.progress.step} cannot be saved: the store has {self.num_slots} slots, training needs 2, "
+                f"and {num_used - 1} hold other steps",
+                "lower save_total_limit, or start over with a larger storage.keep_generations",
+            )
+
+    def _generation(self, entry: GenerationEntry) -> Generation:
+        return Generation(self._slots, entry)
 
     def _new_shadow(self, slot: int, *, step: int) -> Shadow:
         return Shadow(self._slots, replace(self._commits.manifest.current, slot=slot), step=step)
@@ -370,23 +400,23 @@ class Store(Closing):
         failpoint("commit.published")
         self._phase = _Phase.READY
 
-    def _pin_of(self, step: int) -> Pin:
-        for pin in self._commits.manifest.pins:
-            if pin.progress.step == step:
-                return pin
+    def _pinned_entry(self, step: int) -> GenerationEntry:
+        for entry in self._commits.manifest.pins:
+            if entry.progress.step == step:
+                return entry
         steps = ", ".join(map(str, self.pinned_steps)) or "none"
-        raise BadInput(f"no generation of step {step} is kept; kept are: {steps}")
+        raise BadInput(f"step {step} is not saved in the store; saved steps: {steps}")
 
-    def _go_to(self, pin: Pin) -> None:
-        """Make an earlier generation the current one, and let later ones go."""
-        manifest = self._commits.manifest.at(pin)
-        pins = tuple(kept for kept in manifest.pins if kept.progress.step <= pin.progress.step)
-        self._publish(replace(manifest, pins=pins, before=None), self._generation(pin))
+    def _go_to(self, entry: GenerationEntry) -> None:
+        """Make an earlier generation the current one, and unpin later ones."""
+        manifest = self._commits.manifest.at(entry)
+        pins = tuple(pinned for pinned in manifest.pins if pinned.progress.step <= entry.progress.step)
+        self._publish(replace(manifest, pins=pins, before=None), self._generation(entry))
 
     def _publish(self, manifest: Manifest, generation: Generation | None = None) -> None:
-        """The current generation is then `generation`, or the one it was."""
+        """Commit the manifest. `generation` is then the current one; None: the one that was current stays so."""
         self._commits.publish(manifest)
-        self._current = (generation or self._current).committed(self._commits.manifest.current)
+        self._current = (generation or self._current).with_entry(self._commits.manifest.current)
 
 
 def _ignore(_: object) -> None:

@@ -96,7 +96,7 @@ class Snapshots(Closing):
         if copy is not None:
             copy.join(self._patience_seconds)
             if copy.is_alive:  # its generation and its buffers must stay
-                self._target.refuse_more()
+                self._target.stop_commits()
                 self._warn("the device of the snapshot does not respond; the last complete snapshot stays")
                 return
             self._source.release(copy.generation)
@@ -196,7 +196,7 @@ class _Copy:
         """Phase 2."""
         if not self._is_first:
             self._target.begin_step()
-        copy_generation(self.generation, self._target, self._pool, progress=self._wait)
+        copy_generation(self.generation, self._target.shadow(), self._pool, progress=self._wait)
         commit = self._target.commit_import if self._is_first else self._target.commit
         commit(self.generation.progress)
 

@@ -128,7 +128,7 @@ def _hash(store: Store, pool: BufferPool) -> str:
     for block, num_elements in enumerate(store.block_elements):
         for each in store.layout.fields:
             with pool.lease(num_elements * each.bytes_per_element, "hashing") as lease:
-                store.read(block, each.name, 0, num_elements, lease.memory).wait()
+                store.current().read(block, each.name, 0, num_elements, lease.memory).wait()
                 digest.update(lease.memory)
         pool.trim()
     return digest.hexdigest()

@@ -225,7 +225,7 @@ def open_run(
             )
         )
         weights = source or RandomSource(model.skeleton, 0)
-        import_weights(model.spec, weights, store, pool, progress=lambda count: None)
+        import_weights(model.spec, weights, store.shadow(), pool, progress=lambda count: None)
         store.commit_import(_progress(0))
         pool.trim()
         yield RatelRun(

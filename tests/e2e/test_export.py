@@ -83,7 +83,7 @@ def test_what_is_refused(saved: Path, base: Path, tmp_path: Path) -> None:
         ([tmp_path / "none", "-o", out], 2, ("none: no such file",)),
         ([tmp_path / "empty", "-o", out], 2, ("is no run's output directory", "run/config.yaml")),
         ([copy, "-o", out], 2, ("bad.yaml:", "learning_rte")),
-        ([run, "--step", 5, "-o", out], 2, ("no generation of step 5 is kept; kept are: 4, 6",)),
+        ([run, "--step", 5, "-o", out], 2, ("step 5 is not saved in the store; saved steps: 4, 6",)),
         ([run, "--step", -1, "-o", out], 2, ("invalid value for '--step'",)),
         ([run], 2, ("missing option '--output'",)),
         ([run, "-o", base], 2, ("-o and base_model are the same directory",)),

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
-from ratel_cli.store.copy import copy_generation
 from ratel_cli.store.store import Store
 from tests.e2e.conftest import MakeConfig, SignalAt
 from tests.e2e.runs import Ended, Tensors, file_hash, output_of, ratel, store_of, succeed, write_config
@@ -61,7 +60,7 @@ def damage(config: Path, step: int, block: int, field: str) -> None:
         BufferPool(None) as pool,
         Store.open([store_of(config).parent], queue=queue, identity=None) as store,
     ):
-        generation = store.current() if store.progress.step == step else store.kept(step)
+        generation = store.current() if store.progress.step == step else store.pinned(step)
         num_elements = store.block_elements[block]
         memory = pool.lease(num_elements * store.layout.field(field).bytes_per_element, "test").memory
         generation.read(block, field, 0, num_elements, memory).wait()
@@ -130,29 +129,6 @@ def test_a_flipped_bit_in_the_store(copied: Path, step: int, block: int, field: 
         assert rows["logits"].endswith("bit for bit")
     else:
         assert "equal to step 4" not in ended.out, "what is damaged is no measure"
-
-
-def test_a_store_without_checksums_is_read_and_said_to_have_none(copied: Path, tmp_path: Path) -> None:
-    with (
-        open_queue("threads", notice=pytest.fail) as queue,
-        BufferPool(None) as pool,
-        Store.open([store_of(copied).parent], queue=queue, identity=None) as old,
-        Store.create(
-            [tmp_path / "without"],
-            identity=old.identity,
-            layout=old.layout,
-            block_elements=old.block_elements,
-            num_slots=2,
-            queue=queue,
-            chunk_elements=0,
-        ) as new,
-    ):
-        copy_generation(old.current(), new, pool, progress=lambda num_bytes: None)
-        new.commit_import(old.progress)
-    shutil.copy(tmp_path / "without" / "ratel.store", store_of(copied))
-    ended = ratel("verify", copied)
-    assert ended.code == 0, ended.out
-    assert rows_of(ended)["step 4, current"].endswith("reading: no checksums  whole")
 
 
 def test_an_export_of_a_step_that_is_kept(copied: Path) -> None:

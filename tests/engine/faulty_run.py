@@ -182,6 +182,6 @@ def state_of(ratel: Machine) -> bytes:
     for block, num_elements in enumerate(ratel.store.block_elements):
         for each in ratel.store.layout.fields:
             with ratel.pool.lease(num_elements * each.bytes_per_element, "test") as lease:
-                ratel.store.read(block, each.name, 0, num_elements, lease.memory).wait()
+                ratel.store.current().read(block, each.name, 0, num_elements, lease.memory).wait()
                 parts.append(bytes(lease.memory))
     return b"".join(parts)

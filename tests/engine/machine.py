@@ -156,7 +156,7 @@ class Machine:
             for field in layout.fields:
                 memory = memoryview(bytearray(block.num_elements * field.bytes_per_element))
                 with self.pool.lease(len(memory), "test") as lease:
-                    self.store.read(block.index, field.name, 0, block.num_elements, lease.memory).wait()
+                    self.store.current().read(block.index, field.name, 0, block.num_elements, lease.memory).wait()
                     memory[:] = lease.memory
                 fields[field.name] = view_field(memory, field.name, block.num_elements)
             if layout.dtype == "bfloat16":

@@ -158,10 +158,10 @@ def poisoned(ratel: Machine, value: float) -> None:
     for block in spec.blocks:
         for field in ratel.store.layout.fields:
             with ratel.pool.lease(block.num_elements * field.bytes_per_element, "test") as lease:
-                ratel.store.read(block.index, field.name, 0, block.num_elements, lease.memory).wait()
+                ratel.store.current().read(block.index, field.name, 0, block.num_elements, lease.memory).wait()
                 if block.index == 2 and field.name == "w32":
                     torch.frombuffer(lease.memory, dtype=torch.float32)[0] = value
-                ratel.store.write(block.index, field.name, 0, block.num_elements, lease.memory).wait()
+                ratel.store.shadow().write(block.index, field.name, 0, block.num_elements, lease.memory).wait()
     ratel.store.commit(progress_at(0))
 
 

@@ -27,7 +27,7 @@ def test_a_run_with_damaged_files_resumes(tmp_path: Path, base: Path, rows: Path
         (output_of(config) / "run" / name).write_bytes(GARBAGE[garbage])
     ended = finetune(config, "seed=7")
     assert ended.code == 2, ended.told
-    assert "the store in" in ended.errors[0] and "was made with" in ended.errors[0], "the changed setting is not known"
+    assert "changed since the store in" in ended.errors[0], "the changed setting is not known"
     ended = finetune(config)
     assert (ended.code, ended.errors) == (0, []), ended.told
     assert "all 2 steps are done" in ended.told

@@ -47,7 +47,7 @@ def made_up_spec() -> ModelSpec:
 def read_field(store: Store, pool: BufferPool, block: BlockSpec, name: str) -> torch.Tensor:
     num_bytes = store.layout.field(name).bytes_per_element
     lease = pool.lease(block.num_elements * num_bytes, "test")
-    store.read(block.index, name, 0, block.num_elements, lease.memory).wait()
+    store.current().read(block.index, name, 0, block.num_elements, lease.memory).wait()
     return view_field(lease.memory, name, block.num_elements)
 
 
@@ -88,7 +88,7 @@ def test_memory_is_one_group_and_progress_adds_up(tmp_path: Path) -> None:
     # hi16, lo16, m32, v32 and the fp32 master: exactly 16 bytes for each element of a group.
     with imported_store(tmp_path, spec, source, "bfloat16") as (store, _), BufferPool(16 * 4096) as pool:
         store.begin_step()
-        import_weights(spec, source, store, pool, progress=counts.append, group_elements=4096)
+        import_weights(spec, source, store.shadow(), pool, progress=counts.append, group_elements=4096)
         assert pool.peak_bytes == 16 * 4096 and pool.leased_bytes == 0
     assert sum(counts) == spec.num_parameters and counts[0] == 21 and len(counts) == 1 + 4 + 1
 

@@ -180,7 +180,7 @@ def imported_store(
             chunk_elements=2048,
         ) as store,
     ):
-        import_weights(spec, source, store, pool, progress=lambda count: None, group_elements=group_elements)
+        import_weights(spec, source, store.shadow(), pool, progress=lambda count: None, group_elements=group_elements)
         store.commit_import(Progress(step=0, updates=3, loss_scale=1.0, good_steps=0, tokens=0))
         yield store, pool
 

@@ -14,8 +14,7 @@ from ratel_cli.planning.placement import Overlap, Placement
 from ratel_cli.planning.traffic import Traffic, checksum_bytes, gradient_bytes, step_traffic, store_bytes
 from ratel_cli.planning.workload import StateBytes
 from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
-from ratel_cli.store.checksums import ChunkMap
-from ratel_cli.store.layout import record_layout
+from ratel_cli.store.layout import ChunkMap, record_layout
 from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, gpt
 
 # Elements of the blocks, with the gaps: 512 * 64, then 12 * 64^2 + 2 * 64 up to a multiple of 2048, then 513 * 64.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 
 from ratel_cli.sizes import PAGE_BYTES
-from ratel_cli.store.geometry import NUM_MANIFESTS
+from ratel_cli.store.layout import NUM_MANIFESTS
 from ratel_cli.store.manifest import EMPTY_PAGE
 from ratel_cli.store.store import Store
 from tests.store.power import Event, Files, Recorder

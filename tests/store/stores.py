@@ -76,8 +76,8 @@ def write_generation(store: Store, step: int) -> None:
                 size = field.bytes_per_element
                 memory = filled(pool, contents(step, block, field.name, num_elements * size))
                 middle = num_elements // 4096 * 2048
-                tickets.append(store.write(block, field.name, 0, middle, memory[: middle * size]))
-                tickets.append(store.write(block, field.name, middle, num_elements, memory[middle * size :]))
+                tickets.append(store.shadow().write(block, field.name, 0, middle, memory[: middle * size]))
+                tickets.append(store.shadow().write(block, field.name, middle, num_elements, memory[middle * size :]))
         for ticket in tickets:
             ticket.wait()
 
@@ -104,7 +104,7 @@ def check_generation(store: Store, step: int) -> None:
         for block, num_elements in enumerate(store.block_elements):
             for field in store.layout.fields:
                 memory = pool.lease(num_elements * field.bytes_per_element, "test").memory
-                store.read(block, field.name, 0, num_elements, memory).wait()
+                store.current().read(block, field.name, 0, num_elements, memory).wait()
                 assert bytes(memory) == contents(step, block, field.name, len(memory)), (step, block, field.name)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import random
 import shutil
 from dataclasses import replace
@@ -11,17 +10,15 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from ratel_cli.errors import IntegrityFailure
+from ratel_cli.errors import BadInput, IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.io.views import FIELD_DTYPES
 from ratel_cli.sizes import CHUNK_ELEMENTS, PAGE_BYTES, DtypeName
-from ratel_cli.store.checksums import ChunkMap, ChunkTable
-from ratel_cli.store.geometry import HEADER_BYTES
-from ratel_cli.store.layout import RecordMap, record_layout
+from ratel_cli.store.checksums import ChunkTable
+from ratel_cli.store.layout import HEADER_BYTES, ChunkMap, RecordMap, record_layout
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.store import Store
-from tests.fakes import Fault, FaultyQueue
 from tests.store.stores import (
     BLOCK_ELEMENTS,
     SMALL_CHUNK,
@@ -68,15 +65,15 @@ def read_all(store: Store) -> None:
 @pytest.mark.parametrize("chunk_elements", [2048, CHUNK_ELEMENTS])
 def test_every_chunk_has_a_place_of_its_own(elements: tuple[int, ...], chunk_elements: int) -> None:
     chunks = ChunkMap(LAYOUT, elements, chunk_elements)
-    places = []
+    entries = []
     for block, field, start, stop in chunks.ranges():
-        [(place, first, last)] = chunks.parts(block, field, start, stop)
-        assert (first, last) == (start, stop)
+        [(entry, first, end)] = chunks.parts(block, field, start, stop)
+        assert (first, end) == (start, stop)
         assert 0 < stop - start <= chunk_elements
-        places.append(place)
-    assert places == list(range(1, chunks.num_places))
+        entries.append(entry)
+    assert entries == list(range(1, chunks.num_entries))
     assert chunks.table_bytes % PAGE_BYTES == 0
-    assert 8 * chunks.num_places <= chunks.table_bytes < 8 * chunks.num_places + PAGE_BYTES
+    assert 8 * chunks.num_entries <= chunks.table_bytes < 8 * chunks.num_entries + PAGE_BYTES
 
 
 @pytest.mark.parametrize(("start", "stop"), [(1, 2048), (2048, 4095), (0, 6000)])
@@ -93,19 +90,19 @@ def test_a_table_knows_its_bytes_and_no_others() -> None:
     for block in (0, 1):
         for field in ("hi16", "lo16"):
             for start in (0, 2048):
-                table.seal(block, field, start, start + 2048, data)
-                table.check(block, field, start, start + 2048, data)
-    seeds = {chunks.seed(STORE_ID, 7, block, field, start) for block, field, start, _ in chunks.ranges()}
-    assert len(seeds) == chunks.num_places - 1
-    one = chunks.seed(STORE_ID, 7, 0, "hi16", 0)
-    assert one not in (chunks.seed(STORE_ID, 8, 0, "hi16", 0), chunks.seed(bytes(16), 7, 0, "hi16", 0))
+                table.set_chunks(block, field, start, start + 2048, data)
+                table.check_chunks(block, field, start, start + 2048, data)
+    fields = [field.name for field in LAYOUT.fields]
+    tables = (table, ChunkTable(chunks, STORE_ID, 8), ChunkTable(chunks, bytes(16), 7))
+    seeds = [seed for each in tables for block in (0, 1) for seed in each.seeds(block, 0, 4096, fields)]
+    assert len(set(seeds)) == len(seeds) == 3 * (chunks.num_entries - 1)
     data[100] ^= 1
     with pytest.raises(IntegrityFailure, match="block 1, lo16: elements 2048 to 4096 are not what step 7 wrote"):
-        table.check(1, "lo16", 2048, 4096, data)
+        table.check_chunks(1, "lo16", 2048, 4096, data)
     assert not table.is_complete
-    table.seal_zeros()
+    table.set_zeros()
     assert table.is_complete
-    table.check(1, "v32", 2048, 4096, memoryview(bytes(8192)))
+    table.check_chunks(1, "v32", 2048, 4096, memoryview(bytes(8192)))
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 2048), (0, 6144), (2048, 6144), (4096, 6144)])
@@ -115,9 +112,9 @@ def test_checksums_taken_elsewhere_are_those_of_the_bytes(start: int, stop: int)
     data = {
         field.name: memoryview(choice.randbytes((stop - start) * field.bytes_per_element)) for field in LAYOUT.fields
     }
-    taken, sealed = (ChunkTable(chunks, STORE_ID, 5) for _ in range(2))
+    taken, computed = (ChunkTable(chunks, STORE_ID, 5) for _ in range(2))
     for name, memory in data.items():
-        sealed.seal(1, name, start, stop, memory)
+        computed.set_chunks(1, name, start, stop, memory)
     parts = [
         memory[first * size : (first + 2048) * size]
         for first in range(0, stop - start, 2048)
@@ -127,12 +124,12 @@ def test_checksums_taken_elsewhere_are_those_of_the_bytes(start: int, stop: int)
     digests = [
         xxhash.xxh3_64_intdigest(part, seed=seed) for part, seed in zip(parts, seeds, strict=True) if seed is not None
     ]
-    taken.take(1, start, stop, digests)
+    taken.set_digests(1, start, stop, digests)
     for name, memory in data.items():
-        taken.check(1, name, start, stop, memory)
-    sealed.compare(1, start, stop, digests)
+        taken.check_chunks(1, name, start, stop, memory)
+    computed.check_digests(1, start, stop, digests)
     some = [None if number % 2 else digest for number, digest in enumerate(digests)]
-    sealed.compare(1, start, stop, some)
+    computed.check_digests(1, start, stop, some)
     states = taken.seeds(1, start, stop, ["m32"])
     assert [seed for seed in states if seed is not None] == seeds[LAYOUT.fields.index(LAYOUT.field("m32")) :: 4]
     for number, digest in enumerate(digests):
@@ -140,7 +137,7 @@ def test_checksums_taken_elsewhere_are_those_of_the_bytes(start: int, stop: int)
         first = start + 2048 * (number // 4)
         named = f"block 1, {LAYOUT.fields[number % 4].name}: elements {first} to {first + 2048} are not"
         with pytest.raises(IntegrityFailure, match=named):
-            sealed.compare(1, start, stop, wrong)
+            computed.check_digests(1, start, stop, wrong)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -152,14 +149,14 @@ def test_the_kernel_s_arrays_are_the_record_s_fields(dtype: DtypeName) -> None:
 def test_a_stored_table_is_the_one_of_its_root() -> None:
     chunks = ChunkMap(LAYOUT, (4096,), 2048)
     table = ChunkTable(chunks, STORE_ID, 3)
-    table.seal_zeros()
+    table.set_zeros()
     stored = memoryview(bytearray(chunks.table_bytes))
-    root = table.store_into(stored)
+    root = table.write_into(stored)
     again = ChunkTable.from_bytes(chunks, STORE_ID, stored, root)
-    again.check(0, "m32", 0, 4096, memoryview(bytes(16384)))
+    again.check_chunks(0, "m32", 0, 4096, memoryview(bytes(16384)))
     for place in (0, 8, chunks.table_bytes - 1):
         stored[place] ^= 1
-        with pytest.raises(IntegrityFailure, match="table of checksums is damaged"):
+        with pytest.raises(IntegrityFailure, match="checksum table is damaged"):
             ChunkTable.from_bytes(chunks, STORE_ID, stored, root)
         stored[place] ^= 1
 
@@ -176,7 +173,7 @@ def test_a_flipped_byte_is_found_on_reading(paths: list[Path], queue: IoQueue, s
     flip(paths[0], records.address(0, block, field.name, start) + inside, 1 << chance.randrange(8))
     with open_store(paths, queue) as store, BufferPool(None) as pool:
         memory = pool.lease(BLOCK_ELEMENTS[block] * field.bytes_per_element, "test").memory
-        ticket = store.read(block, field.name, 0, BLOCK_ELEMENTS[block], memory)
+        ticket = store.current().read(block, field.name, 0, BLOCK_ELEMENTS[block], memory)
         with pytest.raises(IntegrityFailure, match=f"block {block}, {field.name}: elements {start} to"):
             ticket.wait()
         with pytest.raises(IntegrityFailure, match=f"block {block}, {field.name}"):
@@ -187,7 +184,7 @@ def test_a_damaged_table_is_found(paths: list[Path], queue: IoQueue) -> None:
     with open_store(paths, queue) as store:
         table = records_of(store).table_address(0)
     flip(paths[0], table + 20)
-    with open_store(paths, queue) as store, pytest.raises(IntegrityFailure, match="step 2: the table of checksums"):
+    with open_store(paths, queue) as store, pytest.raises(IntegrityFailure, match="step 2: the checksum table"):
         read_all(store)
 
 
@@ -201,7 +198,7 @@ def test_a_stale_slot_is_found(paths: list[Path], queue: IoQueue, tmp_path: Path
     with (paths[0] / DATA_FILE_NAME).open("r+b") as file:
         file.seek(HEADER_BYTES + slot * size)
         file.write(old[HEADER_BYTES + slot * size : HEADER_BYTES + (slot + 1) * size])
-    with open_store(paths, queue) as store, pytest.raises(IntegrityFailure, match="step 3: the table"):
+    with open_store(paths, queue) as store, pytest.raises(IntegrityFailure, match="step 3: the checksum table"):
         read_all(store)
 
 
@@ -232,7 +229,7 @@ def test_a_damaged_generation_gives_way_to_the_one_before(paths: list[Path], que
         check_generation(store, 2)
     assert len(told) == 1
     assert "step 2 is damaged (block 0" in told[0]
-    assert "going on from step 1" in told[0]
+    assert "resuming from step 1" in told[0]
     assert sum(checked) > 12 * sum(BLOCK_ELEMENTS)
     told.clear()
     with open_store(paths, queue) as store:
@@ -279,14 +276,14 @@ def test_kept_generations_are_checked_too(tmp_path: Path, queue: IoQueue, pool: 
         run_step(store)
         run_step(store)
         slot_bytes = store.slot_bytes
-        kept = store.kept(1)
+        kept = store.pinned(1)
         assert kept.progress.step == 1
         kept.check_all(pool, progress=lambda num_bytes: None)
     flip(tmp_path, slot * slot_bytes + 9000)
     with open_store([tmp_path], queue) as store:
         read_all(store)
         with pytest.raises(IntegrityFailure, match="step 1 wrote"):
-            store.kept(1).check_all(pool, progress=lambda num_bytes: None)
+            store.pinned(1).check_all(pool, progress=lambda num_bytes: None)
 
 
 def test_what_was_not_imported_is_zero(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
@@ -294,7 +291,7 @@ def test_what_was_not_imported_is_zero(tmp_path: Path, queue: IoQueue, pool: Buf
         store.commit_import(store.progress)
         read_all(store)
         memory = pool.lease(8192, "test").memory
-        store.read(0, "hi16", 0, 4096, memory).wait()
+        store.current().read(0, "hi16", 0, 4096, memory).wait()
         assert bytes(memory) == bytes(8192)
 
 
@@ -310,38 +307,23 @@ def test_a_discarded_step_leaves_no_checksum(paths: list[Path], queue: IoQueue) 
         check_generation(store, 3)
 
 
-def test_a_chunk_that_was_not_sealed_stops_the_commit(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
+def test_a_chunk_without_a_checksum_stops_the_commit(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
     with import_all(create_store([tmp_path], queue, block_elements=(2048,))) as store:
         store.begin_step()
         shadow = store.shadow()
         for field in store.layout.fields:
             memory = pool.lease(2048 * field.bytes_per_element, "test").memory
-            if field.name != "m32":
-                shadow.seal(0, field.name, 0, 2048, memory)
-            shadow.write(0, field.name, 0, 2048, memory).wait()
-        with pytest.raises(AssertionError, match="not sealed"):
+            write = shadow.write if field.name != "m32" else shadow.write_hashed
+            write(0, field.name, 0, 2048, memory).wait()
+        with pytest.raises(AssertionError, match="without a checksum"):
             store.commit(replace(store.progress, step=1))
 
 
-def test_a_store_may_have_none(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
-    """As those of earlier formats: nothing is checked but that it can be read."""
+def test_a_store_may_have_no_checksums(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
+    """For benchmarks of what checksums cost. Such a store cannot be verified."""
     with import_all(create_store([tmp_path], queue, chunk_elements=0)) as store:
         run_step(store)
         assert store.slot_bytes == 12 * sum(BLOCK_ELEMENTS)
-        slot = store.current().slot
-        flip(tmp_path, slot * store.slot_bytes)
-        checked: list[int] = []
-        store.ensure_whole(pool, progress=checked.append, notice=pytest.fail)
-        assert sum(checked) == 12 * sum(BLOCK_ELEMENTS)
-
-
-def test_without_checksums_nothing_is_fallen_back_on(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
-    """Nobody could say whether the slot before is whole: a step may have begun to write it."""
-    with import_all(create_store([tmp_path], queue, chunk_elements=0)) as store:
-        run_step(store)
-    with (
-        FaultyQueue({0: Fault(error_number=errno.EIO)}) as broken,
-        open_store([tmp_path], broken) as store,
-        pytest.raises(IntegrityFailure),
-    ):
-        store.ensure_whole(pool, progress=lambda num_bytes: None, notice=pytest.fail)
+        check_generation(store, 1)
+        with pytest.raises(BadInput, match="made without checksums"):
+            store.ensure_whole(pool, progress=lambda num_bytes: None, notice=pytest.fail)

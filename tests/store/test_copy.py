@@ -32,7 +32,7 @@ LARGE_BLOCKS = (2048, (1 << 20) + 2048, 2048)
 def copy(source: Store, target: Store, pool: BufferPool) -> list[int]:
     """The bytes of each part."""
     parts: list[int] = []
-    copy_generation(source.current(), target, pool, progress=parts.append)
+    copy_generation(source.current(), target.shadow(), pool, progress=parts.append)
     return parts
 
 
@@ -124,5 +124,5 @@ def test_who_is_told_of_the_progress_may_end_the_copy(queue: IoQueue, pool: Buff
         create_store([tmp_path / "b"], queue) as target,
     ):
         with pytest.raises(KeyboardInterrupt):
-            copy_generation(source.current(), target, pool, progress=stop)
+            copy_generation(source.current(), target.shadow(), pool, progress=stop)
         assert pool.leased_bytes == 0

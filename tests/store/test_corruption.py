@@ -14,9 +14,8 @@ import pytest
 
 from ratel_cli.errors import IntegrityFailure, RatelError
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.store.checksums import ChunkMap, ChunkTable
-from ratel_cli.store.geometry import HEADER_BYTES
-from ratel_cli.store.layout import RecordMap, record_layout
+from ratel_cli.store.checksums import ChunkTable
+from ratel_cli.store.layout import HEADER_BYTES, ChunkMap, RecordMap, record_layout
 from ratel_cli.store.lock import DATA_FILE_NAME
 from tests.fakes import directory_in_memory
 from tests.store.power import Recorder
@@ -101,15 +100,15 @@ def test_every_flipped_bit_of_a_record_is_noticed() -> None:
     num_flips = 0
     for field in LAYOUT.fields:
         memory = memoryview(bytearray(random.Random(field.name).randbytes(SMALL_CHUNK * field.bytes_per_element)))
-        table.seal(0, field.name, 0, SMALL_CHUNK, memory)
+        table.set_chunks(0, field.name, 0, SMALL_CHUNK, memory)
         for place in range(len(memory)):
             for bit in range(8):
                 memory[place] ^= 1 << bit
                 with pytest.raises(IntegrityFailure):
-                    table.check(0, field.name, 0, SMALL_CHUNK, memory)
+                    table.check_chunks(0, field.name, 0, SMALL_CHUNK, memory)
                 memory[place] ^= 1 << bit
                 num_flips += 1
-        table.check(0, field.name, 0, SMALL_CHUNK, memory)
+        table.check_chunks(0, field.name, 0, SMALL_CHUNK, memory)
     assert num_flips > 190_000
 
 
@@ -158,4 +157,4 @@ def test_chunks_of_another_store_are_noticed(stored: Stored, tmp_path: Path) -> 
     content = stored.content[:start] + other[start:stop] + stored.content[stop:]
     [told, *_] = reopened(stored, content)
     assert f"step {NUM_STEPS}" in told
-    assert "table of checksums" in told
+    assert "checksum table" in told

@@ -42,9 +42,9 @@ def test_it_is_one_of_those_that_are_kept(queue: IoQueue, tmp_path: Path) -> Non
         run_step(store)
         store.pin()
         run_step(store)
-        with pytest.raises(EnvironmentFailure, match=r"step 3 cannot be kept: .* 4 slots, .* 2 are kept already"):
+        with pytest.raises(EnvironmentFailure, match=r"step 3 cannot be saved: .* 4 slots, .* 2 hold other steps"):
             store.pin()
-        with pytest.raises(EnvironmentFailure, match="step 3 cannot be kept"):
+        with pytest.raises(EnvironmentFailure, match="step 3 cannot be saved"):
             store.hold()
         store.release(held)
         store.pin()

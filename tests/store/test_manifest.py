@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.sizes import PAGE_BYTES
-from ratel_cli.store.geometry import Geometry
+from ratel_cli.store.layout import Geometry
 from ratel_cli.store.manifest import (
     EMPTY_PAGE,
     FORMAT_VERSION,
     NO_PREVIOUS,
+    GenerationEntry,
     Manifest,
-    Pin,
     Progress,
     StoreIdentity,
     choose_manifest,
@@ -57,7 +57,9 @@ FIRST = Manifest(
     root_checksum="",
     before=None,
 )
-PINS = st.builds(Pin, slot=st.integers(0, 9), progress=PROGRESS, root_checksum=st.sampled_from(["", "ab" * 16]))
+ENTRIES = st.builds(
+    GenerationEntry, slot=st.integers(0, 9), progress=PROGRESS, root_checksum=st.sampled_from(["", "ab" * 16])
+)
 
 
 def following(manifest: Manifest) -> Manifest:
@@ -84,13 +86,18 @@ def page_with(payload: dict[str, Any], *, version: int = FORMAT_VERSION) -> byte
 @given(
     progress=PROGRESS,
     slot=st.integers(0, 9),
-    pins=st.lists(PINS, max_size=8),
-    before=st.none() | PINS,
+    pins=st.lists(ENTRIES, max_size=8),
+    before=st.none() | ENTRIES,
     in_place=st.none() | COUNT,
     elements=st.lists(st.sampled_from([0, 2048, 4096]), max_size=40),
 )
 def test_decodes_what_was_encoded(
-    progress: Progress, slot: int, pins: list[Pin], before: Pin | None, in_place: int | None, elements: list[int]
+    progress: Progress,
+    slot: int,
+    pins: list[GenerationEntry],
+    before: GenerationEntry | None,
+    in_place: int | None,
+    elements: list[int],
 ) -> None:
     manifest = replace(
         FIRST,
@@ -179,8 +186,8 @@ def test_another_magic_is_not_ours() -> None:
         ("slot", None, "slot is missing"),
         ("slot", "x", "slot is not a whole number"),
         ("pins", 3, "pins is not a list"),
-        ("pins", [[0, 0, 0, 1.0, 0, 0, 7]], "the checksum of a pin is not a text"),
-        ("before", 3, "pin is not a list"),
+        ("pins", [[0, 0, 0, 1.0, 0, 0, 7]], "the checksum in pins is not a text"),
+        ("before", 3, "before is not a list"),
         ("root_checksum", 3, "root_checksum is not a text"),
         ("progress", [1], "progress is not five numbers"),
         ("identity", [], "expected an object"),
@@ -194,6 +201,9 @@ def test_an_unreadable_payload_is_named(key: str, value: object, reason: str) ->
 
 
 def test_too_much_for_a_page_is_an_error() -> None:
-    pins = tuple(Pin(slot=slot, progress=replace(FIRST.progress, step=2**53), root_checksum="") for slot in range(300))
-    with pytest.raises(EnvironmentFailure, match="300 kept generations"):
+    pins = tuple(
+        GenerationEntry(slot=slot, progress=replace(FIRST.progress, step=2**53), root_checksum="")
+        for slot in range(300)
+    )
+    with pytest.raises(EnvironmentFailure, match="300 saved steps"):
         encode_manifest(replace(FIRST, pins=pins))

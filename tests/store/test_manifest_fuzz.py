@@ -98,7 +98,7 @@ def holds_work(pages: Sequence[bytes]) -> bool:
         path=Path("store/ratel.store"),
         manifest_pages=(pages[0], pages[1]),
         identification=None,
-        blank=False,
-        foreign=False,
+        is_blank=False,
+        is_foreign=False,
     )
     return existing_store([header]) is not None

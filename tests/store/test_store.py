@@ -12,7 +12,7 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue, open_queue
 from ratel_cli.io.striping import StripeMap
 from ratel_cli.sizes import PAGE_BYTES, DtypeName
-from ratel_cli.store.geometry import HEADER_BYTES
+from ratel_cli.store.layout import HEADER_BYTES
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.store import Store
 from tests.fakes import filled
@@ -94,18 +94,18 @@ def test_reads_any_range(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> No
         whole = contents(0, 3, "m32", 6144 * 4)
         for start, stop in [(0, 0), (0, 2048), (2048, 6144), (6144, 6144)]:
             memory = pool.lease((stop - start) * 4, "test").memory
-            store.read(3, "m32", start, stop, memory).wait()
+            store.current().read(3, "m32", start, stop, memory).wait()
             assert memory == whole[start * 4 : stop * 4]
 
 
 def test_what_was_not_imported_is_zero(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
     with create_store([tmp_path], queue) as store:
-        store.write(0, "hi16", 2048, 4096, filled(pool, b"\1" * 4096)).wait()
+        store.shadow().write(0, "hi16", 2048, 4096, filled(pool, b"\1" * 4096)).wait()
         store.commit_import(progress_of(0))
         memory = pool.lease(8192, "test").memory
-        store.read(0, "hi16", 0, 4096, memory).wait()
+        store.current().read(0, "hi16", 0, 4096, memory).wait()
         assert memory == bytes(4096) + b"\1" * 4096
-        store.read(3, "hi16", 0, 4096, memory).wait()
+        store.current().read(3, "hi16", 0, 4096, memory).wait()
         assert memory == bytes(8192)
 
 
@@ -170,7 +170,7 @@ def test_a_skipped_step_moves_only_the_progress(tmp_path: Path, queue: IoQueue, 
     with open_store([tmp_path], queue) as store:
         assert store.progress == skipped
         memory = pool.lease(8192, "test").memory
-        store.read(0, "hi16", 0, 4096, memory).wait()
+        store.current().read(0, "hi16", 0, 4096, memory).wait()
         assert memory == contents(0, 0, "hi16", 8192)
 
 
@@ -243,10 +243,10 @@ def test_pins_leave_two_slots_for_steps(tmp_path: Path, queue: IoQueue, num_slot
 
 def test_rewinding_to_what_is_not_kept(tmp_path: Path, queue: IoQueue) -> None:
     with import_all(create_store([tmp_path], queue, num_slots=3)) as store:
-        with pytest.raises(BadInput, match="no generation of step 7 is kept; kept are: none"):
+        with pytest.raises(BadInput, match="step 7 is not saved in the store; saved steps: none"):
             store.rewind(7)
         store.pin()
-        with pytest.raises(BadInput, match="no generation of step 7 is kept; kept are: 0"):
+        with pytest.raises(BadInput, match="step 7 is not saved in the store; saved steps: 0"):
             store.rewind(7)
 
 
@@ -256,7 +256,7 @@ def test_in_place_has_one_slot(tmp_path: Path, queue: IoQueue) -> None:
         run_step(store)
         store.begin_step()
         store.discard()  # nothing was written yet
-        with pytest.raises(EnvironmentFailure, match="cannot be kept"):
+        with pytest.raises(EnvironmentFailure, match="cannot be saved"):
             store.pin()
     with open_store([tmp_path], queue) as store:
         check_generation(store, 1)
@@ -270,7 +270,7 @@ def test_steps_that_are_not_whole_are_a_bug(tmp_path: Path, queue: IoQueue, pool
         with pytest.raises(AssertionError, match="every byte of every record"):
             store.commit(progress_of(1))
         write_generation(store, 1)
-        ticket = store.write(0, "hi16", 0, 2048, filled(pool, contents(1, 0, "hi16", 4096)))
+        ticket = store.shadow().write(0, "hi16", 0, 2048, filled(pool, contents(1, 0, "hi16", 4096)))
         with pytest.raises(AssertionError, match="was not waited for"):
             store.commit(progress_of(1))
         ticket.wait()
@@ -283,14 +283,14 @@ def test_calls_out_of_order_are_a_bug(tmp_path: Path, queue: IoQueue, pool: Buff
             store.begin_step()
         import_all(store)
         for call in (
-            lambda: store.write(0, "hi16", 0, 2048, page),
+            lambda: store.shadow().write(0, "hi16", 0, 2048, page),
             lambda: store.commit(progress_of(1)),
             lambda: store.commit_import(progress_of(0)),
             store.discard,
             lambda: store.unpin(3),
-            lambda: store.read(0, "hi16", 0, 4096, page),
-            lambda: store.read(0, "hi16", 1, 2049, page),
-            lambda: store.read(0, "hi16", 4096, 6144, page),
+            lambda: store.current().read(0, "hi16", 0, 4096, page),
+            lambda: store.current().read(0, "hi16", 1, 2049, page),
+            lambda: store.current().read(0, "hi16", 4096, 6144, page),
         ):
             with pytest.raises(AssertionError):
                 call()
@@ -298,7 +298,7 @@ def test_calls_out_of_order_are_a_bug(tmp_path: Path, queue: IoQueue, pool: Buff
         with pytest.raises(AssertionError):
             store.begin_step()
     with pytest.raises(AssertionError):
-        store.read(0, "hi16", 0, 2048, page)
+        store.current().read(0, "hi16", 0, 2048, page)
     store.close()
 
 

@@ -128,7 +128,7 @@ def test_an_existing_store_survives_every_failed_check(
         with open_store(store_of_step_2, queue), pytest.raises(EnvironmentFailure, match="in use"):
             create_store(store_of_step_2, queue, overwrite=True)
     else:
-        with pytest.raises(EnvironmentFailure, match="manifest would need"):
+        with pytest.raises(EnvironmentFailure, match="manifest needs"):
             create_store(store_of_step_2, queue, overwrite=True, num_slots=500)
     assert snapshot(store_of_step_2) == before
     with open_store(store_of_step_2, queue) as store:

@@ -15,8 +15,8 @@ import pytest
 
 from ratel_cli.errors import BadInput, IntegrityFailure
 from ratel_cli.io.queue import IoQueue, open_queue
-from ratel_cli.store.barrier import KILL_VARIABLE, failpoint
-from ratel_cli.store.store import KILL_POINTS, Store
+from ratel_cli.store.barrier import FAILPOINT_VARIABLE, FAILPOINTS, failpoint
+from ratel_cli.store.store import Store
 from tests.store.stores import check_generation, create_store, import_all, open_store, run_step
 
 REPOSITORY = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def paths(tmp_path: Path) -> list[Path]:
 
 
 def start(tmp_path: Path, work: str, paths: list[Path], kill_at: str | None = None) -> subprocess.Popen[bytes]:
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)} | ({KILL_VARIABLE: kill_at} if kill_at else {})
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)} | ({FAILPOINT_VARIABLE: kill_at} if kill_at else {})
     command = [sys.executable, str(REPOSITORY / "tests/store/store_child.py"), str(tmp_path / "acknowledged"), work]
     return subprocess.Popen([*command, *map(str, paths)], env=environment)
 
@@ -80,7 +80,7 @@ KILLS = [
 
 
 def test_every_point_is_tested() -> None:
-    assert {kill_at.split(":")[0] for kill_at, _ in KILLS} == set(KILL_POINTS)
+    assert {kill_at.split(":")[0] for kill_at, _ in KILLS} == set(FAILPOINTS)
 
 
 @pytest.mark.parametrize(("kill_at", "step"), KILLS)
@@ -154,16 +154,16 @@ def test_killed_at_any_time(tmp_path: Path, paths: list[Path], queue: IoQueue, s
 
 
 def test_other_points_and_counts_pass_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(KILL_VARIABLE, raising=False)
+    monkeypatch.delenv(FAILPOINT_VARIABLE, raising=False)
     failpoint("commit.synced")
-    monkeypatch.setenv(KILL_VARIABLE, "commit.synced:3")
+    monkeypatch.setenv(FAILPOINT_VARIABLE, "commit.synced:3")
     failpoint("commit.written")
     failpoint("commit.synced")
-    assert os.environ[KILL_VARIABLE] == "commit.synced:2"
+    assert os.environ[FAILPOINT_VARIABLE] == "commit.synced:2"
 
 
 @pytest.mark.parametrize("value", ["", "commit.synced", "commit.synced:x", ":1"])
 def test_a_mistyped_point_is_bad_input(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv(KILL_VARIABLE, value)
+    monkeypatch.setenv(FAILPOINT_VARIABLE, value)
     with pytest.raises(BadInput, match="expected point:n"):
         failpoint("commit.synced")

@@ -237,6 +237,6 @@ def _state(config: Path) -> tuple[str, tuple[int, ...]]:
         for block, num_elements in enumerate(store.block_elements):
             for each in store.layout.fields:
                 with pool.lease(num_elements * each.bytes_per_element, "the state") as lease:
-                    store.read(block, each.name, 0, num_elements, lease.memory).wait()
+                    store.current().read(block, each.name, 0, num_elements, lease.memory).wait()
                     digest.update(lease.memory)
         return digest.hexdigest(), store.pinned_steps

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 
-from ratel_cli.store.store import KILL_POINTS
+from ratel_cli.store.barrier import FAILPOINTS
 from tests.stress.conftest import Begin
 from tests.stress.lives import Disturbance, Outcome, Phase, report
 
@@ -60,7 +60,7 @@ def test_killed_at_every_named_point(begin: Begin, undisturbed: Outcome) -> None
     random = Random(NUM_KILLS)
     for _ in range(max(1, NUM_KILLS // 100)):
         life = begin(random)
-        for point in sorted(KILL_POINTS, key=lambda point: not point.startswith("create.")):
+        for point in sorted(FAILPOINTS, key=lambda point: not point.startswith("create.")):
             if life.num_steps_left <= _MOST_COUNTS:
                 assert life.end() == undisturbed
                 life = begin(random)

@@ -220,7 +220,7 @@ def test_without_a_free_slot_only_that_snapshot_is_missing(machine: Machine, tar
     run_step(machine.source)
     snapshots.after_commit()
     [warning] = machine.messages
-    assert warning.startswith("warning: no snapshot of step 2: step 2 cannot be kept: the store has 3 slots")
+    assert warning.startswith("warning: no snapshot of step 2: step 2 cannot be saved: the store has 3 slots")
     machine.source.unpin(1)
     machine.run(snapshots, 1)
     snapshots.finish(lambda: None)

@@ -20,10 +20,9 @@ import torch
 
 from ratel_cli.engine.device.device import Device, Download, SpanLabel
 from ratel_cli.io.buffers import BufferPool, Lease
-from ratel_cli.io.scratch import Scratch
+from ratel_cli.io.scratch import Checksum, Scratch
 from ratel_cli.io.views import view
 from ratel_cli.model.spec import BlockSpec
-from ratel_cli.store.checksums import Seal
 
 Norms = dict[str, float | torch.Tensor]
 """By name. Floats in host memory; on a GPU, tensors with one element, since to read one is to wait for it."""
@@ -170,7 +169,7 @@ class BlockGradient:
         self._departure = departure
         """What fills the host memory, as long as nobody has waited for it."""
         self._scratch: Scratch | None = None
-        self._seal: Seal | None = None
+        self._seal: Checksum | None = None
         self._offset_bytes = 0
 
     @property
@@ -189,7 +188,7 @@ class BlockGradient:
         self._arrive()
         assert self._lease is not None
         write = scratch.write(offset_bytes, self._lease.memory)
-        self._seal = Seal(self._lease.memory)  # while the drive works
+        self._seal = Checksum(self._lease.memory)  # while the drive works
         write.wait()
         self._lease.release()
         self._lease, self._scratch, self._offset_bytes = None, scratch, offset_bytes

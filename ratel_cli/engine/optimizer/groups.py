@@ -137,7 +137,7 @@ class GroupWork:
 
     def write(self, group: Group) -> None:
         """Start writing every field to the shadow."""
-        write = self._store.shadow().write
+        write = self._store.shadow().write_hashed
         group.write = join(
             [
                 write(group.block.index, each.name, group.start, group.stop, group.memories[each.name])
@@ -226,5 +226,5 @@ class _GroupChunks:
     def take(self, start: int, stop: int, before: list[int | None], after: list[int | None]) -> None:
         block = self._group.block.index
         if self._group.unchecked:
-            self._current.compare(block, start, stop, before)
-        self._shadow.take(block, start, stop, after)
+            self._current.check_digests(block, start, stop, before)
+        self._shadow.set_digests(block, start, stop, after)
