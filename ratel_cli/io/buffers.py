@@ -27,8 +27,9 @@ from ratel_cli.errors import DoesNotFit, EnvironmentFailure
 from ratel_cli.sizes import HUGE_PAGE_BYTES, PAGE_BYTES
 from ratel_cli.units import align_up, format_bytes
 
-Pin = Callable[[int, int], Callable[[], None] | None]
-"""Makes memory, by address and size, such that a GPU can copy from it by itself; what undoes that, or None."""
+PinMemory = Callable[[int, int], Callable[[], None] | None]
+"""Pins memory, given its address and size, so that a GPU can copy from it directly. Returns what unpins it, or None if
+it could not be pinned."""
 
 
 class Lease:
@@ -80,7 +81,7 @@ class Lease:
 class BufferPool(Closing):
     """Leases buffers and keeps the returned ones for reuse, by exact size. Safe to use from any thread."""
 
-    def __init__(self, limit_bytes: int | None, *, pin: Pin | None = None) -> None:
+    def __init__(self, limit_bytes: int | None, *, pin: PinMemory | None = None) -> None:
         assert limit_bytes is None or limit_bytes >= 0
         self.limit_bytes = limit_bytes
         self._pin = pin
@@ -178,7 +179,7 @@ class BufferPool(Closing):
 class _Region:
     """One mapping. It has no close(): the last view of it unmaps it. Before that it is unpinned."""
 
-    def __init__(self, size_bytes: int, purpose: str, pin: Pin | None) -> None:
+    def __init__(self, size_bytes: int, purpose: str, pin: PinMemory | None) -> None:
         self.size_bytes = size_bytes
         if size_bytes == 0:
             self.memory = memoryview(bytearray())

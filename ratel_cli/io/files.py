@@ -1,10 +1,10 @@
 """Files on the store's directories, one for each drive: checked, reserved, and read and written striped.
 
-Used by `store` and `scratch`. Space is checked on every directory before anything is created, and
-reserved before anything is written, so a full disk is found at the start and never later.
+Space is checked on every directory before anything is created, and reserved before anything is written, so a full disk
+is found at the start and never later.
 
-Invariant: no transfer outlives the files (`StripedFiles.settle` before closing): a late write to a
-descriptor that was closed and reused would land in another file.
+Invariant: no transfer outlives the files (`StripedFiles.settle` before closing). A late write to a descriptor that was
+closed and reused would land in another file.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pathlib import Path
 from threading import Lock
 
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.io.queue import IoQueue, Piece
+from ratel_cli.io.queue import Extent, IoQueue
 from ratel_cli.io.striping import StripeMap
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.units import format_bytes
 
-SPACE_HINT = "free some space, or set storage.paths to directories with more room"
+SPACE_HINT = "free some space, or set storage.paths to directories with more space"
 _POLL_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpaceNeed:
-    """What one file will take: its size when reserved, and what it holds on the drive already."""
+    """Space that one file will take: its size when it is reserved, and what it holds on the drive already."""
 
     directory: Path
     num_bytes: int
@@ -38,7 +38,7 @@ class SpaceNeed:
 
 
 def check_directories(paths: Sequence[Path]) -> tuple[Path, ...]:
-    """The paths made absolute; refuses an empty list, and two names for one directory."""
+    """The paths made absolute. Raises BadInput for an empty list, or for two names of one directory."""
     if not paths:
         raise BadInput("storage.paths is empty", "name at least one directory")
     resolved = tuple(Path(os.path.realpath(path)) for path in paths)
@@ -49,7 +49,7 @@ def check_directories(paths: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def check_space(needs: Sequence[SpaceNeed]) -> None:
-    """Refuse, before anything is written, if a drive lacks room. Directories may not exist yet, or share a drive."""
+    """Raise EnvironmentFailure if a drive lacks space. Directories may not exist yet, or may share a drive."""
     for directory in dict.fromkeys(need.directory for need in needs):
         existing = nearest_existing(directory)
         drive = existing.stat().st_dev
@@ -64,7 +64,7 @@ def check_space(needs: Sequence[SpaceNeed]) -> None:
 
 
 def make_directory(directory: Path) -> None:
-    """Create the directory if it is missing."""
+    """Create the directory and its parents if they are missing. Raises EnvironmentFailure."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
@@ -74,7 +74,10 @@ def make_directory(directory: Path) -> None:
 
 
 def reserve(fd: int, path: Path, num_bytes: int) -> None:
-    """Have the file system set `num_bytes` offloaded, keeping what the file holds."""
+    """Make the file system allocate `num_bytes` for the file, without changing what it holds.
+
+    Raises EnvironmentFailure if it cannot.
+    """
     if num_bytes == 0:
         return
     try:
@@ -91,7 +94,7 @@ def reserve(fd: int, path: Path, num_bytes: int) -> None:
 
 
 def use_direct_io(fds: Sequence[int], paths: Sequence[Path], notice: Callable[[str], None]) -> None:
-    """Bypass the page cache where the file system can; say once where it cannot."""
+    """Bypass the page cache where the file system can. One notice names the directories where it cannot."""
     refused: list[str] = []
     for fd, path in zip(fds, paths, strict=True):
         try:
@@ -104,7 +107,7 @@ def use_direct_io(fds: Sequence[int], paths: Sequence[Path], notice: Callable[[s
 
 
 class StripedFiles:
-    """A logical address range over open files. Borrows the descriptors; their owner closes them."""
+    """One range of logical addresses, spread over open files. Borrows the descriptors; their owner closes them."""
 
     def __init__(self, fds: Sequence[int], stripes: StripeMap, queue: IoQueue) -> None:
         assert len(fds) == len(stripes.weights)
@@ -114,38 +117,38 @@ class StripedFiles:
         self._lock = Lock()
         self._in_flight: list[Ticket] = []
 
-    def read(self, offset: int, memory: memoryview) -> Ticket:
-        """Fill the memory from logical address `offset`; both in whole pages."""
-        return self._watch(self._queue.read(self._pieces(offset, memory)))
+    def read(self, address: int, memory: memoryview) -> Ticket:
+        """Fill `memory` from logical `address` on. Both are whole pages."""
+        return self._watch(self._queue.read(self._extents(address, memory)))
 
-    def write(self, offset: int, memory: memoryview) -> Ticket:
-        """Write the memory to logical address `offset`; both in whole pages."""
-        return self._watch(self._queue.write(self._pieces(offset, memory)))
+    def write(self, address: int, memory: memoryview) -> Ticket:
+        """Write `memory` to logical `address` on. Both are whole pages."""
+        return self._watch(self._queue.write(self._extents(address, memory)))
 
     def settle(self) -> None:
-        """Return when no transfer is in flight. Bounded: the queue ends each one, at its time limit at the latest."""
+        """Wait until no transfer is in flight. The queue ends each one, at its timeout at the latest."""
         with self._lock:
             in_flight, self._in_flight = self._in_flight, []
         while not all(ticket.done for ticket in in_flight):
             time.sleep(_POLL_SECONDS)
 
-    def _pieces(self, offset: int, memory: memoryview) -> list[Piece]:
-        pieces: list[Piece] = []
+    def _extents(self, address: int, memory: memoryview) -> list[Extent]:
+        extents: list[Extent] = []
         position = 0
-        for part in self._stripes.pieces(offset, len(memory)):
+        for part in self._stripes.ranges(address, len(memory)):
             part_memory = memory[position : position + part.num_bytes]
-            pieces.append(Piece(fd=self._fds[part.file_index], offset=part.offset, memory=part_memory))
+            extents.append(Extent(fd=self._fds[part.file_index], offset=part.offset, memory=part_memory))
             position += part.num_bytes
-        return pieces
+        return extents
 
     def _watch(self, ticket: Ticket) -> Ticket:
-        with self._lock:  # the reading and the writing thread may both be here
+        with self._lock:  # a reading and a writing thread may both be here
             self._in_flight = [*(earlier for earlier in self._in_flight if not earlier.done), ticket]
         return ticket
 
 
 def nearest_existing(path: Path) -> Path:
-    """Itself or the closest parent that is there: on the same drive, unless something is mounted later."""
+    """The path itself or its closest existing parent, which is on the same drive unless something is mounted later."""
     while not os.path.exists(path):  # Path.exists raises for names that are too long
         path = path.parent
     return path

@@ -1,22 +1,19 @@
-"""The I/O queue: what the store submits transfers to. Two engines, the same bytes.
+"""The I/O queue: moves bytes between files and memory. Two engines move the same bytes.
 
-`open_queue` picks the engine; the store, scratch files and the NVMe measurements submit pieces and
-wait on tickets. A queue cuts pieces into requests of at most ``request_bytes`` and keeps at most
-``depth`` of them in flight per direction.
+A queue cuts transfers into requests of at most ``request_bytes`` and keeps at most ``depth`` of them in flight per
+direction. A failed request fails its ticket only. A thread that fails, or a request that does not complete within
+``timeout_seconds``, breaks its direction: every unfinished ticket and every later submit there raises, with the cause.
 
-Who learns of a failure: a request that fails, fails its ticket only. A thread that fails, or a
-request that does not complete within ``timeout_seconds``, breaks its direction: every unfinished
-ticket and every later submit there raises, with the cause. In a broken direction the kernel may
-still write into buffers whose tickets have ended: they are not unmapped before it is done, but must
-not be reused either, so the run has to end.
+Invariant: every ticket ends. In a broken direction the kernel may still write into buffers whose tickets have ended.
+They are not unmapped before it is done, but must not be reused, so the run has to end.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Literal
 
 from ratel_cli.closing import Closing
 from ratel_cli.errors import EnvironmentFailure
@@ -28,18 +25,18 @@ from ratel_cli.sizes import PAGE_BYTES
 EngineName = Literal["io_uring", "threads"]
 EngineChoice = Literal["auto", "io_uring", "threads"]
 
-# Measured in a 2-core virtual machine on huge pages (scripts/bench/io.py, 2026-11): requests of 4 MiB,
-# 16 in flight, reach 0.95 to 1.02 of the best that a C loop or fio reaches with io_uring, and 0.89 to
-# 1.00 with threads. One drive is as fast with 2 in flight, at twice the CPU time (fewer completions
-# come together), and with 16 of 1 MiB likewise; 16 leave several drives enough.
+# Measured in a 2-core virtual machine on huge pages (scripts/bench/io.py, 2026-11): requests of 4 MiB, 16 in flight,
+# reach 0.95 to 1.02 of the best that a C loop or fio reaches with io_uring, and 0.89 to 1.00 with threads. One drive is
+# as fast with 2 in flight, at twice the CPU time (fewer completions come together), and with 16 of 1 MiB likewise; 16
+# leave several drives enough.
 DEFAULT_REQUEST_BYTES = 4 << 20
 DEFAULT_DEPTH = 16
 DEFAULT_TIMEOUT_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A range of a file and the memory it is moved from or to; pages throughout, for O_DIRECT."""
+class Extent:
+    """A contiguous range of a file, and the memory that it is read into or written from. Whole pages, for O_DIRECT."""
 
     fd: int
     offset: int
@@ -47,50 +44,44 @@ class Piece:
 
     def __post_init__(self) -> None:
         assert self.memory.format == "B" and self.memory.contiguous
-        assert self.offset >= 0 and self.offset % PAGE_BYTES == 0, "a piece starts on a page of the file"
-        assert len(self.memory) % PAGE_BYTES == 0, "a piece is whole pages"
-        assert not self.memory or address_of(self.memory) % PAGE_BYTES == 0, "a piece starts on a page of memory"
+        assert self.offset >= 0 and self.offset % PAGE_BYTES == 0, "an extent starts on a page of the file"
+        assert len(self.memory) % PAGE_BYTES == 0, "an extent is whole pages"
+        assert not self.memory or address_of(self.memory) % PAGE_BYTES == 0, "an extent starts on a page of memory"
 
 
-class IoQueue(Protocol):
-    """Moves pieces between files and memory. Any thread may submit; see the module for failures."""
+class IoQueue(Closing):
+    """Moves extents between files and memory. Any thread may submit."""
 
     @property
+    @abstractmethod
     def engine(self) -> str:
         """The name of the engine in use."""
-        ...
 
     @property
+    @abstractmethod
     def read_bytes(self) -> int:
         """Bytes read by completed requests since the queue was opened."""
-        ...
 
     @property
+    @abstractmethod
     def written_bytes(self) -> int:
         """Bytes written by completed requests since the queue was opened."""
-        ...
 
-    def read(self, pieces: Sequence[Piece]) -> Ticket:
-        """Fill every piece's memory from its file."""
-        ...
+    @abstractmethod
+    def read(self, extents: Sequence[Extent]) -> Ticket:
+        """Fill every extent's memory from its file."""
 
-    def write(self, pieces: Sequence[Piece]) -> Ticket:
-        """Write every piece's memory to its file. The memory must not change until the ticket is done."""
-        ...
+    @abstractmethod
+    def write(self, extents: Sequence[Extent]) -> Ticket:
+        """Write every extent's memory to its file. The memory must not change until the ticket is done."""
 
+    @abstractmethod
     def close(self) -> None:
-        """End both directions; transfers in flight are waited for, those not yet begun fail. Idempotent."""
-        ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+        """End both directions. Transfers in the kernel's hands are waited for, the others fail. Idempotent."""
 
 
-class LanedQueue(Closing):
-    """The queue of both engines: cuts pieces into requests for the lane of their direction."""
+class LanedQueue(IoQueue):
+    """The queue of both engines: one lane for each direction."""
 
     def __init__(self, engine: EngineName, open_lane: Callable[[Direction], Lane], *, request_bytes: int) -> None:
         assert request_bytes > 0 and request_bytes % PAGE_BYTES == 0
@@ -115,11 +106,11 @@ class LanedQueue(Closing):
     def written_bytes(self) -> int:
         return self._writes.moved_bytes
 
-    def read(self, pieces: Sequence[Piece]) -> Ticket:
-        return self._submit(self._reads, "read", pieces)
+    def read(self, extents: Sequence[Extent]) -> Ticket:
+        return self._submit(self._reads, "read", extents)
 
-    def write(self, pieces: Sequence[Piece]) -> Ticket:
-        return self._submit(self._writes, "write", pieces)
+    def write(self, extents: Sequence[Extent]) -> Ticket:
+        return self._submit(self._writes, "write", extents)
 
     def close(self) -> None:
         try:
@@ -127,19 +118,19 @@ class LanedQueue(Closing):
         finally:
             self._writes.close()
 
-    def _submit(self, lane: Lane, direction: Direction, pieces: Sequence[Piece]) -> Ticket:
-        cuts = [(piece, start) for piece in pieces for start in range(0, len(piece.memory), self._request_bytes)]
-        ticket = Ticket(num_parts=len(cuts), buffers=[piece.memory for piece in pieces])
+    def _submit(self, lane: Lane, direction: Direction, extents: Sequence[Extent]) -> Ticket:
+        cuts = [(extent, start) for extent in extents for start in range(0, len(extent.memory), self._request_bytes)]
+        ticket = Ticket(num_parts=len(cuts), buffers=[extent.memory for extent in extents])
         lane.submit(
             [
                 Request(
                     ticket=ticket,
                     direction=direction,
-                    fd=piece.fd,
-                    offset=piece.offset + start,
-                    memory=piece.memory[start : start + self._request_bytes],
+                    fd=extent.fd,
+                    offset=extent.offset + start,
+                    memory=extent.memory[start : start + self._request_bytes],
                 )
-                for piece, start in cuts
+                for extent, start in cuts
             ]
         )
         return ticket
@@ -153,7 +144,10 @@ def open_queue(
     depth: int = DEFAULT_DEPTH,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> IoQueue:
-    """Open the engine asked for; ``auto`` takes threads, with one notice, where io_uring is refused."""
+    """Open a queue of this engine. ``auto`` takes threads, with one notice, where io_uring is not available.
+
+    Raises EnvironmentFailure if ``io_uring`` is asked for and not available.
+    """
     from ratel_cli.io.threads import ThreadedLane
 
     if engine != "threads":

@@ -42,7 +42,7 @@ class StripeMap:
     def __post_init__(self) -> None:
         assert self.weights and min(self.weights) > 0 and self.stripe_bytes > 0 and self.header_bytes >= 0
 
-    def pieces(self, offset: int, num_bytes: int) -> tuple[FileRange, ...]:
+    def ranges(self, offset: int, num_bytes: int) -> tuple[FileRange, ...]:
         """The file ranges that hold logical bytes ``[offset, offset + num_bytes)``, in order."""
         assert offset >= 0 and num_bytes >= 0
         if num_bytes == 0:

@@ -1,20 +1,18 @@
-"""The fast I/O engine: io_uring through the ``liburing`` package, one ring and one thread a direction.
+"""The fast I/O engine: io_uring through the ``liburing`` package, with one ring and one thread per direction.
 
-`queue.open_queue` uses it where the kernel allows. Measured rules that shape it (architecture.md
-section 6): the binding's own wait holds the GIL, so the thread blocks in the read of an eventfd
-that the ring and ``submit`` both signal; freed places are refilled before tickets are told, since
-the thread may lose the GIL then; a negative result raises, and its completion must be marked as seen
-nevertheless; and what an ``Iovec`` is made from is never freed (see `Ring.prepare`).
+Measured rules that shape it: the package's own wait holds the GIL, so the thread blocks in the read of an eventfd that
+the ring and `submit` both signal; free places of the ring are refilled before tickets end, because the thread may lose
+the GIL there; a negative result raises, and its completion must be marked as seen nevertheless; what an ``Iovec`` is
+made from is never freed (see `Ring.prepare`).
 
-Left out: registered files and buffers. In the C loop of scripts/bench/io.py they save 0.002 CPU seconds
-per GB, and from nothing to 5 % of the time (2-core virtual machine, Linux 6.18, 2026-11). The lane reaches
-0.95 to 1.02 of the better loop without them, at 0.011 to 0.013 CPU seconds per GB; with them it would have
-to follow every buffer that the pool makes and drops, and RLIMIT_MEMLOCK, often 8 MiB, would refuse to pin
-more than the memory of two requests.
+Left out: registered files and buffers. In the C loop of scripts/bench/io.py they save 0.002 CPU seconds per GB, and
+between nothing and 5 % of the time (2-core virtual machine, Linux 6.18, 2026-11). Without them the lane reaches 0.95 to
+1.02 of the better loop, at 0.011 to 0.013 CPU seconds per GB. With them it would have to follow every buffer that the
+pool makes and drops, and RLIMIT_MEMLOCK, often 8 MiB, would reject more than the memory of two requests.
 
-Phases of a request: 1 submitted, from any thread; 2 waiting in the lane; 3 in the kernel, again for
-the rest after a short transfer; 4 counted; 5 its ticket told. Only the lane's thread touches the
-ring. Invariant: from 3 to its completion the lane refers to a request's memory, even after a timeout.
+Phases of a request: 1 submitted, from any thread; 2 waits in the lane; 3 in the kernel, and again after a short
+transfer; 4 counted; 5 its part of the ticket ends. Only the lane's thread touches the ring. Invariant: from phase 3 to
+its completion the lane refers to a request's memory, even after a timeout.
 """
 
 from __future__ import annotations
@@ -23,33 +21,33 @@ import ctypes
 import errno
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Lock, Thread
+from threading import Thread
 from time import monotonic
 
 import liburing  # type: ignore[import-untyped]
 
 from ratel_cli.errors import EnvironmentFailure, RatelError
 from ratel_cli.io.buffers import address_of
-from ratel_cli.io.requests import Direction, Request, closed_error, lane_error, timeout_error
+from ratel_cli.io.requests import Direction, Lane, Request, closed_error, lane_error, timeout_error
 
 _TIMER_KEY = 0
-# io_uring_submit may be told to come back (EAGAIN, EBUSY, EINTR); this often in a row is a fault.
 _MAX_SUBMITS = 1000
+"""io_uring_submit may ask to be called again (EAGAIN, EBUSY, EINTR). This often in a row is a fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Flight:
-    """A request in the kernel's hands; holds what must live until its completion."""
+    """A request in the kernel's hands. Holds what must live until its completion."""
 
     request: Request
     memory: memoryview
     since_seconds: float
 
 
-class UringLane:
-    """A lane (requests.py) on a ring of its own. Tests inject `open_ring`, which gets the number of entries."""
+class UringLane(Lane):
+    """A lane on a ring of its own. Tests pass another `open_ring`, which gets the number of entries."""
 
     def __init__(
         self,
@@ -59,16 +57,9 @@ class UringLane:
         timeout_seconds: float,
         open_ring: Callable[[int], Ring] | None = None,
     ) -> None:
-        assert depth > 0 and timeout_seconds > 0
-        self._depth = depth
-        self._timeout_seconds = timeout_seconds
+        super().__init__(depth=depth, timeout_seconds=timeout_seconds)
         self._ring = (open_ring or Ring)(depth + 1)  # one more for the timer
-        self._lock = Lock()  # for these three
-        self._submitted: deque[Request] = deque()
-        self._broken: BaseException | None = None
-        self._closed = False
-        self._moved_bytes = 0  # from here on, of the lane's thread alone
-        self._waiting: deque[Request] = deque()
+        # What follows is for the lane's thread alone.
         self._flights: dict[int, _Flight] = {}
         self._ended: deque[tuple[Request, RatelError | None]] = deque()
         self._abandoned: dict[int, _Flight] = {}
@@ -77,26 +68,17 @@ class UringLane:
         self._thread = Thread(target=self._run, name=f"ratel-io-{direction}", daemon=True)
         self._thread.start()
 
-    @property
-    def moved_bytes(self) -> int:
-        return self._moved_bytes
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        with self._lock:
-            if self._broken is not None:
-                raise lane_error(self._broken)
-            assert not self._closed, "a transfer was submitted to a closed queue"
-            self._submitted.extend(requests)
-            self._ring.wake()
-
     def close(self) -> None:
         with self._lock:
-            first, self._closed = not self._closed, True
-            if first:
+            is_first, self._is_closed = not self._is_closed, True
+            if is_first:
                 self._ring.wake()
         self._thread.join()
-        if first:
+        if is_first:
             self._ring.close()
+
+    def _wake(self, num_requests: int) -> None:  # noqa: ARG002 - one thread serves them all
+        self._ring.wake()
 
     def _run(self) -> None:
         try:
@@ -104,28 +86,33 @@ class UringLane:
                 pass
         except BaseException as cause:  # noqa: BLE001 - every ticket must end, whatever failed
             self._break(cause)
-            self._tell_ended()
+            self._end_tickets()
             for key in list(self._flights):
                 self._abandon(key, lane_error(cause))
 
     def _turn(self) -> bool:
-        """Block, reap, refill, tell. False ends the lane. What completes after the wait ends the next one at once."""
+        """Block, reap, refill, end tickets. False ends the lane. A completion after the block ends the next one."""
         self._ring.wait()
         for key, result in self._ring.reap():
             self._complete(key, result)
-        closing = self._take_submitted()
+        with self._lock:
+            is_closed = self._is_closed
+            if self._broken is not None:
+                self._fail_waiting(lane_error(self._broken))
+            elif is_closed:
+                self._fail_waiting(closed_error())
         self._refill()
-        self._tell_ended()
-        return not closing or bool(self._flights)
+        self._end_tickets()
+        return not is_closed or bool(self._flights)
 
     def _complete(self, key: int, result: int | OSError) -> None:
         if key == _TIMER_KEY:
             self._timer_runs = False
-            self._abandon_the_late()
+            self._abandon_late()
             return
         flight = self._flights.get(key)
         if flight is None:
-            self._abandoned.pop(key, None)  # late, but the kernel has let go of its memory
+            self._abandoned.pop(key, None)  # it timed out before; now the kernel has let go of its memory
             return
         try:
             self._moved_bytes += flight.request.advance(result)
@@ -133,32 +120,20 @@ class UringLane:
             self._ended.append((flight.request, error))
         else:
             if flight.request.memory:
-                self._waiting.appendleft(flight.request)
+                with self._lock:
+                    self._waiting.appendleft(flight.request)
             else:
                 self._ended.append((flight.request, None))
         del self._flights[key]
 
-    def _tell_ended(self) -> None:
+    def _end_tickets(self) -> None:
         while self._ended:
             request, error = self._ended.popleft()
             request.finish(error)
 
-    def _take_submitted(self) -> bool:
-        """Move what other threads submitted to the waiting; whether close() was called."""
-        with self._lock:
-            self._waiting.extend(self._submitted)
-            self._submitted.clear()
-            closed, broken = self._closed, self._broken
-        if broken is not None:
-            self._fail_waiting(lane_error(broken))
-        elif closed:
-            self._fail_waiting(closed_error())
-        return closed
-
     def _refill(self) -> None:
         now_seconds = monotonic()
-        while self._waiting and len(self._flights) < self._depth:
-            request = self._waiting.popleft()
+        while len(self._flights) < self._depth and (request := self._take_waiting()) is not None:
             key, self._next_key = self._next_key, self._next_key + 1
             self._flights[key] = _Flight(request=request, memory=request.memory, since_seconds=now_seconds)
             self._ring.prepare(request, key)
@@ -168,33 +143,23 @@ class UringLane:
             self._timer_runs = True
         self._ring.submit()
 
-    def _abandon_the_late(self) -> None:
-        since_seconds = monotonic() - self._timeout_seconds
+    def _abandon_late(self) -> None:
+        latest = monotonic() - self._timeout_seconds
         for key, flight in list(self._flights.items()):
-            if flight.since_seconds <= since_seconds:
+            if flight.since_seconds <= latest:
                 error = timeout_error(flight.request, self._timeout_seconds)
                 self._break(error)
                 self._abandon(key, error)
 
     def _abandon(self, key: int, error: RatelError) -> None:
+        """End the request's ticket, and keep its memory until the kernel has completed it."""
         flight = self._flights.pop(key)
         self._abandoned[key] = flight
         flight.request.finish(error)
 
-    def _break(self, cause: BaseException) -> None:
-        with self._lock:
-            self._broken = self._broken or cause
-            self._waiting.extend(self._submitted)
-            self._submitted.clear()
-        self._fail_waiting(lane_error(cause))
-
-    def _fail_waiting(self, error: RatelError) -> None:
-        while self._waiting:
-            self._waiting.popleft().finish(error)
-
 
 class Ring:
-    """The few calls of the binding that a lane needs, with types."""
+    """The few calls of liburing that a lane needs, with types."""
 
     def __init__(self, num_entries: int) -> None:
         self._ring = liburing.Ring()
@@ -211,15 +176,15 @@ class Ring:
                 raise
         except OSError as exc:
             raise EnvironmentFailure(
-                f"io_uring is refused here: {exc.strerror or exc}", "set storage.engine to threads"
+                f"io_uring is not available here: {exc.strerror or exc}", "set storage.engine to threads"
             ) from exc
 
     def prepare(self, request: Request, key: int) -> None:
         """Put a request on the ring. The caller refers to its memory until it has completed.
 
-        The binding (2026.3.30) never releases the view that an Iovec is made from: each would pin its
-        buffer for ever. So Iovecs are made from views that own nothing, which address and length
-        define, and are kept: the same buffers come back, so there are few.
+        liburing (2026.3.30) never releases the view that an Iovec is made from, so each view would keep its buffer
+        mapped for ever. Iovecs are therefore made from views that own nothing, one per address and length, and
+        cached: the same buffers come back, so there are few.
         """
         place = address_of(request.memory), len(request.memory)
         iovec = self._iovecs.get(place)
@@ -233,7 +198,7 @@ class Ring:
         entry.user_data = key
 
     def prepare_timer(self, seconds: float, key: int) -> None:
-        """Put a timer on the ring, which completes after ``seconds``. One at a time."""
+        """Put a timer on the ring, which completes after `seconds`. One at a time."""
         self._timer = liburing.timespec(seconds)
         entry = liburing.io_uring_get_sqe(self._ring)
         assert entry is not None, "the ring is larger than the lane is deep"
@@ -241,7 +206,7 @@ class Ring:
         entry.user_data = key
 
     def submit(self) -> None:
-        """Hand everything prepared to the kernel, which may take it in several goes."""
+        """Hand everything prepared to the kernel, in several calls if need be. Raises OSError if it takes no more."""
         for _ in range(_MAX_SUBMITS):
             if liburing.io_uring_sq_ready(self._ring) == 0:
                 return
@@ -253,7 +218,7 @@ class Ring:
         raise OSError(errno.EBUSY, "io_uring accepts no more requests")
 
     def reap(self) -> list[tuple[int, int | OSError]]:
-        """The completions that are there now, by key."""
+        """The completions that are there now, as (key, bytes moved or error)."""
         completions: list[tuple[int, int | OSError]] = []
         for _ in range(liburing.io_uring_cq_ready(self._ring)):
             liburing.io_uring_peek_cqe(self._ring, self._completion)
@@ -267,13 +232,14 @@ class Ring:
         return completions
 
     def wait(self) -> None:
-        """Block, without the GIL, until something has completed or ``wake`` was called since the last wait."""
+        """Block, without the GIL, until something has completed or `wake` was called since the last wait."""
         os.eventfd_read(self._event)
 
     def wake(self) -> None:
+        """Let `wait` return. From any thread."""
         os.eventfd_write(self._event, 1)
 
     def close(self) -> None:
-        """The kernel keeps its own hold on the pages of what it has not completed."""
+        """Close the ring. The kernel keeps its own hold on the pages of what it has not completed."""
         liburing.io_uring_queue_exit(self._ring)
         os.close(self._event)

@@ -47,7 +47,7 @@ from typing import Literal
 from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.files import SpaceNeed, check_space, reserve, use_direct_io
-from ratel_cli.io.queue import DEFAULT_DEPTH, DEFAULT_REQUEST_BYTES, EngineName, Piece, open_queue
+from ratel_cli.io.queue import DEFAULT_DEPTH, DEFAULT_REQUEST_BYTES, EngineName, Extent, open_queue
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.units import GIB, MIB
 
@@ -109,7 +109,7 @@ def make_file(directory: Path, span_bytes: int, resources: ExitStack) -> int:
     use_direct_io([fd], [Path(name)], sys.exit)
     with open_queue("threads", notice=print) as queue, BufferPool(None) as pool:
         memories = [random_buffer(pool, resources)]
-        move(lambda piece: queue.write([piece]), memories, fd, 0, span_bytes)
+        move(lambda extent: queue.write([extent]), memories, fd, 0, span_bytes)
     os.fsync(fd)
     return fd
 
@@ -122,7 +122,7 @@ def random_buffer(pool: BufferPool, resources: ExitStack) -> memoryview:
 
 
 def move(
-    transfer: Callable[[Piece], Ticket], memories: Sequence[memoryview], fd: int, start: int, num_bytes: int
+    transfer: Callable[[Extent], Ticket], memories: Sequence[memoryview], fd: int, start: int, num_bytes: int
 ) -> None:
     """One direction: a transfer for each of the memories in flight, until all is moved."""
     in_flight: deque[Ticket] = deque()
@@ -130,7 +130,7 @@ def move(
         if len(in_flight) == len(memories):
             in_flight.popleft().wait()
         memory = memories[number % len(memories)][: num_bytes - done_bytes]
-        in_flight.append(transfer(Piece(fd=fd, offset=start + done_bytes, memory=memory)))
+        in_flight.append(transfer(Extent(fd=fd, offset=start + done_bytes, memory=memory)))
     for ticket in in_flight:
         ticket.wait()
 
@@ -145,10 +145,10 @@ def ratel_contestant(
     writer = resources.enter_context(ThreadPoolExecutor(1))
 
     def read(start: int, num_bytes: int) -> None:
-        move(lambda piece: queue.read([piece]), buffers["read"], work.fd, start, num_bytes)
+        move(lambda extent: queue.read([extent]), buffers["read"], work.fd, start, num_bytes)
 
     def write(start: int, num_bytes: int) -> None:
-        move(lambda piece: queue.write([piece]), buffers["write"], work.fd, start, num_bytes)
+        move(lambda extent: queue.write([extent]), buffers["write"], work.fd, start, num_bytes)
 
     def run(mode: Mode) -> Cost:
         begin, begin_cpu = time.perf_counter(), time.process_time()

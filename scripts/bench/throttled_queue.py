@@ -9,14 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from threading import Lock
-from types import TracebackType
-from typing import Self
 
-from ratel_cli.io.queue import IoQueue, Piece
+from ratel_cli.io.queue import Extent, IoQueue
 from ratel_cli.io.tickets import Ticket
 
 
-class ThrottledQueue:
+class ThrottledQueue(IoQueue):
     """An IoQueue over another, which it borrows: whoever opened that one may still use and must close it."""
 
     def __init__(self, queue: IoQueue, *, read_bytes_per_second: float, write_bytes_per_second: float) -> None:
@@ -36,22 +34,14 @@ class ThrottledQueue:
     def written_bytes(self) -> int:
         return self._queue.written_bytes
 
-    def read(self, pieces: Sequence[Piece]) -> Ticket:
-        return _LateTicket(self._queue.read(pieces), *self._reads.take(pieces))
+    def read(self, extents: Sequence[Extent]) -> Ticket:
+        return _LateTicket(self._queue.read(extents), *self._reads.take(extents))
 
-    def write(self, pieces: Sequence[Piece]) -> Ticket:
-        return _LateTicket(self._queue.write(pieces), *self._writes.take(pieces))
+    def write(self, extents: Sequence[Extent]) -> Ticket:
+        return _LateTicket(self._queue.write(extents), *self._writes.take(extents))
 
     def close(self) -> None:
         """Nothing is its own."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class _Clock:
@@ -63,9 +53,9 @@ class _Clock:
         self._lock = Lock()
         self._free_at = 0.0
 
-    def take(self, pieces: Sequence[Piece]) -> tuple[float, float]:
-        """When the drive begins with these pieces and when it is done, by `perf_counter`."""
-        num_bytes = sum(len(piece.memory) for piece in pieces)
+    def take(self, extents: Sequence[Extent]) -> tuple[float, float]:
+        """When the drive begins with these extents and when it is done, by `perf_counter`."""
+        num_bytes = sum(len(extent.memory) for extent in extents)
         with self._lock:
             begins = max(self._free_at, time.perf_counter())
             self._free_at = begins + num_bytes / self._bytes_per_second

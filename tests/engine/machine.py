@@ -18,7 +18,7 @@ from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
-from ratel_cli.io.buffers import BufferPool, Pin
+from ratel_cli.io.buffers import BufferPool, PinMemory
 from ratel_cli.io.queue import EngineChoice, IoQueue, open_queue
 from ratel_cli.io.views import view_field
 from ratel_cli.model.blocks import DecoderModel, find_blocks
@@ -199,7 +199,7 @@ def machine(
     chunk_elements: int | None = None,
     activation_bytes: int = 1 << 26,
     devices: Callable[[Timeline], AbstractContextManager[Device]] = _the_cpu,
-    pin: Pin | None = None,
+    pin: PinMemory | None = None,
 ) -> Iterator[Machine]:
     """A machine on a new store, or, without `weights`, on the store that an earlier one left in `directory`.
 

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.device.open import open_device
 from ratel_cli.engine.telemetry import Timeline
-from ratel_cli.io.buffers import Pin
+from ratel_cli.io.buffers import PinMemory
 from ratel_cli.io.pinning import CudaPinning
 from ratel_cli.sizes import DtypeName
 from tests.engine.machine import Machine, initial_weights, machine
@@ -36,7 +36,7 @@ def gpu_machine(
     dtype: DtypeName = "bfloat16",
     weights: Mapping[str, torch.Tensor] | None = None,
     limit_bytes: int | None = None,
-    pin: Pin | None = None,
+    pin: PinMemory | None = None,
     **settings: object,
 ) -> Iterator[Machine]:
     """`machine` on the GPU, with these weights or the usual ones."""

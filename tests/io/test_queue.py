@@ -14,7 +14,7 @@ import pytest
 
 from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.queue import IoQueue, Piece, open_queue
+from ratel_cli.io.queue import Extent, IoQueue, open_queue
 from ratel_cli.io.tickets import Ticket, join
 from ratel_cli.sizes import PAGE_BYTES
 from tests.fakes import filled, open_direct
@@ -28,14 +28,14 @@ def test_moves_exactly_the_bytes_asked_for(
     before = rng.randbytes(num_bytes + 4 * PAGE_BYTES)
     os.pwrite(fd, filled(pool, before), 0)
     payload = rng.randbytes(num_bytes)
-    queue.write([Piece(fd=fd, offset=2 * PAGE_BYTES, memory=filled(pool, payload))]).wait()
+    queue.write([Extent(fd=fd, offset=2 * PAGE_BYTES, memory=filled(pool, payload))]).wait()
     expected = before[: 2 * PAGE_BYTES] + payload + before[2 * PAGE_BYTES + num_bytes :]
     assert (tmp_path / "data").read_bytes() == expected
     assert (queue.read_bytes, queue.written_bytes) == (0, num_bytes)
 
     target = filled(pool, bytes([0xAA]) * (num_bytes + 2 * PAGE_BYTES))
     inner = target[PAGE_BYTES : PAGE_BYTES + num_bytes]
-    queue.read([Piece(fd=fd, offset=PAGE_BYTES, memory=inner)]).wait()
+    queue.read([Extent(fd=fd, offset=PAGE_BYTES, memory=inner)]).wait()
     assert inner == expected[PAGE_BYTES : PAGE_BYTES + num_bytes]
     assert set(target[:PAGE_BYTES]) == set(target[PAGE_BYTES + num_bytes :]) == {0xAA}
     assert (queue.read_bytes, queue.written_bytes) == (num_bytes, num_bytes)
@@ -46,27 +46,27 @@ def test_many_pieces_over_several_files_are_one_ticket(queue: IoQueue, pool: Buf
     files = [open_direct(tmp_path / f"data{i}") for i in range(3)]
     sizes = [rng.choice([1, 2, 15, 16, 17, 40]) * PAGE_BYTES for _ in range(200)]
     memory = filled(pool, rng.randbytes(sum(sizes)))
-    pieces, ends, start = [], [0, 0, 0], 0
+    extents, ends, start = [], [0, 0, 0], 0
     for size in sizes:
         i = rng.randrange(3)
-        pieces.append(Piece(fd=files[i], offset=ends[i], memory=memory[start : start + size]))
+        extents.append(Extent(fd=files[i], offset=ends[i], memory=memory[start : start + size]))
         ends[i] += size
         start += size
-    rng.shuffle(pieces)
-    queue.write(pieces).wait()
+    rng.shuffle(extents)
+    queue.write(extents).wait()
     for i in range(3):
-        of_file = sorted((piece for piece in pieces if piece.fd == files[i]), key=lambda piece: piece.offset)
-        assert (tmp_path / f"data{i}").read_bytes() == b"".join(piece.memory for piece in of_file)
+        of_file = sorted((extent for extent in extents if extent.fd == files[i]), key=lambda extent: extent.offset)
+        assert (tmp_path / f"data{i}").read_bytes() == b"".join(extent.memory for extent in of_file)
     copy = pool.lease(sum(sizes), "copy").memory
     start = 0
     copies = []
-    for piece in pieces:
-        copies.append(copy[start : start + len(piece.memory)])
-        start += len(piece.memory)
+    for extent in extents:
+        copies.append(copy[start : start + len(extent.memory)])
+        start += len(extent.memory)
     queue.read(
-        [Piece(fd=piece.fd, offset=piece.offset, memory=part) for piece, part in zip(pieces, copies, strict=True)]
+        [Extent(fd=extent.fd, offset=extent.offset, memory=part) for extent, part in zip(extents, copies, strict=True)]
     ).wait()
-    assert all(piece.memory == part for piece, part in zip(pieces, copies, strict=True))
+    assert all(extent.memory == part for extent, part in zip(extents, copies, strict=True))
     assert queue.read_bytes == queue.written_bytes == sum(sizes)
     for opened in files:
         os.close(opened)
@@ -78,7 +78,7 @@ def test_spans_lie_between_submitting_and_waiting_in_order(queue: IoQueue, pool:
         last_end = 0.0
         for _ in range(3):
             submitted = time.perf_counter()
-            tickets = [submit([Piece(fd=fd, offset=0, memory=memory)]) for _ in range(2)]
+            tickets = [submit([Extent(fd=fd, offset=0, memory=memory)]) for _ in range(2)]
             joined = join(tickets)
             joined.wait()
             waited = time.perf_counter()
@@ -90,8 +90,8 @@ def test_spans_lie_between_submitting_and_waiting_in_order(queue: IoQueue, pool:
 
 
 def test_no_pieces_and_empty_pieces_are_done_at_once(queue: IoQueue, pool: BufferPool, fd: int) -> None:
-    for pieces in ([], [Piece(fd=fd, offset=0, memory=pool.lease(0, "nothing").memory)]):
-        for ticket in (queue.read(pieces), queue.write(pieces)):
+    for extents in ([], [Extent(fd=fd, offset=0, memory=pool.lease(0, "nothing").memory)]):
+        for ticket in (queue.read(extents), queue.write(extents)):
             assert ticket.done
             ticket.wait()
     assert queue.read_bytes == queue.written_bytes == 0
@@ -100,7 +100,7 @@ def test_no_pieces_and_empty_pieces_are_done_at_once(queue: IoQueue, pool: Buffe
 def test_reads_and_writes_interleave(queue: IoQueue, pool: BufferPool, fd: int, tmp_path: Path) -> None:
     rng, num_slots, slot_bytes = random.Random(2), 24, 18 * PAGE_BYTES
     model = [rng.randbytes(slot_bytes) for _ in range(num_slots)]
-    queue.write([Piece(fd=fd, offset=0, memory=filled(pool, b"".join(model)))]).wait()
+    queue.write([Extent(fd=fd, offset=0, memory=filled(pool, b"".join(model)))]).wait()
     for _ in range(20):
         order = rng.sample(range(num_slots), num_slots)
         tickets: list[Ticket] = []
@@ -108,13 +108,13 @@ def test_reads_and_writes_interleave(queue: IoQueue, pool: BufferPool, fd: int, 
         for position, slot in enumerate(order):
             lease = pool.lease(slot_bytes, "slot")
             leases.append(lease)
-            piece = Piece(fd=fd, offset=slot * slot_bytes, memory=lease.memory)
+            extent = Extent(fd=fd, offset=slot * slot_bytes, memory=lease.memory)
             if position % 2:
                 model[slot] = rng.randbytes(slot_bytes)
                 lease.memory[:] = model[slot]
-                tickets.append(queue.write([piece]))
+                tickets.append(queue.write([extent]))
             else:
-                tickets.append(queue.read([piece]))
+                tickets.append(queue.read([extent]))
                 reads.append((slot, lease))
         join(tickets).wait()
         assert all(lease.memory == model[slot] for slot, lease in reads)
@@ -133,8 +133,8 @@ def test_many_threads_submit_at_once_and_counters_are_exact(queue: IoQueue, pool
         with pool.lease(part_bytes, "out") as out, pool.lease(part_bytes, "back") as back:
             for _ in range(num_turns):
                 out.memory[:] = rng.randbytes(part_bytes)
-                queue.write([Piece(fd=fd, offset=number * part_bytes, memory=out.memory)]).wait()
-                queue.read([Piece(fd=fd, offset=number * part_bytes, memory=back.memory)]).wait()
+                queue.write([Extent(fd=fd, offset=number * part_bytes, memory=out.memory)]).wait()
+                queue.read([Extent(fd=fd, offset=number * part_bytes, memory=back.memory)]).wait()
                 if out.memory != back.memory:
                     wrong.append(number)
 
@@ -151,7 +151,7 @@ def test_what_is_not_whole_pages_is_a_bug(pool: BufferPool, fd: int) -> None:
     memory = pool.lease(2 * PAGE_BYTES, "test").memory
     for offset, part in ((1, memory), (-PAGE_BYTES, memory), (0, memory[:-1]), (0, memory[8 : PAGE_BYTES + 8])):
         with pytest.raises(AssertionError):
-            Piece(fd=fd, offset=offset, memory=part)
+            Extent(fd=fd, offset=offset, memory=part)
 
 
 def test_auto_takes_threads_with_one_notice_when_io_uring_is_refused(tmp_path: Path) -> None:

@@ -13,35 +13,35 @@ import pytest
 
 from ratel_cli.errors import EnvironmentFailure, IntegrityFailure
 from ratel_cli.io.buffers import BufferPool, address_of
-from ratel_cli.io.queue import EngineName, IoQueue, Piece, open_queue
+from ratel_cli.io.queue import EngineName, Extent, IoQueue, open_queue
 from ratel_cli.sizes import PAGE_BYTES
 from tests.fakes import REQUEST_BYTES, Fault, FaultyQueue, filled, open_direct
 
 
 def test_bad_descriptors_fail_their_ticket_alone(queue: IoQueue, pool: BufferPool, fd: int, tmp_path: Path) -> None:
     memory = filled(pool, bytes(40 * PAGE_BYTES))
-    queue.write([Piece(fd=fd, offset=0, memory=memory)]).wait()
+    queue.write([Extent(fd=fd, offset=0, memory=memory)]).wait()
     read_only = os.open(tmp_path / "data", os.O_RDONLY)
     closed = os.open(tmp_path / "data", os.O_RDONLY)
     os.close(closed)
     failing = [
-        queue.write([Piece(fd=read_only, offset=0, memory=memory)]),
-        queue.read([Piece(fd=fd, offset=0, memory=memory), Piece(fd=closed, offset=0, memory=memory)]),
+        queue.write([Extent(fd=read_only, offset=0, memory=memory)]),
+        queue.read([Extent(fd=fd, offset=0, memory=memory), Extent(fd=closed, offset=0, memory=memory)]),
     ]
-    healthy = queue.read([Piece(fd=fd, offset=0, memory=memory)])
+    healthy = queue.read([Extent(fd=fd, offset=0, memory=memory)])
     for ticket in failing:
         with pytest.raises(IntegrityFailure, match="Bad file descriptor") as raised:
             ticket.wait()
         assert isinstance(raised.value.__cause__, OSError) and raised.value.__cause__.errno == errno.EBADF
     healthy.wait()
-    queue.write([Piece(fd=fd, offset=0, memory=memory)]).wait()
+    queue.write([Extent(fd=fd, offset=0, memory=memory)]).wait()
     os.close(read_only)
 
 
 def test_a_full_device_is_an_environment_failure(queue: IoQueue, pool: BufferPool) -> None:
     full = os.open("/dev/full", os.O_RDWR)
     with pytest.raises(EnvironmentFailure, match="/dev/full failed: No space left") as raised:
-        queue.write([Piece(fd=full, offset=0, memory=filled(pool, bytes(PAGE_BYTES)))]).wait()
+        queue.write([Extent(fd=full, offset=0, memory=filled(pool, bytes(PAGE_BYTES)))]).wait()
     assert isinstance(raised.value.__cause__, OSError) and raised.value.__cause__.errno == errno.ENOSPC
     assert raised.value.hint is not None and queue.written_bytes == 0
     os.close(full)
@@ -52,20 +52,20 @@ def test_reading_past_the_end_fails(queue: IoQueue, pool: BufferPool, tmp_path: 
     (tmp_path / "short").write_bytes(bytes(file_bytes))
     short = open_direct(tmp_path / "short")
     with pytest.raises(IntegrityFailure, match=r"short.*the file ends there"):
-        queue.read([Piece(fd=short, offset=0, memory=pool.lease(32 * PAGE_BYTES, "test").memory)]).wait()
+        queue.read([Extent(fd=short, offset=0, memory=pool.lease(32 * PAGE_BYTES, "test").memory)]).wait()
     os.close(short)
 
 
 def test_a_failing_thread_breaks_its_direction_and_ends_every_ticket(queue: IoQueue, pool: BufferPool, fd: int) -> None:
     memory = filled(pool, bytes(PAGE_BYTES))
-    queue.write([Piece(fd=fd, offset=0, memory=memory)]).wait()
+    queue.write([Extent(fd=fd, offset=0, memory=memory)]).wait()
     with pytest.raises(IntegrityFailure, match="transfers have stopped") as raised:
-        queue.write([Piece(fd=1 << 40, offset=0, memory=memory)]).wait()
+        queue.write([Extent(fd=1 << 40, offset=0, memory=memory)]).wait()
     assert isinstance(raised.value.__cause__, OverflowError)  # no descriptor has such a number
     with pytest.raises(IntegrityFailure, match="transfers have stopped") as raised:
-        queue.write([Piece(fd=fd, offset=0, memory=memory)])
+        queue.write([Extent(fd=fd, offset=0, memory=memory)])
     assert isinstance(raised.value.__cause__, OverflowError)
-    queue.read([Piece(fd=fd, offset=0, memory=memory)]).wait()
+    queue.read([Extent(fd=fd, offset=0, memory=memory)]).wait()
 
 
 def test_close_joins_its_threads_and_leaves_no_descriptor_open(engine: EngineName, pool: BufferPool, fd: int) -> None:
@@ -77,13 +77,13 @@ def test_close_joins_its_threads_and_leaves_no_descriptor_open(engine: EngineNam
         names = {thread.name for thread in threading.enumerate()}
         assert any(name.startswith("ratel-io-read") for name in names)
         assert any(name.startswith("ratel-io-write") for name in names)
-        queue.write([Piece(fd=fd, offset=0, memory=memory)]).wait()
+        queue.write([Extent(fd=fd, offset=0, memory=memory)]).wait()
         queue.close()
         queue.close()
         assert not any(thread.name.startswith("ratel-io") for thread in threading.enumerate())
         for submit in (queue.read, queue.write):
             with pytest.raises(AssertionError, match="closed queue"):
-                submit([Piece(fd=fd, offset=0, memory=memory)])
+                submit([Extent(fd=fd, offset=0, memory=memory)])
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
@@ -91,9 +91,9 @@ def test_close_under_load_ends_every_ticket(engine: EngineName, pool: BufferPool
     rng, size = random.Random(3), 64 * REQUEST_BYTES
     contents = rng.randbytes(size)
     queue = open_queue(engine, notice=pytest.fail, request_bytes=REQUEST_BYTES, depth=2)
-    queue.write([Piece(fd=fd, offset=0, memory=filled(pool, contents))]).wait()
+    queue.write([Extent(fd=fd, offset=0, memory=filled(pool, contents))]).wait()
     targets = [pool.lease(size, "test").memory for _ in range(6)]
-    tickets = [queue.read([Piece(fd=fd, offset=0, memory=target)]) for target in targets]
+    tickets = [queue.read([Extent(fd=fd, offset=0, memory=target)]) for target in targets]
     queue.close()
     for ticket, target in zip(tickets, targets, strict=True):
         assert ticket.done
@@ -139,8 +139,8 @@ class _Blockage:
 def test_close_waits_for_what_the_kernel_holds_and_fails_what_it_does_not(engine: EngineName, pool: BufferPool) -> None:
     blockage = _Blockage(engine, timeout_seconds=20.0)
     memory = pool.lease(PAGE_BYTES, "test").memory
-    held = blockage.queue.read([Piece(fd=blockage.fd, offset=0, memory=memory)])
-    waiting = blockage.queue.read([Piece(fd=blockage.fd, offset=0, memory=pool.lease(PAGE_BYTES, "test").memory)])
+    held = blockage.queue.read([Extent(fd=blockage.fd, offset=0, memory=memory)])
+    waiting = blockage.queue.read([Extent(fd=blockage.fd, offset=0, memory=pool.lease(PAGE_BYTES, "test").memory)])
     timer = threading.Timer(0.2, blockage.end)
     timer.start()
     time.sleep(0.05)
@@ -160,8 +160,8 @@ def test_a_request_that_never_completes_breaks_its_direction_after_the_timeout(
 ) -> None:
     blockage = _Blockage(engine, timeout_seconds=0.2)
     memory = filled(pool, bytes(PAGE_BYTES))
-    stuck = blockage.queue.read([Piece(fd=blockage.fd, offset=0, memory=memory)])
-    behind = blockage.queue.read([Piece(fd=fd, offset=0, memory=memory)])
+    stuck = blockage.queue.read([Extent(fd=blockage.fd, offset=0, memory=memory)])
+    behind = blockage.queue.read([Extent(fd=fd, offset=0, memory=memory)])
     started = time.monotonic()
     with pytest.raises(IntegrityFailure, match=r"did not complete within 0\.2 seconds"):
         stuck.wait()
@@ -170,8 +170,8 @@ def test_a_request_that_never_completes_breaks_its_direction_after_the_timeout(
         behind.wait()
     assert isinstance(raised.value.__cause__, IntegrityFailure)
     with pytest.raises(IntegrityFailure, match="transfers have stopped"):
-        blockage.queue.read([Piece(fd=fd, offset=0, memory=memory)])
-    blockage.queue.write([Piece(fd=fd, offset=0, memory=memory)]).wait()  # the other direction lives on
+        blockage.queue.read([Extent(fd=fd, offset=0, memory=memory)])
+    blockage.queue.write([Extent(fd=fd, offset=0, memory=memory)]).wait()  # the other direction lives on
     started = time.monotonic()
     blockage.queue.close()
     assert time.monotonic() - started < 60
@@ -185,7 +185,7 @@ def test_memory_of_a_stuck_request_stays_mapped_until_the_kernel_lets_go(engine:
     lease = pool.lease(num_bytes, "test")
     lease.memory[:] = bytes(num_bytes)
     address = address_of(lease.memory)
-    stuck = blockage.queue.read([Piece(fd=blockage.fd, offset=0, memory=lease.memory[:PAGE_BYTES])])
+    stuck = blockage.queue.read([Extent(fd=blockage.fd, offset=0, memory=lease.memory[:PAGE_BYTES])])
     with pytest.raises(IntegrityFailure, match="did not complete"):
         stuck.wait()
     lease.release()
@@ -201,7 +201,7 @@ def test_nothing_refers_to_memory_after_its_transfer(queue: IoQueue, fd: int) ->
     with BufferPool(None) as pool, pool.lease(3 << 20, "test") as lease:
         address = address_of(lease.memory)
         for transfer in (queue.write, queue.read):
-            transfer([Piece(fd=fd, offset=0, memory=lease.memory)]).wait()
+            transfer([Extent(fd=fd, offset=0, memory=lease.memory)]).wait()
     del lease, pool
     assert _is_unmapped_soon(address)
 

@@ -15,7 +15,7 @@ import pytest
 
 from ratel_cli.errors import EnvironmentFailure, IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.queue import IoQueue, Piece
+from ratel_cli.io.queue import Extent, IoQueue
 from ratel_cli.io.requests import MAX_ATTEMPTS
 from ratel_cli.sizes import PAGE_BYTES
 from tests.fakes import Fault, FaultyQueue, filled
@@ -24,9 +24,9 @@ from tests.fakes import Fault, FaultyQueue, filled
 def _write_pages(queue: IoQueue, num_pages: int, fd: int) -> None:
     contents = random.Random(4).randbytes(num_pages * PAGE_BYTES)
     with BufferPool(None) as pool:
-        queue.write([Piece(fd=fd, offset=0, memory=filled(pool, contents))]).wait()
+        queue.write([Extent(fd=fd, offset=0, memory=filled(pool, contents))]).wait()
         copy = pool.lease(len(contents), "copy").memory
-        queue.read([Piece(fd=fd, offset=0, memory=copy)]).wait()
+        queue.read([Extent(fd=fd, offset=0, memory=copy)]).wait()
         assert copy == contents
         assert queue.read_bytes == queue.written_bytes == len(contents)
 
@@ -74,15 +74,15 @@ def test_an_error_of_any_request_fails_the_ticket_with_its_cause(
 
 def test_a_failing_thread_breaks_the_lane_and_ends_every_ticket() -> None:
     with FaultyQueue({1: Fault(failure=ValueError("bug"))}, files={7: bytearray()}) as queue, BufferPool(None) as pool:
-        piece = Piece(fd=7, offset=0, memory=pool.lease(PAGE_BYTES, "test").memory)
-        tickets = [queue.write([piece]) for _ in range(4)]
+        extent = Extent(fd=7, offset=0, memory=pool.lease(PAGE_BYTES, "test").memory)
+        tickets = [queue.write([extent]) for _ in range(4)]
         tickets[0].wait()
         for ticket in tickets[1:]:
             with pytest.raises(IntegrityFailure, match="transfers have stopped: bug") as raised:
                 ticket.wait()
             assert isinstance(raised.value.__cause__, ValueError)
         with pytest.raises(IntegrityFailure, match="transfers have stopped: bug"):
-            queue.write([piece])
+            queue.write([extent])
 
 
 def test_completions_in_any_order_are_the_same_bytes() -> None:
@@ -102,9 +102,9 @@ def test_a_bit_flips_in_memory_or_on_the_drive(bit: int) -> None:
         for call, on_the_drive in ((0, bytes(wanted)), (1, contents)):
             files = {7: bytearray()}
             with FaultyQueue({call: Fault(flipped_bit=bit)}, files=files) as queue:
-                queue.write([Piece(fd=7, offset=0, memory=written)]).wait()
+                queue.write([Extent(fd=7, offset=0, memory=written)]).wait()
                 found = pool.lease(len(contents), "found").memory
-                queue.read([Piece(fd=7, offset=0, memory=found)]).wait()
+                queue.read([Extent(fd=7, offset=0, memory=found)]).wait()
             assert found == wanted
             assert files[7] == on_the_drive
             assert written == contents
@@ -117,9 +117,9 @@ def test_transfers_are_lost_or_go_elsewhere(fault: Fault, call: int) -> None:
     files = {7: bytearray(first)}
     with FaultyQueue({call: fault}, files=files) as queue, BufferPool(None) as pool:
         found = filled(pool, bytes(PAGE_BYTES))
-        queue.write([Piece(fd=7, offset=PAGE_BYTES, memory=filled(pool, bytes(PAGE_BYTES)))]).wait()
-        queue.write([Piece(fd=7, offset=PAGE_BYTES, memory=filled(pool, second))]).wait()
-        queue.read([Piece(fd=7, offset=PAGE_BYTES, memory=found)]).wait()
+        queue.write([Extent(fd=7, offset=PAGE_BYTES, memory=filled(pool, bytes(PAGE_BYTES)))]).wait()
+        queue.write([Extent(fd=7, offset=PAGE_BYTES, memory=filled(pool, second))]).wait()
+        queue.read([Extent(fd=7, offset=PAGE_BYTES, memory=found)]).wait()
         if call == 1:
             assert files[7] == (first if fault.dropped else second) + bytes(PAGE_BYTES)
             assert found == bytes(PAGE_BYTES)
@@ -133,7 +133,7 @@ def test_a_call_that_hangs_keeps_its_file_open_and_locked(tmp_path: Path) -> Non
     fd = os.open(tmp_path / "data", os.O_RDWR | os.O_CREAT)
     fcntl.flock(fd, fcntl.LOCK_EX)
     with BufferPool(None) as pool, FaultyQueue({0: Fault(hangs=True)}, timeout_seconds=0.1) as queue:
-        stuck = queue.write([Piece(fd=fd, offset=0, memory=filled(pool, b"x" * PAGE_BYTES))])
+        stuck = queue.write([Extent(fd=fd, offset=0, memory=filled(pool, b"x" * PAGE_BYTES))])
         with pytest.raises(IntegrityFailure, match="did not complete"):
             stuck.wait()
         os.close(fd)

@@ -29,14 +29,14 @@ def expand(ranges: tuple[FileRange, ...]) -> list[tuple[int, int]]:
 
 @given(STRIPES, st.integers(0, 60), st.integers(0, 60))
 def test_pieces_cover_each_byte_in_order(stripes: StripeMap, offset: int, num_bytes: int) -> None:
-    assert expand(stripes.pieces(offset, num_bytes)) == [
+    assert expand(stripes.ranges(offset, num_bytes)) == [
         place_of(stripes, address) for address in range(offset, offset + num_bytes)
     ]
 
 
 @given(STRIPES, st.integers(0, 80))
 def test_file_sizes_hold_exactly_the_bytes(stripes: StripeMap, logical_bytes: int) -> None:
-    places = expand(stripes.pieces(0, logical_bytes))
+    places = expand(stripes.ranges(0, logical_bytes))
     assert len(set(places)) == logical_bytes
     expected = [
         max([offset + 1 for file_index, offset in places if file_index == index], default=stripes.header_bytes)
@@ -48,11 +48,11 @@ def test_file_sizes_hold_exactly_the_bytes(stripes: StripeMap, logical_bytes: in
 @pytest.mark.parametrize("num_bytes", [1, 4096, 3 * 4096 + 1])
 def test_one_file_is_not_cut(num_bytes: int) -> None:
     stripes = StripeMap(weights=(1,), stripe_bytes=4096, header_bytes=8192)
-    assert stripes.pieces(5, num_bytes) == (FileRange(file_index=0, offset=8197, num_bytes=num_bytes),)
+    assert stripes.ranges(5, num_bytes) == (FileRange(file_index=0, offset=8197, num_bytes=num_bytes),)
 
 
 def test_nothing_is_nowhere() -> None:
-    assert StripeMap(weights=(1, 1, 1), stripe_bytes=4096, header_bytes=8192).pieces(4096, 0) == ()
+    assert StripeMap(weights=(1, 1, 1), stripe_bytes=4096, header_bytes=8192).ranges(4096, 0) == ()
 
 
 def test_a_large_transfer_uses_every_file() -> None:
@@ -64,7 +64,7 @@ def test_equal_weights_deal_round_robin(num_files: int, weight: int, stripe: int
     stripes = StripeMap(weights=(weight,) * num_files, stripe_bytes=4096, header_bytes=8192)
     row, file_index = divmod(stripe, num_files)
     expected = FileRange(file_index=file_index, offset=8192 + row * 4096 + 5, num_bytes=7)
-    assert stripes.pieces(stripe * 4096 + 5, 7) == (expected,)
+    assert stripes.ranges(stripe * 4096 + 5, 7) == (expected,)
 
 
 @pytest.mark.parametrize(
@@ -110,4 +110,4 @@ def test_weights_are_small_and_never_slower_than_equal_ones(rates: list[float]) 
 
 def dealt(weights: tuple[int, ...], num_stripes: int) -> list[int]:
     stripes = StripeMap(weights=weights, stripe_bytes=4096, header_bytes=0)
-    return [stripes.pieces(stripe * 4096, 4096)[0].file_index for stripe in range(num_stripes)]
+    return [stripes.ranges(stripe * 4096, 4096)[0].file_index for stripe in range(num_stripes)]

@@ -14,7 +14,7 @@ import pytest
 
 from ratel_cli.errors import EnvironmentFailure, IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.queue import IoQueue, LanedQueue, Piece, open_queue
+from ratel_cli.io.queue import Extent, IoQueue, LanedQueue, open_queue
 from ratel_cli.io.requests import MAX_ATTEMPTS
 from ratel_cli.sizes import PAGE_BYTES
 from tests.fakes import filled
@@ -71,10 +71,10 @@ def refusals(error_number: int, count: int) -> Results:
 def test_refused_and_short_transfers_go_on(results: Results, pool: BufferPool, fd: int, tmp_path: Path) -> None:
     contents = random.Random(3).randbytes(NUM_PAGES * PAGE_BYTES)
     with queue_with(results) as queue:
-        queue.write([Piece(fd=fd, offset=0, memory=filled(pool, contents))]).wait()
+        queue.write([Extent(fd=fd, offset=0, memory=filled(pool, contents))]).wait()
         assert (tmp_path / "data").read_bytes() == contents
         memory = pool.lease(len(contents), "test").memory
-        queue.read([Piece(fd=fd, offset=0, memory=memory)]).wait()
+        queue.read([Extent(fd=fd, offset=0, memory=memory)]).wait()
         assert memory == contents
         assert queue.read_bytes == queue.written_bytes == len(contents)
 
@@ -96,8 +96,8 @@ def test_what_is_no_refusal_for_the_moment_fails_its_ticket_alone(
     memory = filled(pool, bytes(NUM_PAGES * PAGE_BYTES))
     with queue_with(make()) as queue:
         with pytest.raises(kind):
-            queue.write([Piece(fd=fd, offset=0, memory=memory)]).wait()
-        queue.write([Piece(fd=fd, offset=0, memory=memory)]).wait()
+            queue.write([Extent(fd=fd, offset=0, memory=memory)]).wait()
+        queue.write([Extent(fd=fd, offset=0, memory=memory)]).wait()
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def test_a_read_that_the_kernel_cut_short_goes_on(pool: BufferPool, pipe: tuple[
     memory = pool.lease(len(contents), "test").memory
     os.write(writing, contents[:PAGE_BYTES])
     with open_queue("io_uring", notice=pytest.fail) as queue:
-        ticket = queue.read([Piece(fd=reading, offset=0, memory=memory)])
+        ticket = queue.read([Extent(fd=reading, offset=0, memory=memory)])
         time.sleep(0.05)
         assert not ticket.done
         rest = threading.Thread(target=os.write, args=(writing, contents[PAGE_BYTES:]))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.queue import Piece, open_queue
+from ratel_cli.io.queue import Extent, open_queue
 
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
 _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
@@ -60,10 +60,10 @@ def main() -> None:
         assert queue.engine == "threads"
         memory = pool.lease(1 << 20, "test").memory
         memory[:] = bytes(range(256)) * 4096
-        queue.write([Piece(fd=fd, offset=0, memory=memory)]).wait()
+        queue.write([Extent(fd=fd, offset=0, memory=memory)]).wait()
         assert Path(sys.argv[1]).read_bytes() == memory
     os.close(fd)
-    assert len(notices) == 1 and "io_uring is refused here: Operation not permitted" in notices[0], notices
+    assert len(notices) == 1 and "io_uring is not available here: Operation not permitted" in notices[0], notices
     try:
         open_queue("io_uring", notice=notices.append)
     except EnvironmentFailure as failure:

@@ -11,7 +11,7 @@ import pytest
 
 from ratel_cli.errors import IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.queue import IoQueue, Piece, open_queue
+from ratel_cli.io.queue import Extent, IoQueue, open_queue
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.tickets import join
 from ratel_cli.sizes import PAGE_BYTES
@@ -64,6 +64,6 @@ def test_directions_do_not_wait_for_each_other(queue: IoQueue, pool: BufferPool,
 def test_a_failure_is_the_real_queues(pool: BufferPool, tmp_path: Path) -> None:
     with FaultyQueue(lasting=Fault(error_number=errno.EIO)) as faulty, (tmp_path / "file").open("wb") as file:
         throttled = ThrottledQueue(faulty, read_bytes_per_second=1e9, write_bytes_per_second=1e9)
-        piece = Piece(fd=file.fileno(), offset=0, memory=filled(pool, bytes(PAGE_BYTES)))
+        extent = Extent(fd=file.fileno(), offset=0, memory=filled(pool, bytes(PAGE_BYTES)))
         with throttled, pytest.raises(IntegrityFailure, match="failed"):
-            throttled.write([piece]).wait()
+            throttled.write([extent]).wait()

@@ -14,10 +14,9 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
-from ratel_cli.io.queue import Piece
+from ratel_cli.io.queue import Extent, IoQueue
 from ratel_cli.io.tickets import Ticket
 
 SECTOR_BYTES = 512
@@ -38,7 +37,7 @@ class Event:
     """What is acknowledged."""
 
 
-class Recorder:
+class Recorder(IoQueue):
     """An IoQueue and a Barrier over real files that writes everything down."""
 
     engine = "recorder"
@@ -48,15 +47,15 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def read(self, pieces: Sequence[Piece]) -> Ticket:
-        for piece in pieces:
-            assert os.preadv(piece.fd, [piece.memory], piece.offset) == len(piece.memory)
+    def read(self, extents: Sequence[Extent]) -> Ticket:
+        for extent in extents:
+            assert os.preadv(extent.fd, [extent.memory], extent.offset) == len(extent.memory)
         return Ticket(num_parts=0)
 
-    def write(self, pieces: Sequence[Piece]) -> Ticket:
-        for piece in pieces:
-            assert os.pwritev(piece.fd, [piece.memory], piece.offset) == len(piece.memory)
-            self._record("write", piece.fd, piece.offset, bytes(piece.memory))
+    def write(self, extents: Sequence[Extent]) -> Ticket:
+        for extent in extents:
+            assert os.pwritev(extent.fd, [extent.memory], extent.offset) == len(extent.memory)
+            self._record("write", extent.fd, extent.offset, bytes(extent.memory))
         return Ticket(num_parts=0)
 
     def sync(self, fd: int) -> None:
@@ -71,14 +70,6 @@ class Recorder:
 
     def close(self) -> None:
         return
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _record(
         self,

@@ -41,7 +41,7 @@ def logical_bytes(paths: list[Path], num_bytes: int, weights: tuple[int, ...] | 
     files = [(path / DATA_FILE_NAME).read_bytes() for path in paths]
     assert tuple(map(len, files)) == stripes.file_bytes(num_bytes)
     return b"".join(
-        files[part.file_index][part.offset : part.offset + part.num_bytes] for part in stripes.pieces(0, num_bytes)
+        files[part.file_index][part.offset : part.offset + part.num_bytes] for part in stripes.ranges(0, num_bytes)
     )
 
 
