@@ -5,6 +5,8 @@ The documents are README.md, CONTRIBUTING.md, CHANGELOG.md, kernels/README.md an
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import re
 import shlex
 from collections.abc import Iterator
@@ -20,7 +22,10 @@ from ratel_cli.cli import app as command_line
 from ratel_cli.cli.app import main
 from ratel_cli.config.aliases import SECTIONS
 from ratel_cli.config.load import load_config
+from ratel_cli.engine.telemetry import RESOURCES
 from ratel_cli.errors import RatelError
+from ratel_cli.run import inputs
+from ratel_cli.training.metrics import StepMetrics
 from scripts import write_config_docs
 from tests.engine.architectures import ARCHITECTURES
 from tests.test_layers import PARTS
@@ -260,3 +265,36 @@ def test_exit_codes_are_those_of_the_errors() -> None:
         each.exit_code for each in vars(errors).values() if isinstance(each, type) and issubclass(each, RatelError)
     }
     assert [code for code, _ in rows] == ["0", *map(str, sorted(codes)), "130, 143"]
+
+
+def rows_of_table(name: str, heading: str) -> list[str]:
+    """The first cells of the table that follows these words."""
+    _, _, after = TEXTS[name].partition(heading)
+    [table, *_] = re.findall(r"(?:^\|.*\n)+", after, flags=re.MULTILINE)
+    return [row.split("|")[1].strip() for row in table.splitlines()[2:]]
+
+
+def test_every_key_of_the_metrics_is_explained() -> None:
+    cells = rows_of_table("docs/guide.md", "Keys in `run/metrics.jsonl`:")
+    keys = [key for cell in cells for key in re.findall(r"`(\w+)`", cell)]
+    assert sorted(keys) == sorted(field.name for field in dataclasses.fields(StepMetrics))
+
+
+def test_keys_that_a_resumed_run_must_share_are_listed() -> None:
+    _, _, after = prose("docs/guide.md").partition("rejected, with both values of each key:")
+    listed_there = re.findall(r"`(\w+)`", after.split("\n\n")[1])
+    assert listed_there == ["base_model", "random_init", *inputs._DECIDES_THE_BITS]
+
+
+SAMPLES = [block for block in blocks("text", "README.md", "docs/guide.md") if re.match(r"(model|compute|what) ", block)]
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.split("\n")[0][:30])
+def test_samples_have_the_labels_of_today(sample: str) -> None:
+    """The first column of each row that a sample shows is a word of the report."""
+    sources = [path for part in ("report", "planning", "run") for path in (ROOT / "ratel_cli" / part).rglob("*.py")]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
+    words = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)} | {*RESOURCES}
+    labels = re.findall(r"^([a-zA-Z][\w ]*?)  +\S", sample, flags=re.MULTILINE)
+    assert len(labels) >= 4 or sample.startswith("what")
+    assert [label for label in labels if label not in words and not re.match(r"step \d|model\.|> ", label)] == []
