@@ -29,12 +29,12 @@ from dataclasses import dataclass
 import torch
 
 from ratel_cli.engine.device.device import Device, DeviceBuffer, Download, SpanLabel, Upload
-from ratel_cli.engine.telemetry import Resource, Stage, Timeline
+from ratel_cli.engine.telemetry import Resource, Timeline
 from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.scratch import Checksum, Scratch
 from ratel_cli.io.tickets import Ticket
-from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Placement
+from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Placement, Stage
 from ratel_cli.sizes import PACKED_ALIGNMENT, PAGE_BYTES
 from ratel_cli.units import align_up
 
@@ -131,7 +131,7 @@ class Activations:
         self._pool = pool
         self._scratch = scratch
         self._spilled_units = placement.spilled_units
-        self._kept_from = placement.spilled_units if device.is_host else placement.kept_from
+        self._kept_from = placement.spilled_units if device.is_host else placement.gpu_units_from
         self._device = device
         self._timeline = timeline
         self._order: list[tuple[int, int]] = []

@@ -42,14 +42,14 @@ from ratel_cli.engine.replay.randomness import seed_draws
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.replay.tape import Recorder, Replayer
 from ratel_cli.engine.state import StepOutcome, StepState, Tied, place
-from ratel_cli.engine.telemetry import Stage, Timeline
+from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.engine.weights import BlockWeights, ResidentWeights, WeightReader
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.layer_runner import last_hidden_state
 from ratel_cli.model.spec import BlockSpec
-from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.placement import Placement, Stage
 from ratel_cli.store.store import Store
 
 
@@ -102,7 +102,7 @@ class StepEngine:
             self._updates,
             self._resident,
             prefetch_blocks=placement.prefetch_blocks,
-            kept=placement.kept_weights,
+            kept=placement.gpu_weights,
             device=device,
             timeline=timeline,
         )

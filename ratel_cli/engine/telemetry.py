@@ -18,11 +18,10 @@ from time import perf_counter
 from typing import Literal, get_args
 
 from ratel_cli.io.tickets import Ticket
+from ratel_cli.planning.placement import Stage
 
 Resource = Literal["compute", "up", "down", "nvme read", "nvme write", "optimizer"]
 RESOURCES: tuple[Resource, ...] = get_args(Resource)
-
-Stage = Literal["forward", "backward", "update"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from ratel_cli.engine.telemetry import RESOURCES, Resource, Span, Stage
+from ratel_cli.engine.telemetry import RESOURCES, Resource, Span
+from ratel_cli.planning.placement import Stage
 from ratel_cli.units import MIB
 
 _Event = dict[str, object]

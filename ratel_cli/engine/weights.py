@@ -33,13 +33,14 @@ import torch
 from torch import nn
 
 from ratel_cli.engine.device.device import Device, DeviceBuffer, SpanLabel, Upload
-from ratel_cli.engine.telemetry import Stage, Timeline
+from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.io.views import FIELD_DTYPES
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.spec import BlockSpec
+from ratel_cli.planning.placement import Stage
 from ratel_cli.store.store import Store
 
 

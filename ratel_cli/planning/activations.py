@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ratel_cli.model.spec import BlockSpec, ModelSpec, ParameterSpec
-from ratel_cli.planning.placement import SPILL_WINDOW_UNITS
-from ratel_cli.planning.workload import StateBytes, Workload
+from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, StateBytes, Workload
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES, PACKED_ALIGNMENT, PAGE_BYTES
 from ratel_cli.units import align_up
 
@@ -57,7 +56,7 @@ class OffloadedActivations:
     """From NVMe in backward."""
     largest_unit_bytes: int
     """Of one layer and one micro-batch."""
-    kept_bytes: int = 0
+    gpu_bytes: int = 0
     """Those that stay in a GPU's memory."""
 
     @property
@@ -71,7 +70,7 @@ class OffloadedActivations:
     @property
     def linked_bytes(self) -> int:
         """What a GPU sends down, and gets back."""
-        return self.total_bytes - self.kept_bytes
+        return self.total_bytes - self.gpu_bytes
 
     @property
     def memory_bytes(self) -> int:
@@ -80,30 +79,34 @@ class OffloadedActivations:
 
 
 def offload(
-    unit_bytes: list[int], *, num_micro_batches: int, spilled_units: int, kept_from: int | None = None
+    unit_bytes: list[int], *, num_micro_batches: int, spilled_units: int, gpu_units_from: int | None = None
 ) -> OffloadedActivations:
     """`unit_bytes` is for each layer; units go layer by layer, and within one micro-batch by micro-batch."""
     num_units = num_micro_batches * len(unit_bytes)
-    assert kept_from is None or spilled_units <= kept_from <= num_units, (spilled_units, kept_from, num_units)
+    assert gpu_units_from is None or spilled_units <= gpu_units_from <= num_units, (
+        spilled_units,
+        gpu_units_from,
+        num_units,
+    )
     full_layers, rest = divmod(spilled_units, num_micro_batches)
     spilled = [num_micro_batches] * full_layers + ([rest] if rest else [])
     raw_bytes = sum(number * size for number, size in zip(spilled, unit_bytes, strict=False))
     page_bytes = [align_up(size, PAGE_BYTES) for size in unit_bytes[: len(spilled)]]
     written = [Units(number, size) for number, size in zip(spilled, page_bytes, strict=True)]
     total_bytes = num_micro_batches * sum(unit_bytes)
-    kept_bytes = 0
-    if kept_from is not None:
-        layer, before = divmod(kept_from, num_micro_batches)
-        kept_bytes = num_micro_batches * sum(unit_bytes[layer:]) - before * sum(unit_bytes[layer : layer + 1])
+    gpu_bytes = 0
+    if gpu_units_from is not None:
+        layer, before = divmod(gpu_units_from, num_micro_batches)
+        gpu_bytes = num_micro_batches * sum(unit_bytes[layer:]) - before * sum(unit_bytes[layer : layer + 1])
     return OffloadedActivations(
         total_bytes=total_bytes,
-        host_bytes=total_bytes - raw_bytes - kept_bytes,
+        host_bytes=total_bytes - raw_bytes - gpu_bytes,
         window_bytes=min(SPILL_WINDOW_UNITS, spilled_units) * max(page_bytes, default=0),
         num_units=num_units,
         written_units=tuple(written),
         read_units=tuple(_without_newest(written, SPILL_WINDOW_UNITS)),
         largest_unit_bytes=max(unit_bytes, default=0),
-        kept_bytes=kept_bytes,
+        gpu_bytes=gpu_bytes,
     )
 
 

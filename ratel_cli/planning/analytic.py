@@ -25,7 +25,7 @@ from ratel_cli.model.spec import (
 )
 from ratel_cli.planning.activations import block_activation_bytes, input_bytes
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
-from ratel_cli.planning.workload import StateBytes
+from ratel_cli.planning.placement import StateBytes
 
 _NORMS_OF_THE_LAST = ("post_feedforward_layernorm.weight", "post_mlp_layernorm.weight")
 _LOGSUMEXP_BYTES = 4

@@ -30,10 +30,8 @@ from ratel_cli.planning.activations import (
     passing_bytes,
     tied_bytes,
 )
-from ratel_cli.planning.block_schedule import step_uses, window_bytes
-from ratel_cli.planning.gpu_memory import gpu_memory_bytes, kept_weight_bytes
-from ratel_cli.planning.placement import Overlap, Placement, Stage
-from ratel_cli.planning.workload import StateBytes, Workload
+from ratel_cli.planning.gpu_memory import gpu_memory_bytes, weight_bytes_of
+from ratel_cli.planning.placement import Overlap, Placement, Stage, StateBytes, Workload, block_schedule, window_bytes
 from ratel_cli.sizes import GROUP_ELEMENTS
 from ratel_cli.units import MIB, format_bytes
 
@@ -97,7 +95,7 @@ def host_memory(
     if on_gpu:
         hidden_bytes = 0
         gpu_bytes = gpu_memory_bytes(spec, state, workload, largest_unit_bytes=offloaded.largest_unit_bytes)
-        gpu_bytes += offloaded.kept_bytes + kept_weight_bytes(spec, state, placement.kept_weights)
+        gpu_bytes += offloaded.gpu_bytes + weight_bytes_of(spec, state, placement.gpu_weights)
     always = process_bytes + hidden_bytes + resident_bytes + offloaded.memory_bytes
     arriving = [
         0 if stage == "backward" else block.num_elements * state.gradient
@@ -174,7 +172,7 @@ class _Step:
         self._placement = placement
         self._updates = updates
         self._on_gpu = on_gpu
-        self._uses = step_uses(spec)
+        self._uses = block_schedule(spec)
         tokens = workload.micro_batch_tokens
         self._activation_bytes = [
             0 if on_gpu else block_activation_bytes(spec, block, state, tokens=tokens) for block in spec.blocks

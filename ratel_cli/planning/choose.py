@@ -32,13 +32,12 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import OffloadedActivations, fewest_spilled_units, offload
 from ratel_cli.planning.capacity import HostMemory, host_memory
 from ratel_cli.planning.costs import ComputeSeconds, StepTime, compute_seconds, overlapped_step
-from ratel_cli.planning.gpu_memory import Kept, keep
+from ratel_cli.planning.gpu_memory import GpuResident, keep
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Activations, Overlap, Placement
+from ratel_cli.planning.placement import ActivationPolicy, Overlap, Placement, StateBytes, Workload
 from ratel_cli.planning.search import last, least
 from ratel_cli.planning.swap import Order, Swap
 from ratel_cli.planning.traffic import Traffic, step_traffic
-from ratel_cli.planning.workload import StateBytes, Workload
 
 _NOTHING_OFFLOADED = offload([0], num_micro_batches=1, spilled_units=0)
 _DEPTHS = ((2, 2), (1, 1), (0, 0))
@@ -62,7 +61,7 @@ class Case:
     hardware: HardwareProfile
     holds_gradients: bool
     overlap: Overlap
-    activations: Activations
+    activations: ActivationPolicy
     process_bytes: int
     limit_bytes: int
     device_limit_bytes: int | None = None
@@ -79,12 +78,12 @@ class Case:
         return compute_seconds(self.profile, self.workload, self.hardware)
 
     @cached_property
-    def kept(self) -> Callable[[int], Kept | None]:
+    def kept(self) -> Callable[[int], GpuResident | None]:
         """What the GPU keeps when that prefix is swapped. None where there is no memory of its own to keep it in."""
         limit_bytes = None if self.hardware.link is None else self.device_limit_bytes
 
         @cache
-        def kept(num_outputs: int) -> Kept | None:
+        def kept(num_outputs: int) -> GpuResident | None:
             if limit_bytes is None:
                 return None
             unit_bytes = self.order.unit_bytes(num_outputs)
@@ -311,7 +310,7 @@ def _fewest_spilled(case: Case, num_outputs: int, available_bytes: int, unspille
     spilled_units = fewest_spilled_units(
         case.order.unit_bytes(num_outputs),
         num_micro_batches=number,
-        available_bytes=available_bytes + unspilled.kept_bytes,
+        available_bytes=available_bytes + unspilled.gpu_bytes,
     )
     return spilled_units if kept is None else min(spilled_units, kept.units_from)
 
@@ -322,7 +321,7 @@ def _aside(case: Case, num_outputs: int, *, spilled_units: int = 0) -> Offloaded
         case.order.unit_bytes(num_outputs),
         num_micro_batches=case.workload.num_micro_batches,
         spilled_units=spilled_units,
-        kept_from=None if kept is None else max(spilled_units, kept.units_from),
+        gpu_units_from=None if kept is None else max(spilled_units, kept.units_from),
     )
 
 
@@ -331,7 +330,7 @@ def _keeping(case: Case, placement: Placement, num_outputs: int) -> Placement:
     kept = case.kept(num_outputs)
     if kept is None:
         return placement
-    return replace(placement, kept_from=max(placement.spilled_units, kept.units_from), kept_weights=kept.weights)
+    return replace(placement, gpu_units_from=max(placement.spilled_units, kept.units_from), gpu_weights=kept.weights)
 
 
 def _attempt(case: Case, placement: Placement, num_outputs: int) -> Choice | None:

@@ -30,11 +30,10 @@ from typing import Literal
 from ratel_cli.hardware.spec import HardwareProfile, Nvme
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import OffloadedActivations, Units
-from ratel_cli.planning.gpu_memory import kept_weight_bytes
+from ratel_cli.planning.gpu_memory import weight_bytes_of
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Overlap, Placement, Stage
+from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Overlap, Placement, Stage, StateBytes, Workload
 from ratel_cli.planning.traffic import Traffic
-from ratel_cli.planning.workload import StateBytes, Workload
 from ratel_cli.sizes import GROUP_ELEMENTS
 
 Bottleneck = Literal["compute", "up", "down", "nvme read", "nvme write", "optimizer", "memory"]
@@ -146,7 +145,7 @@ def overlapped_step(
         updated[stage] += block.num_elements
     elements = sum(block.num_elements for block in spec.blocks)
     weight_bytes, gradient_bytes = elements * state.compute, elements * state.gradient
-    kept_bytes = kept_weight_bytes(spec, state, placement.kept_weights)
+    kept_bytes = weight_bytes_of(spec, state, placement.gpu_weights)
     reads_ahead = placement.prefetch_blocks > 0
     stages = _Stages(hardware, overlap, adamw_threads=placement.adamw_threads)
     forward = stages.spilling(

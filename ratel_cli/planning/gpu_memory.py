@@ -1,7 +1,7 @@
 """Will it fit on the GPU: its memory at the peak of a step, and what the rest is used for. Pure.
 
 Used by `planning.capacity` and `planning.choose`. All micro-batches' hidden states and gradients of them stay there. A
-step is followed use by use (planning/block_schedule.py); each takes the weights of its block and room for those of
+step is followed use by use (planning/placement.py); each takes the weights of its block and room for those of
 the next (engine/weights.py), the activations of a layer, the unit that leaves or comes beneath it
 (engine/activations.py), and in backward gradients, their sum in fp32 and what of the block before is still on its way
 down (engine/device/cuda.py).
@@ -24,8 +24,7 @@ from ratel_cli.planning.activations import (
     passing_bytes,
     tied_bytes,
 )
-from ratel_cli.planning.block_schedule import Use, step_uses
-from ratel_cli.planning.workload import StateBytes, Workload
+from ratel_cli.planning.placement import BlockUse, StateBytes, Workload, block_schedule
 from ratel_cli.units import MIB
 
 _WORKSPACE_BYTES = 256 * MIB
@@ -36,7 +35,7 @@ _KEPT_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class GpuResident:
     """What a GPU keeps from forward to backward: parts of a `Placement`."""
 
     units_from: int
@@ -53,7 +52,7 @@ def gpu_memory_bytes(spec: ModelSpec, state: StateBytes, workload: Workload, *, 
 
 def keep(
     spec: ModelSpec, state: StateBytes, workload: Workload, unit_bytes: Sequence[int], *, limit_bytes: int
-) -> Kept:
+) -> GpuResident:
     """What is best kept in the memory that is left over; `unit_bytes` is for each layer.
 
     The first unit goes down in any case: what the step before sent down last is held until then
@@ -75,10 +74,10 @@ def keep(
         if available_bytes < 0:
             break
         weights.append(block.index)
-    return Kept(units_from=units_from, weights=frozenset(weights))
+    return GpuResident(units_from=units_from, weights=frozenset(weights))
 
 
-def kept_weight_bytes(spec: ModelSpec, state: StateBytes, blocks: Collection[int]) -> int:
+def weight_bytes_of(spec: ModelSpec, state: StateBytes, blocks: Collection[int]) -> int:
     """Of compute weights that stay on the GPU."""
     return sum(block.num_elements for block in spec.blocks if block.index in blocks) * state.compute
 
@@ -90,7 +89,7 @@ class _GpuStep:
         self._spec = spec
         self._state = state
         self._workload = workload
-        self._uses = step_uses(spec)
+        self._uses = block_schedule(spec)
         self._head_position = len(spec.blocks) - 1
         # One is computed with or leaves, one is offloaded or comes.
         self._unit_bytes = 2 * largest_unit_bytes
@@ -147,7 +146,7 @@ class _GpuStep:
             + self._unit_bytes
         )
 
-    def _arrived_before(self, use: Use) -> BlockSpec:
+    def _arrived_before(self, use: BlockUse) -> BlockSpec:
         return self._spec.blocks[use.block.index + 1]
 
     def _window(self, position: int, *, num_open: int = 1) -> int:

@@ -1,56 +1,140 @@
-"""Which bytes stay in host memory between their uses, and how far transfers run ahead of computing.
+"""What a step is asked for, and the decision where its bytes lie: `Workload`, `StateBytes`, `Placement`. Pure.
 
-Part of the plan: chosen by `planning.choose` from limits and measured rates, carried out by `engine`. Pure.
+`planning.choose` decides on a placement from limits and measured rates; the engine follows it.
+
+The block schedule is the order in which a step uses the blocks' compute weights (P16): forward, head, backward. A use
+finds its weights in memory if they are resident, or if another use of the same block is still open, whose buffer it
+shares. Else they are read while the use is at most `prefetch_blocks` ahead of the one that is open. So the last layer
+is read once at the turn from forward to backward and used twice, if reads run ahead by two blocks.
+
+Invariant: the schedule is that of the engine's steps, and the sharing is that of its weights (engine/weights.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ratel_cli.model.spec import BlockSpec, ModelSpec
+
 Overlap = Literal["optimized", "naive", "separate"]
-"""How the optimizer runs: beside computing, with reads and writes around each group; beside computing, one
-transfer after another; or between backward and the next forward."""
-Activations = Literal["auto", "keep", "recompute", "swap_all", "static"] | float
-"""What becomes of operator outputs between forward and backward: as the plan finds best; all kept in memory; none,
-twice (layers' inputs are always offloaded); all swapped; or so great a share of their bytes."""
+"""How the optimizer runs. `optimized`: overlapped with computing, and the transfers of one group overlapped with the
+update of another. `naive`: overlapped with computing, one transfer or update at a time. `separate`: between backward
+and the next forward."""
+ActivationPolicy = Literal["auto", "keep", "recompute", "swap_all", "static"] | float
+"""Which operator outputs stay available from forward to backward. `auto`: as the plan finds best. `keep`: all, in
+memory. `recompute` and `static`: none. `swap_all`: all. A number: this share of their bytes. Layers' inputs are always
+offloaded."""
 Stage = Literal["forward", "backward", "update"]
-"""From the embedding to the last layer; the head and everything down to the embedding; what comes between
-them and the next forward: nothing, unless the optimizer is separate."""
+"""`forward`: from the embedding to the last layer. `backward`: the head, and down to the embedding. `update`: between
+that and the next forward; empty unless the optimizer is separate."""
 SPILL_WINDOW_UNITS = 3
-"""Buffers for spilled units: one is used, one is on its way, one waits so that the drive never does."""
+"""Buffers for spilled units: one is in use, one is transferred, one waits so that the drive does not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """The shape of one full step."""
+
+    micro_batch_size: int
+    """Rows of a micro-batch."""
+    num_micro_batches: int
+    sequence_len: int
+    """Tokens of a row."""
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of one micro-batch."""
+        return self.micro_batch_size * self.sequence_len
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the step."""
+        return self.micro_batch_tokens * self.num_micro_batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """Bytes that a parameter takes in the store and on the link."""
+
+    compute: int
+    """The field that the device computes with (P16)."""
+    record: int
+    """All fields together: 12 in bf16 and fp32, 14 in fp16."""
+    num_fields: int
+    """4, 3 and 4. Each chunk of each field has a checksum."""
+    gradient: int
+    """The gradient as it leaves the device and is held (G16)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The default is the least memory: nothing stays, nothing runs ahead, everything waits for its turn."""
+    """Where bytes lie and how far transfers run ahead. The default takes the least memory: nothing stays or runs ahead.
+
+    Units are what one layer offloads for one micro-batch, counted in forward order: layer by layer, and within a layer
+    micro-batch by micro-batch.
+    """
 
     prefetch_blocks: int = 0
-    """So many blocks' compute weights are read ahead of the one that computes."""
+    """Compute weights are read up to this many blocks ahead of the one that computes."""
     pending_updates: int = 0
-    """So many blocks may have been handed to the optimizer and not be written yet while the next one computes."""
+    """Up to this many blocks may wait for their update to be written while the next one computes."""
     resident_weights: frozenset[int] = frozenset()
-    """Blocks whose compute weights stay: never read but in the first step."""
+    """Blocks whose compute weights stay in host memory: read in the first step only."""
     resident_states: frozenset[int] = frozenset()
-    """Blocks whose optimizer states stay: never read but in the first step."""
+    """Blocks whose optimizer states stay in host memory: read in the first step only."""
     swapped: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    """By block: the operators whose outputs are offloaded in forward and fetched in backward, by their keys
-    (engine/replay/tape.py). Everything else but block inputs is recomputed."""
+    """By block: keys (engine/replay/tape.py) of the operators whose outputs are offloaded in forward and fetched in
+    backward. All others are recomputed from the block's input, which is always offloaded."""
     spilled_units: int = 0
-    """What so many units, one for each layer and micro-batch, offloaded goes to NVMe: the first in forward
-    order, whose turn in backward comes last. The others' stays in host memory, or on a GPU."""
-    kept_from: int | None = None
-    """Units from this one on, counted as above, stay in a GPU's memory: backward begins with them."""
-    kept_weights: frozenset[int] = frozenset()
-    """Layers whose compute weights stay in a GPU's memory from forward to backward: the last ones."""
+    """The first units go to NVMe; their turn in backward comes last. The others stay in host memory or on the GPU."""
+    gpu_units_from: int | None = None
+    """Units from this one on stay in the GPU's memory; backward begins with them. None: no unit does."""
+    gpu_weights: frozenset[int] = frozenset()
+    """Layers whose compute weights stay in the GPU's memory from forward to backward: the last ones."""
     adamw_threads: int = 1
-    """Each updates a part of a group: as many as the drives can keep busy."""
+    """Threads that update one group of parameters together."""
     deferred: frozenset[int] = frozenset()
     """Blocks whose update waits for the next step's forward even when nothing has to be clipped."""
 
     def update_stage(self, index: int, *, holds_gradients: bool, overlap: Overlap) -> Stage:
-        """When a block is updated. Unless that is in backward, its gradient is held until then."""
+        """The stage in which block `index` is updated. Unless that is `backward`, its gradient is held until then.
+
+        `holds_gradients`: no block is updated before the last gradient is there.
+        """
         if overlap == "separate":
             return "update"
         return "forward" if holds_gradients or index in self.deferred else "backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockUse:
+    """One entry of the block schedule: a block's weights are bound to its modules for all micro-batches."""
+
+    block: BlockSpec
+    stage: Stage
+
+
+def block_schedule(spec: ModelSpec) -> list[BlockUse]:
+    """Forward, the head (with the embedding, if they are tied), backward."""
+    *below, head = spec.blocks
+    forward = [BlockUse(block=block, stage="forward") for block in below]
+    heads = [head, spec.blocks[0]] if spec.tied else [head]
+    return forward + [BlockUse(block=block, stage="backward") for block in (*heads, *reversed(below))]
+
+
+def needs_read(schedule: Sequence[BlockUse], position: int, placement: Placement) -> bool:
+    """Whether the weights of the use at `position` are not in memory when their turn to be read comes."""
+    block = schedule[position].block
+    still_open = schedule[max(0, position - placement.prefetch_blocks) : position]
+    return block.index not in placement.resident_weights and all(use.block is not block for use in still_open)
+
+
+def window_bytes(
+    schedule: Sequence[BlockUse], position: int, placement: Placement, *, compute_bytes: int, num_open: int = 1
+) -> int:
+    """Bytes of weights in buffers while `num_open` uses from `position` on are open: theirs, and those read ahead."""
+    window = schedule[position : position + num_open + placement.prefetch_blocks]
+    elements = {use.block.index: use.block.num_elements for use in window}
+    return compute_bytes * sum(n for index, n in elements.items() if index not in placement.resident_weights)

@@ -18,10 +18,9 @@ from ratel_cli.planning.capacity import HostMemory, check_device_memory
 from ratel_cli.planning.choose import Case, Choice, choose, curve
 from ratel_cli.planning.costs import StageTime, StepTime
 from ratel_cli.planning.model_profile import ModelProfile, Source
-from ratel_cli.planning.placement import Activations, Overlap, Placement
+from ratel_cli.planning.placement import ActivationPolicy, Overlap, Placement, StateBytes, Workload
 from ratel_cli.planning.swap import Order, Swap
 from ratel_cli.planning.traffic import Traffic, gradient_bytes, store_bytes
-from ratel_cli.planning.workload import StateBytes, Workload
 
 FORMAT_VERSION = 1
 
@@ -34,7 +33,7 @@ class Decisions:
     """No update before the last gradient: the norm may have to be clipped, or the store is written in place."""
     num_slots: int
     host_limit_bytes: int
-    activations: Activations = "auto"
+    activations: ActivationPolicy = "auto"
     overlap: Overlap = "optimized"
     device_limit_bytes: int | None = None
     """Memory of the compute device that the run may take: of a CPU, a budget for what computes."""
@@ -129,7 +128,7 @@ class Plan:
                 "inter_block_bytes": self.inter_block_bytes,
                 "swapped_bytes": self.offloaded.total_bytes,
                 "swapped_to_nvme_bytes": self.offloaded.written_bytes,
-                "kept_on_gpu_bytes": self.offloaded.kept_bytes,
+                "kept_on_gpu_bytes": self.offloaded.gpu_bytes,
                 "swap_set": [asdict(operator) for operator in self.swapped],
                 "recompute_flops": self.flops_recomputed,
                 "source": self.profile_source,
@@ -140,8 +139,8 @@ class Plan:
                 "resident_weights": sorted(placement.resident_weights),
                 "resident_states": sorted(placement.resident_states),
                 "spilled_units": placement.spilled_units,
-                "kept_from": placement.kept_from,
-                "kept_weights": sorted(placement.kept_weights),
+                "kept_from": placement.gpu_units_from,
+                "kept_weights": sorted(placement.gpu_weights),
                 "deferred": sorted(placement.deferred),
             },
             "time": {

@@ -10,7 +10,7 @@ a tied embedding once more, for the head. When a block is updated changes where 
     in between        the update reads the weights once more: 2 bytes on top (28)
 
 With every commit goes the table of checksums, 8 bytes for a chunk of a field (store/checksums.py).
-Weights and states that stay in memory are not read, nor are weights that are still there (planning/block_schedule.py).
+Weights and states that stay in memory are not read, nor are weights that are still there (planning/placement.py).
 Spilled activations are written in forward and read in backward, all but the last (planning/activations.py).
 
 Invariant: an applied step of `engine.step` moves exactly these bytes. Of an update in the next forward
@@ -23,9 +23,7 @@ from dataclasses import dataclass, replace
 
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import OffloadedActivations
-from ratel_cli.planning.block_schedule import needs_read, step_uses
-from ratel_cli.planning.placement import Overlap, Placement, Stage
-from ratel_cli.planning.workload import StateBytes
+from ratel_cli.planning.placement import Overlap, Placement, Stage, StateBytes, block_schedule, needs_read
 from ratel_cli.sizes import CHECKSUM_BYTES, CHUNK_ELEMENTS, PAGE_BYTES
 from ratel_cli.units import align_up
 
@@ -98,7 +96,7 @@ def step_traffic(
         if block.index < spilled_blocks:
             written["backward"] += block.num_elements * state.gradient
             read[stage] += block.num_elements * state.gradient
-    head, uses = spec.blocks[-1], step_uses(spec)
+    head, uses = spec.blocks[-1], block_schedule(spec)
     head_stage = placement.update_stage(head.index, holds_gradients=holds_gradients, overlap=overlap)
     for position, use in enumerate(uses):
         if needs_read(uses, position, placement):

@@ -162,8 +162,8 @@ def swap_line(plan: Plan) -> str:
     put = f"{format_bytes(offloaded.total_bytes)} of {format_bytes(plan.swappable_bytes)} of activations are offloaded"
     if offloaded.written_bytes:
         put += f", {format_bytes(offloaded.written_bytes)} of them on NVMe"
-    if offloaded.kept_bytes:
-        put += f", {format_bytes(offloaded.kept_bytes)} kept on the GPU"
+    if offloaded.gpu_bytes:
+        put += f", {format_bytes(offloaded.gpu_bytes)} kept on the GPU"
     operators = len(plan.swapped)
     what = _counted(operators, "operator", "operators") if operators else "layers' inputs alone"
     prediction = f"{format_seconds(plan.time.total)} a step, most of it {plan.time.bottleneck}"

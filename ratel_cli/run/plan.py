@@ -29,9 +29,9 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import input_bytes
 from ratel_cli.planning.analytic import analytic_profile, head_flops
 from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.planning.placement import StateBytes, Workload
 from ratel_cli.planning.plan import Decisions, Plan, make_plan
 from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
-from ratel_cli.planning.workload import StateBytes, Workload
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.settings import decisions_of, state_bytes, workload_of
 from ratel_cli.store.copy import COPY_BYTES

@@ -30,9 +30,8 @@ from ratel_cli.planning.activations import input_bytes, offload
 from ratel_cli.planning.analytic import head_flops
 from ratel_cli.planning.capacity import host_memory
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.placement import Placement, Workload
 from ratel_cli.planning.recorded import recorded_profile
-from ratel_cli.planning.workload import Workload
 from ratel_cli.run.base_model import build_base, silence_transformers
 from ratel_cli.run.cached_profile import CachedProfile
 from ratel_cli.run.settings import decisions_of, state_bytes, workload_of

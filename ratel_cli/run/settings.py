@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 
 from ratel_cli.config.schema import RunConfig
+from ratel_cli.planning.placement import StateBytes, Workload
 from ratel_cli.planning.plan import Decisions
-from ratel_cli.planning.workload import StateBytes, Workload
 from ratel_cli.store.layout import record_layout
 from ratel_cli.store.lock import DATA_FILE_NAME
 

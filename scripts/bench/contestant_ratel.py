@@ -13,7 +13,7 @@ from ratel_cli.engine.telemetry import RESOURCES, Resource, Span
 from ratel_cli.engine.trace import TraceFile
 from ratel_cli.hardware.host import default_limit_bytes, peak_resident_bytes
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.planning.placement import Activations
+from ratel_cli.planning.placement import ActivationPolicy
 from ratel_cli.planning.plan import Plan
 from ratel_cli.store.store import Store
 from ratel_cli.units import GIB
@@ -24,7 +24,7 @@ from scripts.bench.ratel_run import RatelRun, Step, open_run
 
 def run_ratel(task: Task) -> Measured:
     """The first step is recorded, the others are planned from it."""
-    activations: Activations = "recompute" if task.contestant == "ratel-recompute" else "auto"
+    activations: ActivationPolicy = "recompute" if task.contestant == "ratel-recompute" else "auto"
     limit_bytes = default_limit_bytes() if task.host_memory_gib is None else int(task.host_memory_gib * GIB)
     with ExitStack() as resources:
         run = resources.enter_context(open_run(task, limit_bytes=limit_bytes, activations=activations))

@@ -39,10 +39,9 @@ from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.forecast.forecast import Setting
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
-from ratel_cli.planning.placement import Activations, Overlap
+from ratel_cli.planning.placement import ActivationPolicy, Overlap, Workload
 from ratel_cli.planning.plan import Decisions
 from ratel_cli.planning.traffic import store_bytes
-from ratel_cli.planning.workload import Workload
 from ratel_cli.units import GIB, format_bytes
 from scripts.bench.contestants import SHAPES, Contestant, Measured, Task, batches_of, config_of, run_process
 from scripts.bench.gpu_steps import GpuSteps, PatternSource, Point, block_flops_per_second
@@ -219,7 +218,7 @@ def _measure(
     budget: Budget,
     *,
     gpu_memory_gib: float | None = None,
-    activations: Activations = "auto",
+    activations: ActivationPolicy = "auto",
     overlap: Overlap = "optimized",
 ) -> list[Point]:
     """One point, under the first limit if no other is given; none if there is no time for it, or no room."""

@@ -23,7 +23,7 @@ from ratel_cli.engine.telemetry import RESOURCES, Resource
 from ratel_cli.hardware.budget import best_seconds
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Activations, Overlap
+from ratel_cli.planning.placement import ActivationPolicy, Overlap
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.plan import Planner
 from ratel_cli.units import GIB
@@ -91,7 +91,7 @@ class GpuSteps:
         self,
         *,
         gpu_memory_gib: float | None = None,
-        activations: Activations = "auto",
+        activations: ActivationPolicy = "auto",
         overlap: Overlap = "optimized",
     ) -> Plan:
         """The plan with these wishes. Raises DoesNotFit."""
@@ -125,14 +125,14 @@ class GpuSteps:
             planned_gpu_bytes=plan.memory.device,
             swapped_bytes=plan.offloaded.total_bytes,
             spilled_bytes=plan.offloaded.written_bytes,
-            kept_bytes=plan.offloaded.kept_bytes,
-            kept_layers=len(plan.placement.kept_weights),
+            kept_bytes=plan.offloaded.gpu_bytes,
+            kept_layers=len(plan.placement.gpu_weights),
             resident_blocks=(len(plan.placement.resident_weights), len(plan.placement.resident_states)),
             busy_seconds=_named(busy),
             waited_seconds=_named(waited),
         )
 
-    def _planner(self, gpu_memory_gib: float | None, activations: Activations, overlap: Overlap) -> Planner:
+    def _planner(self, gpu_memory_gib: float | None, activations: ActivationPolicy, overlap: Overlap) -> Planner:
         planner = self._run.planner
         limit_bytes = planner.decisions.device_limit_bytes
         if gpu_memory_gib is not None and limit_bytes is not None:

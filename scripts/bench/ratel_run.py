@@ -40,9 +40,8 @@ from ratel_cli.model.initialise import RandomSource
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Activations
+from ratel_cli.planning.placement import ActivationPolicy, StateBytes, Workload
 from ratel_cli.planning.plan import Decisions, Plan
-from ratel_cli.planning.workload import StateBytes, Workload
 from ratel_cli.run.plan import Planner
 from ratel_cli.sizes import CHUNK_ELEMENTS
 from ratel_cli.store.barrier import Barrier
@@ -176,7 +175,7 @@ def open_run(
     task: Task,
     *,
     limit_bytes: int,
-    activations: Activations,
+    activations: ActivationPolicy,
     throttled: Callable[[IoQueue], IoQueue] = lambda queue: queue,
     chunk_elements: int = CHUNK_ELEMENTS,
     barrier: Barrier | None = None,

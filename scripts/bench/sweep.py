@@ -18,7 +18,7 @@ from ratel_cli.data.packing import MicroBatch
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.host import default_limit_bytes
 from ratel_cli.io.queue import IoQueue
-from ratel_cli.planning.placement import Activations
+from ratel_cli.planning.placement import ActivationPolicy
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.plan import Planner
 from scripts.bench.contestants import Task, batches_of
@@ -90,7 +90,7 @@ def points(sweep: Sweep) -> list[Point]:
         limit_bytes = _least_bytes(free) + sweep.available_bytes
         run = replace(free, planner=_deciding(free.planner, host_limit_bytes=limit_bytes))
         _, profile = run.record(first)
-        wishes: list[Activations] = [*sweep.shares, "auto"]
+        wishes: list[ActivationPolicy] = [*sweep.shares, "auto"]
         plans = [_deciding(run.planner, activations=wish).plan(profile) for wish in wishes]
         found = [_point(plan) for plan in plans]
         batches = iter(others)
@@ -113,7 +113,9 @@ def _least_bytes(run: RatelRun) -> int:
     raise AssertionError("a step takes memory")
 
 
-def _deciding(planner: Planner, *, host_limit_bytes: int | None = None, activations: Activations = "auto") -> Planner:
+def _deciding(
+    planner: Planner, *, host_limit_bytes: int | None = None, activations: ActivationPolicy = "auto"
+) -> Planner:
     before = planner.decisions
     limit_bytes = before.host_limit_bytes if host_limit_bytes is None else host_limit_bytes
     return replace(planner, decisions=replace(before, host_limit_bytes=limit_bytes, activations=activations))

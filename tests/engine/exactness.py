@@ -114,10 +114,10 @@ PLACEMENTS: dict[str, dict[str, object]] = {
     "everything swapped to NVMe": {"placement": replace(AHEAD, swapped=EVERYTHING, spilled_units=99)},
     "some operators, some on NVMe": {"placement": replace(AHEAD, swapped=ChosenEverywhere(0.5), spilled_units=3)},
     "inputs on NVMe": {"placement": Placement(spilled_units=99)},
-    "all kept on a GPU": {"placement": replace(AHEAD, swapped=EVERYTHING, kept_from=0, kept_weights=EVERY_BLOCK)},
+    "all kept on a GPU": {"placement": replace(AHEAD, swapped=EVERYTHING, gpu_units_from=0, gpu_weights=EVERY_BLOCK)},
     "some kept on a GPU": {
         "placement": replace(
-            AHEAD, swapped=ChosenEverywhere(0.5), spilled_units=1, kept_from=3, kept_weights=frozenset((2, 3))
+            AHEAD, swapped=ChosenEverywhere(0.5), spilled_units=1, gpu_units_from=3, gpu_weights=frozenset((2, 3))
         )
     },
     "some deferred": {"placement": replace(AHEAD, deferred=frozenset((1, 2)))},

@@ -19,9 +19,8 @@ from ratel_cli.errors import BadInput, Interrupted
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import offload
-from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.placement import Placement, StateBytes
 from ratel_cli.planning.traffic import checksum_bytes, step_traffic
-from ratel_cli.planning.workload import StateBytes
 from ratel_cli.sizes import DtypeName
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import Machine, initial_weights, machine, progress_at, random_steps

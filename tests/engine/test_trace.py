@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.engine.telemetry import RESOURCES, Resource, Span, Stage
+from ratel_cli.engine.telemetry import RESOURCES, Resource, Span
 from ratel_cli.engine.trace import TraceFile
+from ratel_cli.planning.placement import Stage
 from tests.model.tiny import file_size_limit
 
 Event = dict[str, object]

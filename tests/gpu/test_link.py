@@ -25,25 +25,27 @@ from tests.simulated_gpu import is_simulated, num_stops
 pytestmark = NEEDS_GPU
 
 
-@pytest.mark.parametrize(("kept_from", "kept_weights"), [(None, ()), (6, ()), (5, (3,)), (3, (2, 3)), (0, (1, 2, 3))])
+@pytest.mark.parametrize(
+    ("gpu_units_from", "gpu_weights"), [(None, ()), (6, ()), (5, (3,)), (3, (2, 3)), (0, (1, 2, 3))]
+)
 @pytest.mark.parametrize("prefetch_blocks", [0, 2])
 def test_what_is_kept_goes_neither_down_nor_up_again(
-    tmp_path: Path, prefetch_blocks: int, kept_from: int | None, kept_weights: tuple[int, ...]
+    tmp_path: Path, prefetch_blocks: int, gpu_units_from: int | None, gpu_weights: tuple[int, ...]
 ) -> None:
     """Three layers and two micro-batches: units 0 and 1 are the first layer's, blocks 1 to 3 are layers."""
     config, recipe, steps = tiny_config("llama", num_hidden_layers=3), Recipe(dtype=torch.bfloat16), random_steps(2, 2)
     placement = Placement(
         prefetch_blocks=prefetch_blocks,
         swapped=EVERYTHING,
-        kept_from=kept_from,
-        kept_weights=frozenset(kept_weights),
+        gpu_units_from=gpu_units_from,
+        gpu_weights=frozenset(gpu_weights),
     )
     with gpu_machine(tmp_path, config, recipe, placement=placement) as ratel:
         assert_same_training(
             ratel.train(steps, recipe), ratel.weights(), reference(config, steps, recipe, device="cuda")
         )
         spans = ratel.timeline.take().spans
-    num_moved = 6 if kept_from is None else kept_from
+    num_moved = 6 if gpu_units_from is None else gpu_units_from
     in_each_step = Counter(f"activations of block {number // 2 + 1}" for number in range(num_moved))
     for resource in ("up", "down"):
         assert Counter(labels(spans, resource, "activations")) == in_each_step + in_each_step
@@ -53,7 +55,7 @@ def test_what_is_kept_goes_neither_down_nor_up_again(
         if span.resource == "up" and span.label.startswith("weights") and span.stage == "backward"
     )
     assert {block: again[block] for block in (1, 2, 3)} == {
-        block: 0 if block in kept_weights else 2 for block in (1, 2, 3)
+        block: 0 if block in gpu_weights else 2 for block in (1, 2, 3)
     }
 
 

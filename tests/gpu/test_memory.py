@@ -15,9 +15,8 @@ from ratel_cli.engine.telemetry import Span
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.planning import gpu_memory
-from ratel_cli.planning.gpu_memory import gpu_memory_bytes, kept_weight_bytes
-from ratel_cli.planning.placement import Placement
-from ratel_cli.planning.workload import StateBytes, Workload
+from ratel_cli.planning.gpu_memory import gpu_memory_bytes, weight_bytes_of
+from ratel_cli.planning.placement import Placement, StateBytes, Workload
 from ratel_cli.units import MIB
 from tests.engine.architectures import VOCAB_SIZE, tiny_config
 from tests.engine.exactness import AHEAD
@@ -86,8 +85,8 @@ def test_it_takes_no_more_than_was_planned(
     tmp_path: Path, tied: bool, num_micro_batches: int, swaps: bool, kept_layers: int
 ) -> None:
     config = config_of(num_layers=4, tied=tied)
-    kept_weights = frozenset(range(5 - kept_layers, 5))
-    placement = replace(AHEAD, kept_from=max(1, (4 - kept_layers) * num_micro_batches), kept_weights=kept_weights)
+    gpu_weights = frozenset(range(5 - kept_layers, 5))
+    placement = replace(AHEAD, gpu_units_from=max(1, (4 - kept_layers) * num_micro_batches), gpu_weights=gpu_weights)
     placement = replace(placement, swapped=EVERYTHING) if swaps else placement
     rows, tokens = 2, TOKENS
     with gpu_machine(tmp_path, config, RECIPE, weights=initial_weights_of_zeros(), placement=placement) as ratel:
@@ -99,7 +98,7 @@ def test_it_takes_no_more_than_was_planned(
         unit_bytes = outcome.swapped_bytes // units
         planned = gpu_memory_bytes(ratel.model.spec, STATE, workload, largest_unit_bytes=unit_bytes)
         planned += kept_layers * num_micro_batches * unit_bytes
-        planned += kept_weight_bytes(ratel.model.spec, STATE, kept_weights)
+        planned += weight_bytes_of(ratel.model.spec, STATE, gpu_weights)
     assert found <= planned - GPU_CONTEXT_BYTES - (gpu_memory._WORKSPACE_BYTES if is_simulated() else 0)
 
 

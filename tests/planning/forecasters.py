@@ -10,9 +10,8 @@ from ratel_cli.planning.analytic import analytic_profile, spec_from_shape
 from ratel_cli.planning.forecast.forecast import Setting
 from ratel_cli.planning.forecast.paper_forecast import PaperForecaster
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
-from ratel_cli.planning.placement import Activations, Overlap
+from ratel_cli.planning.placement import ActivationPolicy, Overlap, Workload
 from ratel_cli.planning.plan import Decisions
-from ratel_cli.planning.workload import Workload
 from ratel_cli.run.hardware_file import load_hardware
 from ratel_cli.units import GIB
 from tests.planning.papers.paper_profiles import paper_shape
@@ -51,7 +50,7 @@ def ratel_forecaster(
     hidden_size: int = 1024,
     rows: int = 4,
     holds_gradients: bool = True,
-    activations: Activations = "auto",
+    activations: ActivationPolicy = "auto",
     overlap: Overlap = "optimized",
     device_limit_bytes: int | None = None,
 ) -> RatelForecaster:

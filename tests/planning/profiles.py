@@ -7,7 +7,7 @@ import random
 from ratel_cli.model.spec import LayerTraits, ModelSpec
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
-from ratel_cli.planning.workload import StateBytes, Workload
+from ratel_cli.planning.placement import StateBytes, Workload
 from tests.planning.shapes import BFLOAT16, WORKLOAD
 
 

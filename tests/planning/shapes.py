@@ -6,7 +6,7 @@ import random
 
 from ratel_cli.hardware.spec import ComputeDevice, HardwareProfile, Host, Link, Nvme, alternating_bytes_per_second
 from ratel_cli.model.spec import ModelSpec, lay_out_block
-from ratel_cli.planning.workload import StateBytes, Workload
+from ratel_cli.planning.placement import StateBytes, Workload
 
 BFLOAT16 = StateBytes(compute=2, record=12, num_fields=4, gradient=2)
 FLOAT32 = StateBytes(compute=4, record=12, num_fields=3, gradient=4)

@@ -17,8 +17,7 @@ from ratel_cli.planning.activations import (
     offload,
     passing_bytes,
 )
-from ratel_cli.planning.placement import SPILL_WINDOW_UNITS
-from ratel_cli.planning.workload import StateBytes
+from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, StateBytes
 from ratel_cli.units import align_up
 from tests.planning.shapes import BFLOAT16, FLOAT32, gpt
 
@@ -121,13 +120,13 @@ def test_what_a_gpu_keeps_is_neither_in_memory_nor_on_the_link(seed: int) -> Non
     units = [size for size in unit_bytes for _ in range(num_micro_batches)]
     spilled_units = choice.randint(0, num_micro_batches * (len(unit_bytes) - 1))
     without = offload(unit_bytes, num_micro_batches=num_micro_batches, spilled_units=spilled_units)
-    for kept_from in range(spilled_units, len(units) + 1):
+    for gpu_units_from in range(spilled_units, len(units) + 1):
         found = offload(
-            unit_bytes, num_micro_batches=num_micro_batches, spilled_units=spilled_units, kept_from=kept_from
+            unit_bytes, num_micro_batches=num_micro_batches, spilled_units=spilled_units, gpu_units_from=gpu_units_from
         )
-        kept_bytes = sum(units[kept_from:])
-        assert (found.kept_bytes, found.linked_bytes) == (kept_bytes, sum(units[:kept_from]))
-        assert found == replace(without, kept_bytes=kept_bytes, host_bytes=without.host_bytes - kept_bytes)
+        gpu_bytes = sum(units[gpu_units_from:])
+        assert (found.gpu_bytes, found.linked_bytes) == (gpu_bytes, sum(units[:gpu_units_from]))
+        assert found == replace(without, gpu_bytes=gpu_bytes, host_bytes=without.host_bytes - gpu_bytes)
 
 
 def test_the_last_units_are_not_read() -> None:

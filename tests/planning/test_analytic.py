@@ -18,7 +18,7 @@ from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.model.spec import LayerTraits
 from ratel_cli.planning.analytic import analytic_profile, spec_from_shape
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
-from ratel_cli.planning.workload import StateBytes
+from ratel_cli.planning.placement import StateBytes
 from ratel_cli.sizes import DtypeName
 from tests.engine.architectures import VOCAB_SIZE, tiny_config
 from tests.planning.shapes import BFLOAT16, FLOAT32

@@ -13,8 +13,7 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning import capacity
 from ratel_cli.planning.activations import OffloadedActivations, block_activation_bytes, head_chunk_tokens, offload
 from ratel_cli.planning.capacity import HostMemory, check_device_memory, host_memory
-from ratel_cli.planning.placement import Overlap, Placement
-from ratel_cli.planning.workload import StateBytes, Workload
+from ratel_cli.planning.placement import Overlap, Placement, StateBytes, Workload
 from ratel_cli.sizes import GROUP_ELEMENTS
 from ratel_cli.units import GIB, MIB
 from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, WORKLOAD, gpt

@@ -12,8 +12,7 @@ from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.choose import Case, Choice, choose, curve, evaluate
 from ratel_cli.planning.gpu_memory import gpu_memory_bytes
-from ratel_cli.planning.placement import Activations, Overlap, Placement
-from ratel_cli.planning.workload import Workload
+from ratel_cli.planning.placement import ActivationPolicy, Overlap, Placement, Workload
 from ratel_cli.units import GIB, MIB
 from tests.planning.profiles import by_chance, estimated
 from tests.planning.shapes import BFLOAT16, WORKLOAD, gpt, machine, machine_by_chance
@@ -29,7 +28,7 @@ EVEN = machine(flops_per_second=1.6e11)
 ROOMY = 64 * GIB
 AS_GOOD = 1.005
 """Levels that are as good as the best one (choose.py)."""
-WISHES: tuple[Activations, ...] = ("auto", "keep", "recompute", "static", "swap_all", 0.3)
+WISHES: tuple[ActivationPolicy, ...] = ("auto", "keep", "recompute", "static", "swap_all", 0.3)
 
 
 def case(
@@ -38,7 +37,7 @@ def case(
     limit_bytes: int = ROOMY,
     holds_gradients: bool = False,
     overlap: Overlap = "optimized",
-    activations: Activations = "auto",
+    activations: ActivationPolicy = "auto",
 ) -> Case:
     return Case(
         spec=SPEC,
@@ -289,7 +288,7 @@ def test_then_states_come(num_blocks: int) -> None:
 
 @pytest.mark.parametrize("limit_bytes", [GIB, 2 * GIB, ROOMY])
 @pytest.mark.parametrize("activations", ["recompute", "static"])
-def test_nothing_but_inputs_is_swapped_where_the_user_says_so(limit_bytes: int, activations: Activations) -> None:
+def test_nothing_but_inputs_is_swapped_where_the_user_says_so(limit_bytes: int, activations: ActivationPolicy) -> None:
     chosen = choose(case(SLOW_DEVICE, activations=activations, limit_bytes=limit_bytes))
     assert (chosen.swap.num_outputs, chosen.placement.swapped) == (0, {})
     assert chosen.offloaded.total_bytes == WORKLOAD.tokens * 1024 * 2 * SPEC.num_layers
@@ -327,7 +326,7 @@ def test_as_great_a_share_is_swapped_as_the_user_says(fraction: float, num_layer
 
 @pytest.mark.parametrize("activations", WISHES)
 @pytest.mark.parametrize("limit_bytes", [GIB, ROOMY])
-def test_inputs_are_always_put_aside(activations: Activations, limit_bytes: int) -> None:
+def test_inputs_are_always_put_aside(activations: ActivationPolicy, limit_bytes: int) -> None:
     chosen = choose(case(activations=activations, limit_bytes=limit_bytes))
     input_bytes = WORKLOAD.tokens * 1024 * 2 * SPEC.num_layers
     assert chosen.offloaded.total_bytes == input_bytes + WORKLOAD.num_micro_batches * chosen.swap.num_bytes

@@ -19,9 +19,8 @@ from ratel_cli.planning.costs import (
     nvme_seconds,
     overlapped_step,
 )
-from ratel_cli.planning.placement import Overlap, Placement
+from ratel_cli.planning.placement import Overlap, Placement, Workload
 from ratel_cli.planning.traffic import Traffic, checksum_bytes, step_traffic
-from ratel_cli.planning.workload import Workload
 from tests.planning.profiles import candidate, estimated, layer, model
 from tests.planning.shapes import BFLOAT16, WORKLOAD, gpt, machine
 

@@ -11,9 +11,8 @@ from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import block_activation_bytes, offload
 from ratel_cli.planning.capacity import HostMemory, host_memory
-from ratel_cli.planning.gpu_memory import gpu_memory_bytes, keep, kept_weight_bytes
-from ratel_cli.planning.placement import Placement
-from ratel_cli.planning.workload import StateBytes, Workload
+from ratel_cli.planning.gpu_memory import gpu_memory_bytes, keep, weight_bytes_of
+from ratel_cli.planning.placement import Placement, StateBytes, Workload
 from ratel_cli.units import MIB
 from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, WORKLOAD, gpt
 
@@ -127,14 +126,14 @@ def test_units_and_then_weights_are_kept_while_there_is_room(seed: int) -> None:
     weights = [BFLOAT16.compute * block.num_elements for block in spec.blocks]
     available_bytes = 0.9 * max(0, limit_bytes - needed)
     units_bytes = sum(units[kept.units_from :])
-    assert units_bytes + kept_weight_bytes(spec, BFLOAT16, kept.weights) <= available_bytes
+    assert units_bytes + weight_bytes_of(spec, BFLOAT16, kept.weights) <= available_bytes
     assert kept.weights == frozenset(range(spec.num_layers + 1 - len(kept.weights), spec.num_layers + 1))
     if kept.units_from > 1:
         assert units_bytes + units[kept.units_from - 1] > available_bytes - 1, "one unit more does not fit"
     if len(kept.weights) < spec.num_layers:
         one_more = weights[spec.num_layers - len(kept.weights)]
         always_bytes = 0 if kept.units_from > 1 else units[0]
-        taken_bytes = units_bytes + kept_weight_bytes(spec, BFLOAT16, kept.weights)
+        taken_bytes = units_bytes + weight_bytes_of(spec, BFLOAT16, kept.weights)
         assert taken_bytes + always_bytes + one_more > available_bytes - 1
 
 

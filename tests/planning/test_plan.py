@@ -12,7 +12,7 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.capacity import host_memory
 from ratel_cli.planning.costs import compute_seconds, overlapped_step
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Activations, Overlap
+from ratel_cli.planning.placement import ActivationPolicy, Overlap
 from ratel_cli.planning.plan import Decisions, Plan, make_plan
 from ratel_cli.planning.traffic import checksum_bytes, step_traffic
 from ratel_cli.units import GIB, MIB
@@ -34,7 +34,7 @@ def plan(
     limit_bytes: int = GIB,
     holds_gradients: bool = False,
     num_slots: int = 2,
-    activations: Activations = "auto",
+    activations: ActivationPolicy = "auto",
     overlap: Overlap = "optimized",
     device_limit_bytes: int | None = None,
     profile: ModelProfile = PROFILE,
@@ -172,7 +172,7 @@ def test_the_curve_is_told_in_order() -> None:
 
 
 @pytest.mark.parametrize("activations", ["auto", "keep", "recompute"])
-def test_what_does_not_fit_has_no_plan(activations: Activations) -> None:
+def test_what_does_not_fit_has_no_plan(activations: ActivationPolicy) -> None:
     with pytest.raises(DoesNotFit, match="host memory: need"):
         plan(limit_bytes=200 * MIB, activations=activations)
 
@@ -185,27 +185,27 @@ def test_what_the_device_has_no_room_for_has_no_plan() -> None:
 
 
 @pytest.mark.parametrize("activations", ["auto", "recompute", "swap_all"])
-def test_what_a_gpu_has_to_spare_keeps_the_last_layers(activations: Activations) -> None:
+def test_what_a_gpu_has_to_spare_keeps_the_last_layers(activations: ActivationPolicy) -> None:
     """More and more of them: never more than there is room for, never slower, and less in host memory."""
-    least: Activations = "recompute" if activations == "auto" else activations
+    least: ActivationPolicy = "recompute" if activations == "auto" else activations
     needed = plan(hardware=WITH_GPU, activations=least).memory.device
     before, kept = None, set()
     for spare_bytes in range(0, 300 * MIB, 5 * MIB):
         made = plan(hardware=WITH_GPU, activations=activations, device_limit_bytes=needed + spare_bytes)
         placement = made.placement
         assert made.memory.device <= needed + spare_bytes
-        assert placement.kept_from is not None
-        if placement.kept_weights:
-            assert placement.kept_from == 1, "units first, all but the one that always goes"
-            assert max(placement.kept_weights) == 6 and len(placement.kept_weights) == 7 - min(placement.kept_weights)
+        assert placement.gpu_units_from is not None
+        if placement.gpu_weights:
+            assert placement.gpu_units_from == 1, "units first, all but the one that always goes"
+            assert max(placement.gpu_weights) == 6 and len(placement.gpu_weights) == 7 - min(placement.gpu_weights)
         if before is not None and activations != "auto":
             assert made.time.total <= before.time.total
             assert made.memory.activations <= before.memory.activations
-            assert made.offloaded.kept_bytes >= before.offloaded.kept_bytes
+            assert made.offloaded.gpu_bytes >= before.offloaded.gpu_bytes
         before = made
-        kept.add((placement.kept_from, len(placement.kept_weights)))
+        kept.add((placement.gpu_units_from, len(placement.gpu_weights)))
     assert before is not None
-    assert before.placement.kept_weights == frozenset(range(1, 7))
+    assert before.placement.gpu_weights == frozenset(range(1, 7))
     assert 0 < before.memory.activations == before.offloaded.linked_bytes == before.offloaded.largest_unit_bytes
     assert len(kept) > 7
 

@@ -10,9 +10,8 @@ import pytest
 
 from ratel_cli.model.spec import BlockSpec, ModelSpec
 from ratel_cli.planning.activations import OffloadedActivations, offload
-from ratel_cli.planning.placement import Overlap, Placement
+from ratel_cli.planning.placement import Overlap, Placement, StateBytes
 from ratel_cli.planning.traffic import Traffic, checksum_bytes, gradient_bytes, step_traffic, store_bytes
-from ratel_cli.planning.workload import StateBytes
 from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
 from ratel_cli.store.layout import ChunkMap, record_layout
 from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, gpt

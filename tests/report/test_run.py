@@ -11,9 +11,8 @@ import pytest
 from ratel_cli.engine.telemetry import RESOURCES, Resource
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.placement import Activations
+from ratel_cli.planning.placement import ActivationPolicy, Workload
 from ratel_cli.planning.plan import Decisions, Plan, make_plan
-from ratel_cli.planning.workload import Workload
 from ratel_cli.report.run import opening, run_summary, step_line, swap_line
 from ratel_cli.training.metrics import RunTotals, StepMetrics
 from ratel_cli.units import GIB, MIB, format_bytes, format_seconds
@@ -54,7 +53,7 @@ def plan(
     holds_gradients: bool = False,
     num_micro_batches: int = 3,
     limit_bytes: int = GIB,
-    activations: Activations = "auto",
+    activations: ActivationPolicy = "auto",
 ) -> Plan:
     workload = Workload(micro_batch_size=2, num_micro_batches=num_micro_batches, sequence_len=64)
     return make_plan(

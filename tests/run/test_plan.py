@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.telemetry import Resource, Span, Stage
+from ratel_cli.engine.telemetry import Resource, Span
+from ratel_cli.planning.placement import Stage
 from ratel_cli.planning.plan import Decisions
 from ratel_cli.planning.recorded import UnitRecord
 from ratel_cli.run.plan import Planner

@@ -26,8 +26,9 @@ from typing import Protocol
 
 import torch
 
-from ratel_cli.engine.telemetry import Stage, Timeline
+from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.views import view
+from ratel_cli.planning.placement import Stage
 
 Mark = Callable[[], float]
 """A moment in the course of computing, in seconds of `perf_counter`; known when computing has got there."""

@@ -15,8 +15,8 @@ from typing import Literal, Protocol
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.model_profile import Source
 from ratel_cli.planning.papers.prefix import Case, Equations
+from ratel_cli.planning.placement import Workload
 from ratel_cli.planning.plan import SwappedOperator
-from ratel_cli.planning.workload import Workload
 
 CostModel = Literal["ratel", "paper"]
 TierName = Literal["GPU", "RAM", "NVMe", "snapshot"]

@@ -79,7 +79,7 @@ class RatelEquations:
             written_units=spilled,
             read_units=spilled,
             largest_unit_bytes=0,
-            kept_bytes=kept_bytes,
+            gpu_bytes=kept_bytes,
         )
         available_bytes = self.host_room_bytes - self.kept_bytes - offloaded.host_bytes
         level = max(0, bisect_right(self._level_bytes, available_bytes) - 1)

@@ -18,9 +18,8 @@ from ratel_cli.planning.forecast.forecast import Depth, Forecast, Setting, Stage
 from ratel_cli.planning.forecast.ratel_equations import RatelEquations
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
 from ratel_cli.planning.papers.prefix import Equations
-from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.placement import Placement, StateBytes
 from ratel_cli.planning.plan import Decisions, Plan, make_plan
-from ratel_cli.planning.workload import StateBytes
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.units import align_up
 
@@ -71,9 +70,9 @@ class RatelForecaster:
             resident_weights=frozenset(),
             resident_states=frozenset(),
             spilled_units=self._spillable_units(setting),
-            kept_from=None,
+            gpu_units_from=None,
         )
-        memory, kept_bytes = evaluate(case, bare).memory, plan.offloaded.kept_bytes
+        memory, kept_bytes = evaluate(case, bare).memory, plan.offloaded.gpu_bytes
         return RatelEquations(
             case=case,
             placement=bare,
@@ -178,7 +177,7 @@ def _forecast(plan: Plan, setting: Setting, *, device_limit_bytes: int | None) -
         inter_block_bytes=plan.inter_block_bytes,
         swapped_bytes=plan.offloaded.total_bytes,
         swapped_to_nvme_bytes=plan.offloaded.written_bytes,
-        kept_on_gpu_bytes=plan.offloaded.kept_bytes,
+        kept_on_gpu_bytes=plan.offloaded.gpu_bytes,
         swap_set=plan.swapped,
         recompute_flops=plan.flops_recomputed,
         case=plan.case,

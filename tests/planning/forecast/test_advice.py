@@ -8,7 +8,7 @@ import pytest
 
 from ratel_cli.planning.forecast.advice import Advice, advise, with_drives
 from ratel_cli.planning.forecast.forecast import Setting
-from ratel_cli.planning.workload import Workload
+from ratel_cli.planning.placement import Workload
 from ratel_cli.units import GIB
 from tests.hardware.profiles import WITH_GPU
 

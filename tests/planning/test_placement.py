@@ -7,13 +7,12 @@ from collections import Counter
 import pytest
 
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.block_schedule import needs_read, step_uses, window_bytes
-from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.placement import Placement, block_schedule, needs_read, window_bytes
 from tests.planning.shapes import gpt
 
 
 def order(spec: ModelSpec) -> list[tuple[int, str]]:
-    return [(use.block.index, use.stage) for use in step_uses(spec)]
+    return [(use.block.index, use.stage) for use in block_schedule(spec)]
 
 
 def walk(blocks: list[int], prefetch_blocks: int, *, tied_head: int | None) -> list[bool]:
@@ -61,18 +60,18 @@ def test_a_tied_embedding_is_used_beside_the_head() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_is_still_open_is_shared(num_layers: int, prefetch_blocks: int, tied: bool) -> None:
     spec = gpt(num_layers=num_layers, tied=tied)
-    uses, placement = step_uses(spec), Placement(prefetch_blocks=prefetch_blocks)
+    uses, placement = block_schedule(spec), Placement(prefetch_blocks=prefetch_blocks)
     reads = walk([use.block.index for use in uses], prefetch_blocks, tied_head=len(spec.blocks) - 1 if tied else None)
     assert [needs_read(uses, position, placement) for position in range(len(uses))] == reads
 
 
 def test_with_two_blocks_ahead_the_last_layer_is_read_once() -> None:
-    uses = step_uses(gpt(num_layers=3))
+    uses = block_schedule(gpt(num_layers=3))
     assert [needs_read(uses, 5, Placement(prefetch_blocks=ahead)) for ahead in (0, 1, 2)] == [True, True, False]
 
 
 def test_what_is_resident_is_never_read() -> None:
-    uses = step_uses(gpt(num_layers=3))
+    uses = block_schedule(gpt(num_layers=3))
     placement = Placement(resident_weights=frozenset({0, 4}))
     read = [use.block.index for position, use in enumerate(uses) if needs_read(uses, position, placement)]
     assert read == [1, 2, 3, 3, 2, 1]
@@ -80,7 +79,7 @@ def test_what_is_resident_is_never_read() -> None:
 
 def test_a_window_holds_each_block_once_and_no_resident_one() -> None:
     spec = gpt(num_layers=3)
-    uses, (embedding, layer, _, _, head) = step_uses(spec), [block.num_elements for block in spec.blocks]
+    uses, (embedding, layer, _, _, head) = block_schedule(spec), [block.num_elements for block in spec.blocks]
 
     def window(position: int, ahead: int, resident: frozenset[int] = frozenset(), num_open: int = 1) -> int:
         placement = Placement(prefetch_blocks=ahead, resident_weights=resident)
