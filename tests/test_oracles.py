@@ -1,0 +1,26 @@
+"""An oracle shares no code with what it judges: it imports nothing of Ratel, or what it calls to judge it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.test_layers import imports
+
+ROOT = Path(__file__).parents[1]
+ORACLES: dict[str, tuple[str, ...]] = {
+    "tests/reference.py": (),
+    "tests/kernels/oracle.py": ("ratel_cli._native",),  # the kernels that are judged
+    "tests/store/power.py": ("ratel_cli.io.queue.Piece", "ratel_cli.io.tickets.Ticket"),  # what a queue takes and gives
+}
+"""Each with what it may import."""
+
+
+@pytest.mark.parametrize("oracle", ORACLES)
+def test_it_imports_nothing_that_it_judges(oracle: str) -> None:
+    source = (ROOT / oracle).read_text(encoding="utf-8")
+    ours = [name for name in imports(source, oracle) if name.startswith("ratel_cli")]
+    assert [name for name in ours if name not in ORACLES[oracle]] == []
+    borrowed = [name for name in imports(source, oracle) if name.startswith("tests.")]
+    assert borrowed == [], "what an oracle uses is written where this test sees it"
