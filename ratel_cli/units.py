@@ -1,7 +1,7 @@
-"""Parsing and printing of quantities, for config, messages and tables; every part uses it, it uses none.
+"""Parsing and printing of quantities, for configs, messages and tables.
 
-Invariant: inside Ratel bytes are ints and times are float seconds; GiB and friends exist only here,
-where a person reads or writes them.
+Invariant: inside Ratel, bytes are ints and times are floats in seconds. Units such as GiB exist only here, for what
+people read and write.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _QUANTITY = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
-    """``"24GiB"`` -> 25769803776. A bare number is bytes. Raises ValueError on anything else."""
+    """The bytes of a size such as `24GiB` or `500MB`; a plain number is bytes. Raises ValueError for other texts."""
     match = _QUANTITY.fullmatch(str(text))
     if match is None or match[2].lower() not in _FACTORS:
         raise ValueError(f"{text!r} is not a size; write it like 24GiB, 500MB or 1073741824")
@@ -30,7 +30,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Binary units with three significant digits: ``1.50 GiB``."""
+    """Bytes in binary units with three significant digits: `1.50 GiB`."""
     if abs(num_bytes) < KIB:
         return f"{num_bytes:.0f} B"
     value, units = num_bytes / KIB, ["KiB", "MiB", "GiB", "TiB"]
@@ -41,7 +41,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Decimal units for parameters and tokens: ``1.10B``, ``350M``, ``512``."""
+    """A large count in decimal units with three significant digits: `1.10B`, `350M`, `512`."""
     if abs(count) < 1000:
         return f"{count:.0f}"
     value, units = count / 1000, ["K", "M", "B", "T"]
@@ -52,7 +52,7 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """``4.20 ms``, ``0.12 s``, ``4 min 10 s``, ``3 h 05 min``, ``2 d 4 h``."""
+    """A time in fitting units: `4.20 ms`, `0.12 s`, `4 min 10 s`, `3 h 05 min`, `2 d 4 h`."""
     if seconds < 0.0995:
         return f"{_three_digits(seconds * 1000)} ms"
     if seconds < 99.5:
@@ -67,12 +67,17 @@ def format_seconds(seconds: float) -> str:
     return f"{days} d {hours} h"
 
 
+def counted(count: int, singular: str, plural: str | None = None) -> str:
+    """A count with its noun: `1 step`, `2 steps`. The plural ends in s unless it is given."""
+    return f"{count} {singular if count == 1 else plural or singular + 's'}"
+
+
 def align_up(value: int, alignment: int) -> int:
-    """The least multiple of ``alignment`` that is not below ``value``."""
+    """The least multiple of `alignment` that is at least `value`."""
     return -(-value // alignment) * alignment
 
 
 def _three_digits(value: float) -> str:
-    """The bounds are where rounding would make a digit more."""
+    """A number below 1024 with three significant digits. At the bounds, rounding would add a digit."""
     decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:.{decimals}f}"

@@ -1,16 +1,16 @@
 """The words of a machine's profile: one row for each thing that was measured.
 
-`cli.profile` prints what it returns. Invariant: nothing is computed here but how it reads; nothing heavy is imported.
+Invariant: nothing is decided here, and nothing heavy is imported.
 """
 
 from __future__ import annotations
 
 from ratel_cli.hardware.spec import DriveRates, HardwareProfile, Nvme
-from ratel_cli.units import format_bytes, format_count
+from ratel_cli.units import counted, format_bytes, format_count
 
 
 def hardware_rows(profile: HardwareProfile, *, dtype: str) -> list[tuple[str, str]]:
-    """What, and how it is. `dtype` is what matrix products were measured in."""
+    """Rows of a name and a fact. `dtype` is the type of the matrix products that were measured."""
     gpu, link, host = profile.gpu, profile.link, profile.host
     rows = [("compute", f"{gpu.name}: {gpu.flops_per_second / 1e12:.3g} TFLOP/s in {dtype}")]
     if link is not None:
@@ -19,23 +19,22 @@ def hardware_rows(profile: HardwareProfile, *, dtype: str) -> list[tuple[str, st
             ("GPU memory", format_bytes(gpu.memory_bytes)),
             ("link", f"{up} to the GPU, {down} from it, {_rate(link.both_bytes_per_second)} both at once"),
         ]
-    memory = f"{format_bytes(host.memory_bytes)}, {format_bytes(host.available_bytes)} of it free"
+    memory = f"{format_bytes(host.memory_bytes)}, {format_bytes(host.available_bytes)} of it available"
     if host.memory_bytes_per_second is not None:
-        memory += f"; {_rate(host.memory_bytes_per_second)} read and written on {_cores(host.num_cores)}"
+        memory += f"; {_rate(host.memory_bytes_per_second)} read and written by {counted(host.num_cores, 'core')}"
     rows.append(("memory", memory))
     rows.append(("AdamW", f"{format_count(host.adam_parameters_per_second)} parameters/s on one thread"))
     return [*rows, *_drive_rows(profile.nvme)]
 
 
 def _drive_rows(nvme: Nvme) -> list[tuple[str, str]]:
-    """All directories together and, where there are several, each one alone."""
+    """All directories together and, if there are several, each one alone."""
     together = DriveRates(
         read_bytes_per_second=nvme.read_bytes_per_second,
         write_bytes_per_second=nvme.write_bytes_per_second,
         mixed_bytes_per_second=nvme.mixed_bytes_per_second,
     )
-    drives = "1 drive" if nvme.num_devices == 1 else f"{nvme.num_devices} drives"
-    where = f"{drives}, {format_bytes(nvme.free_bytes)} free"
+    where = f"{counted(nvme.num_devices, 'drive')}, {format_bytes(nvme.free_bytes)} free"
     if len(nvme.paths) < 2:
         return [("NVMe", f"{_rates(together)}  {', '.join((*nvme.paths, where))}")]
     return [
@@ -52,7 +51,3 @@ def _rates(rates: DriveRates) -> str:
 
 def _rate(bytes_per_second: float) -> str:
     return f"{bytes_per_second / 1e9:.3g} GB/s"
-
-
-def _cores(count: int) -> str:
-    return "one core" if count == 1 else f"{count} cores"

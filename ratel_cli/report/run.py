@@ -1,19 +1,33 @@
-"""The words of a run: the opening statement, the step line, the summary.
+"""The words of a run: the opening statement, the step lines, the line about a new plan, the summary.
 
-`run.finetune` prints what these functions return. Invariant: nothing is computed here but how it reads.
+Invariant: nothing is decided here. The functions only choose words and units for values that others computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ratel_cli.engine.telemetry import RESOURCES, Resource
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.costs import Bottleneck
 from ratel_cli.planning.plan import Plan
 from ratel_cli.training.metrics import RunTotals, StepMetrics
-from ratel_cli.units import format_bytes, format_count, format_seconds
+from ratel_cli.units import counted, format_bytes, format_count, format_seconds
+
+_NAMES: Mapping[Resource | Bottleneck, str] = {
+    "compute": "compute",
+    "up": "upload",
+    "down": "download",
+    "nvme read": "NVMe read",
+    "nvme write": "NVMe write",
+    "optimizer": "optimizer",
+    "memory": "memory",
+}
+"""How a person reads the names of resources."""
+_LEAST_SHARE = 0.01
+"""Of a step: shorter stalls are not worth a word."""
 
 
 def opening(
@@ -31,17 +45,14 @@ def opening(
     output_dir: Path,
     taken_bytes: int = 0,
 ) -> list[tuple[str, str]]:
-    """What will be trained, where the bytes will live, what it will cost. `taken_bytes`: the store has them already."""
+    """Rows about what will be trained, where its state will be, and what that will cost.
+
+    `taken_bytes` is the size of an earlier store of this run, whose space counts as available.
+    """
     gpu = hardware.gpu
     return [
-        (
-            "model",
-            _words(
-                f"{spec.name} ({spec.architecture}): {format_count(spec.num_parameters)} parameters",
-                f"in {len(spec.blocks)} blocks, computing in {dtype}, master weights and moments in fp32",
-            ),
-        ),
-        ("data", f"{_counted(samples, 'sample')}, {format_count(data_tokens)} tokens"),
+        ("model", _model(spec, dtype)),
+        ("data", f"{counted(samples, 'sample')}, {format_count(data_tokens)} tokens"),
         ("step", _step(plan, num_steps, first_step)),
         ("compute", f"{gpu.name}, {gpu.flops_per_second / 1e12:.3g} TFLOP/s; one block at a time"),
         *_gpu_memory(plan, hardware),
@@ -53,7 +64,7 @@ def opening(
 
 
 def step_line(metrics: StepMetrics, num_steps: int) -> str:
-    """One line per step; it ends with what the step waited for."""
+    """One line for a step. It ends with what stalled the step."""
     parts = [
         f"step {metrics.step}/{num_steps}",
         f"loss {metrics.loss:.4f}",
@@ -65,51 +76,70 @@ def step_line(metrics: StepMetrics, num_steps: int) -> str:
     if metrics.eval_loss is not None:
         parts.append(f"eval loss {metrics.eval_loss:.4f}")
     if not metrics.applied:
-        parts.append("not applied: gradients overflowed, the loss scale is halved")
-    parts.append(_wait(metrics))
+        parts.append("skipped: gradients overflowed, loss scale halved")
+    parts.append(_stall(metrics))
     return "  ".join(parts)
 
 
+def plan_line(plan: Plan) -> str:
+    """One line about a plan that follows from a recorded step: what it offloads, and how long a step will take."""
+    offloaded = plan.offloaded
+    places = [f"{format_bytes(offloaded.written_bytes)} on NVMe"] if offloaded.written_bytes else []
+    if offloaded.gpu_bytes:
+        places.append(f"{format_bytes(offloaded.gpu_bytes)} stay on the GPU")
+    what = counted(len(plan.swapped), "operator") if plan.swapped else "only the inputs of layers"
+    size = ", ".join([format_bytes(offloaded.total_bytes), *places])
+    recomputed_bytes = plan.swappable_bytes - offloaded.total_bytes
+    rest = f"{format_bytes(recomputed_bytes)} recomputed" if recomputed_bytes > 0 else "none recomputed"
+    return f"plan updated from step 1: {what} offloaded ({size}), {rest}; {_step_time(plan)}"
+
+
 def run_summary(totals: RunTotals) -> list[tuple[str, str]]:
-    """The mean step of a run, one row for each resource that had work: how long, which share of the step."""
+    """Rows about the mean step of a run: its time, and the time and share of each resource that was busy."""
     if not totals.num_steps:
         return []
     seconds = totals.seconds / totals.num_steps
-    which = "without the first, which warms up" if totals.leaves_out_first else "which warms up"
+    which = "without the first (warm-up)" if totals.leaves_out_first else "the warm-up"
     busy = [(resource, totals.busy_seconds[resource] / totals.num_steps) for resource in RESOURCES]
-    waited = sum(totals.waited_seconds.values()) / totals.num_steps
     rows = [
         ("step", seconds, f"{totals.tokens / totals.seconds:.0f} tokens/s"),
-        *((resource, each, _traffic(totals, resource)) for resource, each in busy if each > 0),
-        ("waited", waited, _waits(totals)),
+        *((_NAMES[resource], each, _traffic(totals, resource)) for resource, each in busy if each > 0),
+        ("stalled", sum(totals.waited_seconds.values()) / totals.num_steps, _stalls(totals)),
     ]
     columns = [(name, format_seconds(each), _percent(each / seconds), fact) for name, each, fact in rows]
     width = max(len(duration) for _, duration, _, _ in columns)
     return [
-        ("mean of", f"{_counted(totals.num_steps, 'step')}, {which}"),
+        ("mean of", f"{counted(totals.num_steps, 'step')}, {which}"),
         *((name, f"{duration:>{width}}  {share:>5}  {fact}".rstrip()) for name, duration, share, fact in columns),
     ]
 
 
-def _wait(metrics: StepMetrics) -> str:
-    """What could be faster: what the compute thread stood still for or, if nothing, what had most to do."""
+def _model(spec: ModelSpec, dtype: str) -> str:
+    size = f"{format_count(spec.num_parameters)} parameters in {counted(len(spec.blocks), 'block')}"
+    return f"{spec.name} ({spec.architecture}): {size}; computes in {dtype}, master weights and moments in fp32"
+
+
+def _stall(metrics: StepMetrics) -> str:
+    """What could make the step faster: what stalled the compute thread or, if nothing did, what was busy longest."""
     cause = max(RESOURCES, key=lambda resource: metrics.waited_seconds[resource])
     share = metrics.waited_seconds[cause] / metrics.step_seconds
-    if share >= 0.01:
-        return f"waited {_percent(share)} for {cause}"
+    if share >= _LEAST_SHARE:
+        return f"stalled {_percent(share)} on {_NAMES[cause]}"
     busy = metrics.busy_seconds[metrics.bottleneck] / metrics.step_seconds
-    return f"waited for nothing, {metrics.bottleneck} busy {_percent(busy)}"
+    return f"no stall, {_NAMES[metrics.bottleneck]} busy {_percent(busy)}"
 
 
-def _waits(totals: RunTotals) -> str:
-    """The causes, most of it first."""
+def _stalls(totals: RunTotals) -> str:
+    """The causes of stalls, the largest first."""
     shares = [(seconds / totals.seconds, cause) for cause, seconds in totals.waited_seconds.items()]
-    told = [f"{cause} {_percent(share)}" for share, cause in sorted(shares, reverse=True) if share >= 0.01]
-    return "for " + (", ".join(told) or "nothing")
+    shown = [
+        f"{_NAMES[cause]} {_percent(share)}" for share, cause in sorted(shares, reverse=True) if share >= _LEAST_SHARE
+    ]
+    return f"on {', '.join(shown)}" if shown else ""
 
 
 def _traffic(totals: RunTotals, resource: Resource) -> str:
-    """What went over the wires to NVMe in a step, and how fast while there was something to do."""
+    """For reads and writes of NVMe: the bytes in a step, and the rate while the resource was busy."""
     num_bytes = {"nvme read": totals.nvme_read_bytes, "nvme write": totals.nvme_written_bytes}.get(resource, 0)
     if not num_bytes:
         return ""
@@ -118,84 +148,68 @@ def _traffic(totals: RunTotals, resource: Resource) -> str:
 
 
 def _percent(share: float) -> str:
-    # A transfer counts in the step in which it ends: one that began before may make that step look overfull.
+    # A transfer counts in the step in which it ends. One that began earlier may make that step look overfull.
     return f"{min(share, 1.0) * 100:.0f} %"
 
 
 def _step(plan: Plan, num_steps: int, first_step: int) -> str:
     workload = plan.workload
     which = f"steps {first_step + 1} to {num_steps}" if first_step < num_steps else f"all {num_steps} steps are done"
-    return _words(
-        _counted(workload.num_micro_batches, "micro-batch", "micro-batches"),
-        f"of {workload.micro_batch_size} x {workload.sequence_len} = {workload.tokens} tokens; {which}",
-    )
+    micro_batches = counted(workload.num_micro_batches, "micro-batch", "micro-batches")
+    size = f"{workload.micro_batch_size} x {workload.sequence_len}"
+    return f"{micro_batches} of {size} = {workload.tokens} tokens; {which}"
 
 
 def _gpu_memory(plan: Plan, hardware: HardwareProfile) -> list[tuple[str, str]]:
-    """Where there is a GPU, what the run takes of it."""
+    """A row if there is a GPU."""
     limit_bytes = plan.decisions.device_limit_bytes
     if hardware.link is None or limit_bytes is None:
         return []
-    return [("GPU memory", f"need {format_bytes(plan.memory.device)}, have {format_bytes(limit_bytes)}")]
+    return [("GPU memory", f"{format_bytes(plan.memory.device)} of {format_bytes(limit_bytes)}")]
 
 
 def _memory(plan: Plan) -> str:
-    fact = f"need {format_bytes(plan.memory.total)} of RAM, have {format_bytes(plan.decisions.host_limit_bytes)}"
+    parts = [
+        f"{format_bytes(plan.memory.total)} of {format_bytes(plan.decisions.host_limit_bytes)} RAM",
+        *_resident(plan),
+    ]
     if plan.decisions.holds_gradients:
-        fact += f"; gradients wait for the norm: {format_bytes(plan.memory.held_gradients)} of them in RAM"
-    if plan.spilled_bytes:
-        fact += f", {format_bytes(plan.spilled_bytes)} on NVMe"
-    return fact + _stays(plan)
+        held = f"{format_bytes(plan.memory.held_gradients)} of gradients"
+        if plan.spilled_bytes:
+            held += f" and {format_bytes(plan.spilled_bytes)} more on NVMe"
+        parts.append(f"{held} held {'until the step is complete' if plan.decisions.in_place else 'for clipping'}")
+    return "; ".join(parts)
 
 
-def _stays(plan: Plan) -> str:
-    """What spare memory is used for."""
-    placement = plan.placement
-    counts = (("weights", len(placement.resident_weights)), ("states", len(placement.resident_states)))
-    kept = [f"{what} of {count}" for what, count in counts if count]
-    return f"; {' and '.join(kept)} of {plan.num_blocks} blocks stay in RAM" if kept else ""
-
-
-def swap_line(plan: Plan) -> str:
-    """What becomes of activations, and what a step is expected to take: said when a plan follows a recorded step."""
-    offloaded = plan.offloaded
-    put = f"{format_bytes(offloaded.total_bytes)} of {format_bytes(plan.swappable_bytes)} of activations are offloaded"
-    if offloaded.written_bytes:
-        put += f", {format_bytes(offloaded.written_bytes)} of them on NVMe"
-    if offloaded.gpu_bytes:
-        put += f", {format_bytes(offloaded.gpu_bytes)} kept on the GPU"
-    operators = len(plan.swapped)
-    what = _counted(operators, "operator", "operators") if operators else "layers' inputs alone"
-    prediction = f"{format_seconds(plan.time.total)} a step, most of it {plan.time.bottleneck}"
-    return f"planned from step 1: {put} ({what}); {prediction}"
+def _resident(plan: Plan) -> list[str]:
+    """What stays in memory between steps, because there is space for it."""
+    num_blocks, placement = plan.num_blocks, plan.placement
+    counts = (("weights", len(placement.resident_weights)), ("optimizer states", len(placement.resident_states)))
+    whole = [what for what, count in counts if count == num_blocks]
+    parts = [f"{what} of {count} of {num_blocks} blocks" for what, count in counts if 0 < count < num_blocks]
+    if whole:
+        parts = [f"all {' and '.join(whole)}", *parts]
+    return [f"{', '.join(parts)} resident"] if parts else []
 
 
 def _nvme(plan: Plan, hardware: HardwareProfile, *, engine: str, paths: Sequence[Path], taken_bytes: int) -> str:
     nvme = hardware.nvme
-    have_bytes = nvme.free_bytes + taken_bytes
-    shortfall_bytes = plan.nvme_bytes - have_bytes
-    too_few = f": {format_bytes(shortfall_bytes)} too few, see storage.paths" if shortfall_bytes > 0 else ""
-    return _words(
-        f"need {format_bytes(plan.nvme_bytes)} in {', '.join(map(str, paths))},",
-        f"have {format_bytes(have_bytes)}{too_few}",
-        f"({engine}, {nvme.read_bytes_per_second / 1e9:.2g} GB/s read,",
-        f"{nvme.write_bytes_per_second / 1e9:.2g} GB/s written)",
-    )
+    available_bytes = nvme.free_bytes + taken_bytes
+    shortfall_bytes = plan.nvme_bytes - available_bytes
+    need, available = format_bytes(plan.nvme_bytes), format_bytes(available_bytes)
+    space = f"{need} of {available}"
+    if shortfall_bytes > 0:
+        space = f"needs {need}, {available} available (short by {format_bytes(shortfall_bytes)}, see storage.paths)"
+    rates = f"{nvme.read_bytes_per_second / 1e9:.2g} GB/s read, {nvme.write_bytes_per_second / 1e9:.2g} GB/s written"
+    return f"{space} in {', '.join(map(str, paths))}; {engine}, {rates}"
 
 
 def _prediction(plan: Plan, num_steps_left: int) -> str:
-    seconds, written_bytes = plan.time.total, plan.traffic.written_bytes
-    estimated = "by its shapes, until step 1 is recorded: " if plan.profile_source == "analytic" else ""
-    return _words(
-        f"{estimated}{format_seconds(seconds)} a step, most of it {plan.time.bottleneck};",
-        f"{format_seconds(seconds * num_steps_left)} and {written_bytes * num_steps_left / 1e12:.3g} TB written",
-        "for the run",
-    )
+    seconds, written_bytes = plan.time.total * num_steps_left, plan.traffic.written_bytes * num_steps_left
+    steps = counted(num_steps_left, "step")
+    fact = f"{_step_time(plan)}; {format_seconds(seconds)} and {written_bytes / 1e12:.3g} TB written for {steps}"
+    return f"{fact}; estimated from shapes until step 1 is recorded" if plan.profile_source == "analytic" else fact
 
 
-def _counted(count: int, singular: str, plural: str | None = None) -> str:
-    return f"{count} {singular if count == 1 else plural or singular + 's'}"
-
-
-def _words(*parts: str) -> str:
-    return " ".join(parts)
+def _step_time(plan: Plan) -> str:
+    return f"{format_seconds(plan.time.total)} per step, mostly {_NAMES[plan.time.bottleneck]}"

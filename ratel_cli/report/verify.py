@@ -1,6 +1,6 @@
-"""What `ratel verify` found: one row for each thing that it looked at, as a table or as JSON.
+"""The results of `ratel verify`: one row for each thing that was checked, as a table or as JSON.
 
-`run.verify` makes the rows, `cli.verify` shows them. Imports nothing heavy.
+Invariant: nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -15,24 +15,26 @@ from ratel_cli.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that was looked at."""
+    """The result for one thing that was checked."""
 
     what: str
+    """The thing, such as `step 40, current` or `model.safetensors`."""
     num_bytes: int
     checked: str
-    """How far."""
+    """How thoroughly it was checked, such as `every chunk`."""
     verdict: str
+    """What the check found."""
     is_wrong: bool = False
 
 
 def check_lines(checks: Sequence[Check]) -> list[str]:
-    """The table."""
+    """The lines of a table."""
     rows = [(check.what, format_bytes(check.num_bytes), check.checked, _verdict(check)) for check in checks]
     return aligned([("what", "bytes", "checked", "verdict"), *rows])
 
 
 def checks_to_json(checks: Sequence[Check]) -> dict[str, object]:
-    """The content of `ratel verify --json`."""
+    """The content that `ratel verify --json` prints."""
     return {"whole": not any(check.is_wrong for check in checks), "checks": [asdict(check) for check in checks]}
 
 

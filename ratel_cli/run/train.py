@@ -19,7 +19,7 @@ from ratel_cli.engine.telemetry import Span, StepTimes, Timeline
 from ratel_cli.engine.trace import TraceFile
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Plan
-from ratel_cli.report.run import run_summary, step_line, swap_line
+from ratel_cli.report.run import plan_line, run_summary, step_line
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.engine import open_planned_engine
 from ratel_cli.run.inputs import Inputs
@@ -87,7 +87,7 @@ class Training(Closing):
         profile = self._planner.recorded(recording, spans)
         plan = self._planner.plan_again(profile, self._log)
         self._planned(plan, profile)
-        self._log.say(swap_line(plan))
+        self._log.say(plan_line(plan))
         return plan
 
     def _steps(

@@ -33,11 +33,11 @@ def test_costs_are_measured_once_and_kept(make_config: MakeConfig, capsys: pytes
 def test_the_table_names_each_operator(make_config: MakeConfig) -> None:
     costs = record_model(load_config(make_config()).config, machine(), RunLog(), refresh=False)
     lines = operator_lines(costs.profile)
-    assert lines[0] == "worth swapping in 2 of 2 layers, of one layer and micro-batch:"
+    assert lines[0] == "operators worth offloading in 2 of 2 layers, for one layer and micro-batch:"
     assert len(lines) == 2 + len(costs.profile.profiles[0].candidates)
     assert any(line.startswith("mlp.up_proj mm ") for line in lines)
     rows = dict(model_rows(costs.profile, available_bytes=costs.activation_available_bytes))
-    assert rows.keys() == {"micro-batch", "layers", "others", "activations", "room"}
+    assert rows.keys() == {"micro-batch", "layers", "other blocks", "activations", "available"}
 
 
 def test_a_directory_that_cannot_be_written_is_told(make_config: MakeConfig, tmp_path: Path) -> None:
@@ -51,13 +51,13 @@ def test_a_kept_profile_is_planned_from_and_changes_no_bit(make_config: MakeConf
     """A second run in the same place does not record again; a longer row is another model to plan for."""
     config = make_config()
     told = succeed(config)
-    assert "planned from step 1" in told and "until step 1 is recorded" in told
+    assert "plan updated from step 1" in told and "until step 1 is recorded" in told
     again = succeed(config, "--resume", "no")
-    assert "planned from step 1" not in again and "until step 1 is recorded" not in again
+    assert "plan updated from step 1" not in again and "until step 1 is recorded" not in again
     assert export_hash(config) == export_hash(plain_run)
     plan = json.loads((output_of(config) / "run" / "plan.json").read_text())
     assert plan["activations"]["source"] == "recorded"
-    assert "planned from step 1" in succeed(config, "--resume", "no", "sequence_len=48")
+    assert "plan updated from step 1" in succeed(config, "--resume", "no", "sequence_len=48")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"profile": 3}', '{"profile": {"made_for": 1}}'])
@@ -66,4 +66,4 @@ def test_a_file_that_cannot_be_read_is_no_profile(make_config: MakeConfig, conte
     path = output_of(config) / "run" / "model.json"
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    assert "planned from step 1" in succeed(config, "max_steps=2")
+    assert "plan updated from step 1" in succeed(config, "max_steps=2")

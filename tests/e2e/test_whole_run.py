@@ -50,11 +50,11 @@ def test_it_says_what_it_will_do_and_what_it_did(program_run: tuple[Path, str]) 
     assert [line.split()[0] for line in lines[: len(OPENING)]] == OPENING
     first, planned, *others = lines[len(OPENING) : len(OPENING) + 5]
     steps, summary = [first, *others], lines[len(OPENING) + 5 : -2]
-    assert planned.startswith("planned from step 1: ")
+    assert planned.startswith("plan updated from step 1: ")
     assert [line.split()[:2] for line in steps] == [["step", f"{number}/4"] for number in range(1, 5)]
-    assert all("waited" in line and "tokens/s" in line and "loss" in line for line in steps)
+    assert all("stall" in line and "tokens/s" in line and "loss" in line for line in steps)
     assert summary[0].startswith("mean of") and "3 steps" in summary[0]
-    assert {line.split()[0] for line in summary[1:]} == {"step", "compute", "nvme", "optimizer", "waited"}
+    assert {line.split()[0] for line in summary[1:]} == {"step", "compute", "NVMe", "optimizer", "stalled"}
     assert lines[-2].startswith(f"saved {output_of(config)}")
     assert str(store_of(config).parent) in lines[-1]
     assert "\x1b" not in told

@@ -1,4 +1,4 @@
-"""The words of a machine's profile, whole."""
+"""The rows about a machine's profile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def test_a_machine_with_a_gpu_and_two_drives() -> None:
         ("compute", "a GPU: 164 TFLOP/s in bfloat16"),
         ("GPU memory", "24.0 GiB"),
         ("link", "22.6 GB/s to the GPU, 24.1 GB/s from it, 38.2 GB/s both at once"),
-        ("memory", "128 GiB, 100 GiB of it free; 76.8 GB/s read and written on 16 cores"),
+        ("memory", "128 GiB, 100 GiB of it available; 76.8 GB/s read and written by 16 cores"),
         ("AdamW", "1.25B parameters/s on one thread"),
         (
             "NVMe",
@@ -24,10 +24,10 @@ def test_a_machine_with_a_gpu_and_two_drives() -> None:
     ]
 
 
-def test_a_machine_without() -> None:
+def test_a_machine_without_a_gpu() -> None:
     assert hardware_rows(WITHOUT_GPU, dtype="float32") == [
         ("compute", "a CPU: 0.5 TFLOP/s in float32"),
-        ("memory", "4.00 TiB, 8.00 GiB of it free"),
+        ("memory", "4.00 TiB, 8.00 GiB of it available"),
         ("AdamW", "500M parameters/s on one thread"),
         ("NVMe", "2.00 GB/s read  1.00 GB/s written  1.50 GB/s both at once  /mnt/a, 1 drive, 64.0 GiB free"),
     ]
@@ -45,4 +45,4 @@ def test_a_machine_that_is_only_described() -> None:
 def test_one_core() -> None:
     host = replace(WITH_GPU.host, num_cores=1)
     rows = dict(hardware_rows(replace(WITH_GPU, host=host), dtype="float32"))
-    assert rows["memory"].endswith("; 76.8 GB/s read and written on one core")
+    assert rows["memory"].endswith("; 76.8 GB/s read and written by 1 core")

@@ -1,4 +1,4 @@
-"""What `ratel verify` shows: a row for each thing, and an error for the first that is wrong."""
+"""What `ratel verify` prints: a row for each thing, and an error for the first that is wrong."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_json() -> None:
     ]
 
 
-def test_the_first_that_is_wrong_is_the_error() -> None:
+def test_the_first_wrong_thing_is_the_error() -> None:
     raise_if_wrong([WHOLE, FINITE])
     with pytest.raises(IntegrityFailure, match=r"^weights: w differs$"):
         raise_if_wrong([WHOLE, WRONG])
