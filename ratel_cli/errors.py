@@ -83,14 +83,14 @@ class Interrupted(RatelError):
 
 
 def printable(text: str) -> str:
-    """The text with every character that cannot be printed spelled as an escape, so that it cannot rule a terminal."""
+    """The text on one line, with an escape for every character that cannot be printed, such as a control character."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 def excerpt(text: str, max_chars: int = 200) -> str:
-    """The printable beginning of a text that may be of any length."""
+    """The printable beginning of a text that may have any length."""
     return printable(text[:max_chars]) + ("..." if len(text) > max_chars else "")
 
 

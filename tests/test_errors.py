@@ -1,4 +1,4 @@
-"""The tree of errors: every one has the exit code that is drawn at the top of the file, and says what to do."""
+"""The tree of errors is the one at the top of errors.py, with its exit codes; and texts for messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from ratel_cli import errors
-from ratel_cli.errors import BadInput, DoesNotFit, Interrupted, RatelError
+from ratel_cli.errors import BadInput, DoesNotFit, Interrupted, RatelError, excerpt, first_line, printable
 
 
 def all_errors() -> list[type[RatelError]]:
@@ -60,3 +60,35 @@ def test_bad_input_carries_every_finding() -> None:
 def test_a_signal_has_its_own_exit_code(number: int, code: int) -> None:
     error = Interrupted(number, "stopped")
     assert (error.signal_number, error.signal_exit_code, error.hint) == (number, code, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("", ""),
+        ("plain, with accents: éß漢", "plain, with accents: éß漢"),
+        ("two\nlines\r\tand", "two\\nlines\\r\\tand"),
+        ("\x1b[31mred\x07", "\\x1b[31mred\\x07"),
+        ("\x9b2J", "\\x9b2J"),
+        ("right\u202eleft", "right\\u202eleft"),
+        ("half \udc80", "half \\udc80"),
+        ("\u2028", "\\u2028"),
+        ("no-break\xa0space", "no-break\\xa0space"),
+        ("\U000e0001", "\\U000e0001"),
+    ],
+)
+def test_a_character_that_cannot_be_printed_becomes_an_escape(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def test_an_excerpt_is_cut() -> None:
+    assert excerpt("a\n" * 3, 6) == "a\\n" * 3
+    assert excerpt("a\n" * 3, 5) == "a\\na\\na..."
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [(ValueError("one\ntwo"), "one"), (ValueError(""), "ValueError"), (ValueError("\n \n\x1bx\n"), "\\x1bx")],
+)
+def test_the_first_line_of_a_foreign_error(error: Exception, line: str) -> None:
+    assert first_line(error) == line

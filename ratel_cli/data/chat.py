@@ -18,8 +18,7 @@ from types import TracebackType
 from typing import Self, cast
 
 from ratel_cli.data.formats import ChatDraft, Unusable
-from ratel_cli.data.lines import printable
-from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.errors import BadInput, EnvironmentFailure, printable
 
 LIMIT_SECONDS = 10.0
 """For one conversation; some milliseconds are usual."""

@@ -21,8 +21,7 @@ import numpy.typing as npt
 from ratel_cli.data.chat import ChatRenderer, RenderedChat
 from ratel_cli.data.chat_child import has_generation_tag
 from ratel_cli.data.formats import ChatDraft, Draft, TextDraft, TokensDraft, Unusable
-from ratel_cli.data.lines import printable
-from ratel_cli.errors import BadInput
+from ratel_cli.errors import BadInput, printable
 from ratel_cli.sizes import IGNORED_TARGET
 
 TokenIds = npt.NDArray[np.int32]

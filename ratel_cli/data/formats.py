@@ -10,9 +10,9 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ratel_cli.data.lines import json_name, printable
+from ratel_cli.data.lines import json_name
 from ratel_cli.data.rows import DatasetSource
-from ratel_cli.errors import BadInput
+from ratel_cli.errors import BadInput, printable
 
 Kind = Literal["completion", "prompt_completion", "alpaca", "messages", "question_answer", "tokens"]
 Message = dict[str, object]

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from ratel_cli.data.encode import Encoded, SampleEncoder, Tokenizer, has_chat_template, tokenizer_hash
 from ratel_cli.data.formats import Draft, RowFormat, Unusable, decide_format
-from ratel_cli.data.lines import MAX_ROW_BYTES, Reject, Row, printable
+from ratel_cli.data.lines import MAX_ROW_BYTES, Reject, Row
 from ratel_cli.data.rows import RowSource
 from ratel_cli.data.token_cache import FORMAT_VERSION, TokenCache, TokenCacheWriter, copy_rejects
-from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.errors import BadInput, EnvironmentFailure, printable
 
 _BATCH_ROWS = 256
 _BATCH_CHARS = 1 << 20  # a tokenizer takes some 120 bytes for each while it works

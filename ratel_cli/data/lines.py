@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from ratel_cli.errors import BadInput
+from ratel_cli.errors import BadInput, printable
 
 MAX_ROW_BYTES = 8 << 20
 """One row at most: a tokenizer takes some 120 bytes of RAM per byte of one text (measured on a row of 12 MiB with
@@ -43,11 +43,6 @@ class Reject:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.reason}"
-
-
-def printable(text: str) -> str:
-    """Control characters, lone surrogates and the like as escapes, so that no name or reason rules a terminal."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 def read_json_lines(path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Row | Reject]:

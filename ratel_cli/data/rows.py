@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
-from ratel_cli.data.lines import Reject, Row, printable, read_json, read_json_lines, read_text_lines
-from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.data.lines import Reject, Row, read_json, read_json_lines, read_text_lines
+from ratel_cli.errors import BadInput, EnvironmentFailure, printable
 
 DatasetType = Literal["auto", "completion", "chat_template", "alpaca", "tokens"]
 RowStream = Generator[Row | Reject, None, None]

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ratel_cli.data.encode import Sample, TokenIds
-from ratel_cli.data.lines import Reject, printable
-from ratel_cli.errors import EnvironmentFailure
+from ratel_cli.data.lines import Reject
+from ratel_cli.errors import EnvironmentFailure, printable
 
 FORMAT_VERSION = 1
 REJECTS_NAME = "rejects.jsonl"

@@ -16,7 +16,6 @@ from ratel_cli.data.lines import (
     MAX_ROW_BYTES,
     Reject,
     Row,
-    printable,
     read_json,
     read_json_lines,
     read_text_lines,
@@ -198,7 +197,3 @@ def test_a_json_row_beyond_the_bound_ends_the_run(tmp_path: Path) -> None:
     content = b'[{"n": "' + b"x" * (5 << 20) + b'"}]'
     with pytest.raises(BadInput, match="not JSON"):
         list(read_json(_file(tmp_path, content, "f.json"), "f", max_row_bytes=1 << 20))
-
-
-def test_names_are_escaped() -> None:
-    assert printable("a\x1b[31m\n\ud800\u00e9") == "a\\x1b[31m\\n\\ud800\u00e9"
