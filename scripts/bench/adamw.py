@@ -1,7 +1,7 @@
-"""How close the AdamW kernels come to what memory allows, beside torch's fused AdamW and DeepSpeed's for CPUs.
+"""How close the AdamW kernels come to the memory's limit, next to torch's fused AdamW and DeepSpeed's for CPUs.
 
 Regime: arrays far larger than the caches, on huge pages, as in training; one update of all of them.
-Ceiling: `stream_*`, which loads and stores the same bytes and computes next to nothing, on as many threads.
+Ceiling: `stream_*`, which loads and stores the same bytes on the same number of threads, and computes very little.
 `of limit` is the time of the fastest stream of that layout and number of threads divided by the contestant's:
 
     ratel adamw_bfloat16      hi16 lo16 m32 v32 in place, bf16 gradient     26 B per parameter
@@ -9,12 +9,14 @@ Ceiling: `stream_*`, which loads and stores the same bytes and computes next to 
     ratel adamw_float16       as float32, fp16 gradient, w16 written        28 B
     torch fused               fp32 weights, moments and gradient            28 B, against the float32 limit
     torch three passes        bf16 gradient to fp32, fused step, weights to bf16: what bf16 training with
-                              torch does, against the bfloat16 limit, since the result is the same
+                              torch does; against the bfloat16 limit, because the result is the same
     deepspeed fused           DeepSpeedCPUAdam on the same arrays, where DeepSpeed is installed
     deepspeed three passes    what ZeRO-Offload does with bf16 gradients and weights
 
-The contestants of a layout take turns in every round, in an order that rotates; medians over rounds, `of limit`
-of the fractions within a round. On two threads, each has one half. The last line is JSON.
+The contestants of a layout take turns in every round, in an order that rotates. Times are medians over rounds; `of
+limit` is the median of the rounds' fractions. On two threads, each thread has one half. The last line is JSON.
+
+    python -m scripts.bench.adamw [--parameters N] [--rounds N] [--smoke]
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ LEARNING_RATE = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contestant:
-    """Something timed: `run` makes one update of all parameters."""
+class TimedUpdate:
+    """A contestant: `run` makes one update of all parameters."""
 
     name: str
     layout: str
@@ -63,7 +65,7 @@ class Contestant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class KernelResult:
     """The medians of one contestant."""
 
     name: str
@@ -132,13 +134,13 @@ def native(operation: str, layout: str, isa: str, tensors: tuple[torch.Tensor, .
 
 def native_contestants(
     layout: str, tensors: tuple[torch.Tensor, ...], zeros: torch.Tensor, num_threads: int, executor: ThreadPoolExecutor
-) -> Iterator[Contestant]:
+) -> Iterator[TimedUpdate]:
     """The stream limit and the kernel on every instruction set, on contiguous shares of the arrays."""
     for operation, used in (("stream", (*tensors[:-1], zeros)), ("adamw", tensors)):
         shares = list(zip(*(tensor.tensor_split(num_threads) for tensor in used), strict=True))
         for isa in _native.supported_isas():
             calls = [native(operation, layout, isa, share) for share in shares]
-            yield Contestant(
+            yield TimedUpdate(
                 name=f"{operation} {isa}", layout=layout, num_threads=num_threads, run=on_threads(calls, executor)
             )
 
@@ -157,7 +159,7 @@ def on_threads(calls: list[Callable[[], None]], executor: ThreadPoolExecutor) ->
 
 def peer_contestants(
     fp32: tuple[torch.Tensor, ...], bf16: tuple[torch.Tensor, ...], num_threads: int
-) -> Iterator[Contestant]:
+) -> Iterator[TimedUpdate]:
     """The fused fp32 steps of others, alone and with the two conversions that bf16 training needs."""
     weight, m32, v32, gradient = fp32
     parameter = torch.nn.Parameter(weight)
@@ -179,7 +181,7 @@ def fused_and_three_passes(
     gradient: torch.Tensor,
     bf16: tuple[torch.Tensor, ...],
     num_threads: int,
-) -> Iterator[Contestant]:
+) -> Iterator[TimedUpdate]:
     """One optimizer of one fp32 parameter, on torch's threads."""
     weight16, gradient16 = bf16
     [weight] = optimizer.param_groups[0]["params"]
@@ -194,11 +196,11 @@ def fused_and_three_passes(
         optimizer.step()
         weight16.copy_(weight.data)
 
-    yield Contestant(name=f"{name} fused", layout="float32", num_threads=num_threads, run=fused)
-    yield Contestant(name=f"{name} three passes", layout="bfloat16", num_threads=num_threads, run=three_passes)
+    yield TimedUpdate(name=f"{name} fused", layout="float32", num_threads=num_threads, run=fused)
+    yield TimedUpdate(name=f"{name} three passes", layout="bfloat16", num_threads=num_threads, run=three_passes)
 
 
-def measure(contestants: list[Contestant], num_rounds: int) -> dict[int, list[float]]:
+def measure(contestants: list[TimedUpdate], num_rounds: int) -> dict[int, list[float]]:
     """Seconds of every run, by the contestant's place in the list; one round before that is not counted."""
     seconds: dict[int, list[float]] = {place: [] for place in range(len(contestants))}
     for number in range(num_rounds + 1):
@@ -211,7 +213,9 @@ def measure(contestants: list[Contestant], num_rounds: int) -> dict[int, list[fl
     return seconds
 
 
-def summarize(contestants: list[Contestant], seconds: dict[int, list[float]], num_parameters: int) -> list[Result]:
+def summarize(
+    contestants: list[TimedUpdate], seconds: dict[int, list[float]], num_parameters: int
+) -> list[KernelResult]:
     """Medians. The fraction of the limit is the median of the rounds' own fractions, so that drift cancels."""
     medians = [statistics.median(seconds[place]) for place in range(len(contestants))]
     limits: dict[int, int] = {}  # by number of threads: the place of the fastest stream
@@ -221,7 +225,7 @@ def summarize(contestants: list[Contestant], seconds: dict[int, list[float]], nu
             if medians[place] < medians[best]:
                 limits[contestant.num_threads] = place
     return [
-        Result(
+        KernelResult(
             name=contestant.name,
             layout=contestant.layout,
             num_threads=contestant.num_threads,
@@ -236,7 +240,7 @@ def summarize(contestants: list[Contestant], seconds: dict[int, list[float]], nu
     ]
 
 
-def print_table(results: list[Result], num_parameters: int) -> None:
+def print_table(results: list[KernelResult], num_parameters: int) -> None:
     print(f"{'layout':<10}{'threads':>7}  {'contestant':<24}{'ns/param':>10}{'fastest':>10}{'GB/s':>8}{'of limit':>10}")
     for result in sorted(results, key=lambda result: (result.layout, result.num_threads, result.seconds)):
         nanoseconds, fastest = (1e9 * t / num_parameters for t in (result.seconds, result.fastest_seconds))
@@ -246,7 +250,7 @@ def print_table(results: list[Result], num_parameters: int) -> None:
         )
 
 
-def speedups(results: list[Result]) -> dict[str, float]:
+def speedups(results: list[KernelResult]) -> dict[str, float]:
     """Ratel's default kernel against the three passes of others, by their name and number of threads."""
     seconds = {(result.name, result.layout, result.num_threads): result.seconds for result in results}
     ours = f"adamw {_native.active_isa()}"
@@ -258,7 +262,7 @@ def speedups(results: list[Result]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="AdamW kernels against the memory limit and others")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--parameters", type=int, default=48 << 20, help="parameters per array")
     parser.add_argument("--rounds", type=int, default=9, help="timed runs of each contestant")
     parser.add_argument("--smoke", action="store_true", help="tiny arrays, two rounds: does it run?")
@@ -268,12 +272,12 @@ def main() -> None:
     if find_spec("deepspeed") is None:
         print("deepspeed takes no part: it is not installed")
 
-    results: list[Result] = []
+    results: list[KernelResult] = []
     with ThreadPoolExecutor(max(thread_counts)) as executor:
         for layout in LAYOUTS:
             with BufferPool(None) as pool, ExitStack() as resources:
                 arrays = Arrays(pool, resources, num_parameters)
-                contestants: list[Contestant] = []
+                contestants: list[TimedUpdate] = []
                 tensors, zeros = arrays.layout(layout), arrays.zeros_for_stream(layout)
                 fp32 = arrays.layout("float32") if layout == "bfloat16" else tensors
                 bf16 = (arrays.tensor(torch.bfloat16), tensors[-1])

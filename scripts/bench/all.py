@@ -1,12 +1,12 @@
-"""Runs the benchmarks one after another and keeps what they print under `scripts/bench/results`. `make bench` calls it.
+"""Runs the benchmarks one after another, and saves what they print under `scripts/bench/results`.
 
-One file for each, named after benchmark, machine and month, with the command, the load before and after, and the
-table; a picture beside it where the benchmark draws one. What a person has written there from "## Notes" on is kept
-when the file is written again.
+Each benchmark has a file, named after benchmark, machine and month, with the command, the load before and after, and
+the table; and a picture next to it if the benchmark draws one. When a file is written again, everything from its line
+"## Notes" on is preserved.
 
     python -m scripts.bench.all [NAME ...] [--smoke] [--results DIR]
 
-All of them take hours on a small machine, the whole steps most of it; name those you want.
+All of them together take hours on a small machine, most of it for whole steps; name those you want.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 NOTES = "## Notes"
 _SAID_BY_ALL = ("processor", "cpu", "core", "gen", "with", "graphics")
 PICTURE = "PICTURE"
-"""As an argument: the SVG beside the file."""
+"""As an argument, this stands for the SVG next to the file."""
 
 _FEW_TOKENS = ("--shape", "1b", "--tokens", "128", "--micro-batches", "1")
 _TINY = ("--shape", "tiny", "--tokens", "16", "--micro-batches", "1", "--steps", "3", "--rounds", "1")
@@ -48,14 +48,14 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--shape", "tiny", "--tokens", "16", "--points", "2", "--rounds", "1", "--steps", "1"),
     ),
 }
-"""By name: the script with its arguments, and those that are added for a smoke test."""
+"""By name: the module with its arguments, and the arguments that a smoke test adds."""
 
 
 def main() -> None:
-    """Run those named, or all."""
+    """Run the benchmarks that are named, or all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all")
-    parser.add_argument("--smoke", action="store_true", help="tiny: do they run?")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes: only to see that they run")
     parser.add_argument("--results", type=Path, default=ROOT / "scripts" / "bench" / "results")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.names if name not in BENCHMARKS]
@@ -69,13 +69,13 @@ def main() -> None:
 
 
 def machine_name(processor: str) -> str:
-    """Short, for file names: cores, and the words of the processor's name that tell it from others."""
+    """A short name for files: the number of cores, and the words that identify the processor."""
     words = re.findall(r"[a-z0-9]+", re.sub(r"\(\w+\)|@.*", "", processor.lower()))
     return "-".join([f"{os.cpu_count()}core", *(word for word in words if word not in _SAID_BY_ALL)])
 
 
 def write(path: Path, name: str, command: list[str]) -> None:
-    """Run one benchmark, and put what it prints, but for the JSON, into `path`."""
+    """Run one benchmark, and write what it prints, except the JSON, to `path`."""
     picture = path.with_suffix(".svg")
     path.parent.mkdir(parents=True, exist_ok=True)
     script, *given = [str(picture) if argument == PICTURE else argument for argument in command]

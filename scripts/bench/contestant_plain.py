@@ -1,5 +1,7 @@
-"""Plain PyTorch with everything in memory, as a contestant of `scripts/bench/contestants.py`: what a step costs at
-best."""
+"""Plain PyTorch with everything in memory, as a contestant of `scripts/bench/contestants.py`.
+
+A step of it is the least that a step can cost: nothing has to be moved.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,18 @@ from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.state import place
 from ratel_cli.hardware.gpu import compute_device, set_determinism
 from ratel_cli.hardware.host import peak_resident_bytes
-from scripts.bench.contestants import LEARNING_RATE, Measured, Task, batches_of, config_of, run_as
+from scripts.bench.contestants import LEARNING_RATE, Measured, Task, batches_of, llama_config, run_as
 
 
 def run_plain(task: Task) -> Measured:
-    """All in memory: 16 bytes per parameter and the activations."""
+    """Train with 16 bytes per parameter and the activations in memory."""
     device = compute_device(task.device)
     if device.type == "cuda":
-        set_determinism(True, device)  # as Ratel
+        set_determinism(True, device)  # as Ratel does
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with device:
-        model = LlamaForCausalLM(config_of(task))
+        model = LlamaForCausalLM(llama_config(task))
     torch.set_default_dtype(torch.float32)
     model.train()
     if task.contestant == "plain":

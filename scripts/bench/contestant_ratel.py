@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -17,22 +16,22 @@ from ratel_cli.planning.placement import ActivationPolicy
 from ratel_cli.planning.plan import Plan
 from ratel_cli.store.store import Store
 from ratel_cli.units import GIB
+from scripts.bench.ceilings import mixed_bytes_per_second
 from scripts.bench.contestants import Measured, Task, batches_of, run_as
-from scripts.bench.mixed_rate import mixed_rate
-from scripts.bench.ratel_run import RatelRun, Step, open_run
+from scripts.bench.ratel_run import RatelRun, TimedStep, open_run
 
 
 def run_ratel(task: Task) -> Measured:
-    """The first step is recorded, the others are planned from it."""
+    """Train with Ratel: the first step is recorded, and the others follow the plan that it gives."""
     activations: ActivationPolicy = "recompute" if task.contestant == "ratel-recompute" else "auto"
     limit_bytes = default_limit_bytes() if task.host_memory_gib is None else int(task.host_memory_gib * GIB)
     with ExitStack() as resources:
         run = resources.enter_context(open_run(task, limit_bytes=limit_bytes, activations=activations))
-        rates = [mixed_rate([run.directory], run.queue, run.pool)]
-        trace = resources.enter_context(TraceFile(Path(task.trace), warn=_tell)) if task.trace else None
+        rates = [_drive_rate(run)]
+        trace = resources.enter_context(TraceFile(Path(task.trace), warn=run.context.log.warn)) if task.trace else None
         plan, totals = _run_steps(run, trace)
-        weights_sha256 = _hash(run.store, run.pool)
-        rates.append(mixed_rate([run.directory], run.queue, run.pool))
+        weights_sha256 = _store_sha256(run.store, run.context.pool)
+        rates.append(_drive_rate(run))
         return Measured(
             num_parameters=plan.num_parameters,
             step_seconds=totals.step_seconds,
@@ -46,13 +45,13 @@ def run_ratel(task: Task) -> Measured:
             predicted_nvme_bytes=(plan.traffic.read_bytes + plan.traffic.written_bytes) * (task.steps - task.warm_up),
             mixed_bytes_per_second=sum(rates) / len(rates),
             predicted_seconds=plan.time.total,
-            placement=_words(plan),
+            placement=_placement_text(plan),
         )
 
 
 @dataclass(slots=True)
 class _Totals:
-    """Of the steps that count; the losses are those of all."""
+    """Sums over the steps that count. The losses are those of all steps."""
 
     step_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -61,7 +60,7 @@ class _Totals:
     waited: dict[Resource, float] = field(default_factory=lambda: dict.fromkeys(RESOURCES, 0.0))
     nvme_bytes: int = 0
 
-    def add(self, step: Step) -> None:
+    def add(self, step: TimedStep) -> None:
         """Count one step."""
         self.step_seconds.append(step.seconds)
         self.spans += step.times.spans
@@ -71,8 +70,8 @@ class _Totals:
 
 
 def _run_steps(run: RatelRun, trace: TraceFile | None) -> tuple[Plan, _Totals]:
-    """All steps of the task, with nothing left to write after them."""
-    task, totals, queue = run.task, _Totals(), run.queue
+    """Run all steps of the task. Nothing is left to write afterwards."""
+    task, totals, queue = run.task, _Totals(), run.context.queue
     first, *others = batches_of(task)
     recorded, profile = run.record(first)
     _note(totals, trace, recorded, 0, task)
@@ -87,7 +86,7 @@ def _run_steps(run: RatelRun, trace: TraceFile | None) -> tuple[Plan, _Totals]:
     return plan, totals
 
 
-def _note(totals: _Totals, trace: TraceFile | None, step: Step, number: int, task: Task) -> None:
+def _note(totals: _Totals, trace: TraceFile | None, step: TimedStep, number: int, task: Task) -> None:
     totals.losses.append(step.outcome.loss)
     if trace is not None:
         trace.write_step(number + 1, step.times.spans, start=step.start, end=step.end)
@@ -96,7 +95,7 @@ def _note(totals: _Totals, trace: TraceFile | None, step: Step, number: int, tas
 
 
 def hidden_fraction(spans: Sequence[Span]) -> float:
-    """Of the time in which drives or optimizer worked, the fraction in which the compute thread computed."""
+    """The fraction of the time of drives and optimizer in which the compute thread was computing."""
     edges: list[tuple[float, int, int]] = []
     for span in spans:
         which = 0 if span.resource == "compute" else 1
@@ -111,7 +110,7 @@ def hidden_fraction(spans: Sequence[Span]) -> float:
     return hidden / worked if worked else 1.0
 
 
-def _words(plan: Plan) -> str:
+def _placement_text(plan: Plan) -> str:
     placement = plan.placement
     return (
         f"{placement.prefetch_blocks} blocks ahead, {placement.pending_updates} updates pending; of "
@@ -122,8 +121,13 @@ def _words(plan: Plan) -> str:
     )
 
 
-def _hash(store: Store, pool: BufferPool) -> str:
-    """Of every byte of the current generation."""
+def _drive_rate(run: RatelRun) -> float:
+    context = run.context
+    return mixed_bytes_per_second(context.config.storage.paths, context.queue, context.pool)
+
+
+def _store_sha256(store: Store, pool: BufferPool) -> str:
+    """The hash of every byte of the current generation."""
     digest = hashlib.sha256()
     for block, num_elements in enumerate(store.block_elements):
         for each in store.layout.fields:
@@ -132,10 +136,6 @@ def _hash(store: Store, pool: BufferPool) -> str:
                 digest.update(lease.memory)
         pool.trim()
     return digest.hexdigest()
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""DeepSpeed's ZeRO-Infinity, as a contestant of `scripts/bench/contestants.py`: the usual way to train with states on
-NVMe.
+"""DeepSpeed's ZeRO-Infinity, as a contestant of `scripts/bench/contestants.py`.
 
-`zero` keeps bf16 parameters and the optimizer's states on NVMe, `zero-optimizer` only the states; both recompute
-activations. DeepSpeed is not among our requirements: `_INSTALL` says what it takes, in the environment that the
-benchmark runs in. It runs with its defaults but for `_settings`, whose every line makes it faster or smaller, or run
-at all.
+It is the usual way to train with states on NVMe. `zero` has bf16 parameters and the optimizer's states on NVMe,
+`zero-optimizer` only the states. Both recompute activations. DeepSpeed is not among our requirements; `_INSTALL` lists
+what to install. It runs with its defaults except for `_settings`: each of those makes it faster or smaller, or is
+necessary for it to run.
 
-Invariant: weights at the start, batches and loss are those of `plain`, so that its losses have to follow plain's.
+Invariant: initial weights, batches and loss are those of `plain`, so its losses must follow plain's.
 """
 
 from __future__ import annotations
@@ -28,25 +27,26 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.hardware.host import peak_resident_bytes
-from scripts.bench.contestants import LEARNING_RATE, Measured, Task, batches_of, config_of, run_as
+from scripts.bench.contestants import LEARNING_RATE, Measured, Task, batches_of, llama_config, run_as
 
 _INSTALL = (
     "DeepSpeed is not installed. It takes `pip install deepspeed ninja`, a C++ compiler and, for its "
     "asynchronous I/O, the headers of libaio (Debian: libaio-dev)"
 )
 _SUB_GROUP_ELEMENTS = 50_000_000
-"""Updated at a time. The default of 10^9 would hold all states of a small model in memory at once."""
+"""Parameters updated at a time. With the default of 10^9 all states of a small model would be in memory at once."""
 _BUFFERS = 16
-"""For parameters, each as large as the largest one. The default of 5 is less than a layer of Llama has matrices."""
+"""Buffers for parameters, each as large as the largest one. The default is 5, but a layer of Llama has 7 matrices."""
 _UPDATE_BUFFERS = 12
-"""Weights, moments and gradient of three groups: read, updated, written at once. The default of 4 is for one group."""
+"""Buffers for weights, moments and gradient of three groups: one is read, one updated, one written. The default of 4
+is for one group."""
 
 
 def run_zero(task: Task) -> Measured:
-    """All through DeepSpeed's engine, which is one process without a launcher."""
+    """Train with DeepSpeed's engine, in one process and without a launcher."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    model = LlamaForCausalLM(config_of(task))
+    model = LlamaForCausalLM(llama_config(task))
     torch.set_default_dtype(torch.float32)
     model.train()
     # Without reentry, parameters on NVMe are silently wrong: loss 4.05 where plain has 0.35 (DeepSpeed 0.19.8).
@@ -69,7 +69,7 @@ def run_zero(task: Task) -> Measured:
 
 
 class _Engine(Protocol):
-    """What we use of DeepSpeed's, which has no types."""
+    """The part of DeepSpeed's engine that is used here. DeepSpeed has no types."""
 
     def __call__(
         self, *, input_ids: torch.Tensor, position_ids: torch.Tensor, use_cache: bool

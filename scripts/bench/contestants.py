@@ -1,14 +1,14 @@
-"""What the benchmarks of whole steps share: shapes, random batches, and the contestants, each in a process.
+"""What the benchmarks of whole steps share: shapes, random batches, and the contestants, each in a process of its own.
 
-`bench.step` and `bench.overlap` call `run_process`, which starts `contestant_plain`, `_ratel` or `_zero`, so
-that every measurement has its own peak memory; those print one line of JSON. Contestants:
+`run_process` starts `contestant_plain`, `contestant_ratel` or `contestant_zero`, so that every measurement has its own
+peak memory. The process prints what it measured as one line of JSON. Contestants:
 
     plain           PyTorch with activation checkpointing; bf16 weights, fp32 master and moments in memory; torch's
                     fused AdamW, one parameter at a time, so that no fp32 copy of all gradients is needed
     plain-kept      the same without checkpointing
-    ratel           `engine.step` on a store in a temporary directory, as planned: within a limit on host memory if
-                    one is given, activations swapped or recomputed as is fastest
-    ratel-recompute the same, with no more offloaded than inputs of layers
+    ratel           Ratel on a store in a temporary directory, as planned: within a limit on host memory if one is
+                    given, activations offloaded or recomputed, whichever is faster
+    ratel-recompute the same, with nothing offloaded but the inputs of layers
     zero            DeepSpeed's ZeRO-Infinity: parameters and optimizer on NVMe, activations recomputed
     zero-optimizer  the same with the parameters in memory
 
@@ -22,10 +22,11 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from statistics import median
+from typing import Literal, TypeVar, get_args
 
 import torch
 from transformers import LlamaConfig
@@ -33,85 +34,56 @@ from transformers import LlamaConfig
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.planning.placement import Overlap
 
+Name = TypeVar("Name")
 Contestant = Literal["plain", "plain-kept", "ratel", "ratel-recompute", "zero", "zero-optimizer"]
 CONTESTANTS: tuple[Contestant, ...] = get_args(Contestant)
 REQUIRED = tuple(name for name in CONTESTANTS if not name.startswith("zero"))
-"""What they need is there wherever Ratel is."""
+"""The contestants that need nothing beyond what Ratel needs."""
 
-_MODEL = {"num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 32000}
+
+def _llama(hidden: int, intermediate: int, *, layers: int, heads: int, kv_heads: int, vocab: int) -> dict[str, int]:
+    """A Llama's shape in the keys of its config.json."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+    }
+
+
 SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-    },
-    "narrow": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 512,
-    },
-    "small": {
-        "hidden_size": 512,
-        "intermediate_size": 1408,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "vocab_size": 8192,
-    },
-    "0.35b": {**_MODEL, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24},
-    "1b": {
-        **_MODEL,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 22,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-    },
-    # Layers such as those of models with 7 billion parameters, and few of them: a GPU is busy with each.
-    "wide": {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "vocab_size": 32000,
-    },
-    "3b": {
-        **_MODEL,
-        "hidden_size": 2560,
-        "intermediate_size": 6912,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 20,
-        "num_key_value_heads": 20,
-    },
+    "tiny": _llama(64, 128, layers=2, heads=4, kv_heads=2, vocab=512),
+    "narrow": _llama(64, 128, layers=24, heads=4, kv_heads=2, vocab=512),
+    "small": _llama(512, 1408, layers=8, heads=8, kv_heads=8, vocab=8192),
+    "0.35b": _llama(1024, 2816, layers=24, heads=16, kv_heads=16, vocab=32000),
+    "1b": _llama(2048, 5632, layers=22, heads=32, kv_heads=4, vocab=32000),
+    # The layers of a model with 7 billion parameters, but few of them: large enough to keep a GPU busy.
+    "wide": _llama(4096, 11008, layers=6, heads=32, kv_heads=32, vocab=32000),
+    "3b": _llama(2560, 6912, layers=36, heads=20, kv_heads=20, vocab=32000),
 }
 LEARNING_RATE = 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What one contestant is to do."""
+    """What one contestant does."""
 
     contestant: Contestant
     shape: str
     tokens: int
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     rows: int = 1
-    """That share the tokens evenly."""
+    """Rows that share the tokens evenly."""
     micro_batches: int
     steps: int
     warm_up: int = 2
-    """So many steps are not counted: the first reads what stays in memory, the second keeps activations first."""
+    """Steps that are not counted: the first reads what stays in memory, the second is the first to offload."""
     clip: bool = False
     overlap: Overlap = "optimized"
     in_place: bool = False
-    """One slot in place of two: half the space."""
+    """The store has one slot, not two, and takes half the space."""
     host_memory_gib: float | None = None
     directory: str = field(default_factory=tempfile.gettempdir)
     trace: str | None = None
@@ -121,44 +93,51 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One process of one contestant."""
+    """What one process of one contestant measured."""
 
     num_parameters: int
     step_seconds: list[float]
-    """From decision to decision, of the steps counted; the last one's with what was left to write."""
+    """Of the steps that count, from decision to decision; the last step includes what was left to write."""
     losses: list[float]
     peak_bytes: int
     gpu_peak_bytes: int = 0
     weights_sha256: str = ""
     busy_seconds: dict[str, float] = field(default_factory=dict)
-    """Of all those steps together."""
+    """Of all steps that count, by resource."""
     waited_seconds: dict[str, float] = field(default_factory=dict)
     hidden_fraction: float = 0.0
-    """Of the time in which the drives or the optimizer worked, how much the compute thread computed in."""
+    """Fraction of the time of drives and optimizer in which the compute thread was computing."""
     nvme_bytes: int = 0
-    """Read and written by those steps."""
+    """Bytes read and written by the steps that count."""
     predicted_nvme_bytes: int = 0
     mixed_bytes_per_second: float = 0.0
-    """Of the drive in this process, before and after the steps, reading and writing at once."""
+    """Rate of the drive, reading and writing at once, measured by this process before and after the steps."""
     predicted_seconds: float = 0.0
     placement: str = ""
 
+    @property
+    def seconds(self) -> float:
+        """Median over the steps that count."""
+        return median(self.step_seconds)
+
 
 def add_arguments(parser: argparse.ArgumentParser, *, shape: str, tokens: int, micro_batches: int, steps: int) -> None:
-    """The options that `task_of` reads."""
+    """Add the options that `task_of` reads, with these defaults."""
     parser.add_argument("--shape", choices=SHAPES, default=shape)
     parser.add_argument("--tokens", type=int, default=tokens, help="tokens of a micro-batch")
     parser.add_argument("--micro-batches", type=int, default=micro_batches)
-    parser.add_argument("--steps", type=int, default=steps, help="those that are not counted included")
+    parser.add_argument("--steps", type=int, default=steps, help="of a process, including those that are not counted")
     parser.add_argument("--warm-up", type=int, default=2, help="steps that are not counted")
     parser.add_argument("--clip", action="store_true", help="clip the global gradient norm to 1")
     parser.add_argument("--in-place", action="store_true", help="one slot: half the space on the drive")
-    parser.add_argument("--host-memory-gib", type=float, default=None, help="limit of `ratel`")
-    parser.add_argument("--directory", default=tempfile.gettempdir(), help="where the store lies")
+    parser.add_argument(
+        "--host-memory-gib", type=float, default=None, help="for `ratel`; default: what is free, less a margin"
+    )
+    parser.add_argument("--directory", default=tempfile.gettempdir(), help="directory for the store")
 
 
 def task_of(arguments: argparse.Namespace, contestant: Contestant, *, overlap: Overlap = "optimized") -> Task:
-    """One contestant's task from the command line."""
+    """The task of one contestant, from the command line."""
     return Task(
         contestant=contestant,
         shape=arguments.shape,
@@ -174,29 +153,41 @@ def task_of(arguments: argparse.Namespace, contestant: Contestant, *, overlap: O
     )
 
 
+def in_turns(names: Sequence[Name], num_rounds: int) -> Iterator[tuple[int, Name]]:
+    """Each round's number with each name in turn, every second round backwards, so that drift cancels."""
+    for number in range(num_rounds):
+        for name in names if number % 2 == 0 else reversed(names):
+            yield number, name
+
+
+def print_promise(words: str, measured: float, *, at_most: float) -> None:
+    """One line: what was promised, what was measured, and whether the promise is kept."""
+    print(f"{words}: {measured:+.2%}, at most {at_most:.0%}: {'kept' if measured <= at_most else 'BROKEN'}")
+
+
 def run_process(task: Task) -> Measured:
-    """One contestant in a process of its own."""
+    """Run one contestant in a process of its own. Exits if that fails."""
     system = task.contestant.partition("-")[0]
-    command = [sys.executable, "-m", f"scripts.contestant_{system}", json.dumps(asdict(task))]
+    command = [sys.executable, "-m", f"scripts.bench.contestant_{system}", json.dumps(asdict(task))]
     root = Path(__file__).parents[2]
     finished = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, cwd=root)
     if finished.returncode != 0:
-        sys.exit(f"{task.contestant} ended with {finished.returncode}")
+        sys.exit(f"{task.contestant} failed with exit code {finished.returncode}")
     return Measured(**json.loads(finished.stdout.splitlines()[-1]))
 
 
 def run_as(contestant: Callable[[Task], Measured]) -> None:
-    """Be the process of one contestant: the task is the argument, the last line printed is what was measured."""
+    """The main program of a contestant: its argument is the task as JSON, its last line is what it measured as JSON."""
     print(json.dumps(asdict(contestant(Task(**json.loads(sys.argv[1]))))))
 
 
-def config_of(task: Task) -> LlamaConfig:
-    """The shape, with room for the tokens."""
+def llama_config(task: Task) -> LlamaConfig:
+    """The config of the task's shape, with positions for all tokens of a row."""
     return LlamaConfig.from_dict({**SHAPES[task.shape], "max_position_embeddings": max(64, task.tokens // task.rows)})
 
 
 def batches_of(task: Task) -> Iterator[list[MicroBatch]]:
-    """Random tokens, the same for all contestants; every position has a target."""
+    """The micro-batches of each step: random tokens, the same for all contestants. Every position has a target."""
     generator, length = torch.Generator().manual_seed(7), task.tokens // task.rows
     for _ in range(task.steps):
         step = []

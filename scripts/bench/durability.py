@@ -1,14 +1,13 @@
-"""What it costs never to lose a step: steps with checksums and durable commits beside steps with neither.
+"""The cost of checksums and durable commits: steps with both next to steps with neither.
 
-Regime: a Llama shape with random weights and tokens, bf16; two stores on the same drive and an engine on each, in one
-process, which take turns of a few steps. Both run under the same plan and move the same records. What a step leaves
-to write is committed beneath the next one's forward, as in training; the first step of a turn has nothing to commit,
-and is not counted:
+Regime: a Llama shape with random weights and tokens, bf16; one process with two stores on the same drive and an engine
+on each. They take turns of a few steps, under the same plan, and move the same records. As in training, a step is
+committed during the next step's forward; the first step of a turn has nothing to commit, and is not counted:
 
     durable    as training does: a checksum of each chunk, written and read; fdatasync and a manifest for every commit
-    bare       no checksums, and commits that reach the files only: what a crash would make of it is anybody's guess
+    bare       no checksums, and commits that wait for nothing to become durable: a crash may lose the store
 
-The ceiling is `bare` of the same run. What has to hold:
+The ceiling is `bare` in the same run. Two promises:
 
     step time    durable at most 2 % above bare: median over the ratios of steps in the same place of a round
     bytes        at most 1 % more written by a step
@@ -34,14 +33,14 @@ from ratel_cli.planning.plan import Plan
 from ratel_cli.sizes import CHUNK_ELEMENTS
 from ratel_cli.store.barrier import KernelBarrier
 from ratel_cli.units import GIB
-from scripts.bench.contestants import add_arguments, batches_of, task_of
+from scripts.bench.contestants import add_arguments, batches_of, in_turns, print_promise, task_of
 from scripts.bench.ratel_run import RatelRun, Steps, open_run
 
 _TIME, _BYTES = 0.02, 0.01
 
 
 class BareBarrier(KernelBarrier):
-    """Writes, and waits for nothing to become durable."""
+    """A barrier that writes, but does not wait until anything is durable."""
 
     def sync(self, fd: int) -> None:  # noqa: ARG002 - as Barrier has it
         return
@@ -51,8 +50,8 @@ class BareBarrier(KernelBarrier):
 
 
 @dataclass(slots=True)
-class Contestant:
-    """A store, its engine, and what was measured of it."""
+class Side:
+    """One of the two stores, its engine, and what was measured of it."""
 
     run: RatelRun
     steps: Steps
@@ -60,21 +59,22 @@ class Contestant:
     written_bytes: list[int] = field(default_factory=list)
 
     def turn(self, steps: Sequence[list[MicroBatch]]) -> None:
-        """Some steps; in the end the drive is idle, for the other one."""
-        before = self.run.queue.written_bytes
+        """Run some steps. Afterwards the drive is idle, for the other store's turn."""
+        queue = self.run.context.queue
+        before = queue.written_bytes
         for number, batches in enumerate(steps):
             step = self.steps.run(batches)
             if number:
                 self.seconds.append(step.seconds)
         self.steps.settle()
-        self.written_bytes.append(self.run.queue.written_bytes - before)
+        self.written_bytes.append(queue.written_bytes - before)
 
 
 def main() -> None:
-    """Parse arguments; run the steps; report."""
+    """Parse the arguments, run the steps, report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add_arguments(parser, shape="0.35b", tokens=512, micro_batches=4, steps=21)
-    parser.add_argument("--turn", type=int, default=4, help="steps of a turn, the one that is not counted included")
+    parser.add_argument("--turn", type=int, default=4, help="steps of a turn, including the one that is not counted")
     arguments = parser.parse_args()
     task = task_of(arguments, "ratel")
     limit_bytes = int((arguments.host_memory_gib or 0) * GIB) or default_limit_bytes() // 2
@@ -89,26 +89,24 @@ def main() -> None:
         }
         batches = list(batches_of(task))
         plan = _plan(runs["durable"], batches[0])
-        contestants = {name: Contestant(run, resources.enter_context(run.under(plan))) for name, run in runs.items()}
+        sides = {name: Side(run, resources.enter_context(run.under(plan))) for name, run in runs.items()}
         turns = [batches[first : first + arguments.turn] for first in range(1, len(batches), arguments.turn)]
-        for number, steps in enumerate(turns):
-            for contestant in list(contestants.values())[:: 1 if number % 2 == 0 else -1]:
-                contestant.turn(steps)
-    report(arguments, contestants["durable"], contestants["bare"])
+        for number, side in in_turns(list(sides.values()), len(turns)):
+            side.turn(turns[number])
+    report(arguments, sides["durable"], sides["bare"])
 
 
-def report(arguments: argparse.Namespace, durable: Contestant, bare: Contestant) -> None:
-    """A table, the verdicts, and the JSON."""
+def report(arguments: argparse.Namespace, durable: Side, bare: Side) -> None:
+    """Print the table, the promises and the JSON."""
     print(f"{'':<10}{'s/step':>9}{'MB in a turn':>14}")
-    for name, contestant in (("durable", durable), ("bare", bare)):
-        print(f"{name:<10}{median(contestant.seconds):>9.3f}{median(contestant.written_bytes) / 1e6:>14.2f}")
+    for name, side in (("durable", durable), ("bare", bare)):
+        print(f"{name:<10}{median(side.seconds):>9.3f}{median(side.written_bytes) / 1e6:>14.2f}")
     costs = {
         "time": _excess(durable.seconds, bare.seconds),
         "bytes": _excess(durable.written_bytes, bare.written_bytes),
     }
     for name, limit in (("time", _TIME), ("bytes", _BYTES)):
-        verdict = "kept" if costs[name] <= limit else "BROKEN"
-        print(f"{name}: {costs[name]:+.3%} for durability and checksums, at most {limit:.0%}: {verdict}")
+        print_promise(f"{name} for durability and checksums", costs[name], at_most=limit)
     summary = {
         "benchmark": "durability",
         "arguments": vars(arguments),

@@ -1,17 +1,17 @@
-"""Ratel on a GPU, in one command of a few minutes: steps against GPU memory, overlap, the planner, what fits.
+"""Ratel on a GPU, in one command of a few minutes: GPU memory, overlap, the planner, and the largest model that fits.
 
-Regime: a Llama with layers of 4096 hidden units (`wide`; random weights and tokens, bf16, deterministic kernels), with
-limits on the GPU's memory that imitate smaller cards; all states in a store on a drive or in a RAM directory. What is
-measured, and against what:
+Regime: a Llama with layers of 4096 hidden units (`wide`), random weights and tokens, bf16, deterministic kernels;
+limits on the GPU's memory imitate smaller cards; all states are in a store on a drive or in a directory in RAM. What
+is measured, with its ceiling:
 
-    step       Ratel under each limit beside plain PyTorch with everything in GPU memory (`plain` recomputes,
+    step       Ratel under each limit next to plain PyTorch with everything in GPU memory (`plain` recomputes,
                `plain-kept` does not); the ceiling is `block`: one layer's forward and backward with nothing moved
-    overlap    the optimizer beneath backward, optimized and naive, and separate from it; under the first limit
-    sweep      shares of the activations swapped: measured against predicted, and where the planner is among them
+    overlap    each `optimizer_overlap` under the first limit; the ceiling is `optimized`
+    sweep      shares of the activations offloaded, measured and predicted; the ceiling is the best point measured
     largest    the deepest model of these layers, and of wider ones, that fits the limits with the space and RAM here
 
-TFLOP/s are the model's own: three times its forward. What is begun after `--minutes` is left out, and that is said.
-The last line is JSON.
+TFLOP/s count the model's own operations: three times its forward. After `--minutes` nothing more is started; a line
+names each part that was left out. The last line is JSON.
 
     python -m scripts.bench.gpu [--directory DIR] [--limits 24 16] [--shape wide] [--minutes 7]
 """
@@ -33,7 +33,6 @@ from typing import get_args
 from ratel_cli.errors import DoesNotFit, EnvironmentFailure
 from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.hardware.host import available_bytes, default_limit_bytes
-from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.planning.analytic import analytic_profile
@@ -42,77 +41,118 @@ from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
 from ratel_cli.planning.placement import ActivationPolicy, Overlap, Workload
 from ratel_cli.planning.plan import Decisions
 from ratel_cli.planning.traffic import store_bytes
+from ratel_cli.run.plan import Planner
+from ratel_cli.run.settings import num_slots, state_bytes
 from ratel_cli.units import GIB, format_bytes
-from scripts.bench.contestants import SHAPES, Contestant, Measured, Task, batches_of, config_of, run_process
-from scripts.bench.gpu_steps import GpuSteps, PatternSource, Point, block_flops_per_second
-from scripts.bench.ratel_run import STATE, RatelRun, open_run
+from scripts.bench.ceilings import block_flops_per_second
+from scripts.bench.contestants import SHAPES, Contestant, Measured, Task, batches_of, llama_config, run_process
+from scripts.bench.gpu_steps import GpuSteps, PatternSource, PlanPoint
+from scripts.bench.ratel_run import RatelRun, open_run, run_config
 
 _IN_MEMORY = Path("/dev/shm")
 _SHARES = (0.0, 0.25, 0.5, 1.0)
 _OVERLAPS: tuple[Overlap, ...] = get_args(Overlap)
 _IN_THE_PAPER: dict[str, float] = {"optimized": 1.0, "naive": 1.22, "separate": 1.33}
-"""Times as long as the optimized order: 13B, micro-batch 64, RTX 4090, 12 SSDs (Ratel, section V-D)."""
+"""Step times relative to the optimized order: 13B, micro-batch 64, RTX 4090, 12 SSDs (Ratel, section V-D)."""
 _WIDTHS = (1, 2, 3)
-"""Times the hidden size of the shape."""
+"""Multiples of the shape's width to try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """Of wall time."""
+class TimeLimit:
+    """Wall time after which nothing more is started."""
 
     start: float
     seconds: float
 
-    def is_left(self, what: str) -> bool:
-        """Whether something may be begun; told if not."""
+    def allows(self, what: str) -> bool:
+        """True if there is time to start `what`; otherwise prints that it is left out."""
         if time.perf_counter() - self.start < self.seconds:
             return True
         print(f"left out, for lack of time: {what}", flush=True)
         return False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """Measures one plan after another while there is time."""
+
+    steps: GpuSteps
+    time_limit: TimeLimit
+    num_steps: int
+    gpu_memory_gib: float
+    """The limit of plans that do not name one."""
+
+    def measure(
+        self,
+        name: str,
+        *,
+        gpu_memory_gib: float | None = None,
+        activations: ActivationPolicy = "auto",
+        overlap: Overlap = "optimized",
+    ) -> list[PlanPoint]:
+        """One point; none if there is no time for it, or the plan does not fit."""
+        if not self.time_limit.allows(name):
+            return []
+        limit = self.gpu_memory_gib if gpu_memory_gib is None else gpu_memory_gib
+        try:
+            plan = self.steps.plan(gpu_memory_gib=limit, activations=activations, overlap=overlap)
+            return [self.steps.measure(name, plan, num_steps=self.num_steps)]
+        except DoesNotFit as refusal:
+            print(f"{name}: {refusal.message}; left out", flush=True)
+            return []
+
+
 def main() -> None:
-    """Parse arguments; measure part by part; report."""
+    """Parse the arguments, measure part by part, report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="wide")
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch")
-    parser.add_argument("--rows", type=int, default=8, help="that share them")
+    parser.add_argument("--rows", type=int, default=8, help="rows that share the tokens")
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=2, help="counted of each plan")
-    parser.add_argument("--limits", type=float, nargs="+", default=[24.0, 16.0], help="of GPU memory, in GiB")
+    parser.add_argument("--steps", type=int, default=2, help="steps of each plan that count")
+    parser.add_argument("--limits", type=float, nargs="+", default=[24.0, 16.0], help="limits on GPU memory, in GiB")
     parser.add_argument("--host-memory-gib", type=float, default=None, help="default: what is free, less a margin")
-    parser.add_argument("--directory", default=None, help="of the store; default: in RAM if there is room, else /tmp")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to see that it runs")
-    parser.add_argument("--minutes", type=float, default=7.0, help="after which nothing more is begun")
+    parser.add_argument("--directory", default=None, help="for the store; default: in RAM if it fits, else /tmp")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to see that it runs")
+    parser.add_argument("--minutes", type=float, default=7.0, help="after this time nothing more is started")
     arguments = parser.parse_args()
-    budget = Budget(start=time.perf_counter(), seconds=60 * arguments.minutes)
+    time_limit = TimeLimit(start=time.perf_counter(), seconds=60 * arguments.minutes)
     try:
         compute_device(arguments.device)
     except EnvironmentFailure as refusal:
         sys.exit(f"{refusal.message}; {refusal.hint}")
     task = _task(arguments)
-    plain = _measure_plain(task, budget)
+    plain = _measure_plain(task, time_limit)
     host_bytes = _host_bytes(task)
     with open_run(task, limit_bytes=host_bytes, activations="auto", source=PatternSource()) as run:
-        _tell_machine(run)
+        _report_machine(run)
         steps = GpuSteps(run)
-        ceiling = block_flops_per_second(run, steps.profile, next(batches_of(task))[0], seconds=2.0)
-        by_limit = _measure_limits(steps, arguments, budget)
-        overlaps = _measure_overlaps(steps, arguments, budget)
-        sweep = _measure_sweep(steps, arguments, budget)
-        hardware = run.planner.hardware
-        process_bytes = run.planner.process_bytes
+        planner, device = run.planner, run.context.device
+        batch = next(batches_of(task))[0]
+        ceiling = block_flops_per_second(run.model, steps.profile, batch, device, seconds=2.0)
+        plans = Measurements(
+            steps=steps, time_limit=time_limit, num_steps=arguments.steps, gpu_memory_gib=arguments.limits[0]
+        )
+        by_limit = [
+            point
+            for limit in arguments.limits
+            for point in plans.measure(f"ratel, {limit:g} GiB", gpu_memory_gib=limit)
+        ]
+        overlaps = [point for overlap in _OVERLAPS for point in plans.measure(overlap, overlap=overlap)]
+        sweep = plans.measure("planned")
+        sweep += [point for share in _SHARES for point in plans.measure(f"{share:.0%}", activations=share)]
     _report_steps(plain, by_limit, ceiling)
     _report_overlaps(overlaps)
     _report_sweep(sweep)
-    largest = [_largest(task, hardware, limit, host_bytes, process_bytes) for limit in arguments.limits]
+    largest = [_largest(task, planner, limit, host_bytes) for limit in arguments.limits]
     for limit, (words, num_parameters) in zip(arguments.limits, largest, strict=True):
         print(f"largest under {limit:g} GiB: {num_parameters / 1e9:.1f}B parameters ({words})")
     summary = {
         "benchmark": "gpu",
         "arguments": vars(arguments),
-        "hardware": hardware.to_json(),
-        "seconds": time.perf_counter() - budget.start,
+        "hardware": planner.hardware.to_json(),
+        "seconds": time.perf_counter() - time_limit.start,
         "block_flops_per_second": ceiling,
         "plain": {name: asdict(measured) for name, measured in plain.items()},
         "steps": [asdict(point) for point in by_limit],
@@ -140,14 +180,14 @@ def _task(arguments: argparse.Namespace) -> Task:
 
 
 def _directory(task: Task) -> str:
-    """In RAM, if the store takes less than a third of it; else where temporary files are."""
+    """In RAM if the store takes less than a third of what is free, else where temporary files go."""
     if _IN_MEMORY.is_dir() and _store_bytes(task) < min(available_bytes() // 3, shutil.disk_usage(_IN_MEMORY).free):
         return str(_IN_MEMORY)
     return tempfile.gettempdir()
 
 
 def _host_bytes(task: Task) -> int:
-    """The limit on main memory: what is given, or what is free when the store is there."""
+    """The limit on main memory: the given one, or what is free beside a store in RAM."""
     if task.host_memory_gib is not None:
         return int(task.host_memory_gib * GIB)
     is_in_memory = Path(task.directory).resolve().is_relative_to(_IN_MEMORY)
@@ -155,11 +195,12 @@ def _host_bytes(task: Task) -> int:
 
 
 def _store_bytes(task: Task) -> int:
-    spec = find_blocks(build_skeleton(config_of(task), dtype="bfloat16", attn_implementation="sdpa"), name="").spec
-    return store_bytes(spec, STATE, num_slots=2)
+    spec = find_blocks(build_skeleton(llama_config(task), dtype="bfloat16", attn_implementation="sdpa"), name="").spec
+    config = run_config(task, _IN_MEMORY, limit_bytes=GIB, activations="auto")
+    return store_bytes(spec, state_bytes(config), num_slots=num_slots(config))
 
 
-def _tell_machine(run: RatelRun) -> None:
+def _report_machine(run: RatelRun) -> None:
     hardware = run.planner.hardware
     gpu, nvme, link = hardware.gpu, hardware.nvme, hardware.link
     print(f"{gpu.name}: {gpu.flops_per_second / 1e12:.0f} TFLOP/s in large products, {format_bytes(gpu.memory_bytes)}")
@@ -177,12 +218,12 @@ def _tell_machine(run: RatelRun) -> None:
     )
 
 
-def _measure_plain(task: Task, budget: Budget) -> dict[str, Measured]:
-    """In processes of their own, whose GPU memory is free again. What does not fit there is left out."""
+def _measure_plain(task: Task, time_limit: TimeLimit) -> dict[str, Measured]:
+    """Plain PyTorch, in processes of its own, which free their GPU memory. What does not fit is left out."""
     names: tuple[Contestant, ...] = ("plain", "plain-kept")
     measured = {}
     for name in names:
-        if budget.is_left(name):
+        if time_limit.allows(name):
             try:
                 measured[str(name)] = run_process(replace(task, contestant=name))
             except SystemExit as ended:
@@ -190,54 +231,11 @@ def _measure_plain(task: Task, budget: Budget) -> dict[str, Measured]:
     return measured
 
 
-def _measure_limits(steps: GpuSteps, arguments: argparse.Namespace, budget: Budget) -> list[Point]:
-    points = []
-    for limit in arguments.limits:
-        points += _measure(f"ratel, {limit:g} GiB", steps, arguments, budget, gpu_memory_gib=limit)
-    return points
-
-
-def _measure_overlaps(steps: GpuSteps, arguments: argparse.Namespace, budget: Budget) -> list[Point]:
-    points = []
-    for overlap in _OVERLAPS:
-        points += _measure(overlap, steps, arguments, budget, overlap=overlap)
-    return points
-
-
-def _measure_sweep(steps: GpuSteps, arguments: argparse.Namespace, budget: Budget) -> list[Point]:
-    points = _measure("planned", steps, arguments, budget)
-    for share in _SHARES:
-        points += _measure(f"{share:.0%}", steps, arguments, budget, activations=share)
-    return points
-
-
-def _measure(
-    name: str,
-    steps: GpuSteps,
-    arguments: argparse.Namespace,
-    budget: Budget,
-    *,
-    gpu_memory_gib: float | None = None,
-    activations: ActivationPolicy = "auto",
-    overlap: Overlap = "optimized",
-) -> list[Point]:
-    """One point, under the first limit if no other is given; none if there is no time for it, or no room."""
-    if not budget.is_left(name):
-        return []
-    limit = arguments.limits[0] if gpu_memory_gib is None else gpu_memory_gib
-    try:
-        plan = steps.plan(gpu_memory_gib=limit, activations=activations, overlap=overlap)
-        return [steps.measure(name, plan, num_steps=arguments.steps)]
-    except DoesNotFit as refusal:
-        print(f"{name}: {refusal.message}; left out", flush=True)
-        return []
-
-
-def _report_steps(plain: dict[str, Measured], points: Sequence[Point], ceiling: float) -> None:
-    print(f"\n{'step':<16}{'s/step':>8}{'TFLOP/s':>9}{'of block':>9}{'GPU GiB':>9}  most busy, most waited for")
+def _report_steps(plain: dict[str, Measured], points: Sequence[PlanPoint], ceiling: float) -> None:
+    print(f"\n{'step':<16}{'s/step':>8}{'TFLOP/s':>9}{'of block':>9}{'GPU GiB':>9}  busiest, most stalled on")
     print(f"{'block':<16}{'':>8}{ceiling / 1e12:>9.0f}{1:>9.2f}")
     for name, measured in plain.items():
-        seconds = median(measured.step_seconds)
+        seconds = measured.seconds
         of_peak = f"{'':>18}"
         if points:
             flops_per_second = points[0].model_flops / seconds
@@ -251,7 +249,7 @@ def _report_steps(plain: dict[str, Measured], points: Sequence[Point], ceiling: 
         )
 
 
-def _report_overlaps(points: Sequence[Point]) -> None:
+def _report_overlaps(points: Sequence[PlanPoint]) -> None:
     print(f"\n{'overlap':<16}{'s/step':>8}{'x first':>9}{'in paper':>10}{'computing':>11}")
     for point in points:
         seconds = median(point.seconds)
@@ -260,7 +258,7 @@ def _report_overlaps(points: Sequence[Point]) -> None:
         print(f"{point.name:<16}{seconds:>8.2f}{times:>9.2f}{_IN_THE_PAPER[point.name]:>10.2f}{of_step:>11.0%}")
 
 
-def _report_sweep(points: Sequence[Point]) -> None:
+def _report_sweep(points: Sequence[PlanPoint]) -> None:
     print(f"\n{'swapped':<16}{'GiB':>8}{'on NVMe':>9}{'kept':>7}{'predicted':>11}{'measured':>10}{'error':>8}")
     for point in points:
         seconds = median(point.seconds)
@@ -275,14 +273,15 @@ def _report_sweep(points: Sequence[Point]) -> None:
         print(f"planned point, slower than the best one measured: {over:.1%}")
 
 
-def _largest(
-    task: Task, hardware: HardwareProfile, gpu_memory_gib: float, host_bytes: int, process_bytes: int
-) -> tuple[str, int]:
-    """Of the shape's width and of multiples of it; one slot, one micro-batch of one row. ("none", 0) if none fits."""
+def _largest(task: Task, planner: Planner, gpu_memory_gib: float, host_bytes: int) -> tuple[str, int]:
+    """The largest model that fits, in words and parameters: of the shape's width, or of a multiple of it.
+
+    With one slot, and one micro-batch of one row. ("none", 0) if none fits.
+    """
     best = ("none", 0)
     workload = Workload(micro_batch_size=1, num_micro_batches=1, sequence_len=task.tokens // task.rows)
     for times in _WIDTHS:
-        config = config_of(task)
+        config = llama_config(task)
         for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
             setattr(config, name, times * getattr(config, name))
         model = find_blocks(build_skeleton(config, dtype="bfloat16", attn_implementation="sdpa"), name="wide")
@@ -290,21 +289,21 @@ def _largest(
             spec=model.spec,
             profile=analytic_profile(
                 model.spec,
-                STATE,
+                planner.state,
                 traits=model.traits,
                 micro_batch_tokens=workload.micro_batch_tokens,
                 sequence_len=workload.sequence_len,
             ),
-            state=STATE,
+            state=planner.state,
             decisions=Decisions(
                 holds_gradients=True,
                 num_slots=1,
                 host_limit_bytes=host_bytes,
                 device_limit_bytes=int(gpu_memory_gib * GIB),
             ),
-            process_bytes=process_bytes,
+            process_bytes=planner.process_bytes,
         )
-        depth = forecaster.deepest(Setting(workload=workload, hardware=hardware, host_limit_bytes=host_bytes))
+        depth = forecaster.deepest(Setting(workload=workload, hardware=planner.hardware, host_limit_bytes=host_bytes))
         if depth is not None and depth.num_parameters > best[1]:
             best = f"{depth.num_layers} layers of {config.hidden_size}", depth.num_parameters
     return best

@@ -1,27 +1,27 @@
-"""How close Ratel's I/O queue comes to what the drive gives a plain C loop.
+"""How close Ratel's I/O queue comes to the rate that a plain C loop gets from the drive.
 
-Regime: one preallocated file, every byte of which was written once, moved whole with O_DIRECT from and to
-huge-page buffers: `read`, `write`, and `mixed`, which reads the first half while it writes the second, as an
-optimizer step does (12 B read and 12 B written per parameter). Requests of the same size and the same number
-in flight per direction for all, and at least as many bytes of buffers, 64 MiB per direction, because what
-stays in the caches is faster (a drive of 2.1 GB/s reads 2.8 GB/s into the same 16 MiB again and again), and
-state does not. Set-up is not timed. Ceiling: the fastest of
+Regime: one preallocated file, each byte of which was written once. It is moved whole with O_DIRECT, from and to
+huge-page buffers: `read`, `write`, and `mixed`, which reads the first half while it writes the second half, as an
+optimizer step does (12 B read and 12 B written per parameter). All contestants have requests of the same size, the
+same number in flight per direction, and at least 64 MiB of buffers per direction: smaller buffers stay in the CPU's
+caches, which is faster (a drive of 2.1 GB/s reads 2.8 GB/s into the same 16 MiB again and again), but model state does
+not. Set-up is not timed. Ceiling: the fastest of
 
     c loop             io_loop.c: io_uring by system calls, one thread, one ring
     c loop registered  the same, with the file and the buffers registered beforehand
     fio                where it is installed
 
-`of best` is the time of the fastest of them divided by the contestant's. The others:
+`of best` is the time of the fastest of these, divided by the contestant's. The others:
 
     ratel io_uring     `io.queue` as the store uses it: transfers of 8 MiB, several in flight
     ratel threads      its other engine
     deepspeed aio      where it is installed
 
-The contestants take turns in every round, in an order that rotates; medians over rounds, `of best` of the
-fractions within a round. CPU seconds are user and system time of the contestant's whole process, per GB
-moved. The last line is JSON.
+The contestants take turns in every round, in an order that rotates. Times are medians over rounds; `of best` is the
+median of the rounds' fractions. CPU seconds are user and system time of the contestant's whole process, per GB moved.
+The last line is JSON.
 
-    python scripts/bench/io.py [--directory DIR]
+    python -m scripts.bench.io [--directory DIR] [--span-gib N] [--rounds N] [--smoke]
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ MODES: tuple[Mode, ...] = ("read", "write", "mixed")
 LOOP_SOURCE = Path(__file__).with_name("io_loop.c")
 TRANSFER_BYTES = 8 * MIB
 TRANSFERS_IN_FLIGHT = 12
-"""Somewhat more than the depth takes, as in a pipeline that keeps the queue busy."""
+"""A few more than fit in the queue's depth, so that the queue never runs empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is to be moved. `path` names the open file, which has no name any more, for other processes too."""
+    """What to move. The file has no name any more; `path` lets other processes open it."""
 
     fd: int
     path: str
@@ -72,15 +72,15 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Of moving the span once."""
+    """The cost of moving the span once."""
 
     seconds: float
     cpu_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contestant:
-    """Something timed: `run` moves the span once. A limit is what others are measured by."""
+class TimedTransfer:
+    """A contestant: `run` moves the span once. The others are compared with those that are a limit."""
 
     name: str
     is_limit: bool
@@ -88,7 +88,7 @@ class Contestant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class TransferResult:
     """The medians of one contestant in one mode."""
 
     name: str
@@ -100,7 +100,7 @@ class Result:
 
 
 def make_file(directory: Path, span_bytes: int, resources: ExitStack) -> int:
-    """Without a name, so that nothing can leave it behind; every byte is written."""
+    """A file without a name, so that nothing is left behind. Every byte of it is written."""
     check_space([SpaceNeed(directory=directory, num_bytes=span_bytes)])
     fd, name = tempfile.mkstemp(prefix="ratel.bench_io.", dir=directory)
     resources.callback(os.close, fd)
@@ -115,7 +115,7 @@ def make_file(directory: Path, span_bytes: int, resources: ExitStack) -> int:
 
 
 def random_buffer(pool: BufferPool, resources: ExitStack) -> memoryview:
-    """Touched, with contents that no drive can compress away."""
+    """A buffer whose contents no drive can compress."""
     lease = resources.enter_context(pool.lease(TRANSFER_BYTES, "benchmark"))
     lease.memory[:] = os.urandom(TRANSFER_BYTES)
     return lease.memory
@@ -124,7 +124,7 @@ def random_buffer(pool: BufferPool, resources: ExitStack) -> memoryview:
 def move(
     transfer: Callable[[Extent], Ticket], memories: Sequence[memoryview], fd: int, start: int, num_bytes: int
 ) -> None:
-    """One direction: a transfer for each of the memories in flight, until all is moved."""
+    """Move `num_bytes` in one direction, with a transfer in flight for each of the memories."""
     in_flight: deque[Ticket] = deque()
     for number, done_bytes in enumerate(range(0, num_bytes, TRANSFER_BYTES)):
         if len(in_flight) == len(memories):
@@ -137,8 +137,8 @@ def move(
 
 def ratel_contestant(
     engine: EngineName, work: Work, buffers: dict[str, list[memoryview]], resources: ExitStack
-) -> Contestant:
-    """A queue that stays open, its two directions driven by a thread each."""
+) -> TimedTransfer:
+    """Ratel's queue, which stays open; a thread drives each direction."""
     queue = resources.enter_context(
         open_queue(engine, notice=print, request_bytes=work.request_bytes, depth=work.depth)
     )
@@ -161,19 +161,19 @@ def ratel_contestant(
             (read if mode == "read" else write)(0, work.span_bytes)
         return Cost(seconds=time.perf_counter() - begin, cpu_seconds=time.process_time() - begin_cpu)
 
-    return Contestant(name=f"ratel {engine}", is_limit=False, run=run)
+    return TimedTransfer(name=f"ratel {engine}", is_limit=False, run=run)
 
 
-def loop_contestant(variant: Literal["plain", "registered"], program: Path, work: Work) -> Contestant:
+def loop_contestant(variant: Literal["plain", "registered"], program: Path, work: Work) -> TimedTransfer:
     def run(mode: Mode) -> Cost:
         sizes = map(str, (work.span_bytes, work.request_bytes, work.depth))
         report = run_program([program, work.path, mode, *sizes, variant])
         return Cost(**json.loads(report))
 
-    return Contestant(name="c loop" if variant == "plain" else "c loop registered", is_limit=True, run=run)
+    return TimedTransfer(name="c loop" if variant == "plain" else "c loop registered", is_limit=True, run=run)
 
 
-def fio_contestant(program: str, work: Work) -> Contestant:
+def fio_contestant(program: str, work: Work) -> TimedTransfer:
     def job(direction: str, start: int, num_bytes: int) -> list[str]:
         return [f"--name={direction}", f"--rw={direction}", f"--offset={start}", f"--size={num_bytes}"]
 
@@ -192,11 +192,14 @@ def fio_contestant(program: str, work: Work) -> Contestant:
             seconds=max(seconds for seconds, _ in done), cpu_seconds=sum(seconds * share for seconds, share in done)
         )
 
-    return Contestant(name="fio", is_limit=True, run=run)
+    return TimedTransfer(name="fio", is_limit=True, run=run)
 
 
-def deepspeed_contestant(work: Work) -> Contestant:
-    """Its own pinned buffers, and a handle for each direction, which drains its queue after each buffer."""
+def deepspeed_contestant(work: Work) -> TimedTransfer:
+    """DeepSpeed's asynchronous I/O: pinned buffers of its own, and a handle for each direction.
+
+    A handle empties its queue after each buffer.
+    """
     import torch
 
     builder = importlib.import_module("deepspeed.ops.op_builder").AsyncIOBuilder()
@@ -223,17 +226,17 @@ def deepspeed_contestant(work: Work) -> Contestant:
             writer.wait()
         return Cost(seconds=time.perf_counter() - begin, cpu_seconds=time.process_time() - begin_cpu)
 
-    return Contestant(name="deepspeed aio", is_limit=False, run=run)
+    return TimedTransfer(name="deepspeed aio", is_limit=False, run=run)
 
 
-def find_contestants(work: Work, directory: Path, resources: ExitStack) -> list[Contestant]:
-    """All that can run here; a line for each that cannot. `directory` is for the compiled loop."""
+def find_contestants(work: Work, directory: Path, resources: ExitStack) -> list[TimedTransfer]:
+    """All contestants that can run here. Prints a line for each that cannot. `directory` gets the compiled loop."""
     pool = resources.enter_context(BufferPool(None))
     buffers = {
         direction: [random_buffer(pool, resources) for _ in range(TRANSFERS_IN_FLIGHT)]
         for direction in ("read", "write")
     }
-    candidates: list[tuple[str, Callable[[], Contestant]]] = [
+    candidates: list[tuple[str, Callable[[], TimedTransfer]]] = [
         ("c loop", lambda: loop_contestant("plain", build_loop(directory), work)),
         ("c loop registered", lambda: loop_contestant("registered", build_loop(directory), work)),
         ("fio", lambda: fio_contestant(find_program("fio"), work)),
@@ -241,7 +244,7 @@ def find_contestants(work: Work, directory: Path, resources: ExitStack) -> list[
         ("ratel threads", lambda: ratel_contestant("threads", work, buffers, resources)),
         ("deepspeed aio", lambda: deepspeed_contestant(work)),
     ]
-    found: list[Contestant] = []
+    found: list[TimedTransfer] = []
     for name, make in candidates:
         try:
             contestant = make()
@@ -270,15 +273,15 @@ def find_program(name: str) -> str:
 
 
 def run_program(command: Sequence[str | Path]) -> str:
-    """What it printed. Raises RuntimeError with its own words."""
+    """The output of a program. Raises RuntimeError with the program's own message."""
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode != 0:
         raise RuntimeError(run.stderr.strip())
     return run.stdout
 
 
-def measure(contestants: Sequence[Contestant], num_rounds: int) -> dict[tuple[str, Mode], list[Cost]]:
-    """The cost of every run; one round before that is not counted."""
+def measure(contestants: Sequence[TimedTransfer], num_rounds: int) -> dict[tuple[str, Mode], list[Cost]]:
+    """The cost of every run. A first round does not count."""
     costs: dict[tuple[str, Mode], list[Cost]] = {(one.name, mode): [] for one in contestants for mode in MODES}
     for number in range(num_rounds + 1):
         first = number % len(contestants)
@@ -291,19 +294,19 @@ def measure(contestants: Sequence[Contestant], num_rounds: int) -> dict[tuple[st
 
 
 def summarize(
-    contestants: Sequence[Contestant], costs: dict[tuple[str, Mode], list[Cost]], span_bytes: int
-) -> list[Result]:
+    contestants: Sequence[TimedTransfer], costs: dict[tuple[str, Mode], list[Cost]], span_bytes: int
+) -> list[TransferResult]:
     """Medians. The fraction of the best is the median of the rounds' own fractions, so that drift cancels."""
     seconds = {key: [cost.seconds for cost in own] for key, own in costs.items()}
     limits = [contestant.name for contestant in contestants if contestant.is_limit]
-    results: list[Result] = []
+    results: list[TransferResult] = []
     for mode in MODES:
         best = min(limits, key=lambda name: statistics.median(seconds[name, mode]))
         for contestant in contestants:
             own = seconds[contestant.name, mode]
             cpu_seconds = statistics.median(cost.cpu_seconds for cost in costs[contestant.name, mode])
             results.append(
-                Result(
+                TransferResult(
                     name=contestant.name,
                     mode=mode,
                     seconds=statistics.median(own),
@@ -315,7 +318,7 @@ def summarize(
     return results
 
 
-def print_table(results: Sequence[Result]) -> None:
+def print_table(results: Sequence[TransferResult]) -> None:
     print(f"{'mode':<7}{'contestant':<20}{'GB/s':>8}{'of best':>10}{'CPU s/GB':>11}")
     for result in results:
         print(
@@ -325,7 +328,7 @@ def print_table(results: Sequence[Result]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Ratel's I/O queue against a C loop")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the drive to measure")
     parser.add_argument("--span-gib", type=float, default=2.0, help="size of the file")
     parser.add_argument("--rounds", type=int, default=7, help="timed runs of each contestant")

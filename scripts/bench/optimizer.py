@@ -3,12 +3,12 @@
 Regime: a store of bf16 records (12 B per parameter), all gradients in memory, no compute thread; one update of
 every block. Two ceilings, measured in the same rounds, in turn with the contestants:
 
-    NVMe     as many bytes read and written as the update moves, through the same queue, both directions at once
-    AdamW    the kernel on as many parameters, in memory
+    NVMe     the bytes that the update reads and writes, through the same queue, both directions at once
+    AdamW    the kernel on the same number of parameters, in memory
 
-`of ceiling` is the larger of the two divided by the contestant's time; the goal is 0.91 (1 / 1.10) for
-`optimized`. `naive` is the order of Ratel's Fig. 3a. Medians over rounds, fractions within a round. The last
-line is JSON.
+`of ceiling` is the larger of the two times divided by the contestant's time; the goal is 0.91 (1 / 1.10) for
+`optimized`. `naive` is the order of Ratel's Fig. 3a. Times are medians over rounds; a fraction compares times of
+one round. The last line is JSON.
 
     python -m scripts.bench.optimizer [--parameters N] [--rounds N] [--directory DIR]
 """
@@ -37,10 +37,12 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
 from ratel_cli.io.views import view_field
 from ratel_cli.model.spec import BlockSpec, lay_out_block
+from ratel_cli.run.store import prepare_store
 from ratel_cli.sizes import GROUP_ELEMENTS
 from ratel_cli.store.layout import record_layout
-from ratel_cli.store.store import Progress, Store, StoreIdentity
-from scripts.bench.mixed_rate import mixed_rate
+from ratel_cli.store.store import Progress
+from scripts.bench.ceilings import mixed_bytes_per_second
+from scripts.bench.ratel_run import NO_IDENTITY
 
 LAYOUT = record_layout("bfloat16")
 BYTES_PER_PARAMETER = 2 * LAYOUT.bytes_per_parameter
@@ -48,8 +50,8 @@ ORDERS: tuple[GroupOrder, ...] = ("optimized", "naive")
 NUM_BLOCKS = 4
 
 
-class Bench:
-    """A store of equal blocks, and what is timed on it."""
+class OptimizerBench:
+    """A store of equal blocks, and the updates that are timed on it."""
 
     def __init__(self, directory: Path, resources: ExitStack, num_parameters: int) -> None:
         self.pool = resources.enter_context(BufferPool(None))
@@ -58,9 +60,9 @@ class Bench:
         self.blocks = [_block(index, num_parameters // NUM_BLOCKS) for index in range(NUM_BLOCKS)]
         self.num_parameters = sum(block.num_elements for block in self.blocks)
         self.store = resources.enter_context(
-            Store.create(
+            prepare_store(
                 [directory],
-                identity=StoreIdentity(model_hash="", config_hash="", data_hash="", seed=0, software=""),
+                identity=NO_IDENTITY,
                 layout=LAYOUT,
                 block_elements=[block.num_elements for block in self.blocks],
                 num_slots=2,
@@ -74,7 +76,7 @@ class Bench:
         }
 
     def optimizer(self, order: GroupOrder) -> float:
-        """Seconds of one update of everything, until the last byte is written."""
+        """Seconds of one update of all blocks, until the last byte is written."""
         gradients = [self._gradient(block) for block in self.blocks]
         step = self.store.progress.step + 1
         self.store.begin_step()
@@ -88,12 +90,13 @@ class Bench:
         return seconds
 
     def nvme(self) -> float:
-        """Seconds of the same bytes without the optimizer."""
+        """Seconds that the drive needs for the same bytes, without the optimizer."""
         num_bytes = self.num_parameters * LAYOUT.bytes_per_parameter
-        return 2 * num_bytes / mixed_rate([self.directory], self.queue, self.pool, num_bytes=min(num_bytes, 2 << 30))
+        rate = mixed_bytes_per_second([self.directory], self.queue, self.pool, num_bytes=min(num_bytes, 2 << 30))
+        return 2 * num_bytes / rate
 
     def adamw(self) -> float:
-        """Seconds of the same update on states that are in memory already."""
+        """Seconds of the same update when all states are in memory."""
         block = _block(0, min(GROUP_ELEMENTS, self.num_parameters))
         gradient = self._gradient(block)
         leases = {
@@ -125,15 +128,15 @@ class Bench:
 
 
 def main() -> None:
-    """Parse arguments; run the rounds; report."""
+    """Parse the arguments, run the rounds, report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--parameters", type=int, default=256 << 20)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--directory", default=tempfile.gettempdir(), help="where the store lies")
+    parser.add_argument("--directory", default=tempfile.gettempdir(), help="directory for the store")
     arguments = parser.parse_args()
     with ExitStack() as resources:
         directory = Path(resources.enter_context(tempfile.TemporaryDirectory(dir=arguments.directory)))
-        bench = Bench(directory, resources, arguments.parameters)
+        bench = OptimizerBench(directory, resources, arguments.parameters)
         timed: dict[str, Callable[[], float]] = {
             "NVMe": bench.nvme,
             "AdamW": bench.adamw,
@@ -152,7 +155,7 @@ def main() -> None:
 
 
 def report(num_parameters: int, seconds: dict[str, list[float]]) -> None:
-    """A table, and the JSON."""
+    """Print the table and the JSON."""
     ceilings = [max(pair) for pair in zip(seconds["NVMe"], seconds["AdamW"], strict=True)]
     print(f"{'contestant':<12}{'seconds':>9}{'ns/param':>10}{'GB/s':>7}{'of ceiling':>12}")
     summary: dict[str, object] = {"benchmark": "optimizer", "num_parameters": num_parameters}

@@ -1,15 +1,15 @@
-"""The ablation: the optimizer optimized, naive, and separate (Ratel section V-D), on the same steps.
+"""What the overlap of the optimizer is worth: the same steps with each `optimizer_overlap` (Ratel section V-D).
 
-Regime: a Llama shape with random weights, bf16; one process for each mode and round, in turn. Nothing is kept
-in memory between uses beyond what the modes need (`--host-memory-gib`), so that the drive has all its work.
+Regime: a Llama shape with random weights, bf16; one process for each mode and round, in turn. With a low
+`--host-memory-gib` nothing stays in memory between uses, so that the drive moves everything in every step.
 
-    optimized    each gradient is updated beneath backward, reads and writes around each group
-    naive        beneath backward too, but read, update and write of a group one after another
-    separate     after backward, as ZeRO-Infinity does
+    optimized    updates overlap with backward, and a group's reads and writes with the updates of other groups
+    naive        updates overlap with backward, but a group is read, updated and written before the next one is
+    separate     updates run after backward, as in ZeRO-Infinity
 
-The ceiling is the step's own computing: `of compute` is the time spent computing divided by the step's. `hidden` is
-the fraction of the time of drives and optimizer that lies under computing. The weights must be the same to
-the byte. The last line is JSON.
+The ceiling is the step's own computing: `of compute` is the time spent computing divided by the step's time. `hidden`
+is the fraction of the time of drives and optimizer that overlaps with computing. All modes must give the same weights,
+to the byte. The last line is JSON.
 
     python -m scripts.bench.overlap [--shape 0.35b|tiny] [--tokens N] [--trace FILE]
 """
@@ -23,38 +23,34 @@ from dataclasses import asdict, replace
 from typing import get_args
 
 from ratel_cli.planning.placement import Overlap
-from scripts.bench.contestants import Measured, add_arguments, run_process, task_of
+from scripts.bench.contestants import Measured, add_arguments, in_turns, run_process, task_of
 
 MODES: tuple[Overlap, ...] = get_args(Overlap)
 
 
 def main() -> None:
-    """Parse arguments; run the rounds; report."""
+    """Parse the arguments, run the rounds, report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add_arguments(parser, shape="0.35b", tokens=512, micro_batches=1, steps=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--trace", default=None, help="draw the first optimized run into this file")
+    parser.add_argument("--trace", default=None, help="write a trace of the first optimized run to this file")
     arguments = parser.parse_args()
     measured: dict[Overlap, list[Measured]] = {mode: [] for mode in MODES}
-    for number in range(arguments.rounds):
-        for mode in MODES if number % 2 == 0 else reversed(MODES):
-            is_drawn = mode == "optimized" and number == 0
-            task = replace(
-                task_of(arguments, "ratel-recompute", overlap=mode), trace=arguments.trace if is_drawn else None
-            )
-            measured[mode].append(run_process(task))
+    for number, mode in in_turns(MODES, arguments.rounds):
+        is_traced = mode == "optimized" and number == 0
+        task = task_of(arguments, "ratel-recompute", overlap=mode)
+        measured[mode].append(run_process(replace(task, trace=arguments.trace if is_traced else None)))
     report(arguments, measured)
 
 
 def report(arguments: argparse.Namespace, measured: dict[Overlap, list[Measured]]) -> None:
-    """A table, and the JSON."""
+    """Print the table and the JSON."""
     print(f"{'mode':<12}{'s/step':>8}{'x optimized':>13}{'of compute':>12}{'hidden':>8}")
     summary: dict[str, object] = {"benchmark": "overlap", "arguments": vars(arguments)}
     for mode, runs in measured.items():
         seconds = statistics.median(second for run in runs for second in run.step_seconds)
-        slower = statistics.median(
-            _seconds(run) / _seconds(best) for run, best in zip(runs, measured["optimized"], strict=True)
-        )
+        pairs = zip(runs, measured["optimized"], strict=True)
+        slower = statistics.median(run.seconds / best.seconds for run, best in pairs)
         computing = statistics.median(run.busy_seconds["compute"] / sum(run.step_seconds) for run in runs)
         hidden = statistics.median(run.hidden_fraction for run in runs)
         print(f"{mode:<12}{seconds:>8.2f}{slower:>13.2f}{computing:>12.2f}{hidden:>8.2f}")
@@ -69,10 +65,6 @@ def report(arguments: argparse.Namespace, measured: dict[Overlap, list[Measured]
     assert len(hashes) == 1, "the modes must give the same weights"
     print(f"weights, masters and moments are the same in all runs: sha256 {hashes.pop()[:16]}...")
     print(json.dumps(summary))
-
-
-def _seconds(run: Measured) -> float:
-    return statistics.median(run.step_seconds)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Does the plan tell the truth? Measured steps against predicted ones, over how much of the activations is swapped.
+"""Is the plan right? Measured steps against predicted ones, for more and more offloaded activations.
 
 Regime: a Llama shape with random weights, bf16, on a drive that is throttled so that its bytes matter, and in so little
-memory that what is swapped has to go there; one process for each batch size (scripts/bench/sweep.py). Every point
-is a plan of its own, with the residency that is best for it; "planned" is what the planner chooses without being told.
-The ceiling is the best point measured. What has to hold:
+memory that offloaded activations have to go to the drive; one process for each batch size (scripts/bench/sweep.py).
+Every point has a plan of its own, with the residency that is best for it. For the point "planned" the planner chooses
+what to offload. The ceiling is the best point measured. The promises:
 
     planned point          at most 5 % slower than the best one measured
     predicted step time    within 15 % everywhere, within 10 % at the planned point
@@ -26,25 +26,27 @@ from pathlib import Path
 from statistics import median
 
 from ratel_cli.units import MIB
-from scripts.bench.contestants import SHAPES
-from scripts.bench.sweep import Point, Sweep
+from scripts.bench.contestants import SHAPES, print_promise
+from scripts.bench.sweep import Sweep, SweepPoint
 
 _BEST, _EVERYWHERE, _AT_PLAN = 0.05, 0.15, 0.10
 
 
 def main() -> None:
-    """Parse arguments; run the sweeps; report."""
+    """Parse the arguments, run the sweeps, report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 384], help="of a micro-batch: the batch sizes")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=[256, 384], help="the batch sizes: tokens of a micro-batch"
+    )
     parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--points", type=int, default=8, help="shares of the activations, the planned one aside")
+    parser.add_argument("--points", type=int, default=8, help="shares of the activations, besides the planned one")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=2, help="counted in each round, at each point")
-    parser.add_argument("--room-mib", type=float, default=96, help="memory on top of the least that a step takes")
-    parser.add_argument("--nvme-mb-per-second", type=float, default=250.0, help="in either direction")
-    parser.add_argument("--picture", type=Path, default=None, help="an SVG to draw into")
-    parser.add_argument("--directory", default=tempfile.gettempdir(), help="where the store lies")
+    parser.add_argument("--steps", type=int, default=2, help="steps that count, of each point in each round")
+    parser.add_argument("--room-mib", type=float, default=96, help="memory on top of the least that a step needs")
+    parser.add_argument("--nvme-mb-per-second", type=float, default=250.0, help="rate of the drive in either direction")
+    parser.add_argument("--picture", type=Path, default=None, help="SVG file to draw")
+    parser.add_argument("--directory", default=tempfile.gettempdir(), help="directory for the store")
     arguments = parser.parse_args()
     sweeps = {tokens: _run_process(_sweep(arguments, tokens)) for tokens in arguments.tokens}
     summary: dict[str, object] = {
@@ -56,16 +58,16 @@ def main() -> None:
     for tokens, points in sweeps.items():
         print(f"{arguments.micro_batches} micro-batches of {tokens} tokens")
         report(points)
-        summary[str(tokens)] = {**diagnose_nonfinite_step(points), "points": [asdict(point) for point in points]}
+        summary[str(tokens)] = {**deviations(points), "points": [asdict(point) for point in points]}
     if arguments.picture is not None:
         draw(sweeps, arguments.picture, micro_batches=arguments.micro_batches)
     print(json.dumps(summary))
 
 
-def report(points: Sequence[Point]) -> None:
-    """A table, and what of the promises is kept."""
-    names = ("swapped MiB", "on NVMe", "resident", "predicted s", "measured s", "error")
-    print(f"{'':<8}" + "".join(f"{name:>13}" for name in names) + "  most busy")
+def report(points: Sequence[SweepPoint]) -> None:
+    """Print a table, and whether each promise is kept."""
+    names = ("offloaded MiB", "on NVMe", "resident", "predicted s", "measured s", "error")
+    print(f"{'':<8}" + "".join(f"{name:>13}" for name in names) + "  busiest")
     for point in sorted(points, key=lambda point: point.swapped_bytes):
         sizes = (point.swapped_bytes, point.spilled_bytes, point.resident_bytes)
         seconds = (point.predicted_seconds, median(point.seconds))
@@ -75,18 +77,17 @@ def report(points: Sequence[Point]) -> None:
             + "".join(f"{each:>13.3f}" for each in seconds)
             + f"{_error(point):>+13.1%}  {point.bottleneck}"
         )
-    judged = diagnose_nonfinite_step(points)
+    found = deviations(points)
     for name, limit, words in (
         ("planned_over_best", _BEST, "planned point, slower than the best one measured"),
         ("worst_error", _EVERYWHERE, "prediction, at its worst"),
         ("planned_error", _AT_PLAN, "prediction, at the planned point"),
     ):
-        verdict = "kept" if judged[name] <= limit else "BROKEN"
-        print(f"{words}: {judged[name]:.1%}, at most {limit:.0%}: {verdict}")
+        print_promise(words, found[name], at_most=limit)
 
 
-def diagnose_nonfinite_step(points: Sequence[Point]) -> dict[str, float]:
-    """How far each promise is from being exact."""
+def deviations(points: Sequence[SweepPoint]) -> dict[str, float]:
+    """How far the planned point and the predictions are from the best measured ones."""
     [planned] = [point for point in points if point.is_planned]
     best_seconds = min(median(point.seconds) for point in points)
     return {
@@ -96,7 +97,7 @@ def diagnose_nonfinite_step(points: Sequence[Point]) -> dict[str, float]:
     }
 
 
-def draw(sweeps: Mapping[int, Sequence[Point]], path: Path, *, micro_batches: int) -> None:
+def draw(sweeps: Mapping[int, Sequence[SweepPoint]], path: Path, *, micro_batches: int) -> None:
     """Step time against bytes swapped, a panel for each batch size."""
     import matplotlib as mpl
 
@@ -117,7 +118,7 @@ def draw(sweeps: Mapping[int, Sequence[Point]], path: Path, *, micro_batches: in
         panel.errorbar(sizes, middle, yerr=spread, fmt="o", capsize=2, label="measured: median, least and most")
         [planned] = [point for point in points if point.is_planned]
         panel.axvline(planned.swapped_bytes / MIB, linestyle=":", color="gray", label="planned")
-        panel.set(title=f"{micro_batches} micro-batches of {tokens} tokens", xlabel="swapped, MiB", ylabel="step, s")
+        panel.set(title=f"{micro_batches} micro-batches of {tokens} tokens", xlabel="offloaded, MiB", ylabel="step, s")
         panel.set_ylim(bottom=0)
         panel.legend()
     figure.savefig(path, format="svg", metadata={"Date": None})
@@ -138,15 +139,15 @@ def _sweep(arguments: argparse.Namespace, tokens: int) -> Sweep:
     )
 
 
-def _run_process(sweep: Sweep) -> list[Point]:
+def _run_process(sweep: Sweep) -> list[SweepPoint]:
     command = [sys.executable, "-m", "scripts.bench.sweep", json.dumps(asdict(sweep))]
     root = Path(__file__).parents[2]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=root).stdout
-    return [Point(**point) for point in json.loads(output.splitlines()[-1])]
+    return [SweepPoint(**point) for point in json.loads(output.splitlines()[-1])]
 
 
-def _error(point: Point) -> float:
-    """Of the prediction, by what was measured."""
+def _error(point: SweepPoint) -> float:
+    """The error of the prediction, relative to the measured time."""
     return point.predicted_seconds / median(point.seconds) - 1
 
 

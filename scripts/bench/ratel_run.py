@@ -1,61 +1,53 @@
-"""Ratel with all state on disk, ready to run steps under one plan after another.
+"""Ratel with all state on a drive, ready to run steps under one plan after another.
 
-For `contestant_ratel` and `sweep`. Everything lies in a temporary directory, which is deleted afterwards; weights and
-tokens are random. One engine after another works on the same store, so that a new plan costs no new store.
+Store, planner and engine are those of `ratel finetune`; weights and tokens are random. Everything lies in a temporary
+directory, which is deleted afterwards. All engines work on one store, so that a new plan needs no new store.
 
 Invariant: every step is committed before the next engine is opened.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
+from ratel_cli.config.schema import DatasetConfig, LimitsConfig, RunConfig, StorageConfig
+from ratel_cli.console import RunLog
 from ratel_cli.data.packing import MicroBatch
-from ratel_cli.engine.build import open_engine
-from ratel_cli.engine.device.open import open_device
-from ratel_cli.engine.optimizer.adamw import AdamWSettings
-from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import StepTimes, Timeline
-from ratel_cli.hardware.gpu import compute_device, gpu_limit_bytes, set_determinism
-from ratel_cli.hardware.host import resident_bytes, return_freed_memory
-from ratel_cli.hardware.measure import measure
-from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.pinning import CudaPinning
-from ratel_cli.io.queue import IoQueue, open_queue
-from ratel_cli.io.scratch import Scratch
+from ratel_cli.hardware.gpu import compute_device, set_determinism
+from ratel_cli.hardware.host import return_freed_memory
+from ratel_cli.io.queue import IoQueue
 from ratel_cli.model.blocks import DecoderModel, find_blocks
-from ratel_cli.model.import_weights import WeightSource, import_weights
+from ratel_cli.model.import_weights import WeightSource
 from ratel_cli.model.initialise import RandomSource
 from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import ActivationPolicy, StateBytes, Workload
-from ratel_cli.planning.plan import Decisions, Plan
-from ratel_cli.run.plan import Planner
+from ratel_cli.planning.placement import ActivationPolicy
+from ratel_cli.planning.plan import Plan
+from ratel_cli.run.context import RunContext, open_context
+from ratel_cli.run.engine import open_planned_engine
+from ratel_cli.run.plan import Planner, estimated_profile, make_planner, measure_hardware
+from ratel_cli.run.settings import num_slots
+from ratel_cli.run.store import create_store
 from ratel_cli.sizes import CHUNK_ELEMENTS
 from ratel_cli.store.barrier import Barrier
-from ratel_cli.store.layout import record_layout
 from ratel_cli.store.store import Progress, Store, StoreIdentity
 from ratel_cli.units import GIB
-from scripts.bench.contestants import LEARNING_RATE, Task, config_of
+from scripts.bench.contestants import LEARNING_RATE, Task, llama_config
 
-STATE = StateBytes(compute=2, record=12, num_fields=4, gradient=2)
-"""Of a parameter in bf16."""
+NO_IDENTITY = StoreIdentity(model_hash="", config_hash="", data_hash="", seed=0, software="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class TimedStep:
     """One step as it ran."""
 
     outcome: StepOutcome
@@ -74,26 +66,17 @@ class RatelRun:
     """One model and its store, and what its plans have in common."""
 
     task: Task
+    context: RunContext
     model: DecoderModel
     planner: Planner
-    directory: Path
-    queue: IoQueue
-    pool: BufferPool
     store: Store
-    device: torch.device
 
     def estimate(self) -> ModelProfile:
-        """From shapes alone."""
-        return analytic_profile(
-            self.planner.spec,
-            self.planner.state,
-            traits=self.model.traits,
-            micro_batch_tokens=self.task.tokens,
-            sequence_len=self.task.tokens // self.task.rows,
-        )
+        """The model's profile from shapes alone."""
+        return estimated_profile(self.planner, self.model)
 
-    def record(self, batches: list[MicroBatch]) -> tuple[Step, ModelProfile]:
-        """One step that swaps nothing, settled, and the profile that it gives."""
+    def record(self, batches: list[MicroBatch]) -> tuple[TimedStep, ModelProfile]:
+        """Run one step that offloads nothing, settle it, and return it with the profile that it gives."""
         recording = StepRecording()
         with self.under(self.planner.plan_recording(self.estimate())) as steps:
             step = steps.run(batches, recording=recording, settled=True)
@@ -101,44 +84,18 @@ class RatelRun:
 
     @contextmanager
     def under(self, plan: Plan) -> Iterator[Steps]:
-        """Steps as planned; the last one is settled in the end."""
+        """Steps as planned. The last one is settled at the end."""
         timeline = Timeline()
-        with ExitStack() as resources:
-            device = resources.enter_context(
-                open_device(self.device, timeline, limit_bytes=plan.device_allocation_bytes)
-            )
-
-            def scratch(num_bytes: int) -> Scratch | None:
-                return resources.enter_context(Scratch([self.directory], num_bytes, self.queue)) if num_bytes else None
-
-            engine = resources.enter_context(
-                open_engine(
-                    self.model,
-                    self.store,
-                    self.pool,
-                    adamw=AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.0),
-                    updates=UpdateSettings(
-                        gradient_dtype=torch.bfloat16,
-                        max_grad_norm=1.0 if self.task.clip else None,
-                        hold=plan.decisions.in_place,
-                        held_in_memory_bytes=plan.held_in_memory_bytes,
-                        overlap=plan.decisions.overlap,
-                    ),
-                    placement=plan.placement,
-                    seed=0,
-                    device=device,
-                    timeline=timeline,
-                    scratch=scratch(plan.spilled_bytes),
-                    activation_scratch=scratch(plan.offloaded.written_bytes),
-                )
-            )
+        with open_planned_engine(
+            self.context, self.model, self.store, plan, timeline=timeline, drive_weights=(1,)
+        ) as engine:
             steps = Steps(engine, self.store, timeline)
             yield steps
             steps.settle()
 
 
 class Steps:
-    """The steps of one engine, counted on from what the store has."""
+    """The steps of one engine. They continue from the step at which the store is."""
 
     def __init__(self, engine: StepEngine, store: Store, timeline: Timeline) -> None:
         self._engine = engine
@@ -146,8 +103,10 @@ class Steps:
         self._timeline = timeline
         self._done = store.progress.step
 
-    def run(self, batches: list[MicroBatch], *, recording: StepRecording | None = None, settled: bool = False) -> Step:
-        """One step. If it is to be settled, its time includes that."""
+    def run(
+        self, batches: list[MicroBatch], *, recording: StepRecording | None = None, settled: bool = False
+    ) -> TimedStep:
+        """Run one step. If it is to be settled, its time includes that."""
         done, start = self._done, time.perf_counter()
         outcome = self._engine.run(
             batches,
@@ -161,7 +120,7 @@ class Steps:
         self._done += 1
         if settled:
             self.settle()
-        return Step(outcome=outcome, start=start, end=time.perf_counter(), times=self._timeline.take())
+        return TimedStep(outcome=outcome, start=start, end=time.perf_counter(), times=self._timeline.take())
 
     def settle(self) -> None:
         """Write and commit what the last step left to do."""
@@ -181,79 +140,54 @@ def open_run(
     barrier: Barrier | None = None,
     source: WeightSource | None = None,
 ) -> Iterator[RatelRun]:
-    """Measure the machine, and make a store with the weights of `source`, or drawn as the model draws them."""
+    """Measure the machine, and make a store with the weights of `source`, or with the initialiser's random weights."""
     return_freed_memory()
     device = compute_device(task.device)
     if device.type == "cuda":
         set_determinism(True, device)
-    model = find_blocks(build_skeleton(config_of(task), dtype="bfloat16", attn_implementation="sdpa"), name="bench")
+    model = find_blocks(build_skeleton(llama_config(task), dtype="bfloat16", attn_implementation="sdpa"), name="bench")
     with ExitStack() as resources:
         directory = Path(resources.enter_context(tempfile.TemporaryDirectory(dir=task.directory)))
-        queue = throttled(resources.enter_context(open_queue("auto", notice=_tell)))
-        pool = resources.enter_context(_open_pool(device, limit_bytes))
-        planner = Planner(
-            spec=model.spec,
-            state=STATE,
-            workload=Workload(
-                micro_batch_size=task.rows,
-                num_micro_batches=task.micro_batches,
-                sequence_len=task.tokens // task.rows,
-            ),
-            decisions=Decisions(
-                holds_gradients=task.clip or task.in_place,
-                num_slots=1 if task.in_place else 2,
-                host_limit_bytes=limit_bytes,
-                activations=activations,
-                overlap=task.overlap,
-                device_limit_bytes=_device_limit_bytes(task, device),
-            ),
-            hardware=measure([directory], queue, pool, dtype=torch.bfloat16, device=device),
-            process_bytes=resident_bytes(),
-        )
+        config = run_config(task, directory, limit_bytes=limit_bytes, activations=activations)
+        opened = resources.enter_context(open_context(config, RunLog(), device=device))
+        context = replace(opened, queue=throttled(opened.queue))
+        planner = make_planner(context, model.spec, measure_hardware(context, has_store=False))
         store = resources.enter_context(
-            Store.create(
-                [directory],
-                identity=StoreIdentity(model_hash="", config_hash="", data_hash="", seed=0, software=""),
-                layout=record_layout("bfloat16"),
-                block_elements=[block.num_elements for block in model.spec.blocks],
-                num_slots=planner.decisions.num_slots,
-                in_place=planner.decisions.in_place,
-                queue=queue,
+            create_store(
+                model.spec,
+                source or RandomSource(model.skeleton, config.seed),
+                config.storage.paths,
+                identity=NO_IDENTITY,
+                dtype=config.dtype,
+                num_slots=num_slots(config),
+                queue=context.queue,
+                pool=context.pool,
                 chunk_elements=chunk_elements,
                 barrier=barrier,
             )
         )
-        weights = source or RandomSource(model.skeleton, 0)
-        import_weights(model.spec, weights, store.shadow(), pool, progress=lambda count: None)
-        store.commit_import(_progress(0))
-        pool.trim()
-        yield RatelRun(
-            task=task,
-            model=model,
-            planner=planner,
-            directory=directory,
-            queue=queue,
-            pool=pool,
-            store=store,
-            device=device,
-        )
+        yield RatelRun(task=task, context=context, model=model, planner=planner, store=store)
 
 
-def _open_pool(device: torch.device, limit_bytes: int) -> BufferPool:
-    if device.type == "cpu":
-        return BufferPool(limit_bytes)
-    return BufferPool(max(0, limit_bytes - resident_bytes()), pin=CudaPinning(_tell))
-
-
-def _device_limit_bytes(task: Task, device: torch.device) -> int | None:
-    if device.type == "cpu":
-        return None
-    return gpu_limit_bytes(device, None if task.gpu_memory_gib is None else int(task.gpu_memory_gib * GIB))
+def run_config(task: Task, directory: Path, *, limit_bytes: int, activations: ActivationPolicy) -> RunConfig:
+    """The task as a run's config, with its store in `directory`. Model and data are named, but never read."""
+    gpu_bytes = None if task.gpu_memory_gib is None or task.device == "cpu" else int(task.gpu_memory_gib * GIB)
+    return RunConfig(
+        base_model="random weights",
+        random_init=True,
+        datasets=(DatasetConfig(path="random tokens"),),
+        sequence_len=task.tokens // task.rows,
+        micro_batch_size=task.rows,
+        gradient_accumulation_steps=task.micro_batches,
+        max_grad_norm=1.0 if task.clip else None,
+        device=task.device,
+        activations=activations,
+        optimizer_overlap=task.overlap,
+        storage=StorageConfig(paths=(directory,), durability="none" if task.in_place else "step"),
+        limits=LimitsConfig(gpu_memory=gpu_bytes, host_memory=limit_bytes),
+        seed=0,
+    )
 
 
 def _progress(step: int) -> Progress:
     return Progress(step=step, updates=step, loss_scale=1.0, good_steps=0, tokens=0)
-
-
-def _tell(text: str) -> None:
-    print(text, file=sys.stderr)

@@ -1,16 +1,17 @@
-"""A whole training step: Ratel, with all state on disk, beside plain PyTorch with all of it in memory, and DeepSpeed.
+"""A whole training step of Ratel, with all state on a drive, next to plain PyTorch in memory, and DeepSpeed.
 
-Regime: a Llama shape with random weights, random tokens, bf16, the same micro-batches; one process for
-each contestant and round, in turn. The contestants are those of `scripts/bench/contestants.py`; those of DeepSpeed take
-part where they are named, in an environment where it is installed too. Two ceilings, and one to outrun:
+Regime: a Llama shape with random weights, random tokens, bf16, the same micro-batches; one process for each contestant
+and round, in turn. `scripts/bench/contestants.py` describes the contestants. Those of DeepSpeed take part where they
+are named, and need DeepSpeed to be installed. There are two ceilings, and a rival:
 
-    compute     plain PyTorch of the same round: what a step costs where nothing has to be moved; `ratel` against
-                `plain` and `plain-kept`, `ratel-recompute` against `plain`. Speed is plain's time / Ratel's
-    NVMe        the bytes that a step moves at the drive's mixed rate, measured by the same process
+    compute     plain PyTorch in the same round: what a step costs when nothing has to be moved; `ratel` against
+                `plain` and `plain-kept`, `ratel-recompute` against `plain`. Speed is
+                plain's time / Ratel's
+    NVMe        the bytes that a step moves, at the drive's mixed rate, which the same process measures
     DeepSpeed   ZeRO-Infinity with all state on the same drive (`zero`), or all but the parameters (`zero-optimizer`)
 
-Medians over the steps of all rounds, speeds of the medians within a round. `narrow` is a shape that computes next
-to nothing: there the difference of the times is what Python costs. The last line is JSON.
+Times are medians over the steps of all rounds; a speed compares the medians of one round. The shape `narrow` computes
+very little, so the difference of its times is what Python costs. The last line is JSON.
 
     python -m scripts.bench.step [--shape 0.35b|1b|3b|narrow|tiny] [--contestants ratel plain ...] [--directory DIR]
 """
@@ -30,6 +31,7 @@ from scripts.bench.contestants import (
     Contestant,
     Measured,
     add_arguments,
+    in_turns,
     run_process,
     task_of,
 )
@@ -44,22 +46,21 @@ _AGAINST: tuple[tuple[Contestant, Contestant], ...] = (
 
 
 def main() -> None:
-    """Parse arguments; run the rounds; report."""
+    """Parse the arguments, run the rounds, report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add_arguments(parser, shape="0.35b", tokens=1024, micro_batches=4, steps=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=list(REQUIRED))
     arguments = parser.parse_args()
     measured: dict[Contestant, list[Measured]] = {name: [] for name in arguments.contestants}
-    for number in range(arguments.rounds):
-        for name in arguments.contestants if number % 2 == 0 else reversed(arguments.contestants):
-            measured[name].append(run_process(task_of(arguments, name)))
-            print(f"round {number + 1}: {name} {_seconds(measured[name][-1]):.2f} s", flush=True)
+    for number, name in in_turns(arguments.contestants, arguments.rounds):
+        measured[name].append(run_process(task_of(arguments, name)))
+        print(f"round {number + 1}: {name} {measured[name][-1].seconds:.2f} s", flush=True)
     report(arguments, measured)
 
 
 def report(arguments: argparse.Namespace, measured: dict[Contestant, list[Measured]]) -> None:
-    """A table, and the JSON."""
+    """Print the table, the comparisons and the JSON."""
     print(f"{'contestant':<16}{'s/step':>8}{'peak GiB':>10}{'B/param':>9}{'floor s':>9}{'x floor':>9}{'hidden':>8}")
     summary: dict[str, object] = {"benchmark": "step", "arguments": vars(arguments)}
     for name, runs in measured.items():
@@ -70,7 +71,7 @@ def report(arguments: argparse.Namespace, measured: dict[Contestant, list[Measur
         if runs[0].nvme_bytes:
             floors = [nvme_floor(run) for run in runs]
             per_parameter = runs[-1].nvme_bytes / runs[-1].num_parameters / len(runs[-1].step_seconds)
-            over = statistics.median(_seconds(run) / floor for run, floor in zip(runs, floors, strict=True))
+            over = statistics.median(run.seconds / floor for run, floor in zip(runs, floors, strict=True))
             hidden = statistics.median(run.hidden_fraction for run in runs)
             row += f"{per_parameter:>9.2f}{statistics.median(floors):>9.2f}{over:>9.2f}{hidden:>8.2f}"
             values |= {
@@ -86,10 +87,10 @@ def report(arguments: argparse.Namespace, measured: dict[Contestant, list[Measur
     for name, other in _AGAINST:
         if name in measured and other in measured:
             pairs = list(zip(measured[name], measured[other], strict=True))
-            speed = statistics.median(_seconds(theirs) / _seconds(ours) for ours, theirs in pairs)
+            speed = statistics.median(theirs.seconds / ours.seconds for ours, theirs in pairs)
             memory = statistics.median(ours.peak_bytes / theirs.peak_bytes for ours, theirs in pairs)
             print(f"{name} against {other}: {speed:.2f} of the speed, {memory:.2f} of the memory")
-            overhead = statistics.median(_seconds(ours) - _seconds(theirs) for ours, theirs in pairs)
+            overhead = statistics.median(ours.seconds - theirs.seconds for ours, theirs in pairs)
             per_layer = 1e3 * overhead / SHAPES[arguments.shape]["num_hidden_layers"] / arguments.micro_batches
             print(f"{name} - {other}: {per_layer:.2f} ms per layer and micro-batch")
             summary[f"{name}/{other}"] = {"speed": speed, "memory": memory, "milliseconds_per_layer": per_layer}
@@ -100,12 +101,8 @@ def report(arguments: argparse.Namespace, measured: dict[Contestant, list[Measur
 
 
 def nvme_floor(run: Measured) -> float:
-    """Seconds that the bytes of a step take at the mixed rate."""
+    """Seconds that the drive needs for the bytes of a step, at its mixed rate."""
     return run.nvme_bytes / len(run.step_seconds) / run.mixed_bytes_per_second
-
-
-def _seconds(run: Measured) -> float:
-    return statistics.median(run.step_seconds)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Steps of one batch size under plans that swap more and more, on a drive of known speed. The process of `bench.plan`.
+"""Steps of one batch size under plans that offload more and more, on a drive of known speed; a process of `bench.plan`.
 
-One step is recorded; then every share of the activations is planned from that, and so is what the planner chooses by
-itself. The plans take turns on one store; what they have in common is the memory, of which there is little.
+Regime: one step is recorded. From its profile come a plan for each share of the activations, and the plan that the
+planner chooses by itself. The plans take turns on one store, with the same small limit on memory.
 
-Invariant: every plan moves the bytes that it said, read and written, and offloads what it said.
+Invariant: every plan reads, writes and offloads exactly the bytes that it predicted.
 """
 
 from __future__ import annotations
@@ -21,57 +21,57 @@ from ratel_cli.io.queue import IoQueue
 from ratel_cli.planning.placement import ActivationPolicy
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.plan import Planner
-from scripts.bench.contestants import Task, batches_of
+from scripts.bench.contestants import Task, batches_of, in_turns
 from scripts.bench.ratel_run import RatelRun, open_run
 from scripts.bench.throttled_queue import ThrottledQueue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """What to measure."""
+    """What to measure. One process measures one sweep."""
 
     shape: str
     tokens: int
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     micro_batches: int
     shares: list[float]
-    """Of the bytes that could be swapped: a point each."""
+    """Shares of the bytes that could be offloaded: a point each."""
     rounds: int
     steps: int
-    """Counted in each round; one more before them is not."""
+    """Steps that count in each round. One more step before them does not count."""
     available_bytes: int
-    """Of memory, on top of the least that a step takes."""
+    """Memory on top of the least that a step needs."""
     nvme_bytes_per_second: float
-    """In either direction."""
+    """The rate of the drive, in either direction."""
     directory: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class SweepPoint:
     """One plan, as predicted and as measured."""
 
     is_planned: bool
-    """By the planner alone."""
+    """The planner chose the activations to offload, not the sweep."""
     swapped_bytes: int
     spilled_bytes: int
-    """Of those, to NVMe."""
+    """The part of `swapped_bytes` that goes to NVMe."""
     resident_bytes: int
-    """Weights and states that stay in memory."""
+    """Weights and optimizer states that stay in memory."""
     predicted_forward_seconds: float
     predicted_seconds: float
     bottleneck: str
     forward_seconds: list[float]
     seconds: list[float]
-    """From decision to decision."""
+    """Of whole steps, from decision to decision."""
 
 
 def main() -> None:
-    """Be the process of one sweep: the argument is JSON, and so is the last line printed."""
+    """The main program: its argument is the sweep as JSON, its last line is the list of points as JSON."""
     print(json.dumps([asdict(point) for point in points(Sweep(**json.loads(sys.argv[1])))]))
 
 
-def points(sweep: Sweep) -> list[Point]:
-    """One for each share, and the planner's own."""
+def points(sweep: Sweep) -> list[SweepPoint]:
+    """Measure one point for each share, and the planner's own."""
     task = Task(
         contestant="ratel",
         shape=sweep.shape,
@@ -94,23 +94,21 @@ def points(sweep: Sweep) -> list[Point]:
         plans = [_deciding(run.planner, activations=wish).plan(profile) for wish in wishes]
         found = [_point(plan) for plan in plans]
         batches = iter(others)
-        for number in range(sweep.rounds):
-            of_round = list(islice(batches, 1 + sweep.steps))
-            turns = list(zip(plans, found, strict=True))
-            for plan, point in turns if number % 2 == 0 else reversed(turns):
-                for forward_seconds, seconds in _measure(run, plan, of_round):
-                    point.forward_seconds.append(forward_seconds)
-                    point.seconds.append(seconds)
+        rounds = [list(islice(batches, 1 + sweep.steps)) for _ in range(sweep.rounds)]
+        for number, (plan, point) in in_turns(list(zip(plans, found, strict=True)), sweep.rounds):
+            for forward_seconds, seconds in _measure(run, plan, rounds[number]):
+                point.forward_seconds.append(forward_seconds)
+                point.seconds.append(seconds)
         return found
 
 
 def _least_bytes(run: RatelRun) -> int:
-    """Of memory, without which no step fits."""
+    """The least memory that a step needs."""
     try:
         _deciding(run.planner, host_limit_bytes=0).plan(run.estimate())
     except DoesNotFit as refusal:
         return refusal.shortfall_bytes
-    raise AssertionError("a step takes memory")
+    raise AssertionError("a step needs memory")
 
 
 def _deciding(
@@ -121,8 +119,8 @@ def _deciding(
     return replace(planner, decisions=replace(before, host_limit_bytes=limit_bytes, activations=activations))
 
 
-def _point(plan: Plan) -> Point:
-    return Point(
+def _point(plan: Plan) -> SweepPoint:
+    return SweepPoint(
         is_planned=plan.decisions.activations == "auto",
         swapped_bytes=plan.offloaded.total_bytes,
         spilled_bytes=plan.offloaded.written_bytes,
@@ -136,8 +134,11 @@ def _point(plan: Plan) -> Point:
 
 
 def _measure(run: RatelRun, plan: Plan, steps_batches: Sequence[list[MicroBatch]]) -> Iterator[tuple[float, float]]:
-    """Forward and whole steps, all but the first; what is left of the last is written afterwards."""
-    queue, num_steps = run.queue, len(steps_batches)
+    """Seconds of the forward and of the whole step, of all steps but the first.
+
+    What is left of the last step is written afterwards, and does not count.
+    """
+    queue, num_steps = run.context.queue, len(steps_batches)
     read_bytes, written_bytes = queue.read_bytes, queue.written_bytes
     with run.under(plan) as steps:
         for number, batches in enumerate(steps_batches):
@@ -152,9 +153,9 @@ def _measure(run: RatelRun, plan: Plan, steps_batches: Sequence[list[MicroBatch]
 
 
 def _last_bytes(run: RatelRun, plan: Plan) -> int:
-    """Read after the last step: the weights for its deferred updates, which otherwise are a forward's too."""
-    put_off = plan.placement.deferred - plan.placement.resident_weights
-    return sum(run.planner.state.compute * run.model.spec.blocks[index].num_elements for index in put_off)
+    """Bytes read after the last step: the weights for its deferred updates. Otherwise a forward reads them."""
+    deferred = plan.placement.deferred - plan.placement.resident_weights
+    return sum(run.planner.state.compute * run.model.spec.blocks[index].num_elements for index in deferred)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A queue that is slow on purpose: the real one behind it, and no transfer done before its drive could have done it.
+"""An I/O queue that is slowed down to a drive of a known speed.
 
-For tests and benchmarks that need a store of a known speed. Each direction is a drive of its own that moves one
-transfer after the other, so reading does not slow writing down; bytes and errors are the real queue's.
+A real queue moves the bytes, and no transfer is done before a drive of that speed would be done. Each direction moves
+one transfer after the other, so that reads do not slow down writes. Bytes and errors are the real queue's.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ThrottledQueue(IoQueue):
         return _LateTicket(self._queue.write(extents), *self._writes.take(extents))
 
     def close(self) -> None:
-        """Nothing is its own."""
+        """Do nothing: the real queue belongs to whoever opened it."""
 
 
 class _Clock:
