@@ -12,15 +12,15 @@ ROOT = Path(__file__).parents[1]
 ORACLES: dict[str, tuple[str, ...]] = {
     "tests/reference.py": (),
     "tests/kernels/oracle.py": ("ratel_cli._native",),  # the kernels that are judged
-    "tests/store/power.py": ("ratel_cli.io.queue.Piece", "ratel_cli.io.tickets.Ticket"),  # what a queue takes and gives
+    "tests/store/power.py": ("ratel_cli.io",),  # the interface of a queue; the store is judged
 }
-"""Each with what it may import."""
+"""Each with the modules that it may import from."""
 
 
 @pytest.mark.parametrize("oracle", ORACLES)
 def test_it_imports_nothing_that_it_judges(oracle: str) -> None:
     source = (ROOT / oracle).read_text(encoding="utf-8")
     ours = [name for name in imports(source, oracle) if name.startswith("ratel_cli")]
-    assert [name for name in ours if name not in ORACLES[oracle]] == []
+    assert [name for name in ours if not name.startswith(ORACLES[oracle])] == []
     borrowed = [name for name in imports(source, oracle) if name.startswith("tests.")]
     assert borrowed == [], "what an oracle uses is written where this test sees it"
