@@ -37,6 +37,7 @@ def test_rotating_has_each_first_value_once_and_meets_every_combination() -> Non
     assert [first for first, *_ in short(cases)] == list(range(9))
     assert {tuple(rest) for _, *rest in short(cases)} == set(itertools.product(*axes[1:]))
     assert short(cases)[0] == (0, "a", 0.5)
+    assert short(rotating(range(7), "ab", every=3)) == [(0, "a"), (3, "b"), (6, "a")]
 
 
 def test_pairwise_has_every_pair_in_few_cases() -> None:

@@ -56,13 +56,16 @@ def sample_kinds(cases: Sequence[Case], *, kind: Callable[[Case], str], every: i
     return [_case((case,), is_short=place in chosen) for place, case in enumerate(cases)]
 
 
-def rotating(*axes: Sequence[object], offset: int = 0) -> list[ParameterSet]:
-    """The product of all axes. The short tier runs each value of the first axis once, and rotates through the
-    combinations of the others, beginning with number `offset`."""
+def rotating(*axes: Sequence[object], every: int = 1, offset: int = 0) -> list[ParameterSet]:
+    """The product of all axes. The short tier runs every `every`th value of the first axis, each once, and rotates
+    through the combinations of the others, beginning with number `offset`."""
     first, *others = axes
     combinations = list(itertools.product(*others))
     return [
-        _case((value, *combination), is_short=(place + offset) % len(combinations) == number)
+        _case(
+            (value, *combination),
+            is_short=place % every == 0 and (place // every + offset) % len(combinations) == number,
+        )
         for place, value in enumerate(first)
         for number, combination in enumerate(combinations)
     ]

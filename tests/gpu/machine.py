@@ -16,10 +16,17 @@ from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import PinMemory
 from ratel_cli.io.pinning import CudaPinning
 from ratel_cli.sizes import DtypeName
+from tests.engine.architectures import larger_config, tiny_config
 from tests.engine.machine import Machine, initial_weights, machine
 from tests.reference import Recipe
+from tests.simulated_gpu import is_simulated
 
 NEEDS_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def gpu_config(architecture: str, **changes: object) -> PretrainedConfig:
+    """A model of sizes that a GPU's kernels like. On the simulated GPU, which has none, it is a tiny one."""
+    return (tiny_config if is_simulated() else larger_config)(architecture, **changes)
 
 
 def on_gpu(timeline: Timeline, *, limit_bytes: int | None = None) -> AbstractContextManager[Device]:

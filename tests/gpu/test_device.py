@@ -22,7 +22,7 @@ from tests.simulated_gpu import is_simulated, set_eagerness
 pytestmark = NEEDS_GPU
 
 ABOUT = SpanLabel(label="bytes", block=1, stage="backward")
-LARGE = 256 * MIB
+LARGE = (16 if is_simulated() else 256) * MIB
 
 
 @pytest.fixture(autouse=True)

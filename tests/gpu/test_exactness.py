@@ -17,7 +17,7 @@ from ratel_cli.errors import BadInput
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.planning.placement import Placement
 from ratel_cli.sizes import DtypeName
-from tests.engine.architectures import ARCHITECTURES, larger_config
+from tests.engine.architectures import ARCHITECTURES
 from tests.engine.exactness import (
     AHEAD,
     DROPOUT,
@@ -30,10 +30,10 @@ from tests.engine.exactness import (
 )
 from tests.engine.machine import attention_of, random_steps
 from tests.engine.swaps import EVERYTHING, ChosenEverywhere
-from tests.gpu.machine import NEEDS_GPU, gpu_machine
+from tests.gpu.machine import NEEDS_GPU, gpu_config, gpu_machine
 from tests.reference import Recipe
 from tests.simulated_gpu import is_simulated
-from tests.tiers import pairwise, rotating
+from tests.tiers import rotating
 
 pytestmark = NEEDS_GPU
 
@@ -43,22 +43,22 @@ DENSE = [name for name in ARCHITECTURES if name not in EXPERTS]
 
 
 @pytest.mark.parametrize(
-    ("architecture", "dtype", "num_micro_batches", "max_grad_norm"), rotating(DENSE, *SETTINGS, offset=3)
+    ("architecture", "dtype", "num_micro_batches", "max_grad_norm"), rotating(DENSE, *SETTINGS, every=3, offset=3)
 )
 def test_equals_plain_pytorch(
     tmp_path: Path, architecture: str, dtype: DtypeName, num_micro_batches: int, max_grad_norm: float | None
 ) -> None:
-    config, recipe = larger_config(architecture), Recipe(dtype=DTYPES[dtype], max_grad_norm=max_grad_norm)
+    config, recipe = gpu_config(architecture), Recipe(dtype=DTYPES[dtype], max_grad_norm=max_grad_norm)
     check_training(gpu_machine, tmp_path, config, recipe, num_micro_batches=num_micro_batches, placement=AHEAD)
 
 
 def test_fp16_with_a_scaled_loss(tmp_path: Path) -> None:
     recipe = Recipe(dtype=torch.float16, loss_scale=1024.0, max_grad_norm=0.5)
-    check_training(gpu_machine, tmp_path, larger_config("llama"), recipe, num_steps=3, placement=AHEAD)
+    check_training(gpu_machine, tmp_path, gpu_config("llama"), recipe, num_steps=3, placement=AHEAD)
 
 
 def test_an_overflow_is_seen_and_the_step_not_applied(tmp_path: Path) -> None:
-    config = larger_config("llama")
+    config = gpu_config("llama")
     recipe = Recipe(dtype=torch.float16, loss_scale=2.0**24)
     with gpu_machine(tmp_path, config, recipe, dtype="float16") as ratel:
         before = ratel.weights()
@@ -70,7 +70,7 @@ def test_an_overflow_is_seen_and_the_step_not_applied(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", EXPERTS)
 def test_experts_are_refused_where_bits_are_promised(tmp_path: Path, architecture: str) -> None:
     """Or they are right, should torch have learnt it."""
-    config = larger_config(architecture)
+    config = gpu_config(architecture)
     recipe = Recipe(dtype=torch.bfloat16, attn_implementation=attention_of(config))
     with gpu_machine(tmp_path, config, recipe) as ratel:
         steps = random_steps(2, 2, packed=ratel.model.packs)
@@ -88,7 +88,7 @@ def test_experts_are_within_rounding(tmp_path: Path, architecture: str) -> None:
     where that is nothing but rounding it may move the other way, so no weight is further off than 2 steps both ways,
     and all together less than 1 %."""
     torch.use_deterministic_algorithms(False)
-    config = larger_config(architecture)
+    config = gpu_config(architecture)
     recipe = Recipe(dtype=torch.float32, weight_decay=0.0, attn_implementation=attention_of(config))
     with gpu_machine(tmp_path, config, recipe, dtype="float32", placement=replace(AHEAD, swapped=EVERYTHING)) as ratel:
         steps = random_steps(2, 2, packed=ratel.model.packs)
@@ -103,28 +103,28 @@ def test_experts_are_within_rounding(tmp_path: Path, architecture: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "max_grad_norm", "architecture"), pairwise(list(PLACEMENTS), [None, 0.5], ["llama", "llama_tied"])
+    ("placement", "max_grad_norm", "architecture"), rotating(list(PLACEMENTS), [None, 0.5], ["llama", "llama_tied"])
 )
 def test_what_stays_and_what_runs_ahead_changes_no_bit(
     tmp_path: Path, placement: str, max_grad_norm: float | None, architecture: str
 ) -> None:
     recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
-    check_training(gpu_machine, tmp_path, larger_config(architecture), recipe, num_steps=3, **PLACEMENTS[placement])
+    check_training(gpu_machine, tmp_path, gpu_config(architecture), recipe, num_steps=3, **PLACEMENTS[placement])
 
 
-@pytest.mark.parametrize(("architecture", "offloading"), rotating(DENSE, ["none", *OFFLOADING]))
+@pytest.mark.parametrize(("architecture", "offloading"), rotating(DENSE, ["none", *OFFLOADING], every=3))
 def test_offloading_changes_no_bit(tmp_path: Path, architecture: str, offloading: str) -> None:
     share, spilled_units = OFFLOADING.get(offloading, (0.0, 0))
     placement = replace(AHEAD, swapped=ChosenEverywhere(share, 3), spilled_units=spilled_units)
     recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=0.5)
-    check_training(gpu_machine, tmp_path, larger_config(architecture), recipe, placement=placement)
+    check_training(gpu_machine, tmp_path, gpu_config(architecture), recipe, placement=placement)
 
 
 @pytest.mark.parametrize(
     ("architecture", "packed", "share"), rotating(["gpt2", "llama", "bloom"], [False, True], [0.0, 0.5, 1.0], offset=3)
 )
 def test_dropout_draws_the_same_when_recomputed(tmp_path: Path, architecture: str, packed: bool, share: float) -> None:
-    config, recipe = larger_config(architecture, **DROPOUT[architecture]), Recipe(dtype=torch.bfloat16)
+    config, recipe = gpu_config(architecture, **DROPOUT[architecture]), Recipe(dtype=torch.bfloat16)
     placement = Placement(swapped=ChosenEverywhere(share))
     check_training(gpu_machine, tmp_path, config, recipe, packed=packed, placement=placement)
 
@@ -136,7 +136,7 @@ def test_every_kernel_of_attention(tmp_path: Path, backend: SDPBackend, share: f
     """Without packing, so that there is no mask: flash attention takes none."""
     if is_simulated() and backend != SDPBackend.MATH:
         pytest.skip("the simulated GPU has one kernel of attention")
-    config = larger_config("llama", attention_dropout=dropout)
+    config = gpu_config("llama", attention_dropout=dropout)
     placement = replace(AHEAD, swapped=ChosenEverywhere(share))
     with sdpa_kernel(backend):
         recipe = Recipe(dtype=torch.bfloat16)
@@ -144,7 +144,7 @@ def test_every_kernel_of_attention(tmp_path: Path, backend: SDPBackend, share: f
 
 
 def test_evaluation_is_that_of_plain_pytorch(tmp_path: Path) -> None:
-    config = larger_config("llama")
+    config = gpu_config("llama")
     recipe = Recipe(dtype=torch.bfloat16)
     [batches] = random_steps(1, 3)
     with gpu_machine(tmp_path, config, recipe) as ratel:

@@ -26,6 +26,7 @@ from tests.engine.test_swap import recorded
 from tests.gpu.machine import NEEDS_GPU, gpu_machine
 from tests.reference import Recipe
 from tests.simulated_gpu import is_simulated
+from tests.tiers import pairwise
 
 pytestmark = NEEDS_GPU
 
@@ -77,10 +78,9 @@ def peak_bytes(ratel: Machine, batches: list[MicroBatch]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-@pytest.mark.parametrize("swaps", [False, True])
-@pytest.mark.parametrize("kept_layers", [0, 2, 4])
+@pytest.mark.parametrize(
+    ("kept_layers", "num_micro_batches", "swaps", "tied"), pairwise([0, 2, 4], [1, 3], [False, True], [False, True])
+)
 def test_it_takes_no_more_than_was_planned(
     tmp_path: Path, tied: bool, num_micro_batches: int, swaps: bool, kept_layers: int
 ) -> None:

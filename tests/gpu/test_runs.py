@@ -26,6 +26,7 @@ from tests.e2e.runs import (
 )
 from tests.e2e.test_same_weights import check_same, reference
 from tests.gpu.machine import NEEDS_GPU
+from tests.tiers import sample
 
 pytestmark = NEEDS_GPU
 
@@ -56,14 +57,14 @@ def test_the_config_that_ran_on_the_cpu_runs_on_the_gpu(tmp_path: Path, base: Pa
         assert float((found - exported(on_cpu)[name]).abs().max()) <= 8.1e-4, name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", sample(["float32", "bfloat16"], every=2, offset=1))
 def test_the_export_is_what_pytorch_trains(tmp_path: Path, base: Path, rows: Path, dtype: str) -> None:
     config = write_config(tmp_path, base=base, rows=rows, dtype=dtype, device="cuda")
     succeed(config)
     check_same(config, reference(config, base), dtype)
 
 
-@pytest.mark.parametrize("activations", ["recompute", "swap_all"])
+@pytest.mark.parametrize("activations", sample(["recompute", "swap_all"], every=2, offset=1))
 def test_the_plan_changes_no_bit(tmp_path: Path, base: Path, rows: Path, activations: str) -> None:
     plain = write_config(tmp_path / "plain", base=base, rows=rows, **BFLOAT16)
     other = write_config(tmp_path / "other", base=base, rows=rows, activations=activations, **BFLOAT16)
@@ -94,6 +95,7 @@ def test_too_little_gpu_memory_is_known_before_anything_is_written(tmp_path: Pat
     assert not store_of(config).parent.exists()
 
 
+@pytest.mark.full
 def test_too_little_host_memory_is_told_with_all_that_needs_it(tmp_path: Path, base: Path, rows: Path) -> None:
     """Even if it is less than this process has, so that there is none to measure the drives with."""
     config = write_config(tmp_path, base=base, rows=rows, limits={"host_memory": "200MiB"}, **BFLOAT16)
@@ -115,6 +117,7 @@ def test_a_limit_is_kept(tmp_path: Path, base: Path, rows: Path) -> None:
     assert plan["memory"]["gpu_bytes"] <= limit_bytes
 
 
+@pytest.mark.full
 def test_profile_and_plan_know_the_gpu(
     tmp_path: Path, base: Path, rows: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
