@@ -62,6 +62,7 @@ def test_peaks_stay_inside_limits(make_config: MakeConfig, larger_base: Path, ma
     assert swapped[0] < max(swapped)
 
 
+@pytest.mark.full
 def test_a_budget_for_the_compute_device_is_kept(make_config: MakeConfig, larger_base: Path) -> None:
     config = make_config(base=larger_base, limits={"host_memory": "8GiB", "gpu_memory": "16MiB"})
     code, told = run(config)

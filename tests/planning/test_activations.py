@@ -20,6 +20,7 @@ from ratel_cli.planning.activations import (
 from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, StateBytes
 from ratel_cli.units import align_up
 from tests.planning.shapes import BFLOAT16, FLOAT32, gpt
+from tests.tiers import sample
 
 
 @pytest.mark.parametrize(("state", "bytes_per_element"), [(BFLOAT16, 2), (FLOAT32, 4)])
@@ -100,7 +101,7 @@ def one_by_one(offloaded: OffloadedActivations) -> OffloadedActivations:
     return replace(offloaded, written_units=singles(offloaded.written_units), read_units=singles(offloaded.read_units))
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", sample(range(100), every=5))
 def test_what_is_put_aside_is_what_the_engine_moves(seed: int) -> None:
     choice = random.Random(seed)
     num_micro_batches = choice.randint(1, 5)
@@ -112,7 +113,7 @@ def test_what_is_put_aside_is_what_the_engine_moves(seed: int) -> None:
         assert found.memory_bytes == found.host_bytes + found.window_bytes
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", sample(range(50), every=4))
 def test_what_a_gpu_keeps_is_neither_in_memory_nor_on_the_link(seed: int) -> None:
     choice = random.Random(seed)
     num_micro_batches = choice.randint(1, 5)
@@ -135,7 +136,7 @@ def test_the_last_units_are_not_read() -> None:
     assert (found.total_bytes, found.host_bytes, found.window_bytes) == (36_000, 18_000, 3 * 8192)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", sample(range(200), every=8))
 def test_as_few_units_are_spilled_as_fit(seed: int) -> None:
     """Against trying every number; where none fits, it is one that takes the least."""
     choice = random.Random(seed)

@@ -16,6 +16,7 @@ from ratel_cli.planning.placement import ActivationPolicy, Overlap, Placement, W
 from ratel_cli.units import GIB, MIB
 from tests.planning.profiles import by_chance, estimated
 from tests.planning.shapes import BFLOAT16, WORKLOAD, gpt, machine, machine_by_chance
+from tests.tiers import sample
 
 SPEC = gpt(num_layers=6, hidden_size=1024, vocab_size=20_000)
 PROFILE = estimated(SPEC)
@@ -152,7 +153,7 @@ def every_choice(of: Case, chosen: Choice) -> Iterator[Choice]:
                 break
 
 
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize("block", sample(range(8), every=3, offset=1))
 def test_it_is_as_good_as_the_best_of_all_levels_and_prefixes(block: int) -> None:
     """Small models and any machine, with just enough memory, a little more, and more."""
     for seed in range(4 * block, 4 * block + 4):
@@ -166,7 +167,7 @@ def test_it_is_as_good_as_the_best_of_all_levels_and_prefixes(block: int) -> Non
             assert chosen.time.total <= AS_GOOD * best * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", sample(range(40), every=4))
 def test_everything_fits_from_just_enough_to_plenty_and_below_it_says_what_is_missing(seed: int) -> None:
     choice = random.Random(seed)
     of = replace(case_by_chance(choice), activations=choice.choice(WISHES))
@@ -180,7 +181,7 @@ def test_everything_fits_from_just_enough_to_plenty_and_below_it_says_what_is_mi
         assert raised.value.shortfall_bytes == missing_bytes
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", sample(range(25), every=4))
 def test_what_is_faster_never_makes_a_step_slower(seed: int) -> None:
     """But for the allowances: half a percent for a higher level, 2 % for deferral."""
     choice = random.Random(seed)
@@ -192,7 +193,7 @@ def test_what_is_faster_never_makes_a_step_slower(seed: int) -> None:
         assert choose(replace(of, hardware=other)).time.total <= before * AS_GOOD / 0.98
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", sample(range(12), every=4))
 @pytest.mark.parametrize("overlap", ["optimized", "naive", "separate"])
 def test_more_memory_never_harms(seed: int, overlap: Overlap) -> None:
     """At one depth: a deeper one, which the prediction sees little of, takes memory from what stays."""

@@ -23,6 +23,7 @@ from ratel_cli.planning.placement import Overlap, Placement, Workload
 from ratel_cli.planning.traffic import Traffic, checksum_bytes, step_traffic
 from tests.planning.profiles import candidate, estimated, layer, model
 from tests.planning.shapes import BFLOAT16, WORKLOAD, gpt, machine
+from tests.tiers import sample
 
 SPEC = gpt()
 ELEMENTS = sum(block.num_elements for block in SPEC.blocks)
@@ -128,7 +129,7 @@ def test_nvme_takes_both_at_the_mixed_rate_and_the_rest_alone(
     assert sum(nvme_seconds(nvme, read, written)) == pytest.approx(seconds, rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", sample(range(50), every=4))
 def test_moving_more_never_takes_less(seed: int) -> None:
     choice = random.Random(seed)
     nvme = machine(
@@ -325,7 +326,7 @@ def test_spilled_activations_are_beneath_the_computing_of_their_own_layers(place
     assert time.backward.total == pytest.approx(0.9 + 15 / 20, rel=1e-3)
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", sample(range(50), every=4))
 def test_spilling_more_never_takes_less_and_running_ahead_never_more(seed: int) -> None:
     choice = random.Random(seed)
     hardware = machine(

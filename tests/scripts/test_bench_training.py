@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tiers import sample
+
 ROOT = Path(__file__).parents[2]
 TINY = ("--shape", "tiny", "--tokens", "16", "--micro-batches", "2", "--steps", "4", "--rounds", "1")
 
@@ -21,7 +23,7 @@ def run(script: str, *arguments: str) -> tuple[str, dict[str, dict[str, float]]]
     return output, json.loads(output.splitlines()[-1])
 
 
-@pytest.mark.parametrize("clip", [(), ("--clip",)], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("clip", sample([(), ("--clip",)], every=2, offset=1), ids=["unclipped", "clipped"])
 def test_a_step_beside_plain_pytorch(tmp_path: Path, clip: tuple[str, ...]) -> None:
     output, summary = run("bench.step", *TINY, *clip, "--contestants", "plain", "ratel", "--directory", str(tmp_path))
     assert "ratel against plain:" in output
@@ -48,6 +50,7 @@ def test_a_step_beside_deepspeed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 @pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
 def test_without_deepspeed_it_is_said_what_to_install() -> None:
     command = [sys.executable, "-m", "scripts.bench.step", *TINY, "--contestants", "zero"]
@@ -105,6 +108,7 @@ def test_the_benchmark_of_a_gpu_runs(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_the_benchmark_of_a_gpu_leaves_out_what_it_has_no_time_for(tmp_path: Path) -> None:
     shape = ("--shape", "tiny", "--tokens", "32", "--rows", "2", "--micro-batches", "1", "--minutes", "0")
     where = ("--device", "cpu", "--directory", str(tmp_path), "--host-memory-gib", "3")
@@ -113,6 +117,7 @@ def test_the_benchmark_of_a_gpu_leaves_out_what_it_has_no_time_for(tmp_path: Pat
     assert not summary["plain"] and not summary["steps"] and not summary["sweep"]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_the_benchmark_of_a_gpu_wants_one() -> None:
     command = [sys.executable, "-m", "scripts.bench.gpu"]
