@@ -19,8 +19,7 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.report.machine import hardware_rows
 from ratel_cli.report.model import model_rows, operator_lines
 from ratel_cli.run.hardware_file import to_text
-from ratel_cli.run.profile_cache import ProfileTarget, profile_of
-from ratel_cli.run.profile_target import profile_target
+from ratel_cli.run.profile_cache import ProfileTarget, machine_profile, profile_target
 
 
 def run(
@@ -30,20 +29,20 @@ def run(
     log = RunLog()
     _check_directories(storage)
     config = None if config_path is None else _read_config(config_path, log)
-    subject = _subject(config, storage)
+    target = _target(config, storage)
     if output is not None:
         _check_writable(output)
 
-    def measure(subject: ProfileTarget) -> HardwareProfile:
+    def measure(target: ProfileTarget) -> HardwareProfile:
         from ratel_cli.run.profile_machine import measure_machine
 
-        return measure_machine(subject, log)
+        return measure_machine(target, log)
 
-    profile = profile_of(subject, measure, log, refresh=refresh)
+    profile = machine_profile(target, measure, log, refresh=refresh)
     if as_json:
         sys.stdout.write(to_text(profile))
     else:
-        RunLog(sys.stdout).facts(hardware_rows(profile, dtype=subject.dtype))
+        RunLog(sys.stdout).facts(hardware_rows(profile, dtype=target.dtype))
     if output is not None:
         _write(output, profile)
         log.say(f"wrote {output}")
@@ -58,7 +57,7 @@ def _read_config(path: Path, log: RunLog) -> RunConfig:
     return loaded.config
 
 
-def _subject(config: RunConfig | None, storage: Sequence[Path]) -> ProfileTarget:
+def _target(config: RunConfig | None, storage: Sequence[Path]) -> ProfileTarget:
     """What to measure: as the config's run would use it; `--storage` goes before its paths."""
     if config is None:
         return ProfileTarget(paths=tuple(storage) or (Path.cwd(),), dtype="bfloat16", device="auto", engine="auto")

@@ -1,7 +1,7 @@
-"""How thoroughly to measure, and how to time: shared by everything in `hardware` that measures.
+"""How thoroughly to measure, and how to time.
 
-Each quantity is measured again and again for a while, and the best run counts: on a busy machine that
-is nearest to what it can do.
+Each quantity is measured repeatedly for a while, and the best run counts: on a busy machine the best run is nearest to
+what the machine can do.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from ratel_cli.units import MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementBudget:
-    """What measuring may take."""
+    """The time and the memory that measuring may take."""
 
     seconds: float
-    """For each quantity; for each drive's alone, divided by the number of drives."""
+    """For each quantity. When each drive is measured alone, the drives share it."""
     span_bytes: int
-    """Moved at once, for each drive: a multiple of `buffer_bytes`."""
+    """Moved in one run, for each drive. A multiple of `buffer_bytes`."""
     buffer_bytes: int
-    """Of memory, from which and to which the span is moved."""
+    """Memory that the span is moved to and from, again and again."""
     memory_bytes: int
-    """Of memory: what its rate is measured on. 0: that is not measured."""
+    """Memory whose own rate is measured. 0: it is not measured."""
 
 
 BRIEF = MeasurementBudget(seconds=0.2, span_bytes=128 * MIB, buffer_bytes=32 * MIB, memory_bytes=0)
-"""SpanLabel a second, and little memory: a run may have none to spare."""
+"""About a second, and little memory, because a run may have none to spare. For the start of a run."""
 
 FULL = MeasurementBudget(seconds=2.0, span_bytes=256 * MIB, buffer_bytes=128 * MIB, memory_bytes=1024 * MIB)
-"""Under half a minute, with buffers that caches do not hold: drives read into a cached one a third faster than they
-read otherwise (scripts/bench/io.py)."""
+"""Less than half a minute. The buffers are larger than caches: drives read a third faster into a cached buffer
+(scripts/bench/io.py). For `ratel profile`."""
 
 
 def best_seconds(work: Callable[[], object], at_least_seconds: float) -> float:
-    """Least seconds of the runs that fit in the time. The first one warms up and does not count."""
+    """The time of the fastest run. Runs `work` until the runs took `at_least_seconds`, after one run as a warm-up."""
     work()
     times: list[float] = []
     while sum(times) < at_least_seconds:

@@ -1,10 +1,10 @@
-"""How fast the store's directories are read and written, each drive alone and all together.
+"""Measures how fast the store's directories can be read and written: each drive alone, and all together.
 
-Called by `hardware.measure`. The run's own queue moves an unlinked file in every directory, in transfers as large
-as training's. Where the directories are on several drives, each is measured alone first, and the files then share
-the stripes as the run's will.
+The queue that training uses moves an unlinked file in every directory, in transfers as large as those of training. If
+the directories are on several drives, each drive is measured alone first; all together then share the stripes in
+proportion, as in a run.
 
-Invariant: no file and no buffer stays behind.
+Invariant: no file and no buffer remains.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def measure_drives(
     budget: MeasurementBudget,
     progress: Callable[[str], None],
 ) -> Nvme:
-    """All directories together. Raises EnvironmentFailure where they cannot be written.
+    """Measure the drives of all directories. Raises EnvironmentFailure if a directory cannot be written.
 
-    Directories on one drive share what it does alone; one path may be given several times.
+    Directories on one drive share its rates. A path may occur several times. `progress` is called with what is measured
+    next.
     """
     drives = _drives(paths)
     alone: dict[int, DriveRates] = {}
@@ -63,7 +64,7 @@ def measure_drives(
 
 
 def _drives(paths: Sequence[Path]) -> dict[int, list[Path]]:
-    """The paths on each device. One path may be there several times."""
+    """The paths on each device, by device number. A path may occur several times."""
     drives: dict[int, list[Path]] = {}
     for path in paths:
         drives.setdefault(path.stat().st_dev, []).append(path)
@@ -73,7 +74,8 @@ def _drives(paths: Sequence[Path]) -> dict[int, list[Path]]:
 def _weights(
     paths: Sequence[Path], drives: Mapping[int, Sequence[Path]], alone: Mapping[int, DriveRates]
 ) -> tuple[int, ...]:
-    """By each drive's rate alone, reading and writing at once as a step does; directories on a drive share it."""
+    """Shares in proportion to each drive's mixed rate, as a step reads and writes at once. Directories on a drive
+    share."""
     if not alone:
         return (1,) * len(paths)
     rates = {drive: alone[drive].mixed_bytes_per_second / len(here) for drive, here in drives.items()}
@@ -84,8 +86,8 @@ def _measure(
     paths: Sequence[Path], weights: Sequence[int], queue: IoQueue, pool: BufferPool, budget: MeasurementBudget
 ) -> DriveRates:
     with _open_probe(paths, weights, queue, pool, budget) as probe:
-        # The first write to reserved space changes the file's map too, so it only warms up: a run's steps
-        # write where creating the store has written.
+        # The first write to reserved space also changes the file's map, so it must be the warm-up: the steps of a run
+        # write to space that was written when the store was made.
         write, read, mixed = (
             budget.span_bytes / best_seconds(work, budget.seconds)
             for work in (probe.write, probe.read, probe.read_and_write)
@@ -95,7 +97,7 @@ def _measure(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Probe:
-    """Space on drives, and a buffer from which and to which all of it is moved."""
+    """Space on the drives, and a buffer that all of it is moved to and from."""
 
     scratch: Scratch
     memory: memoryview
@@ -107,7 +109,7 @@ class _Probe:
         join([self.scratch.read(offset, self.memory) for offset in self._offsets()]).wait()
 
     def read_and_write(self) -> None:
-        """Half of the space each."""
+        """Read one half of the space and write the other half at the same time."""
         half_bytes = len(self.memory) // 2
         into, out_of = self.memory[:half_bytes], self.memory[half_bytes:]
         reads = [self.scratch.read(offset, into) for offset in self._offsets()]

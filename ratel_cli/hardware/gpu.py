@@ -1,8 +1,6 @@
-"""What the device that computes can do: a GPU, or the CPU in its place; and the link to it.
+"""The device that computes, a GPU or the CPU: which one, how much memory, how fast, and how fast the link to it is.
 
-Called by `hardware.measure`; the commands ask which device to compute on, and how much of it they may take.
-
-Invariant: no number is drawn from torch's own generators, and what was taken of a GPU's memory is given back.
+Invariant: no number is drawn from torch's own generators, and all GPU memory that measuring takes is returned.
 """
 
 from __future__ import annotations
@@ -22,57 +20,63 @@ from ratel_cli.io.views import view
 from ratel_cli.units import MIB
 
 _LINK_BYTES = 256 * MIB
-"""A transfer long enough that its start does not count: 10 ms at 25 GB/s."""
+"""A transfer long enough that its start-up time does not matter: 10 ms at 25 GB/s."""
 _MATMUL_SIZES = {"cpu": 1024, "cuda": 8192}
-"""By device. Large enough to fill it, small enough to be done at once: 4 ms on 2 cores, 2 ms on a fast GPU."""
+"""By device. Large enough to use it fully, small enough to be quick: 4 ms on 2 cores, 2 ms on a fast GPU."""
 _GPU_ENVIRONMENT = (
-    # Without it cuBLAS may take another way at each call, and torch refuses to be deterministic.
+    # Without it, cuBLAS may use another algorithm at each call, and torch refuses to be deterministic.
     (("CUBLAS_WORKSPACE_CONFIG",), ":4096:8"),
-    # Blocks differ in size: without it, what is free lies in pieces that fit nothing, and a plan that fits runs out.
+    # Blocks differ in size. Without it, free memory is fragmented, and a plan that fits runs out of memory.
     (("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"),
 )
-"""Names of a variable, the old ones last, and its value where the user has set none of them."""
+"""The names of a variable, its old name last, and the value that it gets if the user set neither."""
 
 
 def compute_device(name: str) -> torch.device:
-    """The device that `auto`, `cpu` or `cuda` means here; a GPU is ready for use. Raises EnvironmentFailure.
+    """The device that `auto`, `cpu` or `cuda` means on this machine. A GPU is initialised and ready for use.
 
-    To be called before anything is computed on a GPU.
+    Call it before anything is computed on a GPU. Raises EnvironmentFailure if there is no GPU for `cuda`.
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise EnvironmentFailure("device: cuda, but there is no CUDA device here", "set device: cpu")
+        raise EnvironmentFailure(
+            "device: cuda, but PyTorch finds no CUDA device", "set device: cpu, or leave it at auto"
+        )
     for names, value in _GPU_ENVIRONMENT:
         if not any(name in os.environ for name in names):
             os.environ[names[0]] = value
     torch.cuda.init()
     device = torch.device("cuda", torch.cuda.current_device())
-    torch.zeros(1, device=device)  # what the context takes of host memory is taken from now on
+    torch.zeros(1, device=device)  # now the context has taken its host memory
     return device
 
 
 def gpu_limit_bytes(device: torch.device, wanted_bytes: int | None) -> int:
-    """What a run may take of a GPU's memory: what the user wants of what is free, or that less a margin."""
+    """GPU memory that a run may use: at most `wanted_bytes` of what is available or, if None, all of it less a
+    margin."""
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    # Of what this process has taken, torch can give out again what nothing lies in; the rest is the context.
-    taken_bytes = torch.cuda.memory_reserved(device) + GPU_CONTEXT_BYTES
-    have_bytes = min(total_bytes, free_bytes + taken_bytes)
-    return max(0, have_bytes - margin_bytes(total_bytes)) if wanted_bytes is None else min(wanted_bytes, have_bytes)
+    # The memory that this process holds already is available too: what torch has reserved, and the context.
+    own_bytes = torch.cuda.memory_reserved(device) + GPU_CONTEXT_BYTES
+    available_bytes = min(total_bytes, free_bytes + own_bytes)
+    if wanted_bytes is not None:
+        return min(wanted_bytes, available_bytes)
+    return max(0, available_bytes - margin_bytes(total_bytes))
 
 
 def set_determinism(deterministic: bool, device: torch.device) -> None:
-    """Whether operators must give the same bits each time.
+    """Require that operators give the same bits every time, or do not require it.
 
-    On a GPU those that cannot raise, since attention there is deterministic only if they do; on the CPU they warn.
+    An operator that cannot raises an error on a GPU, because attention is deterministic there only in this mode. On the
+    CPU it warns.
     """
     torch.use_deterministic_algorithms(deterministic, warn_only=device.type == "cpu")
-    # It would fill every placeholder of the tape with NaN, and touch its memory for it.
+    # Otherwise torch fills every placeholder of the tape with NaN, which touches all of its memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def measure_device(dtype: torch.dtype, device: torch.device, seconds: float) -> ComputeDevice:
-    """Its name, its memory, and the rate of large matrix products in the run's dtype."""
+    """The device's name, its memory, and its rate of large matrix products in `dtype`."""
     is_gpu = device.type == "cuda"
     flops_per_second = _matmul_flops(dtype, device, seconds)
     if is_gpu:
@@ -85,7 +89,7 @@ def measure_device(dtype: torch.dtype, device: torch.device, seconds: float) -> 
 
 
 def measure_link(device: torch.device, seconds: float) -> Link:
-    """Copies between a GPU and memory such as the run's: up, down, and both at once on streams of their own."""
+    """The rates of uploads, of downloads, and of both at once, on two streams and in pinned memory as in a run."""
     link = _link_rates(device, seconds)
     torch.cuda.empty_cache()
     return link
@@ -104,13 +108,13 @@ def _copy_rates(device: torch.device, in_host: torch.Tensor, out_of_host: torch.
     on_gpu, off_gpu = (torch.empty(_LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     up, down = torch.cuda.Stream(device), torch.cuda.Stream(device)
     for stream in (up, down):
-        stream.wait_stream(torch.cuda.current_stream(device))  # for what used this memory before
+        stream.wait_stream(torch.cuda.current_stream(device))  # earlier work may still use this memory
 
-    def copy_up() -> None:
+    def upload() -> None:
         with torch.cuda.stream(up):
             on_gpu.copy_(out_of_host, non_blocking=True)
 
-    def copy_down() -> None:
+    def download() -> None:
         with torch.cuda.stream(down):
             in_host.copy_(off_gpu, non_blocking=True)
 
@@ -123,9 +127,9 @@ def _copy_rates(device: torch.device, in_host: torch.Tensor, out_of_host: torch.
         return len(copies) * _LINK_BYTES / best_seconds(work, seconds)
 
     return Link(
-        to_gpu_bytes_per_second=rate(copy_up),
-        from_gpu_bytes_per_second=rate(copy_down),
-        both_bytes_per_second=rate(copy_up, copy_down),
+        to_gpu_bytes_per_second=rate(upload),
+        from_gpu_bytes_per_second=rate(download),
+        both_bytes_per_second=rate(upload, download),
     )
 
 

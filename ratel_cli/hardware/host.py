@@ -1,7 +1,6 @@
-"""What the operating system says: processor and GPUs by name, memory and space, what this process takes.
+"""Facts from the operating system: names of processor and GPUs, memory, disk space, and what this process uses.
 
-Used by `hardware.measure`, `run.profile_cache` and `run.finetune`. Linux only. Imports nothing heavy.
-Invariant: nothing is cached; each call says how it is now.
+Linux only. Invariant: nothing is cached, each call reports the current state; and nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _MMAP_THRESHOLD_BYTES = 4 << 20
 
 
 def processor_name(proc: Path = _PROC) -> str:
-    """The model that the kernel names; the architecture where it names none (most ARM processors)."""
+    """The processor's model name; its architecture if the kernel has no name (most ARM processors)."""
     for line in (proc / "cpuinfo").read_text(errors="replace").splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name" and value.strip():
@@ -31,7 +30,7 @@ def processor_name(proc: Path = _PROC) -> str:
 
 
 def gpu_names(proc: Path = _PROC) -> tuple[str, ...]:
-    """The models of NVIDIA GPUs that their driver names."""
+    """The model names of all NVIDIA GPUs, from their driver. Empty without the driver."""
     names = []
     for file in sorted((proc / "driver" / "nvidia" / "gpus").glob("*/information")):
         for line in file.read_text(errors="replace").splitlines():
@@ -42,56 +41,56 @@ def gpu_names(proc: Path = _PROC) -> tuple[str, ...]:
 
 
 def num_cores() -> int:
-    """Cores that this process may run on."""
+    """The number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
 def memory_bytes() -> int:
-    """Installed main memory."""
+    """The installed main memory."""
     return os.sysconf("SC_PHYS_PAGES") * _SYSTEM_PAGE_BYTES
 
 
 def available_bytes(proc: Path = _PROC, control_groups: Path = _CONTROL_GROUPS) -> int:
-    """Memory that can be had without swapping, within the limits of the control groups we are in."""
+    """Memory that can be used without swapping, within the limits of this process's control groups."""
     available = _counters(proc / "meminfo")["MemAvailable:"] * 1024
     groups = [line.split(":", 2) for line in (proc / "self" / "cgroup").read_text().splitlines()]
-    rooms = [
-        room
+    left_in_groups = [
+        left
         for _, controllers, path in groups
         if controllers in ("", "memory")
         for group in (path, *(str(parent) for parent in Path(path).parents))
-        if (room := _room_in(control_groups, group.strip("/"), unified=not controllers)) is not None
+        if (left := _left_in(control_groups, group.strip("/"), unified=not controllers)) is not None
     ]
-    return max(0, min([available, *rooms]))
+    return max(0, min([available, *left_in_groups]))
 
 
 def free_bytes(paths: Sequence[Path]) -> int:
-    """Space for files in these directories together; a drive that several of them share counts once."""
+    """Free space for files in all these directories together. A drive that several of them share counts once."""
     drives = {path.stat().st_dev: os.statvfs(path) for path in paths}
     return sum(drive.f_bavail * drive.f_frsize for drive in drives.values())
 
 
 def default_limit_bytes() -> int:
-    """What a run may take when the user sets no limit: what is free and taken already, less a margin."""
+    """Memory that a run may use if the user sets no limit: what is available or its own already, less a margin."""
     return max(0, available_bytes() + resident_bytes() - margin_bytes(memory_bytes()))
 
 
 def resident_bytes() -> int:
-    """Main memory that this process holds now."""
+    """Main memory that this process uses now."""
     return int((_PROC / "self" / "statm").read_text().split()[1]) * _SYSTEM_PAGE_BYTES
 
 
 def peak_resident_bytes() -> int:
-    """The most that this process ever held."""
+    """The most main memory that this process has used at any time."""
     return _counters(_PROC / "self" / "status")["VmHWM:"] * 1024
 
 
 def return_freed_memory() -> None:
-    """Have malloc return buffers of 4 MiB and more to the system when they are freed, for the process's whole life.
+    """From now on, let malloc return freed buffers of 4 MiB and more to the system.
 
-    glibc would raise that bound by itself, up to 32 MiB, and then keep what torch frees, in pieces that fit
-    nothing: at 85M parameters the peak was 902 MiB, and 636 MiB so. Mapping anew costs page faults, 0.6 % of the
-    CPU time of a layer of that size (2-core Xeon with AMX, 2026-11); a bound of 1 MiB saved 3 % more memory
+    By default glibc raises this bound by itself, up to 32 MiB, and keeps what torch frees, as fragments that nothing
+    fits into: with 85M parameters the peak was 902 MiB instead of 636 MiB. Mapping memory again costs page faults: 0.6
+    % of the CPU time of a layer of that size (2-core Xeon with AMX, 2026-11). A bound of 1 MiB saved 3 % more memory
     and cost 3 %.
     """
     try:
@@ -100,8 +99,11 @@ def return_freed_memory() -> None:
         return  # not glibc
 
 
-def _room_in(control_groups: Path, group: str, *, unified: bool) -> int | None:
-    """What a control group's limit leaves, page cache not counted; None without a limit. Version 2, or 1."""
+def _left_in(control_groups: Path, group: str, *, unified: bool) -> int | None:
+    """Memory that a control group's limit leaves; page cache counts as left. None without a limit.
+
+    `unified`: version 2 of control groups, otherwise version 1.
+    """
     directory = control_groups / group if unified else control_groups / "memory" / group
     limit_name, usage_name, cache_name = (
         ("memory.max", "memory.current", "inactive_file")
@@ -112,12 +114,12 @@ def _room_in(control_groups: Path, group: str, *, unified: bool) -> int | None:
         limit = int((directory / limit_name).read_text())
         usage = int((directory / usage_name).read_text())
         cache = _counters(directory / "memory.stat").get(cache_name, 0)
-    except (OSError, ValueError):  # no such group from here, or "max"
+    except (OSError, ValueError):  # the group is not visible from here, or its limit is "max"
         return None
     return limit - (usage - cache)
 
 
 def _counters(path: Path) -> dict[str, int]:
-    """Lines that are a name and a number, with or without a unit."""
+    """The values of a file whose lines are a name and a number, with or without a unit."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}

@@ -23,8 +23,7 @@ from ratel_cli.planning.papers.paper import PaperShape
 from ratel_cli.run.cached_profile import CachedProfile
 from ratel_cli.run.hardware_file import load_hardware
 from ratel_cli.run.model_description import describe_model
-from ratel_cli.run.profile_cache import kept_profile, refresh_free_space
-from ratel_cli.run.profile_target import profile_target
+from ratel_cli.run.profile_cache import cached_machine_profile, profile_target, refresh_free_space
 from ratel_cli.run.settings import decisions_of, state_bytes, taken_bytes, workload_of
 from ratel_cli.run.snapshot_space import snapshot_space
 from ratel_cli.units import MIB
@@ -95,13 +94,13 @@ def find_hardware(config: RunConfig, file: Path | None, log: RunLog) -> Hardware
     """The machine of `--hardware`, of the config's last run, or of the last `ratel profile`, in this order."""
     if file is not None:
         return load_hardware(file)
-    subject = profile_target(config)
+    target = profile_target(config)
     of_run = config.output_dir / "run" / "hardware.json"
     if of_run.is_file():
         log.say(f"for this machine, as the run in {config.output_dir} measured it")
-        hardware = refresh_free_space(load_hardware(of_run), subject)
+        hardware = refresh_free_space(load_hardware(of_run), target)
     else:
-        kept = kept_profile(subject, log)
+        kept = cached_machine_profile(target, log)
         if kept is None:
             raise EnvironmentFailure(
                 "this machine was not measured yet, and no hardware file is given",

@@ -24,18 +24,18 @@ from ratel_cli.units import format_seconds
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def measure_machine(subject: ProfileTarget, log: RunLog, *, budget: MeasurementBudget = FULL) -> HardwareProfile:
+def measure_machine(target: ProfileTarget, log: RunLog, *, budget: MeasurementBudget = FULL) -> HardwareProfile:
     """The whole profile. Raises RatelError where the device or a directory cannot be measured."""
     start = time.perf_counter()
-    device = compute_device(subject.device)
+    device = compute_device(target.device)
     with ExitStack() as resources:
-        queue = resources.enter_context(open_queue(subject.engine, notice=log.notice))
+        queue = resources.enter_context(open_queue(target.engine, notice=log.notice))
         pool = resources.enter_context(BufferPool(default_limit_bytes()))
         profile = measure(
-            subject.paths,
+            target.paths,
             queue,
             pool,
-            dtype=_DTYPES[subject.dtype],
+            dtype=_DTYPES[target.dtype],
             device=device,
             budget=budget,
             progress=lambda what: log.say(f"measuring {what}"),

@@ -1,4 +1,4 @@
-"""`ratel profile`: what it measures, what it keeps, and what it says where that goes wrong."""
+"""`ratel profile`: what it measures, what it caches, and its errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ratel_cli.hardware.budget import MeasurementBudget
 from ratel_cli.hardware.host import available_bytes, free_bytes
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.run.hardware_file import load_hardware, to_text
-from ratel_cli.run.profile_cache import ProfileTarget, cache_file, profile_of
+from ratel_cli.run.profile_cache import ProfileTarget, cache_file, machine_profile
 from ratel_cli.run.profile_machine import measure_machine
 from ratel_cli.units import MIB
 from tests.hardware.profiles import WITHOUT_GPU
@@ -30,14 +30,14 @@ SMALL = MeasurementBudget(seconds=0.02, span_bytes=4 * MIB, buffer_bytes=2 * MIB
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache directory of the test's own, which does not exist yet."""
+    """A cache directory for this test, which does not exist yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "ratel"
 
 
 @pytest.fixture
-def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProfileTarget:
-    """The default one, of a working directory of its own."""
+def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProfileTarget:
+    """The default target, in a working directory of its own."""
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -45,51 +45,53 @@ def subject(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProfileTarget:
 
 
 @pytest.fixture
-def kept(subject: ProfileTarget) -> Path:
-    """Where a profile of the default subject is kept already, so that nothing is measured."""
-    file = cache_file(subject)
+def cached(target: ProfileTarget) -> Path:
+    """The file of a cached profile of the default target, so that nothing is measured."""
+    file = cache_file(target)
     file.parent.mkdir(parents=True)
     file.write_text(to_text(WITHOUT_GPU))
     return file
 
 
 class Measuring:
-    """Gives the same profile each time, and counts."""
+    """Gives the same profile each time, and counts its calls."""
 
     def __init__(self) -> None:
         self.count = 0
 
-    def __call__(self, subject: ProfileTarget) -> HardwareProfile:
+    def __call__(self, target: ProfileTarget) -> HardwareProfile:
         self.count += 1
-        return replace(WITHOUT_GPU, nvme=replace(WITHOUT_GPU.nvme, paths=tuple(map(str, subject.paths))))
+        return replace(WITHOUT_GPU, nvme=replace(WITHOUT_GPU.nvme, paths=tuple(map(str, target.paths))))
 
 
-def asked(subject: ProfileTarget, measure: Callable[[ProfileTarget], HardwareProfile], *, refresh: bool = False) -> str:
-    """What is told while a profile is got."""
-    told = io.StringIO()
-    profile_of(subject, measure, RunLog(told), refresh=refresh)
-    return told.getvalue()
+def printed(
+    target: ProfileTarget, measure: Callable[[ProfileTarget], HardwareProfile], *, refresh: bool = False
+) -> str:
+    """What `machine_profile` prints."""
+    stream = io.StringIO()
+    machine_profile(target, measure, RunLog(stream), refresh=refresh)
+    return stream.getvalue()
 
 
-def test_measured_once_then_kept(subject: ProfileTarget) -> None:
+def test_a_machine_is_measured_once_and_then_cached(target: ProfileTarget) -> None:
     measure = Measuring()
-    assert asked(subject, measure) == ""
-    assert list(cache_file(subject).parent.iterdir()) == [cache_file(subject)], "no unfinished file stays"
+    assert printed(target, measure) == ""
+    assert list(cache_file(target).parent.iterdir()) == [cache_file(target)], "no unfinished file stays"
     two_hours_ago = time.time() - 2 * 3600 - 5 * 60
-    os.utime(cache_file(subject), (two_hours_ago, two_hours_ago))
-    assert asked(subject, measure) == "as measured 2 h 05 min ago; `ratel profile --refresh` measures again\n"
+    os.utime(cache_file(target), (two_hours_ago, two_hours_ago))
+    assert printed(target, measure) == "machine measured 2 h 05 min ago; `ratel profile --refresh` measures again\n"
     assert measure.count == 1
-    assert asked(subject, measure, refresh=True) == ""
+    assert printed(target, measure, refresh=True) == ""
     assert measure.count == 2
-    assert time.time() - cache_file(subject).stat().st_mtime < 60
+    assert time.time() - cache_file(target).stat().st_mtime < 60
 
 
-def test_rates_are_kept_and_what_is_free_is_not(subject: ProfileTarget, kept: Path) -> None:
-    profile = profile_of(subject, Measuring(), RunLog(io.StringIO()), refresh=False)
+def test_rates_are_cached_and_free_space_is_not(target: ProfileTarget, cached: Path) -> None:
+    profile = machine_profile(target, Measuring(), RunLog(io.StringIO()), refresh=False)
     assert profile.gpu == WITHOUT_GPU.gpu
     assert profile.nvme.read_bytes_per_second == WITHOUT_GPU.nvme.read_bytes_per_second
-    assert profile.nvme.paths == tuple(map(str, subject.paths))
-    assert profile.nvme.free_bytes == pytest.approx(free_bytes(subject.paths), rel=0.2)
+    assert profile.nvme.paths == tuple(map(str, target.paths))
+    assert profile.nvme.free_bytes == pytest.approx(free_bytes(target.paths), rel=0.2)
     assert profile.host.available_bytes == pytest.approx(available_bytes(), rel=0.5)
 
 
@@ -104,47 +106,47 @@ def test_rates_are_kept_and_what_is_free_is_not(subject: ProfileTarget, kept: Pa
     ],
     ids=str,
 )
-def test_another_subject_has_a_profile_of_its_own(subject: ProfileTarget, other: dict[str, object]) -> None:
-    assert cache_file(replace(subject, **other)) != cache_file(subject)  # type: ignore[arg-type]
+def test_another_target_has_another_profile(target: ProfileTarget, other: dict[str, object]) -> None:
+    assert cache_file(replace(target, **other)) != cache_file(target)  # type: ignore[arg-type]
 
 
-def test_directories_on_one_drive_share_a_profile(subject: ProfileTarget, tmp_path: Path) -> None:
+def test_directories_on_one_drive_share_a_profile(target: ProfileTarget, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
-    assert cache_file(replace(subject, paths=(tmp_path / "there",))) == cache_file(subject)
+    assert cache_file(replace(target, paths=(tmp_path / "there",))) == cache_file(target)
 
 
-def test_the_cache_is_in_the_home_directory_by_default(subject: ProfileTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_in_the_home_directory_by_default(target: ProfileTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
-    assert cache_file(subject).parent == Path("/home/me/.cache/ratel")
+    assert cache_file(target).parent == Path("/home/me/.cache/ratel")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format_version": 2}', "\x00"])
-def test_a_corrupt_cache_is_measured_anew(subject: ProfileTarget, kept: Path, content: str) -> None:
-    kept.write_text(content)
+def test_a_corrupt_cache_is_measured_again(target: ProfileTarget, cached: Path, content: str) -> None:
+    cached.write_text(content)
     measure = Measuring()
-    assert asked(subject, measure).startswith(f"note: the profile that was kept cannot be used: {kept}")
+    assert printed(target, measure).startswith(f"note: the cached profile of this machine cannot be used: {cached}")
     assert measure.count == 1
-    assert load_hardware(kept).gpu == WITHOUT_GPU.gpu
+    assert load_hardware(cached).gpu == WITHOUT_GPU.gpu
 
 
-def test_a_cache_that_cannot_be_written(subject: ProfileTarget, cache: Path) -> None:
+def test_a_cache_that_cannot_be_written(target: ProfileTarget, cache: Path) -> None:
     cache.parent.mkdir()
     cache.write_text("a file where the directory should be")
     measure = Measuring()
-    assert "the profile cannot be kept (" in asked(subject, measure)
+    assert "the profile cannot be cached (" in printed(target, measure)
     assert measure.count == 1
 
 
-def test_the_table_goes_to_stdout(kept: Path, subject: ProfileTarget, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_goes_to_stdout(cached: Path, target: ProfileTarget, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile"]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("compute  a CPU: 0.5 TFLOP/s in bfloat16\nmemory   4.00 TiB, ")
-    assert str(subject.paths[0]) in captured.out.splitlines()[-1]
-    assert captured.err.startswith("as measured ")
+    assert str(target.paths[0]) in captured.out.splitlines()[-1]
+    assert captured.err.startswith("machine measured ")
 
 
-def test_json_is_the_hardware_file(kept: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_the_hardware_file(cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "hardware.json"
     assert main(["profile", "--json", "-o", str(file)]) == 0
     captured = capsys.readouterr()
@@ -154,11 +156,11 @@ def test_json_is_the_hardware_file(kept: Path, tmp_path: Path, capsys: pytest.Ca
     assert load_hardware(file).gpu == WITHOUT_GPU.gpu
 
 
-def test_a_config_says_what_to_measure(
-    subject: ProfileTarget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_config_decides_what_is_measured(
+    target: ProfileTarget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its store does not exist yet: it is measured where it will be."""
-    mine = replace(subject, dtype="float32", device="cpu", engine="threads", paths=(tmp_path,))
+    mine = replace(target, dtype="float32", device="cpu", engine="threads", paths=(tmp_path,))
     cache_file(mine).parent.mkdir(parents=True)
     cache_file(mine).write_text(to_text(WITHOUT_GPU))
     config = tmp_path / "run.yaml"
@@ -172,8 +174,8 @@ def test_a_config_says_what_to_measure(
     assert "TFLOP/s in float32" in captured.out
     assert f" {tmp_path}, 1 drive" in captured.out
     assert "`lr` is read as `learning_rate`" in captured.err
-    assert main(["profile", str(config), "--storage", str(subject.paths[0])]) == 0
-    assert f" {subject.paths[0]}, 1 drive" in capsys.readouterr().out
+    assert main(["profile", str(config), "--storage", str(target.paths[0])]) == 0
+    assert f" {target.paths[0]}, 1 drive" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -188,18 +190,18 @@ def test_a_config_says_what_to_measure(
     ],
 )
 def test_wrong_arguments(
-    kept: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, told: str
+    cached: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, told: str
 ) -> None:
     assert main(["profile", *arguments]) == code
     assert told in capsys.readouterr().err
 
 
-def test_measuring_tells_what_it_does(subject: ProfileTarget) -> None:
+def test_measuring_reports_what_is_measured(target: ProfileTarget) -> None:
     told = io.StringIO()
-    profile = measure_machine(replace(subject, device="cpu"), RunLog(told), budget=SMALL)
+    profile = measure_machine(replace(target, device="cpu"), RunLog(told), budget=SMALL)
     *measuring, done = told.getvalue().splitlines()
     assert measuring[-3:] == [
-        f"measuring {subject.paths[0]}",
+        f"measuring {target.paths[0]}",
         "measuring matrix products",
         "measuring main memory and AdamW",
     ]
@@ -208,16 +210,16 @@ def test_measuring_tells_what_it_does(subject: ProfileTarget) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_no_gpu_where_one_is_asked_for(subject: ProfileTarget) -> None:
-    with pytest.raises(EnvironmentFailure, match="there is no CUDA device here"):
-        measure_machine(replace(subject, device="cuda"), RunLog(io.StringIO()), budget=SMALL)
-    measured = measure_machine(subject, RunLog(io.StringIO()), budget=SMALL)
+def test_a_missing_gpu_is_an_error(target: ProfileTarget) -> None:
+    with pytest.raises(EnvironmentFailure, match="PyTorch finds no CUDA device"):
+        measure_machine(replace(target, device="cuda"), RunLog(io.StringIO()), budget=SMALL)
+    measured = measure_machine(target, RunLog(io.StringIO()), budget=SMALL)
     assert measured.link is None, "auto takes the CPU"
 
 
 @pytest.mark.full
-def test_the_whole_command(subject: ProfileTarget, capsys: pytest.CaptureFixture[str]) -> None:
-    """A second time the profile is there at once; nothing stays behind but the profile."""
+def test_the_whole_command(target: ProfileTarget, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second time, the profile is there at once. Nothing remains except the profile."""
     start = time.perf_counter()
     assert main(["profile"]) == 0
     assert time.perf_counter() - start < 300
@@ -227,6 +229,6 @@ def test_the_whole_command(subject: ProfileTarget, capsys: pytest.CaptureFixture
     assert main(["profile"]) == 0
     assert time.perf_counter() - start < 10
     second = capsys.readouterr()
-    assert second.err.startswith("as measured ")
+    assert second.err.startswith("machine measured ")
     assert second.out.splitlines()[0] == first.out.splitlines()[0]
-    assert list(subject.paths[0].iterdir()) == []
+    assert list(target.paths[0].iterdir()) == []

@@ -1,4 +1,4 @@
-"""Machines as values, for tests of what is written, read and shown."""
+"""Machines as values, for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which device computes, and how deterministic it is made."""
+"""Which device computes, and what determinism means on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ratel_cli.hardware.gpu import compute_device, set_determinism
 
 
 @pytest.fixture
-def _as_it_was() -> Iterator[None]:
+def _settings_of_before() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     yield
@@ -21,22 +21,22 @@ def _as_it_was() -> Iterator[None]:
     deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
 
 
-def test_the_cpu_where_it_is_wanted() -> None:
+def test_cpu_means_the_cpu() -> None:
     assert compute_device("cpu") == torch.device("cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_gpu() -> None:
+def test_without_a_gpu_auto_means_the_cpu_and_cuda_is_an_error() -> None:
     assert compute_device("auto") == torch.device("cpu")
-    with pytest.raises(EnvironmentFailure, match="there is no CUDA device here") as raised:
+    with pytest.raises(EnvironmentFailure, match="PyTorch finds no CUDA device") as raised:
         compute_device("cuda")
-    assert raised.value.hint == "set device: cpu"
+    assert raised.value.hint == "set device: cpu, or leave it at auto"
 
 
-@pytest.mark.usefixtures("_as_it_was")
+@pytest.mark.usefixtures("_settings_of_before")
 @pytest.mark.parametrize(("device", "warns"), [("cpu", True), ("cuda", False)])
-def test_what_is_not_deterministic_warns_on_the_cpu_and_raises_on_a_gpu(device: str, warns: bool) -> None:
-    """Attention's backward on a GPU is deterministic only where all else must be."""
+def test_an_operator_that_is_not_deterministic_warns_on_the_cpu_and_raises_on_a_gpu(device: str, warns: bool) -> None:
+    """The backward of attention on a GPU is deterministic only if every operator must be."""
     set_determinism(True, torch.device(device))
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.is_deterministic_algorithms_warn_only_enabled() is warns

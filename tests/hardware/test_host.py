@@ -1,4 +1,4 @@
-"""What is read from /proc and from control groups, on directories made for the purpose, and on this machine."""
+"""What is read from /proc and from control groups: on directories made for the tests, and on this machine."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def test_gpu_names(tmp_path: Path) -> None:
 def test_cores_are_those_that_this_process_may_use() -> None:
     source = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
     source += "from ratel_cli.hardware.host import num_cores; print(num_cores())"
-    told = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout
-    assert told == "1\n"
+    printed = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout
+    assert printed == "1\n"
     assert host.num_cores() >= 1
 
 
@@ -87,13 +87,13 @@ def test_available_without_control_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("usage", "cache", "left"), [(1, 0, 4), (3, 2, 4), (5, 0, 0), (7, 0, 0)])
-def test_a_group_leaves_its_limit_less_what_is_used(tmp_path: Path, usage: int, cache: int, left: int) -> None:
+def test_a_group_leaves_its_limit_minus_its_usage(tmp_path: Path, usage: int, cache: int, left: int) -> None:
     proc = make_proc(tmp_path, memberships="0::/a/b\n")
     make_group(tmp_path / "groups" / "a" / "b", limit=5 * GIB, usage=usage * GIB, cache=cache * GIB)
     assert host.available_bytes(proc, tmp_path / "groups") == left * GIB
 
 
-def test_the_tightest_of_the_groups_above_counts(tmp_path: Path) -> None:
+def test_the_tightest_of_all_parent_groups_counts(tmp_path: Path) -> None:
     groups = tmp_path / "groups"
     proc = make_proc(tmp_path, memberships="0::/a/b\n")
     make_group(groups / "a" / "b", limit=8 * GIB, usage=GIB)
@@ -116,25 +116,25 @@ def test_version_1_of_control_groups(tmp_path: Path) -> None:
     assert host.available_bytes(proc, groups) == 4 * GIB
 
 
-def test_what_this_machine_says_is_plausible() -> None:
+def test_the_values_of_this_machine_are_plausible() -> None:
     assert host.processor_name()
     assert 0 < host.available_bytes() <= host.memory_bytes()
     assert 0 < host.default_limit_bytes() < host.memory_bytes()
     assert MIB < host.resident_bytes() <= host.peak_resident_bytes() < host.memory_bytes()
 
 
-def test_resident_memory_follows_what_is_touched() -> None:
+def test_resident_memory_follows_touched_memory() -> None:
     before = host.resident_bytes()
     with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.write(bytes(64 * MIB))
         assert host.resident_bytes() - before >= 60 * MIB
-    # The bytes object that was copied from came and went as well.
+    # The bytes object that was the source of the copy is freed too.
     assert host.resident_bytes() - before <= 16 * MIB
     assert host.peak_resident_bytes() - before >= 60 * MIB
 
 
 def test_freed_memory_returns_to_the_system() -> None:
-    """glibc keeps 31 MiB blocks once one was freed; in a process of its own, as it cannot be taken back."""
+    """glibc keeps freed blocks of up to 31 MiB once it has freed one. In a process of its own: it cannot be undone."""
     source = """
 import ctypes, sys
 from ratel_cli.hardware.host import resident_bytes, return_freed_memory

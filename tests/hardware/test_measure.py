@@ -1,4 +1,4 @@
-"""Measuring gives usable numbers, takes about a second and leaves nothing behind."""
+"""Measuring gives usable numbers, takes about a second, and nothing remains afterwards."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def queue(request: pytest.FixtureRequest) -> Iterator[IoQueue]:
         yield opened
 
 
-def test_numbers_are_usable_and_nothing_stays(queue: IoQueue, tmp_path: Path) -> None:
+def test_numbers_are_usable_and_nothing_remains(queue: IoQueue, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     paths = [tmp_path / "a", tmp_path / "b"]
@@ -63,7 +63,7 @@ def test_numbers_are_usable_and_nothing_stays(queue: IoQueue, tmp_path: Path) ->
     assert 1e6 < profile.host.adam_parameters_per_second < 1e11
     assert 0 < profile.host.available_bytes <= profile.host.memory_bytes == profile.gpu.memory_bytes
     assert profile.host.num_cores == num_cores()
-    assert profile.host.memory_bytes_per_second is None, "a run may have no memory to spare for it"
+    assert profile.host.memory_bytes_per_second is None, "a run may have no memory to spare"
     assert profile.link is None
     assert profile.nvme.paths == tuple(map(str, paths))
     assert profile.nvme.num_devices == 1
@@ -72,7 +72,7 @@ def test_numbers_are_usable_and_nothing_stays(queue: IoQueue, tmp_path: Path) ->
     assert torch.equal(torch.random.get_rng_state(), drawn)
 
 
-def test_the_profile_is_the_hardware_file(queue: IoQueue, tmp_path: Path) -> None:
+def test_the_profile_has_the_keys_of_a_hardware_file(queue: IoQueue, tmp_path: Path) -> None:
     with BufferPool(None) as pool:
         profile = measure([tmp_path], queue, pool, dtype=torch.float32, device=CPU, budget=SMALL)
     found = json.loads(json.dumps(profile.to_json(), allow_nan=False))
@@ -96,21 +96,19 @@ def test_the_profile_is_the_hardware_file(queue: IoQueue, tmp_path: Path) -> Non
     assert isinstance(profile, HardwareProfile)
 
 
-def test_directories_yet_to_be_made_may_share_their_parent(tmp_path: Path) -> None:
-    """Where two store directories do not exist yet, both are measured where they will be."""
+def test_directories_that_do_not_exist_yet_may_share_their_parent(tmp_path: Path) -> None:
+    """Two store directories that do not exist yet are both measured in the directory where they will be made."""
     with BufferPool(None) as pool, open_queue("threads", notice=pytest.fail) as queue:
         profile = measure([tmp_path, tmp_path], queue, pool, dtype=torch.float32, device=CPU, budget=SMALL)
     assert profile.nvme.read_bytes_per_second > 0
     assert profile.nvme.weights == (1, 1)
     alone = profile.nvme.alone[0]
     assert profile.nvme.alone == (alone, alone)
-    assert alone.mixed_bytes_per_second == profile.nvme.mixed_bytes_per_second, (
-        "there is nothing else to be together with"
-    )
+    assert alone.mixed_bytes_per_second == profile.nvme.mixed_bytes_per_second, "one drive alone is all drives together"
 
 
 def test_each_drive_is_measured_alone(tmp_path: Path) -> None:
-    """The disk, named twice, beside main memory: the two directories weigh the same, and memory not less than both."""
+    """The disk twice, and main memory: both entries of the disk have the same weight, and memory at least as much."""
     memory = Path("/dev/shm")
     if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("there is no second file system here")
@@ -122,14 +120,14 @@ def test_each_drive_is_measured_alone(tmp_path: Path) -> None:
         open_queue("threads", notice=pytest.fail) as queue,
     ):
         paths = [tmp_path, Path(other), tmp_path]
-        told: list[str] = []
-        profile = measure(paths, queue, pool, dtype=torch.float32, device=CPU, budget=SMALL, progress=told.append)
+        reported: list[str] = []
+        profile = measure(paths, queue, pool, dtype=torch.float32, device=CPU, budget=SMALL, progress=reported.append)
         assert list(Path(other).iterdir()) == list(tmp_path.iterdir()) == []
     first, second, third = profile.nvme.weights
     assert 1 <= first == third <= second <= MAX_WEIGHT
     assert profile.nvme.num_devices == 2
     assert profile.nvme.alone[0] == profile.nvme.alone[2] != profile.nvme.alone[1]
-    assert told == [
+    assert reported == [
         f"{tmp_path}, alone",
         f"{other}, alone",
         "all directories together",
@@ -139,7 +137,7 @@ def test_each_drive_is_measured_alone(tmp_path: Path) -> None:
 
 
 def test_a_throttled_store_is_measured_to_a_tenth(queue: IoQueue, tmp_path: Path) -> None:
-    """Slow enough that the drive behind it does not show."""
+    """It is so slow that the real drive does not matter."""
     throttled = ThrottledQueue(queue, read_bytes_per_second=100e6, write_bytes_per_second=50e6)
     with BufferPool(None) as pool:
         nvme = measure([tmp_path], throttled, pool, dtype=torch.float32, device=CPU, budget=SMALL).nvme
@@ -148,7 +146,7 @@ def test_a_throttled_store_is_measured_to_a_tenth(queue: IoQueue, tmp_path: Path
     assert nvme.mixed_bytes_per_second == pytest.approx(2 * 50e6, rel=0.1), "as much read as written: the slower bounds"
 
 
-def test_a_fuller_effort_measures_main_memory_too(tmp_path: Path) -> None:
+def test_a_larger_budget_measures_main_memory_too(tmp_path: Path) -> None:
     with BufferPool(4 * MIB) as pool, open_queue("threads", notice=pytest.fail) as queue:
         host = measure([tmp_path], queue, pool, dtype=torch.float32, device=CPU, budget=SMALL).host
         assert pool.leased_bytes == 0
@@ -185,7 +183,7 @@ def test_a_gpu_and_the_link_to_it(tmp_path: Path) -> None:
     )
 
 
-def test_given_rates_are_taken_and_no_file_is_made(tmp_path: Path) -> None:
+def test_given_rates_are_used_and_no_file_is_made(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     with BufferPool(None) as pool, open_queue("threads", notice=pytest.fail) as queue:
@@ -206,7 +204,7 @@ def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
         measure([file], queue, pool, dtype=torch.float32, device=CPU)
 
 
-def test_a_limit_too_small_even_for_measuring(tmp_path: Path) -> None:
+def test_a_limit_too_small_for_measuring_the_drives(tmp_path: Path) -> None:
     with (
         BufferPool(MIB) as pool,
         open_queue("threads", notice=pytest.fail) as queue,
