@@ -1,7 +1,9 @@
-"""Chat templates: where assistant turns lie, and that no template can hang or fill the machine."""
+"""Chat templates: where assistant turns are, and that no template can hang the run or exhaust its memory."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,45 +12,45 @@ import jinja2
 import pytest
 
 from ratel_cli.data.chat import ChatRenderer
-from ratel_cli.data.chat_child import Message, Refused, has_generation_tag, locate_turns
+from ratel_cli.data.chat_child import ChatMessage, RenderFailure, find_turns, has_generation_tag
 from ratel_cli.data.formats import ChatDraft, Unusable
 from ratel_cli.errors import BadInput, EnvironmentFailure
 
 HEADED = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>\n{% endfor %}"
 PLAIN = HEADED + "{% if add_generation_prompt %}<assistant>{% endif %}"
-# As Qwen3 does: only what answers the last user message shows its (here empty) reasoning.
+# As Qwen3 does: only the answer to the last user message shows its reasoning, which is empty here.
 REASONING = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% for m in messages %}<{{ m.role }}>"
     "{% if m.role == 'assistant' and loop.index0 > ns.last %}<think></think>{% endif %}{{ m.content }}</>\n"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-# As DeepSeek-R1 does: the generation prompt opens the reasoning, which finished turns do not show.
+# As DeepSeek-R1 does: the generation prompt begins the reasoning, which finished turns do not show.
 OPENED = HEADED + "{% if add_generation_prompt %}<assistant><think>{% endif %}"
-# As Llama 2 does: turns in brackets, no header for the assistant, text trimmed.
+# As Llama 2 does: user turns in brackets, no header for the assistant, trimmed text.
 BRACKETS = (
     "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]"
     "{% else %} {{ m.content | trim }}</s>{% endif %}{% endfor %}"
 )
-# The end mark of a turn stands only after the last one.
+# Only the last turn has an end mark.
 ONE_END = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if loop.last %}</s>{% endif %}{% endfor %}"
 REVERSED = "{% for m in messages | reverse %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 SILENT = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}{{ messages | length }}"
 
 
-def _turns(*contents: str) -> list[Message]:
+def _turns(*contents: str) -> list[ChatMessage]:
     return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(contents)]
 
 
-def _located(template: str, messages: list[Message]) -> list[str]:
+def _located(template: str, messages: list[ChatMessage]) -> list[str]:
     compiled = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).from_string(template)
 
-    def render(some: list[Message], prompt: bool) -> str:
+    def render(some: list[ChatMessage], prompt: bool) -> str:
         if not some:
-            raise Refused("no messages")
+            raise RenderFailure("no messages")
         return compiled.render(messages=some, add_generation_prompt=prompt)
 
-    text, spans = locate_turns(render, messages)
+    text, spans = find_turns(render, messages)
     assert text == render(messages, False)
     return [text[start:end] for start, end in spans]
 
@@ -63,7 +65,7 @@ def _located(template: str, messages: list[Message]) -> list[str]:
         (ONE_END, ["one", "two</s>"]),
     ],
 )
-def test_turns_are_found_whatever_the_template_does(template: str, expected: list[str]) -> None:
+def test_turns_are_found_in_templates_of_every_kind(template: str, expected: list[str]) -> None:
     assert _located(template, _turns("hello", "one", "again", "two")) == expected
 
 
@@ -80,7 +82,7 @@ def test_a_conversation_that_begins_with_the_assistant() -> None:
 
 
 def test_turns_of_the_assistant_in_a_row() -> None:
-    messages: list[Message] = [*_turns("a", "one"), {"role": "assistant", "content": "two"}]
+    messages: list[ChatMessage] = [*_turns("a", "one"), {"role": "assistant", "content": "two"}]
     assert _located(PLAIN, messages) == ["one</>\n", "two</>\n"]
 
 
@@ -89,15 +91,15 @@ def test_a_conversation_without_assistant_has_no_turns() -> None:
 
 
 @pytest.mark.parametrize("template", [REVERSED, SILENT])
-def test_a_template_that_hides_turns_is_refused(template: str) -> None:
-    with pytest.raises(Refused, match=r"assistant turn \d cannot be located"):
+def test_a_template_that_hides_turns_is_rejected(template: str) -> None:
+    with pytest.raises(RenderFailure, match=r"assistant turn \d cannot be located"):
         _located(template, _turns("a", "one", "b", "two", "c"))
 
 
-def test_a_turn_without_text_out_of_place_is_refused() -> None:
+def test_a_turn_without_text_out_of_place_is_rejected() -> None:
     messages = _turns("a", "one", "b", "two")
     messages[1] = {"role": "assistant", "tool_calls": [{}]}
-    with pytest.raises(Refused, match="has no text"):
+    with pytest.raises(RenderFailure, match="has no text"):
         _located(REASONING, messages)
 
 
@@ -114,10 +116,10 @@ def _children() -> set[str]:
 
 
 @pytest.fixture
-def no_child_left() -> Iterator[None]:
-    """The rendering process is gone afterwards, however it ended."""
+def no_child_left() -> Iterator[set[str]]:
+    """The processes from before the test. Checks that the rendering process is gone afterwards."""
     before = _children()
-    yield
+    yield before
     assert _children() == before
 
 
@@ -134,8 +136,8 @@ def test_rendering_in_the_child() -> None:
         assert renderer.render(_draft("a", "b"), locate_turns=False).spans == ()
         long = "long " * 100_000  # more than a pipe holds
         assert renderer.render(_draft(long, long), locate_turns=True).text.count("long ") == 200_000
-        unfit: list[Message] = [{"role": "user", "content": "a", "raw": b"x"}]
-        with pytest.raises(Unusable, match="a message holds what JSON cannot"):
+        unfit: list[ChatMessage] = [{"role": "user", "content": "a", "raw": b"x"}]
+        with pytest.raises(Unusable, match="a message holds a value that JSON cannot hold"):
             renderer.render(ChatDraft(messages=unfit, tools=None), locate_turns=True)
         renderer.close()
         renderer.close()
@@ -154,7 +156,7 @@ BAD_WAYS = {
 
 @pytest.mark.usefixtures("no_child_left")
 def test_what_a_template_may_not_do_costs_one_row() -> None:
-    """One template that does whatever the first message says; the child survives each."""
+    """The first message selects what the template does. The child survives every case."""
     branches = (f"{{% if way == {index} %}}{way}" for index, way in enumerate(BAD_WAYS))
     template = "{% set way = messages[0].content | int %}" + "{% endif %}".join(branches) + "{% endif %}"
     with ChatRenderer(template, {}) as renderer:
@@ -167,7 +169,7 @@ def test_what_a_template_may_not_do_costs_one_row() -> None:
 
 
 @pytest.mark.usefixtures("no_child_left")
-def test_a_template_that_is_none() -> None:
+def test_a_template_with_bad_syntax() -> None:
     with ChatRenderer("{% for %}", {}) as renderer, pytest.raises(Unusable, match="TemplateSyntaxError"):
         renderer.render(_draft("a", "b"), locate_turns=True)
 
@@ -180,6 +182,23 @@ def test_an_endless_template_ends_the_run() -> None:
         pytest.raises(BadInput, match=r"did not finish one conversation within 0\.3 s"),
     ):
         renderer.render(_draft("a"), locate_turns=True)
+
+
+@pytest.mark.parametrize("locate", [False, True])
+def test_a_child_that_dies_ends_the_run(no_child_left: set[str], locate: bool) -> None:
+    with ChatRenderer(PLAIN, {}) as renderer:
+        (child,) = _children() - no_child_left
+        os.kill(int(child), signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(BadInput, match="ended the process that renders it: killed by SIGKILL"):
+                renderer.render(_draft("a", "b"), locate_turns=locate)
+
+
+def test_ctrl_c_does_not_reach_the_child(no_child_left: set[str]) -> None:
+    """A child in the terminal's process group would die of Ctrl-C, and its death could hide why the run ends."""
+    with ChatRenderer(PLAIN, {}):
+        (child,) = _children() - no_child_left
+        assert os.getpgid(int(child)) != os.getpgid(0)
 
 
 @pytest.mark.usefixtures("no_child_left")

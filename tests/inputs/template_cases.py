@@ -21,7 +21,7 @@ _TEMPLATES = {
     "{{ undefined.field }}": "UndefinedError",
     "{{ 1 / 0 }}": "ZeroDivisionError",
     "{{ raise_exception('no\x1b[2J') }}": r"TemplateError: no\\x1b\[2J",
-    "{% include '/etc/passwd' %}": "refuses it",
+    "{% include '/etc/passwd' %}": "fails on this conversation",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError",
     "{% set x = 'y' * 10 ** 11 %}{{ x }}": "too much memory",
     "{{ 'xy' * (40 * 1024 * 1024) }}": "renders more than 67108864 characters",
