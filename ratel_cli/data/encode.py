@@ -1,8 +1,8 @@
-"""Drafts to samples: token ids and the labels that carry loss.
+"""Turns drafts into samples: token ids, and a label for each token that has loss.
 
-For `data/ingest.py`. Invariants: a label is the token id at its own place, or -100; the first label is never
-used (nothing predicts the first token); prompt and answer are tokenised apart, as they will be at inference; a
-sample has at most `sequence_len` tokens and at least one label that counts.
+Invariants: labels of texts and conversations are the token ids at their own places, or -100. The first label is never
+used, because nothing predicts the first token. Prompt and answer are tokenised separately, as they will be at
+inference. A sample has at most `sequence_len` tokens, and at least one label with loss.
 """
 
 from __future__ import annotations
@@ -12,29 +12,30 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self, cast
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from ratel_cli.closing import Closing
 from ratel_cli.data.chat import ChatRenderer, RenderedChat
 from ratel_cli.data.chat_child import has_generation_tag
 from ratel_cli.data.formats import ChatDraft, Draft, TextDraft, TokensDraft, Unusable
-from ratel_cli.errors import BadInput, printable
+from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.sizes import IGNORED_TARGET
 
 TokenIds = npt.NDArray[np.int32]
+"""Token ids or labels `[tokens]`."""
 
 
 class FastBackend(Protocol):
-    """The `tokenizers` object inside a fast tokenizer."""
+    """The part that we use of the `tokenizers` object in a fast tokenizer."""
 
     def to_str(self) -> str: ...
 
 
 class Tokenizer(Protocol):
-    """What we use of a transformers tokenizer."""
+    """The part that we use of a tokenizer of transformers."""
 
     is_fast: bool
     eos_token_id: int | None
@@ -60,25 +61,29 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """One sequence to train on; both arrays have the same length."""
+    """One training sample."""
 
     input_ids: TokenIds
+    """Shape `[tokens]`."""
     labels: TokenIds
+    """Shape `[tokens]`; not shifted, -100 where there is no loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
-    """The samples of one row: several when a text was split, none of them empty."""
+    """The samples of one row."""
 
     samples: tuple[Sample, ...]
+    """One; several if a long text was split."""
     truncated: bool = False
+    """Whether tokens beyond `sequence_len` were dropped."""
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """Changes with whatever changes the ids: vocabulary, merges, normalisation, special tokens, template."""
+    """A hash of everything that token ids depend on: vocabulary, merges, normalisation, special tokens, template."""
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
-        state.pop("truncation", None)  # set by whoever called the tokenizer last
+        state.pop("truncation", None)  # left by the last call of the tokenizer
         state.pop("padding", None)
     else:
         state = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
@@ -87,13 +92,13 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
 
 
 def has_chat_template(tokenizer: Tokenizer) -> bool:
-    """Whether there is one to use: the only one, or the default of several."""
+    """Whether the tokenizer has a chat template, or a default one among several."""
     template = tokenizer.chat_template
     return "default" in template if isinstance(template, dict) else bool(template)
 
 
-class SampleEncoder:
-    """Turns drafts into samples; owns the chat renderer, which starts at the first conversation."""
+class SampleEncoder(Closing):
+    """Turns drafts into samples. Owns the chat renderer, which starts with the first conversation."""
 
     def __init__(self, tokenizer: Tokenizer, *, sequence_len: int, train_on_inputs: bool) -> None:
         self._tokenizer = tokenizer
@@ -104,26 +109,21 @@ class SampleEncoder:
         self._renderer: ChatRenderer | None = None
         self._exits = ExitStack()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     @property
     def closes_texts(self) -> bool:
-        """Whether the tokenizer has an EOS token to put behind a text."""
+        """Whether the tokenizer has an EOS token, with which texts end."""
         return self._tokenizer.eos_token_id is not None
 
     def close(self) -> None:
-        """Ends the chat renderer, if there is one."""
+        """End the chat renderer, if there is one. Idempotent."""
         self._renderer = None
         self._exits.close()
 
     def encode(self, drafts: Sequence[Draft]) -> list[Encoded | Unusable]:
-        """One answer per draft, in order. Texts are tokenised together, which uses all cores."""
+        """The samples of each draft, or why it has none, in order. Texts are tokenised together, which uses all cores.
+
+        Raises BadInput if the tokenizer or the chat template cannot be used at all.
+        """
         texts = [draft for draft in drafts if isinstance(draft, TextDraft)]
         chats = [draft for draft in drafts if isinstance(draft, ChatDraft)]
         text_answers, chat_answers = self._encode_texts(texts), self._encode_chats(chats)
@@ -142,7 +142,7 @@ class SampleEncoder:
         answers = self._tokenise([draft.answer for draft in drafts])
         for draft, prompt, answer in zip(drafts, prompts, answers, strict=True):
             if not draft.answer.strip():
-                yield Unusable("the text to learn is empty")
+                yield Unusable("the text to train on is empty")
                 continue
             head = [*prompt]
             if (head or answer)[: len(self._prefix)] != self._prefix:
@@ -155,7 +155,7 @@ class SampleEncoder:
             labels = input_ids.copy()
             if draft.prompt and not self._train_on_inputs:
                 labels[: len(head)] = IGNORED_TARGET
-            yield self._split(input_ids, labels) if draft.splittable else self._cut(input_ids, labels)
+            yield self._split(input_ids, labels) if draft.splittable else self._truncate(input_ids, labels)
 
     def _encode_chats(self, drafts: Sequence[ChatDraft]) -> Iterator[Encoded | Unusable]:
         rendered = [self._render(draft) for draft in drafts]
@@ -167,8 +167,8 @@ class SampleEncoder:
     def _render(self, draft: ChatDraft) -> RenderedChat | Unusable:
         if not (self._tokenizer.is_fast or self._train_on_inputs):
             raise BadInput(
-                "finding assistant turns needs a fast tokenizer, and this model has none",
-                hint="set train_on_inputs: true, or give rows of type tokens",
+                "loss on assistant turns only needs a fast tokenizer, and this model has none",
+                hint="set train_on_inputs: true, or use a dataset of type tokens",
             )
         if self._renderer is None:
             variables = self._tokenizer.special_tokens_map
@@ -182,7 +182,7 @@ class SampleEncoder:
         if self._train_on_inputs:
             for ids in self._tokenise([chat.text for chat in chats]):
                 input_ids = np.array(ids, dtype=np.int32)
-                yield self._cut(input_ids, input_ids)
+                yield self._truncate(input_ids, input_ids)
             return
         inferred = not has_generation_tag(self._tokenizer.get_chat_template()) if chats else False
         batch = self._call([chat.text for chat in chats], offsets=True)
@@ -193,14 +193,14 @@ class SampleEncoder:
             prefixes = [next(prompt_ids) for _ in chat.spans] if inferred else []
             input_ids = np.array(ids, dtype=np.int32)
             labels = np.full_like(input_ids, IGNORED_TARGET)
-            reaches = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+            char_spans = np.array(offsets, dtype=np.int64).reshape(-1, 2)
             try:
                 for index, span in enumerate(chat.spans):
-                    first, last = _tokens_of(reaches, span, exact=inferred)
+                    first, last = _tokens_of(char_spans, span, exact=inferred)
                     if inferred and first < last and ids[:first] != prefixes[index]:
-                        raise Unusable(_JOINED)
+                        raise Unusable(_NOT_SEPARATE)
                     labels[first:last] = input_ids[first:last]
-                yield self._cut(input_ids, labels)
+                yield self._truncate(input_ids, labels)
             except Unusable as unusable:
                 yield unusable
 
@@ -213,25 +213,25 @@ class SampleEncoder:
             if name == "labels":
                 allowed |= ids == IGNORED_TARGET
             if not allowed.all():
-                reach = f"the tokenizer has ids 0 to {self._vocabulary - 1}"
-                return Unusable(f"{name!r} holds {ids[~allowed][0]}; {reach}")
-        return self._cut(np.array(draft.input_ids, dtype=np.int32), np.array(draft.labels, dtype=np.int32))
+                valid = f"the tokenizer has ids 0 to {self._vocabulary - 1}"
+                return Unusable(f"{name!r} contains {ids[~allowed][0]}; {valid}")
+        return self._truncate(np.array(draft.input_ids, dtype=np.int32), np.array(draft.labels, dtype=np.int32))
 
     def _split(self, input_ids: TokenIds, labels: TokenIds) -> Encoded | Unusable:
-        """Pieces overlap by one token, so that every token but the first is predicted exactly once."""
+        """Split a long text. Parts overlap by one token, so every token but the first is predicted exactly once."""
         if len(input_ids) < 2:
-            return Unusable("all masked: a text of one token leaves nothing to predict")
+            return Unusable("all masked: a text of one token has nothing to predict")
         stride = self._sequence_len - 1
         starts = range(0, len(input_ids) - 1, stride)
-        pieces = (slice(start, start + self._sequence_len) for start in starts)
-        return Encoded(samples=tuple(Sample(input_ids=input_ids[piece], labels=labels[piece]) for piece in pieces))
+        parts = (slice(start, start + self._sequence_len) for start in starts)
+        return Encoded(samples=tuple(Sample(input_ids=input_ids[part], labels=labels[part]) for part in parts))
 
-    def _cut(self, input_ids: TokenIds, labels: TokenIds) -> Encoded | Unusable:
+    def _truncate(self, input_ids: TokenIds, labels: TokenIds) -> Encoded | Unusable:
         truncated = len(input_ids) > self._sequence_len
         sample = Sample(input_ids=input_ids[: self._sequence_len], labels=labels[: self._sequence_len])
         if not (sample.labels[1:] != IGNORED_TARGET).any():
             where = f" within the first {self._sequence_len} tokens" if truncated else ""
-            return Unusable(f"all masked: no token carries loss{where}")
+            return Unusable(f"all masked: no token has loss{where}")
         return Encoded(samples=(sample,), truncated=truncated)
 
     def _tokenise(self, texts: list[str]) -> list[list[int]]:
@@ -243,9 +243,9 @@ class SampleEncoder:
         return _tokenised(self._tokenizer, texts, special=False, offsets=offsets)
 
 
-_JOINED = (
-    "the tokenizer joins an assistant turn with the text beside it, so the loss cannot begin or end between them; "
-    "the chat template must set them apart"
+_NOT_SEPARATE = (
+    "one token contains text of an assistant turn and text next to the turn, so loss cannot be limited to the turn; "
+    "the chat template must separate them, for example by special tokens"
 )
 
 
@@ -259,27 +259,30 @@ def _tokenised(tokenizer: Tokenizer, texts: list[str], *, special: bool, offsets
             return_token_type_ids=False,
             verbose=False,
         )
-    except Exception as error:  # `tokenizers` raises nothing more special
+    except Exception as error:  # `tokenizers` raises no other type
         raise BadInput(
-            f"the tokenizer fails on a text: {printable(str(error))[:200]}",
+            f"the tokenizer fails on a text: {excerpt(str(error))}",
             hint="use the tokenizer files that belong to the model",
         ) from error
 
 
 def _tokens_of(offsets: npt.NDArray[np.int64], span: tuple[int, int], *, exact: bool) -> tuple[int, int]:
-    """The tokens [first, last) that cover the characters of a span. `exact`: none may reach beyond it."""
+    """The tokens [first, last) that cover the characters of a span. `offsets`: `[tokens, 2]`, characters of each token.
+
+    With `exact`, raises Unusable if a token also covers characters outside the span.
+    """
     starts, ends = offsets[:, 0], offsets[:, 1]
     touched = np.flatnonzero((starts < span[1]) & (ends > span[0]))
     if not len(touched):
         return 0, 0
     first, last = int(touched[0]), int(touched[-1]) + 1
     if exact and (starts[first] < span[0] or ends[last - 1] > span[1]):
-        raise Unusable(_JOINED)
+        raise Unusable(_NOT_SEPARATE)
     return first, last
 
 
 def _opening_tokens(tokenizer: Tokenizer) -> list[int]:
-    """What the tokenizer itself puts before a text: a BOS token, or nothing."""
+    """The tokens that the tokenizer itself puts before a text: a BOS token, or none."""
 
     def ids(*, special: bool) -> list[int]:
         batch = _tokenised(tokenizer, ["a"], special=special, offsets=False)

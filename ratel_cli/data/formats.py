@@ -1,7 +1,7 @@
-"""From columns to drafts: which type a dataset has, and what one row asks the tokenizer for.
+"""Decides the type of a dataset from its columns, and turns rows into drafts.
 
-For `data/ingest.py`. A draft is text (or token ids) with the part marked that carries loss; no tokenizer is
-needed to make one. Invariant: a row either becomes one draft or raises `Unusable` with the reason.
+A draft is a text, a conversation or token ids, with a mark on the part that has loss. Making one needs no tokenizer.
+Invariant: a row becomes exactly one draft or raises `Unusable` with the reason.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ratel_cli.data.chat_child import ChatMessage
 from ratel_cli.data.lines import json_name
 from ratel_cli.data.rows import DatasetSource
 from ratel_cli.errors import BadInput, printable
 
 Kind = Literal["completion", "prompt_completion", "alpaca", "messages", "question_answer", "tokens"]
-Message = dict[str, object]
 
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "observation": "tool"}
 _INT32_MAX = 2**31 - 1
 
-# The format of Stanford Alpaca, which models tuned on it expect to the letter.
+# The prompts of Stanford Alpaca. Models that were tuned on them expect exactly these words.
 _ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request."
     "\n\n### Instruction:\n{instruction}\n\n### Response:\n"
@@ -38,27 +38,32 @@ class Unusable(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextDraft:
-    """`answer` carries loss, `prompt` only with train_on_inputs; an EOS token closes the sample."""
+    """A text that ends with an EOS token."""
 
     prompt: str
+    """Has loss only with `train_on_inputs`."""
     answer: str
+    """Has loss."""
     splittable: bool = False
+    """Whether a text that is too long becomes several samples. Otherwise it is truncated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatDraft:
-    """A conversation for the tokenizer's chat template; assistant turns carry loss."""
+    """A conversation for the tokenizer's chat template. Its assistant turns have loss."""
 
-    messages: list[Message]
+    messages: list[ChatMessage]
+    """Each has a role, and content or tool calls; further keys are for the template."""
     tools: list[object] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensDraft:
-    """Token ids as they are; `labels` aligned with them, -100 where there is no loss."""
+    """Token ids that need no tokenizer."""
 
     input_ids: list[int]
     labels: list[int]
+    """As many as `input_ids`; -100 where there is no loss."""
 
 
 Draft = TextDraft | ChatDraft | TokensDraft
@@ -66,13 +71,14 @@ Draft = TextDraft | ChatDraft | TokensDraft
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFormat:
-    """How the rows of one source are read: what they are, and the columns by their role."""
+    """How the rows of one source become drafts."""
 
     kind: Kind
     columns: tuple[str, ...]
+    """Names of the columns that this kind reads, in the order of their roles."""
 
     def draft(self, record: dict[str, object]) -> Draft:
-        """The draft of one row. Raises Unusable."""
+        """Turn one row into a draft. Raises Unusable."""
         match self.kind:
             case "completion":
                 return TextDraft(prompt="", answer=_text(record, self.columns[0]), splittable=True)
@@ -85,7 +91,7 @@ class RowFormat:
                 return ChatDraft(messages=_messages(record, self.columns[0]), tools=_tools(record))
             case "question_answer":
                 question, answer = (_text(record, column) for column in self.columns)
-                turns: list[Message] = [
+                turns: list[ChatMessage] = [
                     {"role": "user", "content": question},
                     {"role": "assistant", "content": answer},
                 ]
@@ -94,30 +100,32 @@ class RowFormat:
                 return _tokens(record)
 
     def describe(self) -> str:
-        """The decision in words, for the notice."""
-        columns = ", ".join(printable(column) for column in self.columns)
+        """What is read from which columns, and what has loss. For a notice."""
+        columns = [printable(column) for column in self.columns]
+        first, last = columns[0], columns[-1]
         return {
-            "completion": f"type completion: plain text from {columns}, loss on all of it",
-            "prompt_completion": f"type completion: {columns} put together as they are, loss on the second",
-            "alpaca": f"type alpaca: the Alpaca prompt filled from {columns}, loss on the last",
-            "messages": f"type chat_template: conversations from {columns}, loss on assistant turns",
-            "question_answer": f"type chat_template: {columns} as a user and an assistant turn, loss on the second",
-            "tokens": "type tokens: input_ids and, where there are any, labels",
+            "completion": f"type completion: text from {first}, loss on all of it",
+            "prompt_completion": f"type completion: {first} followed by {last}, loss on {last}",
+            "alpaca": f"type alpaca: the Alpaca prompt with {', '.join(columns)}, loss on {last}",
+            "messages": f"type chat_template: conversations from {first}, loss on assistant turns",
+            "question_answer": f"type chat_template: {first} and {last} as two turns, loss on {last}",
+            "tokens": "type tokens: token ids from input_ids, and labels if there are any",
         }[self.kind]
 
 
 def decide_format(source: DatasetSource, record: dict[str, object], *, has_chat_template: bool) -> RowFormat:
-    """The format of a source from its settings and its first row. Raises BadInput when no type fits."""
+    """Choose the format of a source from its settings and its first row. Raises BadInput if no type fits."""
     found = _matching_format(source, record.keys(), has_chat_template=has_chat_template)
     if found is None:
+        names = ", ".join(map(printable, record)) or "(none)"
         raise BadInput(
-            f"{printable(source.path)}: no known type has the columns {', '.join(map(printable, record)) or '(none)'}",
-            hint="set type: and the field keys of this dataset",
+            f"{printable(source.path)}: no type of dataset has the columns {names}",
+            hint="set the type and the names of its columns, for example type: completion and field: NAME",
         )
     if found.kind in ("messages", "question_answer") and not has_chat_template:
         raise BadInput(
-            f"{printable(source.path)}: type chat_template, but the tokenizer has no chat template",
-            hint="use a base model whose tokenizer has one, or type: alpaca or completion",
+            f"{printable(source.path)}: its rows are conversations, but the tokenizer has no chat template",
+            hint="use a base model whose tokenizer has one, or set type: alpaca or type: completion",
         )
     return found
 
@@ -155,7 +163,7 @@ def _asks(names: AbstractSet[str]) -> bool:
 
 
 def _conversation(source: DatasetSource, names: AbstractSet[str]) -> RowFormat | None:
-    usual = ("messages", "conversations")  # the second is ShareGPT's name
+    usual = ("messages", "conversations")  # ShareGPT has the second name
     columns = usual if source.field_messages == "messages" else (source.field_messages,)
     found = next((column for column in columns if column in names), None)
     return None if found is None else RowFormat(kind="messages", columns=(found,))
@@ -177,12 +185,12 @@ def _text(record: dict[str, object], column: str) -> str:
 
 def _checked_text(value: object, what: str) -> str:
     if not isinstance(value, str):
-        raise Unusable(f"{printable(what)!r} must be text, this is {json_name(value)}")
+        raise Unusable(f"{printable(what)!r} must be text, not {json_name(value)}")
     if not value.isascii():
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            raise Unusable(f"{printable(what)!r} holds half of a surrogate pair") from None
+            raise Unusable(f"{printable(what)!r} contains half of a surrogate pair") from None
     return value
 
 
@@ -193,21 +201,21 @@ def _alpaca(record: dict[str, object], instruction: str, extra: str, output: str
     return TextDraft(prompt=form.format(instruction=asked, input=context), answer=answer)
 
 
-def _messages(record: dict[str, object], column: str) -> list[Message]:
+def _messages(record: dict[str, object], column: str) -> list[ChatMessage]:
     if column not in record:
         raise Unusable(f"the field {printable(column)!r} is missing")
     turns = record[column]
     if not isinstance(turns, list):
-        raise Unusable(f"{printable(column)!r} must be an array of messages, this is {json_name(turns)}")
+        raise Unusable(f"{printable(column)!r} must be an array of messages, not {json_name(turns)}")
     if not turns:
         raise Unusable("the conversation has no messages")
     return [_message(turn, f"message {index + 1}") for index, turn in enumerate(turns)]
 
 
-def _message(turn: object, where: str) -> Message:
-    """Role and content checked, ShareGPT's from/value translated; other keys stay, for the template."""
+def _message(turn: object, where: str) -> ChatMessage:
+    """Check role and content, and rename ShareGPT's `from` and `value`. Other keys stay, for the template."""
     if not isinstance(turn, dict):
-        raise Unusable(f"{where} must be an object, this is {json_name(turn)}")
+        raise Unusable(f"{where} must be an object, not {json_name(turn)}")
     message = {key: value for key, value in turn.items() if value is not None}
     if "role" not in message and "from" in message:
         role = message.pop("from")
@@ -228,14 +236,14 @@ def _tools(record: dict[str, object]) -> list[object] | None:
     tools = record.get("tools")
     if tools is None or isinstance(tools, list):
         return tools or None
-    raise Unusable(f"'tools' must be an array, this is {json_name(tools)}")
+    raise Unusable(f"'tools' must be an array, not {json_name(tools)}")
 
 
 def _tokens(record: dict[str, object]) -> TokensDraft:
     input_ids = _integers(record, "input_ids")
     labels = input_ids if record.get("labels") is None else _integers(record, "labels")
     if len(labels) != len(input_ids):
-        raise Unusable(f"{len(labels)} labels for {len(input_ids)} input_ids")
+        raise Unusable(f"'labels' and 'input_ids' have different lengths, {len(labels)} and {len(input_ids)}")
     return TokensDraft(input_ids=input_ids, labels=labels)
 
 
@@ -244,9 +252,9 @@ def _integers(record: dict[str, object], column: str) -> list[int]:
         raise Unusable(f"the field {column!r} is missing")
     values = record[column]
     if not isinstance(values, list):
-        raise Unusable(f"{column!r} must be an array of token ids, this is {json_name(values)}")
+        raise Unusable(f"{column!r} must be an array of token ids, not {json_name(values)}")
     if not set(map(type, values)) <= {int}:
-        raise Unusable(f"{column!r} must hold whole numbers only")
+        raise Unusable(f"{column!r} must contain only whole numbers")
     if values and (min(values) < -100 or max(values) > _INT32_MAX):
-        raise Unusable(f"{column!r} holds a number that is no token id")
+        raise Unusable(f"{column!r} contains a number that cannot be a token id")
     return values

@@ -1,7 +1,7 @@
-"""One pass over the data: rows are read, checked, tokenised and laid down in the token cache.
+"""Fills the token cache in one pass over the data: read rows, check them, tokenise them, write them.
 
-For `data/dataset.py`. Invariant: memory holds one small batch of rows at a time; sample numbers follow the order
-of the rows; either the whole cache comes into being or none of it.
+Invariants: memory holds one small group of rows at a time. Samples are numbered in the order of the rows. Either the
+whole cache is written or nothing of it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ratel_cli.data.rows import RowSource
 from ratel_cli.data.token_cache import FORMAT_VERSION, TokenCache, TokenCacheWriter, copy_rejects
 from ratel_cli.errors import BadInput, EnvironmentFailure, printable
 
-_BATCH_ROWS = 256
-_BATCH_CHARS = 1 << 20  # a tokenizer takes some 120 bytes for each while it works
-_REJECT_SHARE = 0.01
-_SHOWN_REJECTS = 5
+_GROUP_ROWS = 256
+_GROUP_CHARS = 1 << 20  # a tokenizer takes about 120 bytes of RAM for each
+_MAX_REJECTED_SHARE = 0.01
+_MAX_SHOWN_REJECTS = 5
 
 
 def load_token_cache(
@@ -37,7 +37,11 @@ def load_token_cache(
     rejects_path: Path,
     notice: Callable[[str], None],
 ) -> TokenCache:
-    """The tokenised samples of all sources, from the cache when the very same work was done before."""
+    """The tokenised samples of all sources. They come from the cache if exactly these were tokenised before.
+
+    `notice` gets remarks for the user, `rejects_path` the rejected rows. Raises BadInput if the data cannot be used,
+    EnvironmentFailure if it cannot be read or the cache cannot be written.
+    """
     key = _cache_key(sources, tokenizer=tokenizer, sequence_len=sequence_len, train_on_inputs=train_on_inputs)
     try:
         cache = TokenCache.open(cache_dir / key, notice=notice)
@@ -49,17 +53,19 @@ def load_token_cache(
                 )
         copy_rejects(cache.directory, rejects_path)
     except OSError as error:
-        full = " (no space left)" if error.errno == errno.ENOSPC else ""
+        path = printable(str(error.filename or cache_dir))
+        is_full = error.errno == errno.ENOSPC
         raise EnvironmentFailure(
-            f"{printable(str(error.filename or cache_dir))}: cannot be written{full}: {error.strerror}"
+            f"{path}: cannot be written{' (no space left)' if is_full else ''}: {error.strerror}",
+            hint="free space there, or set another output_dir" if is_full else None,
         ) from error
-    for words in cache.summary.notices:
-        notice(words)
+    for text in cache.summary.notices:
+        notice(text)
     return cache
 
 
 class _Ingestion:
-    """One run over all sources, and what is counted on the way."""
+    """One pass over all sources, with its counts."""
 
     def __init__(
         self,
@@ -81,37 +87,37 @@ class _Ingestion:
         self._num_split = 0
 
     def run(self, sources: Sequence[RowSource], *, has_chat_template: bool) -> TokenCache:
-        """Reads every source to its end (or its max_samples) and finishes the cache. Raises BadInput."""
+        """Read every source to its end or its `max_samples`, and finish the cache. Raises BadInput."""
         for source in sources:
             self._read(source, has_chat_template=has_chat_template)
             source.check_unchanged()
         self._writer.copy_rejects(self._rejects_path)
-        self._judge(sources)
+        self._check_rejects(sources)
         longer = f"longer than sequence_len {self._sequence_len} tokens"
         if self._num_split:
-            self._say(f"{self._num_split} of {self._num_rows} texts are {longer} and were split")
+            self._note(f"{self._num_split} of {self._num_rows} texts are {longer} and were split")
         if self._num_truncated:
-            self._say(f"{self._num_truncated} of {self._num_rows} samples are {longer} and were cut")
+            self._note(f"{self._num_truncated} of {self._num_rows} samples are {longer} and were truncated")
         if self._writer.num_rejected:
-            self._say(f"{self._writer.num_rejected} of {self._num_rows} rows rejected: see {self._rejects_name}")
+            self._note(f"{self._writer.num_rejected} of {self._num_rows} rows rejected: see {self._rejects_name}")
         return self._writer.finish(num_rows=self._num_rows, notices=tuple(self._notices))
 
     @property
     def _rejects_name(self) -> str:
         return printable(str(self._rejects_path))
 
-    def _say(self, words: str) -> None:
-        self._notices.append(words)
-        self._notice(words)
+    def _note(self, text: str) -> None:
+        self._notices.append(text)
+        self._notice(text)
 
     def _read(self, source: RowSource, *, has_chat_template: bool) -> None:
         left = source.source.max_samples
         row_format: RowFormat | None = None
         with closing(source.read()) as rows:
-            for batch in _batches(rows):
+            for group in _groups(rows):
                 drafts: list[tuple[Row, Draft]] = []
                 rejects: dict[int, Reject] = {}
-                for index, row in enumerate(batch):
+                for index, row in enumerate(group):
                     if isinstance(row, Reject):
                         rejects[index] = row
                         continue
@@ -122,14 +128,14 @@ class _Ingestion:
                     except Unusable as unusable:
                         rejects[index] = Reject(file=row.file, line=row.line, reason=str(unusable))
                 answers = zip(drafts, self._encoder.encode([draft for _, draft in drafts]), strict=True)
-                for index in range(len(batch)):
+                for index in range(len(group)):
                     if left == 0:
                         return
                     reject = rejects.get(index)
                     if reject is None:
                         (row, _), answer = next(answers)
                         if isinstance(answer, Encoded):
-                            self._keep(answer)
+                            self._add(answer)
                             left = None if left is None else left - 1
                             continue
                         reject = Reject(file=row.file, line=row.line, reason=str(answer))
@@ -137,12 +143,12 @@ class _Ingestion:
 
     def _decide(self, source: RowSource, row: Row, *, has_chat_template: bool) -> RowFormat:
         row_format = decide_format(source.source, row.record, has_chat_template=has_chat_template)
-        self._say(f"{printable(source.source.path)}: {row_format.describe()}")
+        self._note(f"{printable(source.source.path)}: {row_format.describe()}")
         if row_format.kind in ("completion", "prompt_completion", "alpaca") and not self._encoder.closes_texts:
-            self._say("the tokenizer has no EOS token: the model will not learn where a text ends")
+            self._note("the tokenizer has no EOS token: the model will not learn where a text ends")
         return row_format
 
-    def _keep(self, encoded: Encoded) -> None:
+    def _add(self, encoded: Encoded) -> None:
         self._num_rows += 1
         self._num_truncated += encoded.truncated
         self._num_split += len(encoded.samples) > 1
@@ -152,17 +158,17 @@ class _Ingestion:
     def _reject(self, reject: Reject) -> None:
         self._num_rows += 1
         self._writer.reject(reject)
-        if len(self._first_rejects) < _SHOWN_REJECTS:
+        if len(self._first_rejects) < _MAX_SHOWN_REJECTS:
             self._first_rejects.append(reject)
 
-    def _judge(self, sources: Sequence[RowSource]) -> None:
-        """Too many rejects, or nothing left, ends the run before anything is trained."""
+    def _check_rejects(self, sources: Sequence[RowSource]) -> None:
+        """Raise BadInput if too many rows are rejected, or if no sample is left."""
         num_rejected = self._writer.num_rejected
         shown = tuple(BadInput(str(reject)) for reject in self._first_rejects)
-        if num_rejected > _REJECT_SHARE * self._num_rows:
+        if num_rejected > _MAX_REJECTED_SHARE * self._num_rows:
             raise BadInput(
-                f"{num_rejected} of {self._num_rows} rows are unusable, and more than 1 % ends the run",
-                hint=f"all of them, with reasons: {self._rejects_name}",
+                f"{num_rejected} of {self._num_rows} rows are rejected; more than 1 % stops the run",
+                hint=f"all rejected rows are in {self._rejects_name}, with reasons: repair or remove them",
                 others=shown,
             )
         if self._writer.num_samples == 0:
@@ -170,27 +176,27 @@ class _Ingestion:
             raise BadInput(f"nothing to train on: no rows in {paths}")
 
 
-def _batches(rows: Iterator[Row | Reject]) -> Iterator[list[Row | Reject]]:
+def _groups(rows: Iterator[Row | Reject]) -> Iterator[list[Row | Reject]]:
     """Rows in groups that are small in number and in text."""
-    batch: list[Row | Reject] = []
+    group: list[Row | Reject] = []
     num_chars = 0
     for row in rows:
         num_row_chars = _size(row.record) if isinstance(row, Row) else 0
-        if num_row_chars > MAX_ROW_BYTES:  # parquet and the hub have no lines to bound
-            reason = f"the row holds more than {MAX_ROW_BYTES} characters"
-            batch.append(Reject(file=row.file, line=row.line, reason=reason))
+        if num_row_chars > MAX_ROW_BYTES:  # rows of parquet files and the hub have no line that was bounded
+            reason = f"the row has more than {MAX_ROW_BYTES} characters"
+            group.append(Reject(file=row.file, line=row.line, reason=reason))
         else:
-            batch.append(row)
+            group.append(row)
             num_chars += num_row_chars
-        if len(batch) >= _BATCH_ROWS or num_chars >= _BATCH_CHARS:
-            yield batch
-            batch, num_chars = [], 0
-    if batch:
-        yield batch
+        if len(group) >= _GROUP_ROWS or num_chars >= _GROUP_CHARS:
+            yield group
+            group, num_chars = [], 0
+    if group:
+        yield group
 
 
 def _size(value: object) -> int:
-    """SpanLabel how many characters a JSON value holds."""
+    """About how many characters a JSON value has."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -201,7 +207,7 @@ def _size(value: object) -> int:
 
 
 def _cache_key(sources: Sequence[RowSource], *, tokenizer: Tokenizer, sequence_len: int, train_on_inputs: bool) -> str:
-    """Everything that decides the cache's content and the names in its rejects."""
+    """A hash of everything that decides the content of the cache and of its rejects."""
     parts = {
         "format_version": FORMAT_VERSION,
         "sources": [

@@ -1,8 +1,7 @@
-"""Records out of JSON Lines, JSON and text files, each with the line it came from.
+"""Reads the rows of JSON Lines, JSON and text files, each with its line number.
 
-For `data/rows.py`. Invariant: memory stays within a few `MAX_ROW_BYTES` whatever the file holds; a bad
-line costs that line only (it comes out as a `Reject`), while a JSON file that is broken in its middle cannot
-be resumed and raises `BadInput`.
+Invariants: memory stays within a few `MAX_ROW_BYTES`, whatever a file contains. A bad line costs only that line: it
+becomes a `Reject`. A JSON file that is broken in the middle cannot be read further, so it raises BadInput.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from ratel_cli.errors import BadInput, printable
+from ratel_cli.errors import BadInput, excerpt, printable
 
 MAX_ROW_BYTES = 8 << 20
-"""One row at most: a tokenizer takes some 120 bytes of RAM per byte of one text (measured on a row of 12 MiB with
-tokenizers 0.23), so this stays near 1 GiB."""
+"""The most bytes of one row. A tokenizer takes about 120 bytes of RAM for each byte of a text (measured on a row of
+12 MiB with tokenizers 0.23), so a row takes at most about 1 GiB."""
 
 _CHUNK_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"
@@ -26,16 +25,18 @@ _SPACE = " \t\r\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One record as it was read; columns are not checked yet."""
+    """One row as it was read. Its columns are not checked yet."""
 
     file: str
+    """The name for messages, printable."""
     line: int
+    """Counted from 1. In parquet files and hub datasets, the number of the row."""
     record: dict[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reject:
-    """One record that cannot be used, and why."""
+    """One row that cannot be used, and the reason."""
 
     file: str
     line: int
@@ -46,7 +47,10 @@ class Reject:
 
 
 def read_json_lines(path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Row | Reject]:
-    """One object per line. Blank lines are no rows; CRLF and a byte order mark at the start are fine."""
+    """Read a file with one JSON object in each line. `label` names the file in rows and messages.
+
+    Blank lines are skipped. CRLF and a byte order mark at the start are accepted. Raises OSError.
+    """
     with _open_after_bom(path) as file:
         for line, raw, ended in _bounded_lines(file, max_row_bytes):
             try:
@@ -58,7 +62,10 @@ def read_json_lines(path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTE
 
 
 def read_text_lines(path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Row | Reject]:
-    """One sample per line, in a column named ``text``, as the `datasets` library reads text files."""
+    """Read a file with one sample in each line, into the column `text`, as the `datasets` library does.
+
+    Blank lines are skipped. Raises OSError.
+    """
     with _open_after_bom(path) as file:
         for line, raw, _ in _bounded_lines(file, max_row_bytes):
             try:
@@ -70,7 +77,10 @@ def read_text_lines(path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTE
 
 
 def read_json(path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Row | Reject]:
-    """A JSON array of objects, objects one after another, or JSON Lines under another name."""
+    """Read a file with a JSON array of objects, with objects one after another, or with JSON Lines.
+
+    Raises BadInput if the JSON is broken or a value is longer than `max_row_bytes`, and OSError.
+    """
     if _looks_like_json_lines(path, max_row_bytes):
         yield from read_json_lines(path, label, max_row_bytes=max_row_bytes)
         return
@@ -92,7 +102,7 @@ def _open_after_bom(path: Path) -> BinaryIO:
 
 
 def _bounded_lines(file: BinaryIO, max_row_bytes: int) -> Iterator[tuple[int, bytes, bool]]:
-    """(line number, bytes, whether a newline ended it). A longer line comes out one byte too long, the rest dropped."""
+    """Yield (line number, bytes, whether a newline ends it). A longer line is cut one byte after the bound."""
     line = 0
     while raw := file.readline(max_row_bytes + 1):
         line += 1
@@ -104,7 +114,7 @@ def _bounded_lines(file: BinaryIO, max_row_bytes: int) -> Iterator[tuple[int, by
 
 
 class _BadLine(Exception):
-    """Why one line is no row."""
+    """Why a line is not a row."""
 
 
 def _decode(raw: bytes, max_row_bytes: int) -> str:
@@ -125,17 +135,17 @@ def _parse(text: str, *, ended: bool) -> dict[str, object]:
         what = "not JSON" if ended else "not JSON, and the file ends inside this line"
         raise _BadLine(f"{what}: {printable(error.msg)} at column {error.colno}") from error
     except (RecursionError, ValueError) as error:  # ValueError: an integer of thousands of digits
-        raise _BadLine(f"not usable JSON: {printable(str(error))[:100]}") from error
+        raise _BadLine(f"not usable JSON: {excerpt(str(error), 100)}") from error
 
 
 def _as_record(value: object) -> dict[str, object]:
     if not isinstance(value, dict):
-        raise _BadLine(f"a row must be an object, this is {json_name(value)}")
+        raise _BadLine(f"a row must be an object, not {json_name(value)}")
     return value
 
 
 def json_name(value: object) -> str:
-    """What a JSON value is called, for messages."""
+    """What kind of JSON value this is, for messages: `a number`, `text`, `null` and so on."""
     names = {bool: "a boolean", int: "a number", float: "a number", str: "text", list: "an array", dict: "an object"}
     return "null" if value is None else names.get(type(value), type(value).__name__)
 
@@ -154,7 +164,7 @@ def _looks_like_json_lines(path: Path, max_row_bytes: int) -> bool:
 
 
 class _JsonValues:
-    """The values of one JSON text, decoded one at a time from a sliding window.
+    """The values of one JSON text, decoded one at a time from a sliding window of the file.
 
     Not `ijson` (3.6.0 with yajl2_c, tried 2026-11): it reports no line of a value, puts no bound on one value (64 MiB
     of text are read whole, and 100,000 open brackets cost it gigabytes), rejects NaN and 1e999, which `json` reads
@@ -174,7 +184,7 @@ class _JsonValues:
         self._ended = False
 
     def read(self) -> Iterator[tuple[int, object]]:
-        """(line, value) for every element of the array, or for every value of a file without one."""
+        """Yield (line, value) for every element of the array, or for every value if the file has no array."""
         in_array = self._next_char() == "["
         if in_array:
             self._at += 1
@@ -197,7 +207,7 @@ class _JsonValues:
             raise self._broken("the file ends inside the array")
 
     def _next_char(self) -> str:
-        """Skips white space; the character there, or the empty string at the end of the file."""
+        """Skip white space. Returns the character that follows, or the empty string at the end of the file."""
         while True:
             while self._at < len(self._window) and self._window[self._at] in _SPACE:
                 self._line += self._window[self._at] == "\n"
@@ -218,14 +228,14 @@ class _JsonValues:
                 self._line += self._window.count("\n", self._at, error.pos)
                 raise self._broken(f"not JSON: {printable(error.msg)}") from error
             except (RecursionError, ValueError) as error:
-                raise self._broken(f"not usable JSON: {printable(str(error))[:100]}") from error
+                raise self._broken(f"not usable JSON: {excerpt(str(error), 100)}") from error
             if end < len(self._window) or not self._read_more(_CHUNK_BYTES):
                 self._line += self._window.count("\n", self._at, end)
                 self._at = end
                 return value
 
     def _read_more(self, num_bytes: int) -> bool:
-        """Drops what is done and appends to the window; False when the file has no more."""
+        """Drop what is decoded and append to the window. Returns False if the file has no more."""
         if self._ended:
             return False
         raw = self._tail + self._file.read(num_bytes)
@@ -243,4 +253,7 @@ class _JsonValues:
         return text != ""
 
     def _broken(self, what: str) -> BadInput:
-        return BadInput(f"{self._label}:{self._line}: {what}", hint="JSON Lines (.jsonl) loses only the bad line")
+        return BadInput(
+            f"{self._label}:{self._line}: {what}",
+            hint="repair the file, or convert it to JSON Lines (.jsonl), where only bad lines are rejected",
+        )

@@ -1,8 +1,7 @@
-"""Where samples come from: files, directories, globs or a dataset on the hub, read row by row.
+"""Finds the files of a dataset and reads them row by row: a file, a directory, a pattern, or a dataset on the hub.
 
-For `data/ingest.py`. Invariant: rows are streamed in a fixed order (sources as configured, files sorted by
-path, rows as written), so a row number means the same thing in every run. The network is touched only when the
-path is neither a local file nor looks like one.
+Invariants: rows come in a fixed order (sources as configured, files sorted by path, rows as written), so a row number
+means the same in every run. The network is used only if the path is no local file and does not look like one.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from pathlib import Path
 from typing import Literal, cast
 
 from ratel_cli.data.lines import Reject, Row, read_json, read_json_lines, read_text_lines
-from ratel_cli.errors import BadInput, EnvironmentFailure, printable
+from ratel_cli.errors import BadInput, EnvironmentFailure, excerpt, printable
 
 DatasetType = Literal["auto", "completion", "chat_template", "alpaca", "tokens"]
 RowStream = Generator[Row | Reject, None, None]
 Reader = Callable[[Path, str], Iterator[Row | Reject]]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_ROWS_PER_BATCH = 64  # rows that pyarrow turns into Python objects at a time
+_ROWS_PER_BATCH = 64  # rows that exist as Python objects at a time
 _NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetSource:
-    """One item of ``datasets:``, with the columns of each type under their usual names.
+    """One item of `datasets:` in the config; its keys are described there.
 
-    `max_samples` keeps the first rows that are good, counted before long texts are split.
+    `max_samples` counts the rows that are not rejected, before long texts are split.
     """
 
     path: str
@@ -49,15 +48,20 @@ class DatasetSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileStamp:
-    """One file that feeds the run: its content, and what changes when somebody writes to it meanwhile."""
+    """One data file and its state when it was hashed."""
 
     path: Path
     sha256: str
+    """Of its content."""
     identity: tuple[int, int, int, int]
+    """Device, inode, size and time of the last change. Any write to the file changes it."""
 
 
 class RowSource:
-    """The rows of one `DatasetSource`, and the files behind them."""
+    """The rows of one `DatasetSource`, and the files that hold them.
+
+    `read` yields all rows; each call starts again. It raises BadInput or EnvironmentFailure if a file cannot be read.
+    """
 
     def __init__(self, source: DatasetSource, files: tuple[FileStamp, ...], read: Callable[[], RowStream]) -> None:
         self.source = source
@@ -65,22 +69,25 @@ class RowSource:
         self.read = read
 
     def check_unchanged(self) -> None:
-        """Raises BadInput when a file is no longer the one that was hashed."""
+        """Raise BadInput if a file was written to since it was hashed."""
         for stamp in self.files:
             if _identity(stamp.path) != stamp.identity:
                 raise BadInput(
                     f"{printable(str(stamp.path))}: the file was changed while it was being read",
-                    hint="let the writer finish, then start again",
+                    hint="wait until no program writes to it, then start again",
                 )
 
 
 def open_source(source: DatasetSource, *, notice: Callable[[str], None]) -> RowSource:
-    """Finds and hashes the files of a source. Raises BadInput when there is nothing to read."""
+    """Find and hash the files of a source. `notice` gets remarks for the user.
+
+    Raises BadInput if there is nothing to read, EnvironmentFailure if a file cannot be read.
+    """
     paths = _local_files(source.path)
     if paths is None:
         return _open_hub(source)
     if source.split != "train":
-        notice(f"{printable(source.path)}: split {source.split!r} has no meaning for local files and is ignored")
+        notice(f"{printable(source.path)}: split {source.split!r} is ignored, because local files have no splits")
     if any(path.suffix.lower() == ".txt" for path in paths):
         notice(f"{printable(source.path)}: each line of a text file is one sample")
     stamps = tuple(_stamp(path) for path in paths)
@@ -96,18 +103,18 @@ def open_source(source: DatasetSource, *, notice: Callable[[str], None]) -> RowS
 
 
 def _local_files(path_text: str) -> list[Path] | None:
-    """The data files that a path means, sorted; None when only the hub can have it."""
+    """The data files that a path stands for, sorted; None if the path can only be a dataset on the hub."""
     if "\0" in path_text:
-        raise BadInput(f"{printable(path_text)}: a path cannot hold a NUL byte")
+        raise BadInput(f"{printable(path_text)}: a path cannot contain a NUL byte")
     path = Path(path_text).expanduser()
     label = printable(path_text)
-    # Not by methods of Path: they raise for names that are too long.
+    # Methods of Path would raise for names that are too long.
     if os.path.isdir(path):
         found = sorted(
             item for item in path.rglob("*") if item.suffix.lower() in _READERS and _is_visible_data(item, path)
         )
         if not found:
-            raise BadInput(f"{label}: no data files in this directory", hint=_KNOWN_FILES)
+            raise BadInput(f"{label}: there are no data files in this directory", hint=_KNOWN_FILES)
         return found
     if os.path.exists(path):
         if not os.path.isfile(path):
@@ -116,7 +123,7 @@ def _local_files(path_text: str) -> list[Path] | None:
     if glob.has_magic(path_text):
         found = sorted(Path(item) for item in glob.glob(str(path), recursive=True) if os.path.isfile(item))
         if not found:
-            raise BadInput(f"{label}: no file matches")
+            raise BadInput(f"{label}: no file matches this pattern")
         return [_known(item) for item in found]
     if path.suffix.lower() in _READERS or not _HUB_ID.fullmatch(path_text):
         raise BadInput(f"{label}: no such file or directory")
@@ -130,7 +137,7 @@ def _is_visible_data(item: Path, root: Path) -> bool:
 
 def _known(path: Path) -> Path:
     if path.suffix.lower() not in _READERS:
-        raise BadInput(f"{printable(str(path))}: do not know how to read {path.suffix!r} files", hint=_KNOWN_FILES)
+        raise BadInput(f"{printable(str(path))}: this type of file cannot be read", hint=_KNOWN_FILES)
     return path
 
 
@@ -165,21 +172,22 @@ def _read_parquet(path: Path, label: str) -> Iterator[Row | Reject]:
                     yield Row(file=label, line=line, record=record)
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # the disk's fault; Arrow's own complaints about a file have no errno
-        raise BadInput(f"{label}: not a usable parquet file: {printable(str(error))[:200]}") from error
+            raise  # a fault of the drive; Arrow's own errors about a file have no errno
+        raise BadInput(f"{label}: not a usable parquet file: {excerpt(str(error))}") from error
 
 
 def _open_hub(source: DatasetSource) -> RowSource:
-    """A dataset on the hub, downloaded and memory-mapped by `datasets`. Never runs a dataset's own code."""
+    """A dataset on the hub, which `datasets` downloads and maps. A dataset's own code is never run."""
     import datasets  # type: ignore[import-untyped]
 
     label = f"hub:{source.path}[{printable(source.split)}]"
     try:
         dataset = datasets.load_dataset(source.path, source.name, split=source.split, keep_in_memory=False)
-    except Exception as error:  # load_dataset raises some dozen types: network, hub, builder, Arrow
+    except Exception as error:  # load_dataset raises a dozen types: network, hub, builder, Arrow
         raise BadInput(
-            f"{printable(source.path)}: no such local file, and the hub gives no dataset: "
-            f"{type(error).__name__}: {printable(str(error))[:200]}"
+            f"{printable(source.path)}: no such local file, and it cannot be loaded from the hub: "
+            f"{type(error).__name__}: {excerpt(str(error))}",
+            hint="check path, name and split; for a local file, write its path with its ending",
         ) from error
     stamps = tuple(_stamp(Path(entry["filename"])) for entry in dataset.cache_files)
     assert stamps or not len(dataset), "a dataset without files would be cached under no content hash"
@@ -197,4 +205,4 @@ _READERS: dict[str, Reader] = {
     ".parquet": _read_parquet,
     ".txt": read_text_lines,
 }
-_KNOWN_FILES = "known are " + ", ".join(_READERS)
+_KNOWN_FILES = "data files end in " + ", ".join(_READERS)

@@ -1,9 +1,9 @@
-"""Tokenised samples on disk, so that RAM holds only their lengths.
+"""Tokenised samples on a drive, so that RAM holds only their lengths.
 
-Written by `data/ingest.py`, read by `data/dataset.py`. A cache is a directory named by the hash of everything
-that made it: `tokens.bin` (per sample its input_ids, then its labels, int32 little endian), `lengths.npy`,
-`rejects.jsonl` and `meta.json`. Invariants: written beside and renamed, so a directory with its final name is
-whole; checked against its own hash before use; numbers and JSON only, so reading it runs nothing.
+A cache is a directory, and its name is the hash of everything that it was made from. It contains `tokens.bin` (for each
+sample its input_ids, then its labels, int32 little endian), `lengths.npy`, `rejects.jsonl` and `meta.json`. Invariants:
+a cache is written under another name and renamed, so a directory with its final name is complete. It is checked against
+its own hash before use. It contains only numbers and JSON, so reading it runs no code.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from array import array
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
+from ratel_cli.closing import Closing
 from ratel_cli.data.encode import Sample, TokenIds
 from ratel_cli.data.lines import Reject
 from ratel_cli.errors import EnvironmentFailure, printable
@@ -35,7 +35,7 @@ _HASH_CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSummary:
-    """What was found while the cache was built; said again whenever it is used."""
+    """What was counted and noted while the cache was built. The notices are repeated whenever it is used."""
 
     format_version: int = FORMAT_VERSION
     num_rows: int
@@ -45,7 +45,7 @@ class CacheSummary:
 
 
 class TokenCache:
-    """A finished cache. Holds no file open: each reader opens and closes its own."""
+    """A complete cache. It holds no file open: each read opens and closes its own."""
 
     def __init__(self, directory: Path, summary: CacheSummary, lengths: npt.NDArray[np.int64]) -> None:
         self.directory = directory
@@ -55,7 +55,7 @@ class TokenCache:
 
     @classmethod
     def open(cls, directory: Path, *, notice: Callable[[str], None]) -> TokenCache | None:
-        """The cache there, or None when there is none. A damaged one is removed, with a notice."""
+        """The cache in a directory; None if there is none. Removes a damaged cache, with a notice. Raises OSError."""
         if not directory.is_dir():
             return None
         try:
@@ -67,13 +67,16 @@ class TokenCache:
             if whole and summary.format_version == FORMAT_VERSION and (directory / REJECTS_NAME).is_file():
                 return cls(directory, summary, lengths)
         except (OSError, ValueError, TypeError, KeyError, EOFError):
-            whole = False  # whatever is wrong with it, the answer is to build it again
-        notice(f"{printable(str(directory))}: the token cache is damaged or of another version; building it again")
+            pass  # whatever is wrong with it, it is built again
+        notice(f"{printable(str(directory))}: the token cache is damaged or of another version; it is built again")
         shutil.rmtree(directory)
         return None
 
     def read(self, sample_ids: npt.NDArray[np.int64]) -> list[Sample]:
-        """Samples by number. Plain reads: mapped pages would count as the process's memory."""
+        """The samples with these numbers, `[samples]`. Raises EnvironmentFailure.
+
+        With plain reads, because mapped pages would count as memory of the process.
+        """
         path = self.directory / "tokens.bin"
         try:
             with path.open("rb", buffering=0) as file:
@@ -81,7 +84,7 @@ class TokenCache:
         except OSError as error:
             raise EnvironmentFailure(
                 f"{printable(str(path))}: the token cache cannot be read: {error.strerror or error}",
-                hint="start again with --resume auto: it is built anew from the same data",
+                hint="run the same command again: the cache is built again from the same data",
             ) from error
 
     def _read_one(self, fd: int, sample_id: int) -> Sample:
@@ -89,13 +92,13 @@ class TokenCache:
         num_bytes = 2 * length * _DISK_DTYPE.itemsize
         raw = os.pread(fd, num_bytes, 2 * int(self._starts[sample_id]) * _DISK_DTYPE.itemsize)
         if len(raw) != num_bytes:
-            raise OSError(f"sample {sample_id} is cut off")
+            raise OSError(f"sample {sample_id} is truncated")
         both: TokenIds = np.frombuffer(raw, dtype=_DISK_DTYPE).astype(np.int32, copy=False)
         return Sample(input_ids=both[:length], labels=both[length:])
 
 
-class TokenCacheWriter:
-    """Collects samples beside the final place. Leaving without `finish` leaves nothing behind."""
+class TokenCacheWriter(Closing):
+    """Writes a cache under a temporary name. `close` without `finish` removes it. Every method may raise OSError."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -108,43 +111,35 @@ class TokenCacheWriter:
         self._num_rejected = 0
         self._hash = hashlib.sha256()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     @property
     def num_samples(self) -> int:
-        """How many samples have been added."""
+        """How many samples were added."""
         return len(self._lengths)
 
     @property
     def num_rejected(self) -> int:
-        """How many rejects have been added."""
+        """How many rejects were added."""
         return self._num_rejected
 
     def add(self, sample: Sample) -> None:
-        """Appends one sample; its number is the count before."""
+        """Append one sample. Its number is the number of samples before it."""
         raw = np.concatenate((sample.input_ids, sample.labels)).astype(_DISK_DTYPE).tobytes()
         self._hash.update(raw)
         self._tokens.write(raw)
         self._lengths.append(len(sample.input_ids))
 
     def reject(self, reject: Reject) -> None:
-        """Notes a row that is not used."""
+        """Append a row that is not used."""
         self._rejects.write(json.dumps(asdict(reject)) + "\n")
         self._num_rejected += 1
 
     def copy_rejects(self, target: Path) -> None:
-        """Writes the rejects so far to a file of the user's."""
+        """Write the rejects so far into a file for the user."""
         self._rejects.flush()
         copy_rejects(self._partial, target)
 
     def finish(self, *, num_rows: int, notices: tuple[str, ...]) -> TokenCache:
-        """1. everything to disk; 2. the directory gets its name; 3. the name to disk."""
+        """Make the cache durable: 1. sync all files, 2. give the directory its name, 3. sync the name."""
         lengths = np.frombuffer(self._lengths, dtype=np.int64) if self._lengths else np.zeros(0, dtype=np.int64)
         self._hash.update(_length_bytes(lengths))
         summary = CacheSummary(
@@ -165,19 +160,19 @@ class TokenCacheWriter:
         except OSError:
             if not self._directory.is_dir():
                 raise
-            # Another run with the same data was faster: the same bytes lie there.
+            # Another run with the same data was faster. Its files have the same bytes.
         _sync(self._directory.parent)
         return TokenCache(self._directory, summary, lengths)
 
     def close(self) -> None:
-        """Closes the files and removes what was not finished."""
+        """Close the files and remove a cache that is not finished. Idempotent."""
         self._tokens.close()
         self._rejects.close()
         shutil.rmtree(self._partial, ignore_errors=True)
 
 
 def copy_rejects(directory: Path, target: Path) -> None:
-    """The rejects of a cache into the user's file; no file when there are none."""
+    """Write the rejects of a cache into a file for the user. Without rejects, remove that file. Raises OSError."""
     source = directory / REJECTS_NAME
     if source.stat().st_size == 0:
         target.unlink(missing_ok=True)
@@ -209,7 +204,7 @@ def _sync(path: Path) -> None:
 
 
 def _remove_abandoned(directory: Path) -> None:
-    """Partial caches of processes that were killed: a tokenised data set may be many gigabytes."""
+    """Remove what killed processes left: a tokenised dataset may have many gigabytes."""
     for partial in directory.parent.glob(f"{directory.name}.partial-*"):
         pid = partial.name.rpartition("-")[2]
         if not (pid.isdecimal() and Path("/proc", pid).exists()) or int(pid) == os.getpid():

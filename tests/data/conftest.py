@@ -1,10 +1,10 @@
-"""Tokenizers built on the spot, and short ways to write and load data."""
+"""Fixtures: small tokenizers, and short ways to write and load data. The types of the fixtures are here too."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 
 from ratel_cli.data.dataset import DatasetSource, TrainingData, load_training_data
 from ratel_cli.data.encode import Tokenizer
-from tests.data.fixture_types import Load, MakeTokenizer, WriteRows
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -21,6 +20,24 @@ CHATML = (
 )
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"]
 CORPUS = ["the quick brown fox jumps over the lazy dog", "what is a list? a list is a mutable sequence"] * 4
+
+
+class MakeTokenizer(Protocol):
+    """Makes a tokenizer with this chat template. `adds_bos`: it puts a BOS token before each text."""
+
+    def __call__(self, *, chat_template: str | None = ..., adds_bos: bool = ...) -> PreTrainedTokenizerFast: ...
+
+
+class WriteRows(Protocol):
+    """Writes objects as JSON Lines and returns the path."""
+
+    def __call__(self, *rows: object, name: str = ...) -> Path: ...
+
+
+class Load(Protocol):
+    """`load_training_data` with small defaults. `changes` are arguments of it."""
+
+    def __call__(self, *sources: DatasetSource | Path, **changes: object) -> TrainingData: ...
 
 
 def _backend() -> Backend:
@@ -39,7 +56,7 @@ def _backend() -> Backend:
 
 @pytest.fixture(scope="session")
 def make_tokenizer() -> MakeTokenizer:
-    """A byte-level BPE tokenizer: with any chat template, and with a BOS token that it adds by itself."""
+    """Makes byte-level BPE tokenizers."""
     saved = _backend().to_str()
 
     def make(*, chat_template: str | None = CHATML, adds_bos: bool = False) -> PreTrainedTokenizerFast:
@@ -62,7 +79,7 @@ def make_tokenizer() -> MakeTokenizer:
 
 @pytest.fixture(scope="session")
 def tokenizer(make_tokenizer: MakeTokenizer) -> PreTrainedTokenizerFast:
-    """The plain one, with ChatML."""
+    """A tokenizer with the ChatML template."""
     return make_tokenizer()
 
 
@@ -80,13 +97,13 @@ def write_rows(tmp_path: Path) -> WriteRows:
 
 @pytest.fixture
 def notices() -> list[str]:
-    """What was said while loading."""
+    """The notices of all loads."""
     return []
 
 
 @pytest.fixture
 def load(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, notices: list[str]) -> Load:
-    """`load_training_data` with small defaults; sources may be paths."""
+    """Calls `load_training_data` with small defaults."""
 
     def run(*sources: DatasetSource | Path, **changes: object) -> TrainingData:
         settings: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""From files to steps: rejects, the 1 % rule, the cache, splits, and steps as a pure function."""
+"""From files to steps: rejects, the 1 % rule, the cache, the evaluation split, and steps as a pure function."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from ratel_cli.data.dataset import DatasetSource, MicroBatch
 from ratel_cli.data.lines import MAX_ROW_BYTES
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from tests.data.fixture_types import Load, MakeTokenizer, WriteRows
+from tests.data.conftest import Load, MakeTokenizer, WriteRows
 from tests.tiers import examples
 
 GOOD = {"text": "the quick brown fox"}
@@ -92,7 +92,7 @@ def test_an_epoch_holds_every_sample_once_and_exactly(
 
 
 def _check_samples(batch: MicroBatch, rows: list[list[int]], *, packing: bool) -> None:
-    """Each sample lies there whole, with its own targets and no others."""
+    """Each sample is complete, with its own targets and no others."""
     wanted = iter(batch.sample_ids)
     for ids, targets, positions in zip(
         batch.input_ids.tolist(), batch.targets.tolist(), batch.position_ids.tolist(), strict=True
@@ -143,7 +143,7 @@ def test_targets_end_with_eos(load: Load, write_rows: WriteRows) -> None:
     assert batch.num_targets == batch.num_tokens - 1
 
 
-def test_a_tokenizer_without_eos_is_told(
+def test_a_tokenizer_without_eos_gives_a_notice(
     load: Load, write_rows: WriteRows, make_tokenizer: MakeTokenizer, notices: list[str]
 ) -> None:
     tokenizer = make_tokenizer()
@@ -167,16 +167,13 @@ def test_every_type_and_auto_agree(load: Load, write_rows: WriteRows, notices: l
     first, *others = [load(path).step(0) for path in (chat, share, asked)]
     assert all(_same(first, other) for other in others)
     assert notices[0] == f"{chat}: type chat_template: conversations from messages, loss on assistant turns"
-    assert (
-        notices[2]
-        == f"{asked}: type chat_template: question, answer as a user and an assistant turn, loss on the second"
-    )
+    assert notices[2] == f"{asked}: type chat_template: question and answer as two turns, loss on answer"
     pair = write_rows({"prompt": "a ", "completion": "b"}, name="p.jsonl")
     (batch,) = load(pair).step(0)
     assert batch.num_targets == 2  # "b" and the end
     alpaca = write_rows({"instruction": "a", "output": "b"}, name="a.jsonl")
-    auto, told = (load(DatasetSource(path=str(alpaca), type=kind), sequence_len=512) for kind in ("auto", "alpaca"))
-    assert _same(auto.step(0), told.step(0))
+    auto, named = (load(DatasetSource(path=str(alpaca), type=kind), sequence_len=512) for kind in ("auto", "alpaca"))
+    assert _same(auto.step(0), named.step(0))
 
 
 def test_sources_follow_each_other_and_max_samples_counts_good_rows(
@@ -194,13 +191,13 @@ def test_sources_follow_each_other_and_max_samples_counts_good_rows(
     assert (data.num_samples, data.rejected) == (5, 0)
 
 
-def test_long_samples_are_split_or_cut_and_counted(load: Load, write_rows: WriteRows, notices: list[str]) -> None:
+def test_long_samples_are_split_or_truncated_and_counted(load: Load, write_rows: WriteRows, notices: list[str]) -> None:
     texts = write_rows({"text": "a b c d e f g h i j"}, GOOD, name="t.jsonl")
     tokens = write_rows({"input_ids": [5] * 9}, {"input_ids": [5] * 8}, {"input_ids": [5] * 20}, name="i.jsonl")
     data = load(texts, tokens, sequence_len=8)
     assert notices[2:] == [
         "1 of 5 texts are longer than sequence_len 8 tokens and were split",
-        "2 of 5 samples are longer than sequence_len 8 tokens and were cut",
+        "2 of 5 samples are longer than sequence_len 8 tokens and were truncated",
     ]
     assert max(len(data.step(index)[0].input_ids[0]) for index in range(data.steps_per_epoch)) == 8
 
@@ -209,16 +206,16 @@ def test_long_samples_are_split_or_cut_and_counted(load: Load, write_rows: Write
 
 BAD_LINES = [
     ('{"text": ', "not JSON: Expecting value at column 10"),
-    ("[1]", "a row must be an object, this is an array"),
+    ("[1]", "a row must be an object, not an array"),
     ("{}", "the field 'text' is missing"),
-    ('{"text": 5}', "'text' must be text, this is a number"),
-    ('{"text": ""}', "the text to learn is empty"),
-    ('{"text": "\\ud800"}', "'text' holds half of a surrogate pair"),
+    ('{"text": 5}', "'text' must be text, not a number"),
+    ('{"text": ""}', "the text to train on is empty"),
+    ('{"text": "\\ud800"}', "'text' contains half of a surrogate pair"),
 ]
 
 
 def _write_text(path: Path, num_good: int, bad: list[str]) -> Path:
-    """Good rows first, then the bad ones; the first bad line is number num_good + 1."""
+    """Write good rows, then the bad ones. The first bad line has the number num_good + 1."""
     path.write_text("".join(line + "\n" for line in [json.dumps(GOOD)] * num_good + bad))
     return path
 
@@ -234,14 +231,16 @@ def test_rejects_are_counted_and_written(load: Load, tmp_path: Path, notices: li
 @pytest.mark.parametrize(
     ("num_good", "num_bad", "stops"), [(99, 1, False), (98, 1, True), (198, 2, False), (197, 2, True)]
 )
-def test_more_than_one_percent_ends_the_run(
+def test_more_than_one_percent_of_rejects_stops_the_run(
     load: Load, tmp_path: Path, num_good: int, num_bad: int, stops: bool
 ) -> None:
     path = _write_text(tmp_path / "x.jsonl", num_good, ["{}"] * num_bad)
     if not stops:
         assert load(path).rejected == num_bad
         return
-    with pytest.raises(BadInput, match=f"{num_bad} of {num_good + num_bad} rows are unusable") as caught:
+    with pytest.raises(
+        BadInput, match=f"{num_bad} of {num_good + num_bad} rows are rejected; more than 1 % stops the run"
+    ) as caught:
         load(path)
     assert [str(other) for other in caught.value.others] == [
         f"{path}:{num_good + 1 + index}: the field 'text' is missing" for index in range(num_bad)
@@ -252,7 +251,7 @@ def test_more_than_one_percent_ends_the_run(
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_rejects_of_an_earlier_run_go_away(load: Load, tmp_path: Path) -> None:
+def test_rejects_of_an_earlier_run_are_removed(load: Load, tmp_path: Path) -> None:
     path = _write_text(tmp_path / "x.jsonl", 100, ["{}"])
     load(path)
     assert len(_rejects(tmp_path)) == 1
@@ -265,21 +264,21 @@ def test_a_parquet_row_is_bounded_too(load: Load, tmp_path: Path) -> None:
     texts = [{"text": "x" * (MAX_ROW_BYTES + 1)}, *[GOOD] * 99]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(texts), path)
     assert load(path).rejected == 1
-    assert _rejects(tmp_path) == [(str(path), 1, f"the row holds more than {MAX_ROW_BYTES} characters")]
+    assert _rejects(tmp_path) == [(str(path), 1, f"the row has more than {MAX_ROW_BYTES} characters")]
 
 
-def test_all_masked_rows_end_the_run(load: Load, write_rows: WriteRows) -> None:
+def test_all_masked_rows_stop_the_run(load: Load, write_rows: WriteRows) -> None:
     path = write_rows(
         {"messages": [{"role": "user", "content": "a"}]}, {"messages": [{"role": "user", "content": "b"}]}
     )
     with pytest.raises(BadInput) as caught:
         load(path)
-    assert str(caught.value.others[1]) == f"{path}:2: all masked: no token carries loss"
+    assert str(caught.value.others[1]) == f"{path}:2: all masked: no token has loss"
     assert load(path, train_on_inputs=True).num_samples == 2
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", "\ufeff"])
-def test_an_empty_file_ends_the_run(load: Load, tmp_path: Path, content: str) -> None:
+def test_an_empty_file_stops_the_run(load: Load, tmp_path: Path, content: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text(content)
     with pytest.raises(BadInput, match="nothing to train on"):
@@ -293,7 +292,7 @@ def test_no_source_and_no_sample_wanted(load: Load, write_rows: WriteRows) -> No
 
 
 def test_a_row_needs_two_tokens(load: Load, write_rows: WriteRows) -> None:
-    with pytest.raises(BadInput, match="sequence_len is 1"):
+    with pytest.raises(BadInput, match="sequence_len is 1; a sample needs at least 2 tokens"):
         load(write_rows(GOOD), sequence_len=1)
 
 
@@ -326,7 +325,7 @@ def test_a_split_that_leaves_nothing(load: Load, write_rows: WriteRows, val_set_
 
 
 class Counting(PreTrainedTokenizerFast):
-    """Counts the texts it tokenises."""
+    """A tokenizer that counts its texts."""
 
     num_texts = 0
 
@@ -341,7 +340,7 @@ EOS_TOKEN = "<|endoftext|>"
 
 @pytest.fixture
 def counting(make_tokenizer: MakeTokenizer) -> MakeCounting:
-    """Counting tokenizers, with a fresh count."""
+    """Makes counting tokenizers. The count starts at 0."""
     Counting.num_texts = 0
 
     def make(eos_token: str) -> Counting:
@@ -351,23 +350,23 @@ def counting(make_tokenizer: MakeTokenizer) -> MakeCounting:
     return make
 
 
-def test_the_cache_is_used_again_and_says_the_same(
+def test_the_cache_is_used_again_with_the_same_notices(
     load: Load, tmp_path: Path, counting: MakeCounting, notices: list[str]
 ) -> None:
     path = _write_text(tmp_path / "x.jsonl", 300, ["{}"])
     first = load(path, tokenizer=counting(EOS_TOKEN))
-    said, counted = list(notices), Counting.num_texts
+    first_notices, counted = list(notices), Counting.num_texts
     (tmp_path / "run" / "rejects.jsonl").unlink()
     second = load(path, tokenizer=counting(EOS_TOKEN), seed=1, packing=True, shuffle=True, micro_batch_size=2)
     assert Counting.num_texts == counted
-    assert notices == said * 2
+    assert notices == first_notices * 2
     assert second.rejected == first.rejected == 1
     assert len(_rejects(tmp_path)) == 1
     assert second.fingerprint != first.fingerprint
     assert load(path, tokenizer=counting(EOS_TOKEN)).fingerprint == first.fingerprint
 
 
-def test_the_cache_is_left_when_anything_changes(
+def test_another_cache_is_made_when_anything_changes(
     load: Load, tmp_path: Path, write_rows: WriteRows, counting: MakeCounting
 ) -> None:
     path = write_rows(GOOD, GOOD)
@@ -385,7 +384,7 @@ def test_the_cache_is_left_when_anything_changes(
         assert len(list((tmp_path / "cache").iterdir())) == number
 
 
-def test_the_fingerprint_follows_data_and_order_but_not_places(load: Load, write_rows: WriteRows) -> None:
+def test_the_fingerprint_depends_on_data_and_order_but_not_on_paths(load: Load, write_rows: WriteRows) -> None:
     path, twin = write_rows(GOOD, GOOD), write_rows(GOOD, GOOD, name="twin.jsonl")
     first = load(path).fingerprint
     assert len(first) == 64
@@ -431,7 +430,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_cache_is_built_anew(
+def test_a_damaged_cache_is_built_again(
     load: Load, tmp_path: Path, write_rows: WriteRows, notices: list[str], damage: str
 ) -> None:
     path = write_rows(GOOD, {"text": "and another"})
@@ -440,7 +439,7 @@ def test_a_damaged_cache_is_built_anew(
     (directory,) = (tmp_path / "cache").iterdir()
     DAMAGE[damage](directory)
     after = load(path)
-    assert sum("the token cache is damaged or of another version; building it again" in words for words in notices) == 1
+    assert sum("the token cache is damaged or of another version; it is built again" in text for text in notices) == 1
     assert all(_same(steps[index], after.step(index)) for index in range(2))
     assert after.fingerprint == before.fingerprint
     assert [item.name for item in (tmp_path / "cache").iterdir()] == [directory.name]
@@ -450,14 +449,14 @@ def test_a_cache_that_vanishes_during_the_run(load: Load, tmp_path: Path, write_
     data = load(write_rows(GOOD))
     (tokens,) = (tmp_path / "cache").glob("*/tokens.bin")
     os.truncate(tokens, 4)
-    with pytest.raises(EnvironmentFailure, match="sample 0 is cut off"):
+    with pytest.raises(EnvironmentFailure, match="sample 0 is truncated"):
         data.step(0)
     tokens.unlink()
     with pytest.raises(EnvironmentFailure, match="No such file"):
         data.step(0)
 
 
-def test_what_killed_runs_left_is_removed_and_the_living_kept(
+def test_partial_caches_of_killed_runs_are_removed_and_of_running_ones_stay(
     load: Load, tmp_path: Path, write_rows: WriteRows
 ) -> None:
     path = write_rows(GOOD)
@@ -502,7 +501,7 @@ def test_no_space_for_the_cache(
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_a_cache_directory_that_cannot_be(load: Load, tmp_path: Path, write_rows: WriteRows) -> None:
+def test_a_cache_directory_that_cannot_be_made(load: Load, tmp_path: Path, write_rows: WriteRows) -> None:
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(EnvironmentFailure, match="cannot be written"):
         load(write_rows(GOOD))

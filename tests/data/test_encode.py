@@ -1,4 +1,4 @@
-"""Token ids and loss masks against independent ways to compute them."""
+"""Token ids and loss masks, compared with independent computations."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from ratel_cli.data.chat_child import ChatMessage
 from ratel_cli.data.encode import Encoded, SampleEncoder, Tokenizer, tokenizer_hash
-from ratel_cli.data.formats import ChatDraft, Draft, Message, TextDraft, TokensDraft, Unusable
+from ratel_cli.data.formats import ChatDraft, Draft, TextDraft, TokensDraft, Unusable
 from ratel_cli.errors import BadInput
 from ratel_cli.sizes import IGNORED_TARGET
-from tests.data.fixture_types import MakeTokenizer
+from tests.data.conftest import MakeTokenizer
 from tests.tiers import examples
 
 Pair = tuple[list[int], list[int]]
@@ -46,7 +47,7 @@ def _ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return cast(list[int], tokenizer.encode(text, add_special_tokens=False))
 
 
-def _chat_ids(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> list[int]:
+def _chat_ids(tokenizer: PreTrainedTokenizerFast, messages: list[ChatMessage]) -> list[int]:
     plain = cast(list[dict[str, str]], messages)
     return cast(list[int], tokenizer.apply_chat_template(plain, return_dict=False))
 
@@ -80,15 +81,15 @@ def test_chat_masks_equal_those_put_together_turn_by_turn(
         header, body = _ids(tokenizer, f"<|im_start|>{role}\n"), _ids(tokenizer, f"{content}<|im_end|>\n")
         input_ids += header + body
         labels += [IGNORED_TARGET] * len(header) + (body if role == "assistant" else [IGNORED_TARGET] * len(body))
-    messages: list[Message] = [{"role": role, "content": content} for role, content in turns]
+    messages: list[ChatMessage] = [{"role": role, "content": content} for role, content in turns]
     (answer,) = chat_encoder.encode([ChatDraft(messages=messages, tools=None)])
     whole = _chat_ids(tokenizer, messages)
-    if whole != input_ids:  # white space of a turn melted with the newline before it: then refused, or all the same
+    if whole != input_ids:  # white space of a turn merged with the newline before it: either result is correct
         assert isinstance(answer, Unusable) or answer.samples[0].input_ids.tolist() == whole
     elif any(role == "assistant" for role, _ in turns):
         assert _pairs(answer) == [(input_ids, labels)]
     else:
-        assert str(answer) == "all masked: no token carries loss"
+        assert str(answer) == "all masked: no token has loss"
 
 
 @examples(60)
@@ -97,7 +98,7 @@ def test_marked_templates_give_the_mask_of_transformers(
     marked_encoder: SampleEncoder, make_tokenizer: MakeTokenizer, turns: list[tuple[str, str]]
 ) -> None:
     tokenizer = make_tokenizer(chat_template=MARKED)
-    messages: list[Message] = [{"role": role, "content": content} for role, content in turns]
+    messages: list[ChatMessage] = [{"role": role, "content": content} for role, content in turns]
     plain = cast(list[dict[str, str]], messages)
     oracle = cast(
         dict[str, list[int]],
@@ -112,8 +113,8 @@ def test_marked_templates_give_the_mask_of_transformers(
         assert isinstance(answer, Unusable)
 
 
-def test_train_on_inputs_learns_the_whole_chat(tokenizer: PreTrainedTokenizerFast) -> None:
-    messages: list[Message] = [{"role": "user", "content": "only me"}]
+def test_train_on_inputs_has_loss_on_the_whole_chat(tokenizer: PreTrainedTokenizerFast) -> None:
+    messages: list[ChatMessage] = [{"role": "user", "content": "only me"}]
     ids = _chat_ids(tokenizer, messages)
     assert _encode(tokenizer, ChatDraft(messages=messages, tools=None), train_on_inputs=True) == [(ids, ids)]
 
@@ -125,19 +126,19 @@ def test_tools_reach_the_template(make_tokenizer: MakeTokenizer) -> None:
     assert _encode(tokenizer, draft, train_on_inputs=True) == [(ids, ids)]
 
 
-def test_a_turn_that_melts_with_its_header_is_refused(make_tokenizer: MakeTokenizer) -> None:
+def test_a_turn_that_shares_a_token_with_its_header_is_rejected(make_tokenizer: MakeTokenizer) -> None:
     """ "lazy" is one token, so a header that ends in "la" hides where the turn begins."""
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}{% endif %}"
     tokenizer = make_tokenizer(chat_template=template)
-    messages: list[Message] = [{"role": "user", "content": "the la"}, {"role": "assistant", "content": "zy dog"}]
+    messages: list[ChatMessage] = [{"role": "user", "content": "the la"}, {"role": "assistant", "content": "zy dog"}]
     assert len(_ids(tokenizer, " lazy")) < len(_ids(tokenizer, " la")) + len(_ids(tokenizer, "zy"))
     with _encoder(tokenizer) as encoder:
         (answer,) = encoder.encode([ChatDraft(messages=messages, tools=None)])
     assert isinstance(answer, Unusable)
-    assert "joins an assistant turn" in str(answer)
+    assert "one token contains text of an assistant turn and text next to" in str(answer)
 
 
-def test_a_slow_tokenizer_cannot_find_turns(make_tokenizer: MakeTokenizer) -> None:
+def test_finding_turns_needs_a_fast_tokenizer(make_tokenizer: MakeTokenizer) -> None:
     class Slow(PreTrainedTokenizerFast):
         is_fast = False
 
@@ -192,7 +193,7 @@ def test_tokens_are_taken_as_they_are_and_cut(tokenizer: PreTrainedTokenizerFast
     with _encoder(tokenizer, sequence_len=8) as encoder:
         (answer,) = encoder.encode([TokensDraft(input_ids=ids, labels=labels)])
     if length == 1:
-        assert str(answer) == "all masked: no token carries loss"
+        assert str(answer) == "all masked: no token has loss"
     else:
         assert _pairs(answer) == [(ids[:8], labels[:8])]
         assert isinstance(answer, Encoded)
@@ -203,19 +204,19 @@ def test_tokens_are_taken_as_they_are_and_cut(tokenizer: PreTrainedTokenizerFast
     ("draft", "reason"),
     [
         (TokensDraft(input_ids=[], labels=[]), "the row has no tokens"),
-        (TokensDraft(input_ids=[1, 9999], labels=[1, 2]), "'input_ids' holds 9999; the tokenizer has ids 0 to "),
-        (TokensDraft(input_ids=[1, -100], labels=[1, 2]), "'input_ids' holds -100; the tokenizer has ids 0 to "),
-        (TokensDraft(input_ids=[1, 2], labels=[1, -1]), "'labels' holds -1; the tokenizer has ids 0 to "),
-        (TokensDraft(input_ids=[1, 2], labels=[1, IGNORED_TARGET]), "all masked: no token carries loss"),
+        (TokensDraft(input_ids=[1, 9999], labels=[1, 2]), "'input_ids' contains 9999; the tokenizer has ids 0 to "),
+        (TokensDraft(input_ids=[1, -100], labels=[1, 2]), "'input_ids' contains -100; the tokenizer has ids 0 to "),
+        (TokensDraft(input_ids=[1, 2], labels=[1, -1]), "'labels' contains -1; the tokenizer has ids 0 to "),
+        (TokensDraft(input_ids=[1, 2], labels=[1, IGNORED_TARGET]), "all masked: no token has loss"),
         (
             TokensDraft(input_ids=[1] * 9, labels=[IGNORED_TARGET] * 8 + [1]),
-            "all masked: no token carries loss within the first 8 tokens",
+            "all masked: no token has loss within the first 8 tokens",
         ),
-        (TextDraft(prompt="a", answer=""), "the text to learn is empty"),
-        (TextDraft(prompt="", answer=" \n", splittable=True), "the text to learn is empty"),
+        (TextDraft(prompt="a", answer=""), "the text to train on is empty"),
+        (TextDraft(prompt="", answer=" \n", splittable=True), "the text to train on is empty"),
         (
             TextDraft(prompt="the quick brown fox " * 9, answer="b"),
-            "all masked: no token carries loss within the first",
+            "all masked: no token has loss within the first",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Which type a dataset has, and every reason why a row is not one of it."""
+"""The type of a dataset, and every reason why a row does not fit it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         ("question answer", "question_answer", ("question", "answer")),
     ],
 )
-def test_auto_decides_from_the_columns(columns: str, kind: str, used: tuple[str, ...]) -> None:
+def test_auto_chooses_by_the_columns(columns: str, kind: str, used: tuple[str, ...]) -> None:
     record: dict[str, object] = dict.fromkeys(columns.split(), "x")
     found = decide_format(DatasetSource(path="p"), record, has_chat_template=True)
     assert (found.kind, found.columns) == (kind, used)
@@ -62,7 +62,7 @@ def test_settings_come_before_columns(source: DatasetSource, kind: str, used: tu
 
 
 def test_unknown_columns_are_named() -> None:
-    with pytest.raises(BadInput, match="no known type has the columns one, two") as caught:
+    with pytest.raises(BadInput, match="no type of dataset has the columns one, two") as caught:
         decide_format(DatasetSource(path="p"), {"one": 1, "two": 2}, has_chat_template=True)
     assert caught.value.hint is not None
 
@@ -115,7 +115,7 @@ def test_a_turn_may_have_tool_calls_and_no_content() -> None:
     assert draft == ChatDraft(messages=[{"role": "assistant", "tool_calls": calls}], tools=None)
 
 
-def test_tokens_without_labels_learn_everything() -> None:
+def test_tokens_without_labels_have_loss_everywhere() -> None:
     token_format = RowFormat(kind="tokens", columns=("input_ids", "labels"))
     expected = TokensDraft(input_ids=[1, 2], labels=[1, 2])
     assert token_format.draft({"input_ids": [1, 2]}) == expected
@@ -134,36 +134,36 @@ TOKENS = RowFormat(kind="tokens", columns=("input_ids", "labels"))
     ("row_format", "record", "reason"),
     [
         (TEXT, {}, "the field 'text' is missing"),
-        (TEXT, {"text": None}, "'text' must be text, this is null"),
-        (TEXT, {"text": 1}, "'text' must be text, this is a number"),
-        (TEXT, {"text": "\ud800"}, "'text' holds half of a surrogate pair"),
+        (TEXT, {"text": None}, "'text' must be text, not null"),
+        (TEXT, {"text": 1}, "'text' must be text, not a number"),
+        (TEXT, {"text": "\ud800"}, "'text' contains half of a surrogate pair"),
         (PAIR, {"prompt": "a"}, "the field 'completion' is missing"),
-        (PAIR, {"prompt": TURNS, "completion": "x"}, "'prompt' must be text, this is an array"),
+        (PAIR, {"prompt": TURNS, "completion": "x"}, "'prompt' must be text, not an array"),
         (QUESTION, {"question": "a"}, "the field 'answer' is missing"),
         (ALPACA, {"instruction": "a"}, "the field 'output' is missing"),
-        (ALPACA, {"instruction": ["a"], "output": "b"}, "'instruction' must be text, this is an array"),
-        (ALPACA, {"instruction": "a", "output": "b", "input": {}}, "'input' must be text, this is an object"),
+        (ALPACA, {"instruction": ["a"], "output": "b"}, "'instruction' must be text, not an array"),
+        (ALPACA, {"instruction": "a", "output": "b", "input": {}}, "'input' must be text, not an object"),
         (CHAT, {}, "the field 'messages' is missing"),
-        (CHAT, {"messages": "a"}, "'messages' must be an array of messages, this is text"),
+        (CHAT, {"messages": "a"}, "'messages' must be an array of messages, not text"),
         (CHAT, {"messages": []}, "the conversation has no messages"),
-        (CHAT, {"messages": ["a"]}, "message 1 must be an object, this is text"),
+        (CHAT, {"messages": ["a"]}, "message 1 must be an object, not text"),
         (CHAT, {"messages": [TURNS[0], {"content": "a"}]}, "message 2 has no role"),
-        (CHAT, {"messages": [{"role": 1, "content": "a"}]}, "'role of message 1' must be text, this is a number"),
-        (CHAT, {"messages": [{"from": [], "value": "a"}]}, "'role of message 1' must be text, this is an array"),
+        (CHAT, {"messages": [{"role": 1, "content": "a"}]}, "'role of message 1' must be text, not a number"),
+        (CHAT, {"messages": [{"from": [], "value": "a"}]}, "'role of message 1' must be text, not an array"),
         (CHAT, {"messages": [{"role": "user"}]}, "message 1 has no content"),
         (
             CHAT,
             {"messages": [{"role": "user", "content": [1]}]},
-            "'content of message 1' must be text, this is an array",
+            "'content of message 1' must be text, not an array",
         ),
-        (CHAT, {"messages": TURNS, "tools": "x"}, "'tools' must be an array, this is text"),
+        (CHAT, {"messages": TURNS, "tools": "x"}, "'tools' must be an array, not text"),
         (TOKENS, {"labels": [1]}, "the field 'input_ids' is missing"),
-        (TOKENS, {"input_ids": "1 2"}, "'input_ids' must be an array of token ids, this is text"),
-        (TOKENS, {"input_ids": [1, 2.0]}, "'input_ids' must hold whole numbers only"),
-        (TOKENS, {"input_ids": [1, True]}, "'input_ids' must hold whole numbers only"),
-        (TOKENS, {"input_ids": [1, 2**31]}, "'input_ids' holds a number that is no token id"),
-        (TOKENS, {"input_ids": [1, 2], "labels": [1]}, "1 labels for 2 input_ids"),
-        (TOKENS, {"input_ids": [1], "labels": [-101]}, "'labels' holds a number that is no token id"),
+        (TOKENS, {"input_ids": "1 2"}, "'input_ids' must be an array of token ids, not text"),
+        (TOKENS, {"input_ids": [1, 2.0]}, "'input_ids' must contain only whole numbers"),
+        (TOKENS, {"input_ids": [1, True]}, "'input_ids' must contain only whole numbers"),
+        (TOKENS, {"input_ids": [1, 2**31]}, "'input_ids' contains a number that cannot be a token id"),
+        (TOKENS, {"input_ids": [1, 2], "labels": [1]}, "'labels' and 'input_ids' have different lengths, 1 and 2"),
+        (TOKENS, {"input_ids": [1], "labels": [-101]}, "'labels' contains a number that cannot be a token id"),
     ],
 )
 def test_reasons(row_format: RowFormat, record: dict[str, object], reason: str) -> None:

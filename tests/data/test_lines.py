@@ -1,4 +1,4 @@
-"""Reading JSON Lines, JSON and text: every bad line is named, nothing bad costs more than its own line."""
+"""Reading JSON Lines, JSON and text files: every bad line is named, and a bad line costs only itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ratel_cli.data.lines import (
     read_json_lines,
     read_text_lines,
 )
-from ratel_cli.errors import BadInput
+from ratel_cli.errors import BadInput, printable
 
 
 class Reader(Protocol):
@@ -46,10 +46,10 @@ def _reasons(path: Path) -> list[str]:
         (b"hello", "f:2: not JSON: Expecting value at column 1"),
         (b'{"text": "a\0"}', "f:2: a NUL byte at column 12"),
         (b'{"text": "\xff"}', "f:2: not UTF-8: byte 0xff at column 11"),
-        (b'["a"]', "f:2: a row must be an object, this is an array"),
-        (b"null", "f:2: a row must be an object, this is null"),
-        (b"true", "f:2: a row must be an object, this is a boolean"),
-        (b'"a"', "f:2: a row must be an object, this is text"),
+        (b'["a"]', "f:2: a row must be an object, not an array"),
+        (b"null", "f:2: a row must be an object, not null"),
+        (b"true", "f:2: a row must be an object, not a boolean"),
+        (b'"a"', "f:2: a row must be an object, not text"),
         (b"[" * 100_000, "f:2: not usable JSON: "),
         (b'{"text": ' + b"1" * 5000 + b"}", "f:2: not usable JSON: "),
     ],
@@ -63,7 +63,7 @@ def test_a_bad_line_costs_itself_only(tmp_path: Path, line: bytes, reason: str) 
     assert str(items[1]).startswith(reason)
 
 
-def test_a_truncated_last_line_says_so(tmp_path: Path) -> None:
+def test_a_truncated_last_line_is_named(tmp_path: Path) -> None:
     path = _file(tmp_path, b'{"n": 1}\n{"text": "half of')
     assert _reasons(path) == [
         "f:2: not JSON, and the file ends inside this line: Unterminated string starting at at column 10"
@@ -80,7 +80,7 @@ def test_bom_crlf_and_blank_lines_are_fine(tmp_path: Path) -> None:
     assert rows == [Row(file="f", line=1, record={"n": 1}), Row(file="f", line=4, record={"n": "\u00e9"})]
 
 
-def test_a_bom_elsewhere_is_not(tmp_path: Path) -> None:
+def test_a_bom_elsewhere_is_rejected(tmp_path: Path) -> None:
     assert len(_reasons(_file(tmp_path, b'{"n": 1}\n\xef\xbb\xbf{"n": 2}\n'))) == 1
 
 
@@ -106,7 +106,7 @@ def test_a_huge_line_is_rejected_in_bounded_memory(tmp_path: Path) -> None:
     path = tmp_path / "huge.jsonl"
     with path.open("wb") as file:
         file.write(b'{"text": "')
-        file.truncate(16 * MAX_ROW_BYTES)  # a hole: NUL bytes without disk space
+        file.truncate(16 * MAX_ROW_BYTES)  # a sparse file: NUL bytes that take no space
         file.seek(0, 2)
         file.write(b'"}\n{"text": "after"}\n')
     tracemalloc.start()
@@ -149,7 +149,7 @@ def test_json_arrays_and_objects_in_a_row(
     texts = [json.dumps(row, indent=indent, ensure_ascii=False) for row in rows]
     text = json.dumps(rows, indent=indent, ensure_ascii=False) if separator is None else separator.join(texts)
     if separator is not None and len(rows) > 1 and (separator == " " or len({"\n" in one for one in texts}) > 1):
-        assume("\n" in texts[0])  # a first line that is an object says JSON Lines, and these are none
+        assume("\n" in texts[0])  # otherwise the first line would look like JSON Lines
     try:
         raw = text.encode()
     except UnicodeEncodeError:
@@ -168,11 +168,11 @@ def test_json_rows_have_lines_across_chunks(tmp_path: Path) -> None:
     assert [item.line for item in items] == [2 + 4 * index for index in range(3000)]
 
 
-def test_json_array_rejects_what_is_no_object(tmp_path: Path) -> None:
+def test_values_of_a_json_array_that_are_no_objects_are_rejected(tmp_path: Path) -> None:
     items = list(read_json(_file(tmp_path, b'[\n{"n": 1},\n12,\n"x"\n]', "f.json"), "f"))
     assert [str(item) for item in items if isinstance(item, Reject)] == [
-        "f:3: a row must be an object, this is a number",
-        "f:4: a row must be an object, this is text",
+        "f:3: a row must be an object, not a number",
+        "f:4: a row must be an object, not text",
     ]
 
 

@@ -1,4 +1,4 @@
-"""Packing and batch assembly against slow, obvious re-implementations."""
+"""Packing and assembly of micro-batches, compared with slow, simple implementations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratel_cli.data.encode import Sample
-from ratel_cli.data.packing import Rows, assemble, one_per_row, pack, random_order
+from ratel_cli.data.packing import Sequences, assemble, one_per_sequence, pack, random_order
 from ratel_cli.sizes import IGNORED_TARGET
 from tests.tiers import examples
 
@@ -17,61 +17,61 @@ LENGTHS = st.lists(st.integers(1, 12), max_size=60)
 
 
 def _pack(lengths: list[int], capacity: int = 12, *, seed: int | None = None) -> list[list[int]]:
-    """Rows as lists of positions into `lengths`."""
+    """Sequences as lists of indices into `lengths`."""
     count = len(lengths)
     order = np.arange(count) if seed is None else random_order(count, seed)
-    rows = pack(np.arange(count), np.array(lengths, dtype=np.int64), capacity=capacity, order=order)
-    return [rows[row].tolist() for row in range(len(rows))]
+    sequences = pack(np.arange(count), np.array(lengths, dtype=np.int64), capacity=capacity, order=order)
+    return [sequences[sequence].tolist() for sequence in range(len(sequences))]
 
 
 def _slow_best_fit(lengths: list[int], capacity: int) -> list[int]:
-    """How full each row gets when every row is tried for every sample."""
-    rows: list[int] = []
+    """The length of each sequence if every sequence is tried for every sample."""
+    sequences: list[int] = []
     for length in sorted(lengths, reverse=True):
-        fitting = [row for row in range(len(rows)) if rows[row] + length <= capacity]
+        fitting = [sequence for sequence in range(len(sequences)) if sequences[sequence] + length <= capacity]
         if fitting:
-            rows[max(fitting, key=lambda row: rows[row])] += length
+            sequences[max(fitting, key=lambda sequence: sequences[sequence])] += length
         else:
-            rows.append(length)
-    return sorted(rows)
+            sequences.append(length)
+    return sorted(sequences)
 
 
 @given(lengths=LENGTHS, seed=st.none() | st.integers(0, 5))
 def test_packing_is_best_fit_decreasing(lengths: list[int], seed: int | None) -> None:
-    rows = _pack(lengths, seed=seed)
-    assert sorted(sum(lengths[sample] for sample in row) for row in rows) == _slow_best_fit(lengths, 12)
-    assert sorted(sample for row in rows for sample in row) == list(range(len(lengths)))
-    assert all(row == sorted(row) for row in rows)
-    assert [row[0] for row in rows] == sorted(row[0] for row in rows)
+    sequences = _pack(lengths, seed=seed)
+    assert sorted(sum(lengths[sample] for sample in sequence) for sequence in sequences) == _slow_best_fit(lengths, 12)
+    assert sorted(sample for sequence in sequences for sample in sequence) == list(range(len(lengths)))
+    assert all(sequence == sorted(sequence) for sequence in sequences)
+    assert [sequence[0] for sequence in sequences] == sorted(sequence[0] for sequence in sequences)
 
 
 def test_packing_keeps_sample_numbers() -> None:
-    rows = pack(np.array([10, 20, 30]), np.array([3, 4, 1]), capacity=4, order=np.arange(3))
-    assert [rows[row].tolist() for row in range(len(rows))] == [[10, 30], [20]]
+    sequences = pack(np.array([10, 20, 30]), np.array([3, 4, 1]), capacity=4, order=np.arange(3))
+    assert [sequences[sequence].tolist() for sequence in range(len(sequences))] == [[10, 30], [20]]
 
 
 def test_a_seed_mixes_samples_of_one_length() -> None:
     lengths = [6] * 40
-    assert _pack(lengths) == [[2 * row, 2 * row + 1] for row in range(20)]
+    assert _pack(lengths) == [[2 * sequence, 2 * sequence + 1] for sequence in range(20)]
     mixed = _pack(lengths, seed=1)
     assert mixed == _pack(lengths, seed=1)
     assert mixed != _pack(lengths, seed=2)
-    assert sum(row[1] == row[0] + 1 for row in mixed) < 10
+    assert sum(sequence[1] == sequence[0] + 1 for sequence in mixed) < 10
 
 
-def test_a_large_set_crosses_chunks() -> None:
+def test_more_samples_than_one_chunk() -> None:
     lengths = np.random.default_rng(0).integers(2, 65, size=(1 << 16) + 1)
-    rows = pack(np.arange(len(lengths)), lengths, capacity=64, order=np.arange(len(lengths)))
-    fill = np.add.reduceat(lengths[rows.samples], rows.starts[:-1])
+    sequences = pack(np.arange(len(lengths)), lengths, capacity=64, order=np.arange(len(lengths)))
+    fill = np.add.reduceat(lengths[sequences.samples], sequences.starts[:-1])
     assert fill.max() <= 64
-    assert fill.sum() / (64 * len(rows)) > 0.99
-    assert np.array_equal(np.sort(rows.samples), np.arange(len(lengths)))
+    assert fill.sum() / (64 * len(sequences)) > 0.99
+    assert np.array_equal(np.sort(sequences.samples), np.arange(len(lengths)))
 
 
-def test_without_packing_every_sample_has_its_row() -> None:
-    rows = one_per_row(np.array([4, 7]))
-    assert [rows[row].tolist() for row in range(len(rows))] == [[4], [7]]
-    assert len(one_per_row(np.arange(0))) == 0
+def test_without_packing_every_sample_has_its_own_sequence() -> None:
+    sequences = one_per_sequence(np.array([4, 7]))
+    assert [sequences[sequence].tolist() for sequence in range(len(sequences))] == [[4], [7]]
+    assert len(one_per_sequence(np.arange(0))) == 0
     assert _pack([]) == []
 
 
@@ -88,7 +88,7 @@ def test_random_order_is_a_permutation_and_depends_on_its_key_alone(count: int) 
 
 
 def test_random_order_is_pinned() -> None:
-    """Changed order means that no interrupted run can go on: this list may not change."""
+    """This list must never change: with another order no interrupted run could resume."""
     assert random_order(8, 42, 2).tolist() == [2, 6, 0, 3, 4, 7, 5, 1]
 
 
@@ -145,5 +145,5 @@ def test_transformers_separates_samples_and_padding_by_our_positions() -> None:
     assert found.tolist() == [[0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 1, 1]]
 
 
-def test_rows_know_their_number() -> None:
-    assert len(Rows(samples=np.arange(3), starts=np.array([0, 1, 3]))) == 2
+def test_the_number_of_sequences() -> None:
+    assert len(Sequences(samples=np.arange(3), starts=np.array([0, 1, 3]))) == 2

@@ -22,7 +22,7 @@ def _texts(path: object, notices: list[str]) -> list[object]:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A directory with all kinds of files, and some that are no data."""
+    """A directory with data files of all kinds, and with other files."""
     root = tmp_path / "data"
     (root / "sub").mkdir(parents=True)
     (root / ".hidden").mkdir()
@@ -65,11 +65,11 @@ def test_a_broken_parquet_file(tmp_path: Path, notices: list[str], content: byte
     [
         ("missing.jsonl", "no such file"),
         ("./missing", "no such file"),
-        ("data/README.md", r"do not know how to read '\.md'"),
-        ("data/.hidden/../*.zip", "no file matches"),
-        ("empty", "no data files"),
+        ("data/README.md", "this type of file cannot be read"),
+        ("data/.hidden/../*.zip", "no file matches this pattern"),
+        ("empty", "there are no data files in this directory"),
         ("pipe.jsonl", "not a regular file"),
-        ("nul\0.jsonl", r"nul\\x00\.jsonl: a path cannot hold a NUL"),
+        ("nul\0.jsonl", r"nul\\x00\.jsonl: a path cannot contain a NUL"),
     ],
 )
 def test_paths_that_give_nothing(tree: Path, notices: list[str], name: str, message: str) -> None:
@@ -95,7 +95,7 @@ def test_an_unreadable_file(tree: Path, notices: list[str]) -> None:
         open_source(DatasetSource(path=str(tree / "b.jsonl")), notice=notices.append)
 
 
-def test_a_file_that_is_gone_when_it_is_read(tree: Path, notices: list[str]) -> None:
+def test_a_file_that_is_removed_before_it_is_read(tree: Path, notices: list[str]) -> None:
     source = open_source(DatasetSource(path=str(tree / "b.jsonl")), notice=notices.append)
     (tree / "b.jsonl").unlink()
     with pytest.raises(EnvironmentFailure, match="cannot be read"):
@@ -104,9 +104,9 @@ def test_a_file_that_is_gone_when_it_is_read(tree: Path, notices: list[str]) -> 
         source.check_unchanged()
 
 
-def test_a_split_of_local_files_is_told_to_be_ignored(tree: Path, notices: list[str]) -> None:
+def test_a_split_of_local_files_is_ignored_with_a_notice(tree: Path, notices: list[str]) -> None:
     open_source(DatasetSource(path=str(tree / "b.jsonl"), split="test"), notice=notices.append)
-    assert notices == [f"{tree / 'b.jsonl'}: split 'test' has no meaning for local files and is ignored"]
+    assert notices == [f"{tree / 'b.jsonl'}: split 'test' is ignored, because local files have no splits"]
 
 
 def test_a_hub_dataset_is_streamed_from_its_files(
@@ -135,5 +135,8 @@ def test_a_hub_that_has_no_such_dataset(notices: list[str], monkeypatch: pytest.
         raise ConnectionError("offline\nmode")
 
     monkeypatch.setattr(datasets, "load_dataset", fake)
-    with pytest.raises(BadInput, match=r"owner/name: no such local file, .*ConnectionError: offline\\nmode"):
+    with pytest.raises(
+        BadInput,
+        match=r"owner/name: no such local file, and it cannot be loaded from the hub: ConnectionError: offline\\nmode",
+    ):
         open_source(DatasetSource(path="owner/name"), notice=notices.append)

@@ -1,4 +1,4 @@
-"""Whatever lies in a data file: rows and rejects with their lines, or a BadInput; and whatever a row holds."""
+"""Random files give rows and rejects with their lines, or a BadInput. Random rows give drafts or reasons."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_any_file(tmp_path: Path, content: bytes, bound: int) -> None:
 )
 @pytest.mark.parametrize("kind", ["auto", "completion", "chat_template", "alpaca", "tokens"])
 def test_any_record(kind: DatasetType, first: dict[str, object], record: dict[str, object]) -> None:
-    """The first one decides on the format, by which the second is read."""
+    """The first row decides the format. The second is read with it."""
     try:
         row_format = decide_format(DatasetSource(path="p", type=kind), first, has_chat_template=True)
     except BadInput as error:

@@ -31,23 +31,23 @@ _LINES = {
     b"# comment": "not JSON",
     b"{": "not JSON",
     b"}": "not JSON",
-    b'"a"': "a row must be an object, this is text",
-    b'["a"]': "a row must be an object, this is an array",
-    b"7": "a row must be an object, this is a number",
-    b"NaN": "a row must be an object, this is a number",
-    b"null": "a row must be an object, this is null",
-    b"true": "a row must be an object, this is a boolean",
+    b'"a"': "a row must be an object, not text",
+    b'["a"]': "a row must be an object, not an array",
+    b"7": "a row must be an object, not a number",
+    b"NaN": "a row must be an object, not a number",
+    b"null": "a row must be an object, not null",
+    b"true": "a row must be an object, not a boolean",
     b"{}": "the field 'text' is missing",
     b'{"Text": "a"}': "the field 'text' is missing",
-    b'{"text": null}': "'text' must be text, this is null",
-    b'{"text": 7}': "'text' must be text, this is a number",
-    b'{"text": ["a"]}': "'text' must be text, this is an array",
-    b'{"text": {"a": "b"}}': "'text' must be text, this is an object",
-    b'{"text": true}': "'text' must be text, this is a boolean",
-    b'{"text": ""}': "the text to learn is empty",
-    b'{"text": " \\n\\t "}': "the text to learn is empty",
+    b'{"text": null}': "'text' must be text, not null",
+    b'{"text": 7}': "'text' must be text, not a number",
+    b'{"text": ["a"]}': "'text' must be text, not an array",
+    b'{"text": {"a": "b"}}': "'text' must be text, not an object",
+    b'{"text": true}': "'text' must be text, not a boolean",
+    b'{"text": ""}': "the text to train on is empty",
+    b'{"text": " \\n\\t "}': "the text to train on is empty",
     b'{"text": "\\ud800"}': "half of a surrogate pair",
-    b'{"text": "a", "text": 7}': "'text' must be text, this is a number",
+    b'{"text": "a", "text": 7}': "'text' must be text, not a number",
     b"[" * 100_000: "not usable JSON",
     b'{"text": ' + b"1" * 5_000 + b"}": "not usable JSON",
     b'{"text": "' + b"a" * (MAX_ROW_BYTES + 1) + b'"}': f"the line is longer than {MAX_ROW_BYTES} bytes",
@@ -59,14 +59,14 @@ _COLUMNS: dict[str, dict[str, str]] = {
         '{"instruction": 7, "output": "a"}': "'instruction' must be text",
         '{"instruction": "a", "output": null}': "'output' must be text",
         '{"instruction": "a", "output": "b", "input": 7}': "'input' must be text",
-        '{"instruction": "a", "output": ""}': "the text to learn is empty",
+        '{"instruction": "a", "output": ""}': "the text to train on is empty",
     },
     "chat_template": {
         "{}": "the field 'messages' is missing",
-        '{"messages": null}': "'messages' must be an array of messages, this is null",
-        '{"messages": "a"}': "'messages' must be an array of messages, this is text",
+        '{"messages": null}': "'messages' must be an array of messages, not null",
+        '{"messages": "a"}': "'messages' must be an array of messages, not text",
         '{"messages": []}': "the conversation has no messages",
-        '{"messages": [7]}': "message 1 must be an object, this is a number",
+        '{"messages": [7]}': "message 1 must be an object, not a number",
         '{"messages": [{"role": "user"}]}': "message 1 has no content",
         '{"messages": [{"content": "a"}]}': "message 1 has no role",
         '{"messages": [{"role": 7, "content": "a"}]}': "'role of message 1' must be text",
@@ -82,18 +82,18 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "{}": "the field 'input_ids' is missing",
         '{"input_ids": "1 2"}': "'input_ids' must be an array of token ids",
         '{"input_ids": []}': "the row has no tokens",
-        '{"input_ids": [1]}': "all masked: no token carries loss",
-        '{"input_ids": [1.5, 2]}': "must hold whole numbers only",
-        '{"input_ids": [true, 2]}': "must hold whole numbers only",
-        '{"input_ids": [[1], 2]}': "must hold whole numbers only",
-        '{"input_ids": [1, null]}': "must hold whole numbers only",
-        '{"input_ids": [1, -1]}': "'input_ids' holds -1; the tokenizer has ids 0 to",
-        '{"input_ids": [1, 1000000]}': "'input_ids' holds 1000000; the tokenizer has ids 0 to",
-        '{"input_ids": [1, 99999999999999999999]}': "holds a number that is no token id",
-        '{"input_ids": [1, 2], "labels": [1]}': "1 labels for 2 input_ids",
+        '{"input_ids": [1]}': "all masked: no token has loss",
+        '{"input_ids": [1.5, 2]}': "must contain only whole numbers",
+        '{"input_ids": [true, 2]}': "must contain only whole numbers",
+        '{"input_ids": [[1], 2]}': "must contain only whole numbers",
+        '{"input_ids": [1, null]}': "must contain only whole numbers",
+        '{"input_ids": [1, -1]}': "'input_ids' contains -1; the tokenizer has ids 0 to",
+        '{"input_ids": [1, 1000000]}': "'input_ids' contains 1000000; the tokenizer has ids 0 to",
+        '{"input_ids": [1, 99999999999999999999]}': "contains a number that cannot be a token id",
+        '{"input_ids": [1, 2], "labels": [1]}': "'labels' and 'input_ids' have different lengths, 1 and 2",
         '{"input_ids": [1, 2], "labels": "x"}': "'labels' must be an array of token ids",
-        '{"input_ids": [1, 2], "labels": [1, -5]}': "'labels' holds -5",
-        '{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}': "all masked: no token carries loss",
+        '{"input_ids": [1, 2], "labels": [1, -5]}': "'labels' contains -5",
+        '{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}': "all masked: no token has loss",
     },
 }
 _JSON = {
@@ -105,10 +105,10 @@ _JSON = {
     b'[{"text": "\xff"}]': ":1: not UTF-8",
     b"[" * 10_000: ":1: not (usable )?JSON",
     b'[{"text": ' + b"1" * 5_000 + b"}]": ":1: not usable JSON",
-    b'[7, {"text": "a"}]': ":1: a row must be an object, this is a number",
-    b'\n\n["a"]': ":3: a row must be an object, this is text",
+    b'[7, {"text": "a"}]': ":1: a row must be an object, not a number",
+    b'\n\n["a"]': ":3: a row must be an object, not text",
     b"[]": "nothing to train on: no rows in",
-    b"7": ":1: a row must be an object, this is a number",
+    b"7": ":1: a row must be an object, not a number",
 }
 
 
@@ -170,9 +170,9 @@ def _files() -> Iterator[MalformedInput]:
         yield _file(f"parquet of {len(content)} bytes", "rows.parquet", content, "not a usable parquet file")
     for suffix in ("csv", "gz", "zst", "arrow", "pkl", "py", "JSONLINES", ""):
         file_name = f"rows.{suffix}".rstrip(".")
-        yield _file(f"called {file_name}", file_name, _HEALTHY, "do not know how to read|not a hub id|no such file")
+        yield _file(f"called {file_name}", file_name, _HEALTHY, "this type of file cannot be read|no such file")
     unknown = json.dumps({"a": 1, "\x1b[2J": 2}).encode() + b"\n"
-    message = r"no known type has the columns a, \\x1b\[2J"
+    message = r"no type of dataset has the columns a, \\x1b\[2J"
     yield _file("of unknown columns", "rows.jsonl", unknown, message, {"type": "auto"})
     yield _file("of a column that is not there", "rows.jsonl", _HEALTHY, "'body' is missing", {"field": "body"})
 
@@ -199,8 +199,8 @@ def _places() -> Iterator[MalformedInput]:
         return MalformedInput(name=f"data in {name}", damage=no_line(damage), message=message)
 
     yield place("no file", "HERE/none.jsonl", "none.jsonl: no such file")
-    yield place("an empty directory", "HERE/hollow", "no data files in this directory")
-    yield place("a directory with a data file's name", "HERE/folder.jsonl", "no data files in this directory")
+    yield place("an empty directory", "HERE/hollow", "there are no data files in this directory")
+    yield place("a directory with a data file's name", "HERE/folder.jsonl", "there are no data files in this directory")
     yield place("a FIFO", "HERE/pipe.jsonl", "pipe.jsonl: not a regular file")
     yield place("a device", "/dev/zero", "/dev/zero: not a regular file")
     yield place("a dangling link", "HERE/gone.jsonl", "gone.jsonl: no such file")
