@@ -107,7 +107,7 @@ def _lines(text: str, message: str, *, name: str | None = None) -> MalformedInpu
         return inputs.add_lines(text)
 
     # An unclosed bracket is reported at the end of the file. PyYAML reports no place for a bad escape.
-    at_end = message.startswith(("it ends", "a second", "an escape")) or "\n:" in text
+    at_end = message.startswith(("the text ends", "a second", "an escape")) or "\n:" in text
     chosen = no_line(damage) if at_end else damage
     return MalformedInput(name=name or f"line {text[:60]!r}", damage=chosen, message=message)
 
