@@ -20,7 +20,7 @@ from ratel_cli.data.lines import (
     read_json_lines,
     read_text_lines,
 )
-from ratel_cli.errors import BadInput, printable
+from ratel_cli.errors import BadInput
 
 
 class Reader(Protocol):
