@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.layer_runner import LayerRunner
-from ratel_cli.model.probe import Usage, keeps_samples_apart, probe_usage
+from ratel_cli.model.probe import Usage, probe_usage, separates_samples
 from ratel_cli.model.spec import BlockKind, BlockSpec, LayerTraits, ModelSpec, decays, lay_out_block
 
 
@@ -169,7 +169,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str) -> DecoderModel:
         layer_runner=layer_runner,
         spec=spec,
         traits=_layer_traits(skeleton.config, layers),
-        packs=layer_runner.takes_positions and keeps_samples_apart(embedded.calls),
+        packs=layer_runner.takes_positions and separates_samples(embedded.calls),
         parameters=[tuple(parameters) for _, _, parameters in groups],
     )
 

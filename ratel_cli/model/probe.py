@@ -50,7 +50,7 @@ def probe_usage(layer_runner: LayerRunner, parameters: Mapping[str, torch.nn.Par
     return Usage(before=frozenset(watch.before), after=frozenset(watch.after)), embedded
 
 
-def keeps_samples_apart(calls: Sequence[LayerCall]) -> bool:
+def separates_samples(calls: Sequence[LayerCall]) -> bool:
     """Whether every layer got a mask `[.., 2n, 2n]` in which the second sample of `n` tokens cannot see the first."""
     return all(any(_separates(leaf) for leaf in tree_leaves((call.arguments, call.keywords))) for call in calls)
 
