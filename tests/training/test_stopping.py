@@ -113,5 +113,5 @@ def test_the_second_signal_ends_the_process_at_once(first: signal.Signals, secon
         child.send_signal(first)
         assert child.stdout.readline() == "noted\n"
         child.send_signal(second)
-        assert child.wait(timeout=60) == code
+        assert child.wait(timeout=300) == code
         assert child.stdout.read() == ""
