@@ -80,7 +80,7 @@ def test_too_little_memory_is_known_before_anything_is_written(make_config: Make
 def test_a_gpu_that_is_not_there(make_config: MakeConfig) -> None:
     config = make_config(device="cuda")
     ended = finetune(config)
-    refused(ended, 3, "device: cuda, but there is no CUDA device here")
+    refused(ended, 3, "device: cuda, but PyTorch finds no CUDA device")
     assert "hint: set device: cpu" in ended.told
     assert not store_of(config).parent.exists()
 

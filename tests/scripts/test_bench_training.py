@@ -123,7 +123,7 @@ def test_the_benchmark_of_a_gpu_wants_one() -> None:
     command = [sys.executable, "-m", "scripts.bench.gpu"]
     refused = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert refused.returncode == 1
-    assert "there is no CUDA device here" in refused.stderr and "Traceback" not in refused.stderr
+    assert "PyTorch finds no CUDA device" in refused.stderr and "Traceback" not in refused.stderr
 
 
 def test_the_optimizer_alone(tmp_path: Path) -> None:
