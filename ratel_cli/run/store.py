@@ -22,6 +22,7 @@ from ratel_cli.run.settings import num_slots
 from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
 from ratel_cli.store.barrier import Barrier
 from ratel_cli.store.layout import RecordLayout, record_layout
+from ratel_cli.store.open import StoreMismatch
 from ratel_cli.store.store import Progress, Store, StoreIdentity
 
 _FIRST_LOSS_SCALE = 2.0**16
@@ -36,14 +37,11 @@ def find_store(context: RunContext, inputs: Inputs, *, resume: str) -> Store | N
             store = Store.open(
                 paths, queue=context.queue, identity=identity_of(config, inputs), notice=context.log.notice
             )
-        except BadInput as error:
-            changed = changed_settings(config, config.output_dir / "run" / "config.yaml")
-            if not changed:
+        except StoreMismatch as error:
+            explained = _explained(error, config)
+            if explained is None:
                 raise
-            raise BadInput(
-                f"the store in {', '.join(map(str, paths))} belongs to a run with other settings: {'; '.join(changed)}",
-                "set them back to go on with that run, or start over with --resume no",
-            ) from error
+            raise explained from error
         try:
             _check_fits(store, config, resume)
         except RatelError:
@@ -52,6 +50,24 @@ def find_store(context: RunContext, inputs: Inputs, *, resume: str) -> Store | N
         return store
     if resume not in ("auto", "no"):
         raise BadInput(f"there is no saved step {resume}: no store in {', '.join(map(str, paths))}")
+    return None
+
+
+def _explained(error: StoreMismatch, config: RunConfig) -> BadInput | None:
+    """What changed since the run began, in words of the config. None if it is known only that something did."""
+    changed = changed_settings(config, config.output_dir / "run" / "config.yaml")
+    if changed:
+        return BadInput(
+            f"the store in {', '.join(map(str, config.storage.paths))} belongs to a run with other settings: "
+            f"{'; '.join(changed)}",
+            "set them back to resume that run, or start over with --resume no",
+        )
+    if error.fields == ("data_hash",):
+        sources = ", ".join(dataset.path for dataset in config.datasets)
+        return BadInput(
+            f"the training data changed since this run began ({sources})",
+            "use the earlier data to resume the run, or start over with --resume no",
+        )
     return None
 
 

@@ -21,6 +21,15 @@ from ratel_cli.store.manifest import Manifest, StoreIdentity, choose_manifest
 START_OVER = "start over with --resume no"
 
 
+class StoreMismatch(BadInput):
+    """The store belongs to a run with another model, other settings, other data or another seed."""
+
+    def __init__(self, message: str, hint: str, *, others: tuple[BadInput, ...], fields: tuple[str, ...]) -> None:
+        super().__init__(message, hint, others=others)
+        self.fields = fields
+        """The fields of StoreIdentity that differ."""
+
+
 def open_files(
     directories: Sequence[Path],
     *,
@@ -80,7 +89,8 @@ def _check_identity(
         if old != new
     ]
     if wrong:
-        raise BadInput(wrong[0].message, wrong[0].hint, others=tuple(wrong[1:]))
+        fields = tuple(name for _, name, old, new in pairs if old != new)
+        raise StoreMismatch(wrong[0].message, wrong[0].hint or "", others=tuple(wrong[1:]), fields=fields)
     if stored.software != wanted.software:
         notice(f"resume is valid, not bit-exact: software was {stored.software}, now is {wanted.software}")
 

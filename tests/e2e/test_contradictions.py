@@ -83,3 +83,14 @@ def test_more_saved_generations_than_the_store_has_room_for(make_config: MakeCon
     refused(finetune(config, "--resume", "1"), 2, "no generation of that step is kept")
     refused(finetune(config, "--resume", "1", "--dry-run"), 2, "no generation of that step is kept")
     assert (output_of(config) / "model.safetensors").exists()
+
+
+def test_training_data_that_changed_is_named(make_config: MakeConfig, rows: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_bytes(rows.read_bytes())
+    config = make_config(rows=path, max_steps=1)
+    succeed(config)
+    path.write_bytes(rows.read_bytes().splitlines(keepends=True)[0] + rows.read_bytes())
+    ended = finetune(config)
+    refused(ended, 2, f"the training data changed since this run began ({path})")
+    assert "hint: use the earlier data to resume the run, or start over with --resume no" in ended.told

@@ -19,6 +19,7 @@ from ratel_cli.io.tickets import Ticket
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.manifest import FORMAT_VERSION
+from ratel_cli.store.open import StoreMismatch
 from ratel_cli.store.store import Store
 from tests.fakes import Fault, FaultyBarrier, FaultyQueue, filled
 from tests.store.stores import (
@@ -70,8 +71,9 @@ def edit(path: Path, offset: int, content: bytes) -> None:
 )
 def test_another_runs_store_is_refused_by_field(paths: list[Path], queue: IoQueue, field: str, wanted: object) -> None:
     assert isinstance(wanted, type(IDENTITY))
-    with pytest.raises(BadInput) as refusal:
+    with pytest.raises(StoreMismatch) as refusal:
         open_store(paths, queue, identity=wanted)
+    assert refusal.value.fields == (field,)
     assert f"changed since the store in {paths[0]} was made: {field} was " in refusal.value.message
     assert "\n" not in refusal.value.message
     assert "--resume no" in (refusal.value.hint or "")
