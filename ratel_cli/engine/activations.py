@@ -1,22 +1,24 @@
-"""What forward leaves behind for backward: every layer's input, and the operator outputs that the plan swaps.
+"""Offloads what backward needs of forward: every layer's input (A16), and the operator outputs that the plan swaps.
 
-`engine.step` puts one unit for each (layer, micro-batch) in forward and fetches it once in backward, in the
-opposite order. The first units of a step, as many as the placement says, are spilled to NVMe, the last ones stay on
-the device that computes, if it has room, the others in host memory; the last layer's, which backward wants at once,
-are never spilled. What stays on the device is left where it is, and so is what stays in host memory if the CPU
-computes. All others are packed into a leased buffer. Their phases:
+Forward puts one unit for each layer and micro-batch, and backward fetches each once, in the opposite order. The
+placement says how many units, the first of the step, are spilled to NVMe, and from which one on they stay in GPU
+memory; the others stay in host memory. The last layer's units, which backward needs at once, are never spilled. A
+unit that stays in the memory where it was computed is not moved. Every other unit is packed into a leased buffer:
 
-    1. put      start the copy of the unit's tensors into its buffer
-    2. write    start the write, if the unit is spilled, when the copy is over: at the latest as the next one is put
-    3. window   the buffers of the last few spilled units stay; as one more comes, the oldest goes, its write over
-    4. ahead    in backward the next units' reads run ahead by the same window; what is still there is not read
-    5. prepare  before a unit is computed with, room on the device for the next one, and its copy, if it is there
-    6. fetch    wait for the read, copy what is not copied; tensors that look into the copy; release the buffer
+    1. put        start the download of the unit's tensors into its buffer
+    2. write      start the write of a spilled unit once its download has ended, at the latest when the next unit is put
+    3. window     the last few spilled units stay in their buffers; for each new one the oldest buffer is released,
+                  after its write has ended
+    4. read       in backward the reads of the next units run ahead by the same window; units still in it are not read
+    5. prepare    before a unit is used: reserve the device buffer of the next one, and start its upload if it is in
+                  host memory
+    6. fetch      wait for the read; upload if that has not begun; give out tensors that lie in the uploaded bytes;
+                  release the buffer
 
-(SSDTrain section III-C: forwarding of what is still being stored; here it never depends on timing.)
+(SSDTrain section III-C forwards what is still being stored, too; here it never depends on timing.)
 
-Invariants: what is fetched are the bytes that were put, or there is an IntegrityFailure; which bytes move depends on
-the order of units alone; no more buffers are leased for spilled units than the window, whatever the number of layers.
+Invariants: what is fetched are the bytes that were put, or IntegrityFailure is raised; which bytes move depends on the
+order of units alone; spilled units never lease more buffers than the window holds, whatever the number of layers.
 """
 
 from __future__ import annotations
@@ -41,26 +43,27 @@ from ratel_cli.units import align_up
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """What one layer's backward needs for one micro-batch."""
+    """What one layer's backward needs of its forward, for one micro-batch."""
 
     leaf: torch.Tensor
-    """The layer's input [batch, tokens, hidden_size]."""
+    """The layer's input `[batch, tokens, hidden]`."""
     offloaded: dict[int, tuple[torch.Tensor, ...]]
-    """Outputs of swapped operators, by position in the tape."""
+    """Outputs of swapped operators, by position in the tape, each in the shape that the operator gave it."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
+        """All tensors of the unit, the layer's input first."""
         return [self.leaf, *(tensor for tensors in self.offloaded.values() for tensor in tensors)]
 
     @property
     def num_bytes(self) -> int:
-        """As it is packed: of storages, each on a boundary of its own."""
+        """Size of the packed unit: the tensors' storages, each aligned to `PACKED_ALIGNMENT`."""
         return sum(align_up(tensor.untyped_storage().nbytes(), PACKED_ALIGNMENT) for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a tensor lies in a unit's buffer, and how to look at it there."""
+    """Where a tensor's storage lies in a unit's buffer, and how the tensor lies in its storage."""
 
     start: int
     num_bytes: int
@@ -69,21 +72,21 @@ class _Place:
     stride: tuple[int, ...]
     storage_offset: int
 
-    def look(self, values: torch.Tensor) -> torch.Tensor:
-        """The tensor in the bytes of the buffer."""
-        # Not a view: views of one tensor share a version, and autograd would take a change of one for one of all.
+    def tensor_in(self, values: torch.Tensor) -> torch.Tensor:
+        """The tensor in the buffer's bytes, which are flat uint8 `[bytes]`."""
+        # Not a view: views of one tensor share a version counter, so a change of one would count as a change of all.
         first = (values.storage_offset() + self.start) // self.dtype.itemsize
         empty = torch.empty(0, dtype=self.dtype, device=values.device)
         return empty.set_(values.untyped_storage(), first + self.storage_offset, self.size, self.stride)
 
 
 class _PackedUnit:
-    """A unit that lies in a buffer, now or later, and on NVMe if it is spilled."""
+    """A unit that is moved: it lies in a leased buffer now or later, and on NVMe if it is spilled."""
 
     def __init__(self, block: int, unit: Unit, offset: int | None) -> None:
         self.block = block
         self.offset = offset
-        """On NVMe; None: it stays in memory."""
+        """Where it lies in the scratch file, in bytes; None: it is not spilled."""
         position = 0
 
         def place(tensor: torch.Tensor) -> _Place:
@@ -100,16 +103,18 @@ class _PackedUnit:
         }
         self.num_bytes = align_up(position, PAGE_BYTES)
         self.lease: Lease | None = None
-        self.departure: Download | None = None
+        self.download: Download | None = None
         self.transfer: Ticket | None = None
+        """The write or the read in flight."""
         self.seal: Checksum | None = None
-        """Of what was written."""
+        """Checksum of the bytes that were written."""
         self.is_being_read = False
-        self.room: DeviceBuffer | None = None
-        self.arrival: Upload | None = None
+        self.buffer: DeviceBuffer | None = None
+        self.upload: Upload | None = None
 
     @property
     def places(self) -> list[_Place]:
+        """In the order of `Unit.tensors`."""
         return [self.leaf, *(place for each in self.offloaded.values() for place in each)]
 
     @property
@@ -117,12 +122,12 @@ class _PackedUnit:
         assert self.lease is not None
         return self.lease.memory
 
-    def about(self, stage: Stage) -> SpanLabel:
-        return SpanLabel(label=f"activations of block {self.block}", block=self.block, stage=stage)
+    def label(self, stage: Stage) -> SpanLabel:
+        return SpanLabel(text=f"activations of block {self.block}", block=self.block, stage=stage)
 
 
-class Activations:
-    """The units of one step at a time. Belongs to the compute thread."""
+class ActivationOffloader:
+    """Holds the units of one step at a time. All methods are for the compute thread."""
 
     def __init__(
         self, pool: BufferPool, scratch: Scratch | None, placement: Placement, *, device: Device, timeline: Timeline
@@ -131,55 +136,61 @@ class Activations:
         self._pool = pool
         self._scratch = scratch
         self._spilled_units = placement.spilled_units
-        self._kept_from = placement.spilled_units if device.is_host else placement.gpu_units_from
+        self._in_place_from = placement.spilled_units if device.is_host else placement.gpu_units_from
+        """Units from this one on stay where they were computed; None: no unit does."""
         self._device = device
         self._timeline = timeline
         self._order: list[tuple[int, int]] = []
-        """Put and not fetched; backward wants the last one first."""
+        """Keys (block, micro-batch) of the units that were put and not fetched yet. Backward fetches the last first."""
         self._in_place: dict[tuple[int, int], Unit] = {}
         self._packed: dict[tuple[int, int], _PackedUnit] = {}
         self._to_write: _PackedUnit | None = None
-        """Spilled, and perhaps still on its way into its buffer."""
+        """A spilled unit whose write has not begun; its download may still be running."""
         self._window: deque[_PackedUnit] = deque()
-        """Spilled ones that are in a buffer, in the order in which they got it."""
+        """Spilled units that are in a buffer, in the order in which they got it."""
         self._to_read: list[_PackedUnit] = []
-        """Spilled, and no longer in a buffer; backward wants the last one first."""
+        """Spilled units that are in no buffer. Backward reads the last first."""
         self._end = 0
+        """Bytes of the scratch file in use."""
         self.put_bytes = 0
-        """Of all units of the step so far, as they are packed."""
+        """Packed size of all units that were put in this step."""
 
     def put(self, block: int, micro_batch: int, unit: Unit) -> None:
-        """Keep it until it is fetched."""
+        """Offload a unit until it is fetched. Its tensors must not be changed afterwards."""
         key = block, micro_batch
         number = len(self._order)
         is_spilled = number < self._spilled_units
-        is_kept = self._kept_from is not None and number >= self._kept_from
+        stays_in_place = self._in_place_from is not None and number >= self._in_place_from
         self._order.append(key)
         self.put_bytes += unit.num_bytes
         self._start_writing()
-        if is_kept:
+        if stays_in_place:
             self._in_place[key] = Unit(leaf=unit.leaf.detach(), offloaded=unit.offloaded)
             return
         packed = self._packed[key] = _PackedUnit(block, unit, self._end if is_spilled else None)
         if is_spilled:
             self._end += packed.num_bytes
-            self._make_room()
+            self._shrink_window()
         self._lease(packed)
         pieces = [
             (_bytes_of(tensor), packed.memory[place.start : place.start + place.num_bytes])
             for tensor, place in zip(unit.tensors, packed.places, strict=True)
         ]
-        packed.departure = self._device.download(pieces, packed.about("forward"))
+        packed.download = self._device.download(pieces, packed.label("forward"))
         if is_spilled:
             self._to_write = packed
-            if packed.departure.done:
+            if packed.download.done:
                 self._start_writing()
 
     @contextlib.contextmanager
     def fetch(self, block: int, micro_batch: int) -> Iterator[Unit]:
-        """The unit on the compute device, its input as a fresh leaf that wants a gradient; good inside only."""
+        """Give out the unit on the compute device, inside the `with` statement only.
+
+        Its `leaf` is a new leaf that requires a gradient. Raises RatelError if the read failed, IntegrityFailure if
+        the bytes are not those that were put.
+        """
         key = block, micro_batch
-        assert self._order.pop() == key, "units are fetched in the opposite order"
+        assert self._order.pop() == key, "units are fetched in the opposite order of `put`"
         self._start_writing()
         unit = self._in_place.pop(key, None)
         if unit is not None:
@@ -189,28 +200,28 @@ class Activations:
             return
         packed = self._packed[key]
         self._bring_to_memory(packed)
-        arrival = self._upload(packed)  # before the next one's, which the same stream takes
+        upload = self._upload(packed)  # before the next unit's, which runs on the same stream
         self._prepare()
-        values = arrival.open()
+        values = upload.open()
         yield Unit(
-            leaf=packed.leaf.look(values).requires_grad_(),
+            leaf=packed.leaf.tensor_in(values).requires_grad_(),
             offloaded={
-                index: tuple(place.look(values) for place in places) for index, places in packed.offloaded.items()
+                index: tuple(place.tensor_in(values) for place in places) for index, places in packed.offloaded.items()
             },
         )
         del values
-        with self._timeline.waiting("up"):
-            arrival.wait()
+        with self._timeline.stalled_on("up"):
+            upload.wait()
         self._release(packed)
         del self._packed[key]
 
     def reset(self) -> None:
-        """Forget everything: the step is over, however it ended."""
+        """Forget all units: the step is over, however it ended."""
         for packed in self._packed.values():
-            with contextlib.suppress(RatelError):  # nobody wants these bytes any more
+            with contextlib.suppress(RatelError):  # nobody needs these bytes any more
                 if packed.transfer is not None:
                     packed.transfer.wait()
-            for copy in (packed.departure, packed.arrival):
+            for copy in (packed.download, packed.upload):
                 if copy is not None:
                     copy.wait()
             if packed.lease is not None:
@@ -224,42 +235,43 @@ class Activations:
         self._end = self.put_bytes = 0
 
     def _start_writing(self) -> None:
-        """Phase 2, of the unit put last, if it is spilled."""
+        """Phase 2, for the unit that was put last, if it is spilled."""
         packed, self._to_write = self._to_write, None
         if packed is None:
             return
-        assert self._scratch is not None and packed.departure is not None and packed.offset is not None
-        with self._timeline.waiting("down"):
-            packed.departure.wait()
+        assert self._scratch is not None and packed.download is not None and packed.offset is not None
+        with self._timeline.stalled_on("down"):
+            packed.download.wait()
         packed.transfer = self._scratch.write(packed.offset, packed.memory)
-        packed.seal = Checksum(packed.memory)  # while the drive works
+        packed.seal = Checksum(packed.memory)  # overlapped with the write
 
     def _bring_to_memory(self, packed: _PackedUnit) -> None:
+        """Return when the unit is in host memory. The reads of the next units are started first."""
         if packed.lease is None:
-            self._make_room()
+            self._shrink_window()
             self._read(self._to_read.pop())
         self._read_ahead()
         if packed.is_being_read:
             self._await(packed)
 
     def _prepare(self) -> None:
-        """Phase 5, for a device with memory of its own."""
+        """Phase 5, on a GPU."""
         if self._device.is_host or not self._order:
             return
         coming = self._packed.get(self._order[-1])
-        if coming is None:  # it is on the device
+        if coming is None:  # it stays in GPU memory
             return
-        coming.room = self._device.reserve(coming.num_bytes)
+        coming.buffer = self._device.reserve(coming.num_bytes)
         if coming.lease is not None and not coming.is_being_read:
-            coming.arrival = self._upload(coming)
+            coming.upload = self._upload(coming)
 
     def _upload(self, packed: _PackedUnit) -> Upload:
-        if packed.arrival is None:
-            room = packed.room or self._device.reserve(packed.num_bytes)
-            packed.arrival = self._device.upload(
-                packed.memory, room, packed.about("backward"), after=None if packed.is_being_read else packed.departure
+        if packed.upload is None:
+            buffer = packed.buffer or self._device.reserve(packed.num_bytes)
+            packed.upload = self._device.upload(
+                packed.memory, buffer, packed.label("backward"), after=None if packed.is_being_read else packed.download
             )
-        return packed.arrival
+        return packed.upload
 
     def _read_ahead(self) -> None:
         while self._to_read and len(self._window) < SPILL_WINDOW_UNITS:
@@ -276,8 +288,8 @@ class Activations:
         if packed.offset is not None:
             self._window.append(packed)
 
-    def _make_room(self) -> None:
-        """In forward: the oldest buffer of a full window goes."""
+    def _shrink_window(self) -> None:
+        """Release the oldest buffer of a full window."""
         if len(self._window) == SPILL_WINDOW_UNITS:
             oldest = self._window[0]
             self._release(oldest)
@@ -294,17 +306,17 @@ class Activations:
 
     def _await(self, packed: _PackedUnit) -> None:
         resource: Resource = "nvme read" if packed.is_being_read else "nvme write"
-        about = packed.about("backward" if packed.is_being_read else "forward")
+        label = packed.label("backward" if packed.is_being_read else "forward")
         transfer, packed.transfer = packed.transfer, None
         assert transfer is not None
-        with self._timeline.waiting(resource):
+        with self._timeline.stalled_on(resource):
             transfer.wait()
-        self._timeline.transfer(resource, about.label, transfer, block=about.block, stage=about.stage)
+        self._timeline.transfer(resource, label.text, transfer, block=label.block, stage=label.stage)
         if packed.is_being_read:
             assert packed.seal is not None
-            packed.seal.check(packed.memory, about.label)
+            packed.seal.check(packed.memory, label.text)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of its storage."""
+    """The tensor's whole storage, flat uint8 `[bytes]`."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

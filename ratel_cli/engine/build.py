@@ -1,6 +1,6 @@
-"""Puts the parts of the engine together: the optimizer thread, what it works on, and the steps above them.
+"""Puts the parts of the engine together: AdamW, the optimizer thread, the weight reader and the steps above them.
 
-Called by `run.finetune`, and by tests and benchmarks in its place.
+Invariant: however the run ends, threads are joined and memory is given back, the parts opened last first.
 """
 
 from __future__ import annotations
@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ratel_cli.engine.activations import ActivationOffloader
 from ratel_cli.engine.device.device import Device
+from ratel_cli.engine.host_weights import ResidentWeights
 from ratel_cli.engine.optimizer.adamw import AdamWSettings, GroupAdamW
 from ratel_cli.engine.optimizer.groups import GroupWork
 from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
-from ratel_cli.engine.optimizer.update import UpdateSettings
+from ratel_cli.engine.optimizer.update import Updates, UpdateSettings
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.weights import WeightReader
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.model.blocks import DecoderModel
@@ -41,27 +44,43 @@ def open_engine(
     group_elements: int = GROUP_ELEMENTS,
     check_stop: Callable[[], None] = lambda: None,
 ) -> Iterator[StepEngine]:
-    """An engine for one run on an open store. `check_stop` is called between blocks, and may raise."""
+    """Open an engine for one run on an open store.
+
+    `scratch` is needed if held gradients may exceed `updates.held_in_memory_bytes`, `activation_scratch` if the
+    placement spills units. `chunk_tokens`: tokens for which logits are computed at once; None chooses. `check_stop` is
+    called between blocks; what it raises abandons the step.
+    """
     model.place(device.torch_device)
     order: GroupOrder = "naive" if updates.overlap == "naive" else "optimized"
     with GroupAdamW(adamw, store.layout.dtype, num_threads=placement.adamw_threads) as group_adamw:
         work = GroupWork(group_adamw, store, pool, timeline=timeline, resident_states=placement.resident_states)
-        with (
-            UpdatePipeline(work, order=order, group_elements=group_elements) as pipeline,
-            StepEngine(
+        with UpdatePipeline(work, order=order, group_elements=group_elements) as pipeline:
+            resident = ResidentWeights(placement.resident_weights)
+            updating = Updates(
+                updates, placement, model.spec.blocks, store, pipeline, resident, scratch, timeline=timeline
+            )
+            reader = WeightReader(
                 model,
                 store,
                 pool,
-                pipeline,
-                updates,
-                placement,
-                seed=seed,
+                updating,
+                resident,
+                prefetch_blocks=placement.prefetch_blocks,
+                gpu_weights=placement.gpu_weights,
                 device=device,
                 timeline=timeline,
-                scratch=scratch,
-                activation_scratch=activation_scratch,
+            )
+            with StepEngine(
+                model,
+                pool,
+                reader,
+                updating,
+                ActivationOffloader(pool, activation_scratch, placement, device=device, timeline=timeline),
+                swapped=placement.swapped,
+                gradient_dtype=updates.gradient_dtype,
+                seed=seed,
+                device=device,
                 chunk_tokens=chunk_tokens,
                 check_stop=check_stop,
-            ) as engine,
-        ):
-            yield engine
+            ) as engine:
+                yield engine

@@ -1,7 +1,6 @@
-"""A model's logits, computed from one generation in the store, with one block in memory at a time.
+"""Computes a model's logits from one generation in the store, with one block in memory at a time.
 
-`run.verify` compares them with those of an exported model. Nothing runs ahead and nothing is updated: training and
-evaluation are in `engine.step`.
+Nothing is read ahead and nothing is updated; training and evaluation are in `engine.step`.
 
 Invariant: the modules, the shapes and the order of operations are those of the model's own forward, so that on one
 device the logits are those of the whole model, bit for bit.
@@ -23,7 +22,7 @@ from ratel_cli.store.generation import Generation
 
 
 class GenerationForward:
-    """The forward of one model on one generation's weights."""
+    """The forward pass of one model with one generation's weights."""
 
     def __init__(
         self,
@@ -34,7 +33,7 @@ class GenerationForward:
         device: torch.device,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """`check_stop` is called before each block, and may raise."""
+        """`check_stop` is called before each block; what it raises ends the forward pass."""
         self._model = model
         self._generation = generation
         self._pool = pool
@@ -42,7 +41,11 @@ class GenerationForward:
         self._check_stop = check_stop
 
     def logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Of one row of tokens, both [1, tokens]: [1, tokens, vocabulary], with dropout off."""
+        """Logits `[1, tokens, vocab]` of one row of tokens, with dropout off.
+
+        `input_ids` and `position_ids` are `[1, tokens]`, on the compute device. Raises IntegrityFailure if the
+        generation is damaged.
+        """
         skeleton = self._model.skeleton
         was_training = skeleton.training
         skeleton.eval()

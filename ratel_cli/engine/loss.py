@@ -1,8 +1,8 @@
-"""The head and the loss, a chunk of tokens at a time, so that logits never exist whole.
+"""The head and the loss, a chunk of tokens at a time, so that the logits never exist whole.
 
-`engine.step` calls it between forward and backward with the head's weights bound. The loss of a step
-is the sum of the cross-entropies over the targets of all its micro-batches, divided by their number:
-however a step is cut into micro-batches, it is the same mean.
+The head's weights must be bound. The loss of a step is the sum of the cross-entropies over the targets of all its
+micro-batches, divided by the number of targets. Invariant: however a step is cut into micro-batches, its loss is that
+mean.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from ratel_cli.sizes import IGNORED_TARGET, LOGITS_CHUNK_BYTES
 
 
 def tokens_per_chunk(vocab_size: int) -> int:
-    """Tokens whose fp32 logits fill 64 MiB: enough for an efficient product, small beside the head itself."""
+    """Number of tokens whose fp32 logits fill 64 MiB: enough for an efficient product, small next to the head."""
     return max(16, LOGITS_CHUNK_BYTES // (4 * vocab_size))
 
 
 def loss_sum(layer_runner: LayerRunner, finished: object, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum of cross-entropies (fp32 scalar) of one chunk: hidden [1, tokens, width], targets [tokens]."""
+    """Sum of the cross-entropies of one chunk, an fp32 scalar.
+
+    `finished`: what `LayerRunner.finish` returned. `hidden`: finished hidden states `[1, tokens, hidden]`. `targets`:
+    `[tokens]`.
+    """
     logits = layer_runner.logits(finished, hidden)
     return cross_entropy(logits[0].float(), targets, ignore_index=IGNORED_TARGET, reduction="sum")
 
@@ -39,12 +43,12 @@ def loss_and_gradients(
     num_targets: int,
     loss_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and gradients of one micro-batch through the head.
+    """Loss of one micro-batch, and its gradients through the head.
 
-    `finished` is the owner's output, `targets` [batch, tokens] its targets. Returns the sum of
-    cross-entropies (fp64 scalar) and the gradient of the finished hidden states; `take` gets the gradients of
-    `parameters`, chunk by chunk, so that never more than one set of them exists. Gradients are those
-    of loss_scale * sum / num_targets.
+    `finished`: what `LayerRunner.finish` returned. `targets`: `[batch, tokens]`. `take` is called for each chunk with
+    the gradients of `parameters`, in their order and shapes, so that only one set of them exists at a time. Returns the
+    sum of the cross-entropies (fp64 scalar) and the gradient of the finished hidden states `[batch, tokens, hidden]`.
+    All gradients are those of `loss_scale * sum / num_targets`.
     """
     hidden = last_hidden_state(finished)
     flat = hidden.detach().reshape(1, -1, hidden.shape[-1])
@@ -59,12 +63,12 @@ def loss_and_gradients(
         gradient[:, start : start + chunk_tokens] = first
         take(others)
         del others
-        total += loss.detach()  # not read here: on a GPU that would be to wait for it
+        total += loss.detach()  # not read here: on a GPU that would wait for it
     return total, gradient.view_as(hidden)
 
 
 def loss_only(layer_runner: LayerRunner, finished: object, targets: torch.Tensor, *, chunk_tokens: int) -> float:
-    """Sum of cross-entropies of one micro-batch, without gradients."""
+    """Sum of the cross-entropies of one micro-batch, without gradients. Arguments as in `loss_and_gradients`."""
     hidden = last_hidden_state(finished)
     flat, flat_targets = hidden.reshape(1, -1, hidden.shape[-1]), targets.reshape(-1)
     return sum(

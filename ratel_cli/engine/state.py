@@ -1,22 +1,75 @@
-"""What the phases of one step hand to each other. Made and used up by `engine.step`.
+"""What the phases of one step hand to each other, and what the step returns.
 
-Invariant: nothing in it outlives the step.
+Invariant: nothing in a `StepState` outlives its step; every random draw of training is a function of (seed, step,
+block, micro-batch) and of nothing else. So a resumed run needs no generator state, and the order in which blocks run
+does not matter.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from ratel_cli.data.packing import MicroBatch
-from ratel_cli.engine.activations import Activations
-from ratel_cli.engine.optimizer.gradients import GradientSum, TiedSum
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.replay.tape import Tape
 from ratel_cli.model.layer_runner import LayerCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What one step did."""
+
+    loss: float
+    """Mean cross-entropy over the step's targets."""
+    grad_norm: float
+    """Global 2-norm of the gradients before clipping. It may be why `applied` is False: then it is not finite."""
+    forward_seconds: float
+    """Seconds from the start of the step to the last layer's output, without the head."""
+    swapped_bytes: int
+    """Bytes offloaded in forward for backward, layers' inputs included."""
+    applied: bool
+    """False if the loss or a gradient was not finite. The store's current generation is then unchanged."""
+    first_not_finite: str | None
+    """What was not finite: "the loss", or the first parameter whose gradient was not; None if only the global norm was
+    not, or if all were finite."""
+
+
+class StepState:
+    """What the phases of one step hand to each other."""
+
+    def __init__(
+        self,
+        batches: Sequence[MicroBatch],
+        *,
+        seed: int,
+        step: int,
+        loss_scale: float,
+        recording: StepRecording | None,
+        device: torch.device,
+    ) -> None:
+        self.batches = place(batches, device)
+        self.input_ids = [batch.input_ids for batch in batches]
+        """For each micro-batch `[batch, tokens]`, in host memory."""
+        self.loss_scale = loss_scale
+        self.num_targets = sum(batch.num_targets for batch in batches)
+        self.calls: list[tuple[LayerCall, ...]] = []
+        """For each micro-batch: the arguments of every layer apart from its input."""
+        self.tapes: dict[tuple[int, int], Tape] = {}
+        """By block and micro-batch."""
+        self.recording = recording
+        self.resources = contextlib.ExitStack()
+        """What one phase opens and a later one closes. Closed with the step, however the step ends."""
+        self._seed = seed
+        self._step = step
+
+    def seed_draws(self, block: int, micro_batch: int) -> None:
+        """Seed torch's generators, on all devices, for the draws of one block on one micro-batch."""
+        torch.manual_seed(draw_seed(self._seed, step=self._step, block=block, micro_batch=micro_batch))
 
 
 def place(batches: Sequence[MicroBatch], device: torch.device) -> Sequence[MicroBatch]:
@@ -34,54 +87,7 @@ def place(batches: Sequence[MicroBatch], device: torch.device) -> Sequence[Micro
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepOutcome:
-    """What one step did."""
-
-    loss: float
-    """Mean cross-entropy over the step's targets."""
-    grad_norm: float
-    """Global 2-norm before clipping; not finite when `applied` is False for that reason."""
-    forward_seconds: float
-    """From the start to the last layer's output; head, backward and update are the rest."""
-    swapped_bytes: int
-    """Offloaded in forward for backward, layers' inputs included."""
-    applied: bool
-    """False: the loss or a gradient was not finite, and the store is as it was."""
-    first_not_finite: str | None
-    """Where: "the loss", or the first parameter with such a gradient; None: nowhere, or in the norm of all alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tied:
-    """The embedding block's gradient, begun by the head."""
-
-    total: GradientSum
-    rows: TiedSum
-
-
-class StepState:
-    """What the phases of one step hand to each other."""
-
-    def __init__(
-        self,
-        batches: Sequence[MicroBatch],
-        step: int,
-        loss_scale: float,
-        activations: Activations,
-        recording: StepRecording | None,
-        *,
-        device: torch.device,
-    ) -> None:
-        self.batches = place(batches, device)
-        self.input_ids = [batch.input_ids for batch in batches]
-        """In host memory."""
-        self.step = step
-        self.loss_scale = loss_scale
-        self.num_targets = sum(batch.num_targets for batch in batches)
-        self.calls: list[tuple[LayerCall, ...]] = []
-        self.tapes: dict[tuple[int, int], Tape] = {}
-        self.activations = activations
-        self.recording = recording
-        self.resources = contextlib.ExitStack()
-        """What a phase leaves open for a later one; closed with the step, however it ends."""
+def draw_seed(seed: int, *, step: int, block: int, micro_batch: int) -> int:
+    """A 63-bit seed for the draws of one block on one micro-batch of one step."""
+    key = f"{seed}/{step}/{block}/{micro_batch}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1

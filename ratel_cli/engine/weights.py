@@ -1,42 +1,38 @@
-"""Brings compute weights (P16) to where a block's modules can use them, ahead of time.
+"""Brings compute weights (P16) from NVMe to where a block's modules can use them, ahead of time.
 
-`engine.step` says in which order it will use blocks, and opens them one after another; the reader fetches
-the next ones while one computes. For each use, in phases:
+The step announces in which order it will use blocks, and opens them in that order. For each use:
 
-    1. issue   as the use comes within `prefetch_blocks`: lease a buffer and start the read, or share the
-               buffer that has the block already; if the block's update waits for this use, start that too
-    2. open    wait for the read, or for the update; bring it to the device, where it is bound to the block's modules
-    3. close   unbind; the buffer goes back to the pool with its last user
+    1. issue   when the use comes within `prefetch_blocks`: lease a buffer and start the read, or share the buffer that
+               already holds the block; if the block's update was deferred until this use, start the update too
+    2. open    wait for the read or for the update; upload the weights; bind them to the block's modules
+    3. close   unbind; the last user gives the buffer back to the pool
 
-A GPU has room for the block that computes and for the next one, whose copy runs beneath that: from the opening of
-the one before on, or from its own opening, if it is still being read or updated then. If it has more room, the
-last layers stay there from forward to backward (`kept`), and are not copied again.
+A GPU has memory for the block that computes and for the next one. The next one's upload is overlapped with computing:
+it starts when the block before is opened, or at its own opening if the weights are still being read or updated then.
+If the GPU has more memory, the last layers (`gpu_weights`) stay there from forward to backward and are uploaded once.
 
-Nothing is read that is in memory: blocks in `resident_weights` are read once and stay, since the update
-changes them in place; and a block that is used again before it was closed (the last layer, at the turn
-from forward to backward) is shared.
+Nothing is read that is in host memory: resident blocks are read once, since the update changes them in place; and a
+block that is used again before it was closed (the last layer, between forward and backward) shares its buffer.
 
-Invariants: what is bound is the newest generation, committed or not; which reads happen depends on the
-order of uses alone, never on timing.
+Invariants: the weights that are bound are the newest, committed or not; which reads happen depends on the order of
+uses alone, never on timing.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol, Self
 
 import torch
 from torch import nn
 
+from ratel_cli.closing import Closing
 from ratel_cli.engine.device.device import Device, DeviceBuffer, SpanLabel, Upload
+from ratel_cli.engine.host_weights import HostWeights, ResidentWeights
+from ratel_cli.engine.optimizer.update import Updates
 from ratel_cli.engine.telemetry import Timeline
-from ratel_cli.errors import RatelError
-from ratel_cli.io.buffers import BufferPool, Lease
-from ratel_cli.io.tickets import Ticket
+from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import FIELD_DTYPES
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.spec import BlockSpec
@@ -44,148 +40,60 @@ from ratel_cli.planning.placement import Stage
 from ratel_cli.store.store import Store
 
 
-class HostWeights:
-    """The compute field of one block in host memory, for several users, and the read that fills it."""
-
-    def __init__(self, block: BlockSpec, lease: Lease, read: Ticket) -> None:
-        self.block = block
-        self.num_uses = 0
-        """Uses of the reader that share this; others may have it as well."""
-        self._lease = lease
-        self._reads = [read]  # popped by whoever waits for it; a list, since its pop is atomic
-
-    @property
-    def memory(self) -> memoryview:
-        return self._lease.memory
-
-    @property
-    def is_read(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
-        return all(read.done for read in self._reads)
-
-    def wait(self, timeline: Timeline, stage: Stage) -> None:
-        """Block until the read has ended; nothing to do after the first time. Not for two threads at once."""
-        if self._reads:
-            read = self._reads.pop()
-            read.wait()
-            timeline.transfer("nvme read", f"weights of {self.block.name}", read, block=self.block.index, stage=stage)
-
-    def share(self) -> Self:
-        """Count one more user."""
-        self._lease.share()
-        return self
-
-    def release(self) -> None:
-        """Count one user less. The last one gives the memory back, when nothing is being read into it."""
-        with contextlib.suppress(RatelError, IndexError):  # if nobody waited, nobody wants these bytes any more
-            self._reads.pop().wait()
-        self._lease.release()
-
-
-class ResidentWeights:
-    """Compute weights that stay in host memory from step to step, by block."""
-
-    def __init__(self, blocks: frozenset[int]) -> None:
-        self._blocks = blocks
-        self._weights: dict[int, HostWeights] = {}
-
-    def get(self, block: BlockSpec) -> HostWeights | None:
-        """The block's weights, with one more user, if they are here."""
-        weights = self._weights.get(block.index)
-        return None if weights is None else weights.share()
-
-    def keep(self, weights: HostWeights) -> None:
-        """Keep them if the placement says so."""
-        if weights.block.index in self._blocks:
-            self._weights[weights.block.index] = weights.share()
-
-    def forget(self) -> None:
-        """They are not those of the current generation, or no longer wanted."""
-        kept, self._weights = self._weights, {}
-        for weights in kept.values():
-            weights.release()
-
-
-class UpdateStatus(Protocol):
-    """What the reader needs of `engine.update.Updates`."""
-
-    def is_in_shadow(self, block: BlockSpec) -> bool:
-        """Whether the newest weights are in the shadow, written and not committed."""
-        ...
-
-    def is_under_way(self, block: BlockSpec) -> bool:
-        """Whether the block is being updated, so that neither generation can be read."""
-        ...
-
-    def start_waiting(self, weights: HostWeights) -> None:
-        """Start the block's update if it was put off until its weights are used again."""
-        ...
-
-    def is_updated(self, block: BlockSpec) -> bool:
-        """Whether `wait_updated` would return at once."""
-        ...
-
-    def wait_updated(self, block: BlockSpec) -> None:
-        """Return when the block's update, if there is one, is in the memory that it came with."""
-        ...
-
-    def wait_written(self, block: BlockSpec) -> None:
-        """Return when the block's update, if there is one, is in the shadow."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class _Use:
     block: BlockSpec
     stage: Stage
     weights: HostWeights | None = None
-    room: DeviceBuffer | None = None
-    """On the device."""
-    arrival: Upload | None = None
+    buffer: DeviceBuffer | None = None
+    """Reserved on the device for the upload."""
+    upload: Upload | None = None
 
 
 class WeightReader:
-    """Opens blocks for compute, in the order announced."""
+    """Opens blocks for compute, in the order in which their uses were announced."""
 
     def __init__(
         self,
         model: DecoderModel,
         store: Store,
         pool: BufferPool,
-        updates: UpdateStatus,
+        updates: Updates,
         resident: ResidentWeights,
         *,
         prefetch_blocks: int,
-        kept: frozenset[int],
+        gpu_weights: frozenset[int],
         device: Device,
         timeline: Timeline,
     ) -> None:
+        """`prefetch_blocks`: number of blocks read ahead of the one that computes. `gpu_weights`: indices of the
+        blocks whose weights stay in GPU memory from forward to backward."""
         self._model = model
         self._store = store
         self._pool = pool
         self._updates = updates
         self._resident = resident
         self._prefetch_blocks = prefetch_blocks
-        self._keeps = frozenset() if device.is_host else kept
+        self._gpu_weights = frozenset() if device.is_host else gpu_weights
         self._device = device
         self._timeline = timeline
         self._uses: deque[_Use] = deque()
         self._shared: dict[int, HostWeights] = {}
-        """What is open or issued, by block."""
-        self._kept: dict[int, Upload] = {}
-        """What is on the device, for a use to come, by block."""
+        """Weights that are issued or open, by block."""
+        self._on_gpu: dict[int, Upload] = {}
+        """Uploads that stay on the GPU for a later use, by block."""
 
     def expect(self, blocks: Sequence[BlockSpec], stage: Stage) -> None:
-        """Announce the next uses, in order. Those that come first are issued as soon as a block is opened."""
+        """Announce the next uses, in order. The first of them are issued as soon as a block is opened."""
         self._uses.extend(_Use(block, stage) for block in blocks)
 
     def open(self, block: BlockSpec) -> BlockWeights:
-        """Bind the block whose turn it is."""
+        """Bind the block of the next announced use. Raises RatelError if its read or its update failed."""
         use = self._uses.popleft()
         assert use.block is block, f"{use.block.name} comes before {block.name}"
         try:
             if not self._issue(use):
-                with self._timeline.waiting("nvme write"):
+                with self._timeline.stalled_on("nvme write"):
                     self._updates.wait_written(block)
                 assert self._issue(use)
             for coming, _ in zip(self._uses, range(self._prefetch_blocks), strict=False):
@@ -193,37 +101,37 @@ class WeightReader:
                     break
             weights = use.weights
             assert weights is not None
-            with self._timeline.waiting("optimizer"):
+            with self._timeline.stalled_on("optimizer"):
                 self._updates.wait_updated(block)
-            with self._timeline.waiting("nvme read"):
+            with self._timeline.stalled_on("nvme read"):
                 weights.wait(self._timeline, use.stage)
-            arrival = use.arrival = use.arrival or self._kept.pop(block.index, None) or self._upload(use, weights)
-            if block.index in self._keeps and any(coming.block is block for coming in self._uses):
-                self._kept[block.index] = arrival
+            upload = use.upload = use.upload or self._on_gpu.pop(block.index, None) or self._upload(use, weights)
+            if block.index in self._gpu_weights and any(coming.block is block for coming in self._uses):
+                self._on_gpu[block.index] = upload
             self._prepare()
         except BaseException:
             if use.weights is not None:
-                self.close(use.weights, use.arrival)
+                self.close_use(use.weights, use.upload)
             raise
-        return BlockWeights(self._model, weights, self, FIELD_DTYPES[self._store.layout.compute_field.name], arrival)
+        return BlockWeights(self._model, weights, self, FIELD_DTYPES[self._store.layout.compute_field.name], upload)
 
-    def close(self, weights: HostWeights, arrival: Upload | None = None) -> None:
-        """One use of the block is over."""
-        if arrival is not None:
-            with self._timeline.waiting("up"):
-                arrival.wait()
+    def close_use(self, weights: HostWeights, upload: Upload | None = None) -> None:
+        """End one use of a block: wait for its upload, and release the host memory."""
+        if upload is not None:
+            with self._timeline.stalled_on("up"):
+                upload.wait()
         weights.num_uses -= 1
         if not weights.num_uses:
             del self._shared[weights.block.index]
         weights.release()
 
     def reset(self) -> None:
-        """Forget the uses announced: they will not come."""
+        """Forget the announced uses, which will not come, and release what was issued for them."""
         for use in self._uses:
             if use.weights is not None:
-                self.close(use.weights, use.arrival)
+                self.close_use(use.weights, use.upload)
         self._uses.clear()
-        self._kept.clear()
+        self._on_gpu.clear()
 
     def _issue(self, use: _Use) -> bool:
         """Phase 1. False if the block can neither be shared nor be read now."""
@@ -233,32 +141,32 @@ class WeightReader:
         shared = self._shared.get(block.index)
         weights = self._resident.get(block) if shared is None else shared.share()
         if weights is None:
-            if self._updates.is_under_way(block):
+            if self._updates.is_updating(block):
                 return False
             weights = self._read(block)
-            self._resident.keep(weights)
+            self._resident.add(weights)
         self._shared[block.index] = weights
         weights.num_uses += 1
         use.weights = weights
-        self._updates.start_waiting(weights)
+        self._updates.start_deferred(weights)
         return True
 
     def _upload(self, use: _Use, weights: HostWeights) -> Upload:
-        room = use.room or self._device.reserve(self._num_bytes(use.block))
-        about = SpanLabel(label=f"weights of {use.block.name}", block=use.block.index, stage=use.stage)
-        return self._device.upload(weights.memory, room, about)
+        buffer = use.buffer or self._device.reserve(self._num_bytes(use.block))
+        label = SpanLabel(text=f"weights of {use.block.name}", block=use.block.index, stage=use.stage)
+        return self._device.upload(weights.memory, buffer, label)
 
     def _prepare(self) -> None:
-        """Where the device has memory of its own: room for the next block, and its copy, if it can begin already."""
+        """On a GPU: reserve the buffer of the next use, and start its upload if its weights are ready."""
         if self._device.is_host or not self._uses:
             return
         coming = self._uses[0]
-        if coming.block.index in self._kept:
+        if coming.block.index in self._on_gpu:
             return
-        coming.room = self._device.reserve(self._num_bytes(coming.block))
+        coming.buffer = self._device.reserve(self._num_bytes(coming.block))
         weights = coming.weights
         if weights is not None and weights.is_read and self._updates.is_updated(coming.block):
-            coming.arrival = self._upload(coming, weights)
+            coming.upload = self._upload(coming, weights)
 
     def _num_bytes(self, block: BlockSpec) -> int:
         return block.num_elements * self._store.layout.compute_field.bytes_per_element
@@ -269,30 +177,30 @@ class WeightReader:
         in_shadow = self._updates.is_in_shadow(block)
         newest = self._store.shadow().generation if in_shadow else self._store.current()
         try:
-            read = newest.read(block.index, field.name, 0, block.num_elements, lease.memory)
-            return HostWeights(block, lease, read)
+            return HostWeights(block, lease, newest.read(block.index, field.name, 0, block.num_elements, lease.memory))
         except BaseException:
             lease.release()
             raise
 
 
-class BlockWeights:
+class BlockWeights(Closing):
     """One block's weights, bound to its modules until `unbind`."""
 
     def __init__(
-        self, model: DecoderModel, host: HostWeights, reader: WeightReader, dtype: torch.dtype, arrival: Upload
+        self, model: DecoderModel, host: HostWeights, reader: WeightReader, dtype: torch.dtype, upload: Upload
     ) -> None:
         self.block = host.block
         self.host = host
         """The compute field in host memory, which the update changes in place."""
         self._model = model
         self._reader = reader
-        self._arrival: Upload | None = arrival
+        self._upload: Upload | None = upload
         self._is_bound = True
-        self.parameters: tuple[nn.Parameter, ...] = model.bind(host.block, arrival.open().view(dtype))
+        self.parameters: tuple[nn.Parameter, ...] = model.bind(host.block, upload.open().view(dtype))
+        """The block's parameters on the compute device, each in its own shape, in the order of the block's spec."""
 
     def unbind(self) -> None:
-        """Take the weights out of the modules. An autograd graph that uses them may go on until `close`."""
+        """Remove the weights from the modules. An autograd graph may use them until `close`. Idempotent."""
         if self._is_bound:
             self._is_bound = False
             self._model.release(self.block)
@@ -301,14 +209,6 @@ class BlockWeights:
         """Unbind, and end this use of the memory. Idempotent."""
         self.unbind()
         self.parameters = ()
-        arrival, self._arrival = self._arrival, None
-        if arrival is not None:
-            self._reader.close(self.host, arrival)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        upload, self._upload = self._upload, None
+        if upload is not None:
+            self._reader.close_use(self.host, upload)

@@ -270,7 +270,7 @@ class TrainingLoop:
             host_peak_bytes=peak_resident_bytes(),
             bottleneck=max(RESOURCES, key=lambda resource: times.busy[resource]),
             busy_seconds=times.busy,
-            waited_seconds=times.waited,
+            waited_seconds=times.stalled,
             predicted_seconds=settings.predicted_seconds,
             applied=outcome.applied,
             eval_loss=None,
@@ -285,7 +285,7 @@ class TrainingLoop:
         """Commit the last computed step, whose update is written completely."""
         progress, self._uncommitted = self._uncommitted, None
         assert progress is not None
-        with self._timeline.waiting("nvme write"):
+        with self._timeline.stalled_on("nvme write"):
             self._store.commit(progress)
         self._callbacks.after_commit()
 

@@ -66,7 +66,7 @@ class _Totals:
         self.spans += step.times.spans
         for resource in RESOURCES:
             self.busy[resource] += step.times.busy[resource]
-            self.waited[resource] += step.times.waited[resource]
+            self.waited[resource] += step.times.stalled[resource]
 
 
 def _run_steps(run: RatelRun, trace: TraceFile | None) -> tuple[Plan, _Totals]:

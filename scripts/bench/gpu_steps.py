@@ -112,7 +112,7 @@ class GpuSteps:
         for step in done:
             for resource in RESOURCES:
                 busy[resource] += step.times.busy[resource] / len(done)
-                waited[resource] += step.times.waited[resource] / len(done)
+                waited[resource] += step.times.stalled[resource] / len(done)
         return PlanPoint(
             name=name,
             seconds=[step.seconds for step in done],

@@ -101,7 +101,7 @@ def test_the_metrics_are_those_of_the_interface(plain_run: Path) -> None:
 def test_a_trace_has_a_track_for_each_resource(make_config: MakeConfig) -> None:
     config = make_config(trace=True, max_steps=3, optimizer_overlap="naive", limits={"host_memory": "2GiB"})
     succeed(config)
-    events = json.loads((output_of(config) / "run" / "trace.json").read_text())["traceEvents"]
+    events = json.loads((output_of(config) / "run" / "trace.json").read_text())
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     drawn = {tracks[event["tid"]] for event in events if event["ph"] == "X"}
     assert list(tracks.values()) == ["step", "compute", "up", "down", "nvme read", "nvme write", "optimizer"]

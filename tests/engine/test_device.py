@@ -12,7 +12,7 @@ from ratel_cli.engine.device.open import open_device
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool, Lease
 
-ABOUT = SpanLabel(label="bytes", block=3, stage="backward")
+LABEL = SpanLabel(text="bytes", block=3, stage="backward")
 
 
 @pytest.fixture
@@ -25,9 +25,9 @@ def lease() -> Iterator[Lease]:
 def test_the_host_copies_nothing(lease: Lease) -> None:
     timeline = Timeline()
     with open_device(torch.device("cpu"), timeline) as device:
-        arrival = device.upload(lease.memory, device.reserve(8), ABOUT)
-        values = arrival.open()
-        arrival.wait()
+        upload = device.upload(lease.memory, device.reserve(8), LABEL)
+        values = upload.open()
+        upload.wait()
         lease.memory[0] = 42
         assert values.tolist() == [42, 1, 2, 3, 4, 5, 6, 7]
         device.collect()
@@ -37,11 +37,11 @@ def test_the_host_copies_nothing(lease: Lease) -> None:
 def test_the_host_has_done_what_it_was_told(lease: Lease) -> None:
     timeline = Timeline()
     device = HostDevice(timeline)
-    departure = device.download([(torch.tensor([9, 8], dtype=torch.uint8), lease.memory[2:4])], ABOUT)
-    assert departure.done
-    departure.wait()
+    download = device.download([(torch.tensor([9, 8], dtype=torch.uint8), lease.memory[2:4])], LABEL)
+    assert download.done
+    download.wait()
     before = device.mark()
-    with device.translate_errors(), device.computing(ABOUT):
+    with device.translate_errors(), device.computing(LABEL):
         pass
     after = device.mark()
     assert lease.memory.tolist() == [0, 1, 9, 8, 4, 5, 6, 7]

@@ -33,15 +33,15 @@ class Linked(HostDevice):
         self.num_downloads = 0
 
     @contextmanager
-    def computing(self, about: SpanLabel) -> Iterator[None]:
+    def computing(self, label: SpanLabel) -> Iterator[None]:
         self.is_computing = True
         yield
         self.is_computing = False
 
-    def download(self, pieces: Sequence[tuple[torch.Tensor, memoryview]], about: SpanLabel) -> Download:
+    def download(self, pieces: Sequence[tuple[torch.Tensor, memoryview]], label: SpanLabel) -> Download:
         assert not self.is_computing
         self.num_downloads += 1
-        return super().download(pieces, about)
+        return super().download(pieces, label)
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_spilled_and_fetched_is_unchanged(block: BlockSpec, tmp_path: Path) -> N
         wanted = gradient.flat.clone()
         gradient.spill(scratch, 4096)
         assert pool.leased_bytes == 0
-        with pytest.raises(AssertionError, match="on disk"):
+        with pytest.raises(AssertionError, match="in the scratch file"):
             _ = gradient.flat
         gradient.fetch(pool)
         assert torch.equal(gradient.flat, wanted)

@@ -55,7 +55,7 @@ class FakeWork:
     waits_for: str = "optimizer"
 
     def _note(self, what: str, group: Group) -> None:
-        self.events.append(f"{what} {group.block.index}.{group.part}")
+        self.events.append(f"{what} {group.block.index}.{group.number}")
 
     def read(self, group: Group) -> None:
         self._note("R", group)
@@ -166,7 +166,7 @@ def test_cancel_drops_what_was_submitted(pool: BufferPool) -> None:
 def test_a_bug_in_the_thread_is_raised_by_every_later_call(pool: BufferPool) -> None:
     class Broken(FakeWork):
         def compute(self, group: Group, update: BlockUpdate) -> None:
-            raise ZeroDivisionError(f"a bug in {group.part} of {update.gradient.block.name}")
+            raise ZeroDivisionError(f"a bug in {group.number} of {update.gradient.block.name}")
 
     work, (block,) = Broken(), blocks_of(2)
     with UpdatePipeline(work, group_elements=BLOCK_ALIGNMENT) as pipeline:  # type: ignore[arg-type]

@@ -234,7 +234,7 @@ def test_a_step_that_is_run_again_takes_nothing_in_memory_on_trust(tmp_path: Pat
     steps = random_steps(2, 2)
     with machine(tmp_path, config, recipe, weights=initial_weights(config), placement=placement) as ratel:
         [first] = ratel.train(steps[:1], recipe)
-        torch.frombuffer(ratel.engine._resident._weights[2].memory, dtype=torch.float32)[0] = math.nan
+        torch.frombuffer(ratel.engine._updates._resident._weights[2].memory, dtype=torch.float32)[0] = math.nan
         [bad] = ratel.train(steps, recipe)
         assert not bad.applied
         [second] = ratel.train(steps, recipe)

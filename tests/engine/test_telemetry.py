@@ -24,7 +24,7 @@ def record(timeline: Timeline, *spans: tuple[Resource, float, float]) -> None:
 
 
 def test_nothing_happened() -> None:
-    assert times() == StepTimes(busy=dict.fromkeys(RESOURCES, 0.0), waited=dict.fromkeys(RESOURCES, 0.0), spans=())
+    assert times() == StepTimes(busy=dict.fromkeys(RESOURCES, 0.0), stalled=dict.fromkeys(RESOURCES, 0.0), spans=())
 
 
 @pytest.mark.parametrize(
@@ -71,21 +71,21 @@ def test_work_that_overlaps_what_an_earlier_step_counted_counts_once() -> None:
 def test_taking_starts_over() -> None:
     timeline = Timeline()
     record(timeline, ("compute", 1, 3))
-    with timeline.waiting("up"):
+    with timeline.stalled_on("up"):
         pass
     assert len(timeline.take().spans) == 1
     assert timeline.take().spans == ()
-    assert set(timeline.take().waited.values()) == {0.0}
+    assert set(timeline.take().stalled.values()) == {0.0}
 
 
 def test_waits_add_up_by_cause() -> None:
     timeline = Timeline()
     before = perf_counter()
     for _ in range(3):
-        with timeline.waiting("nvme read"):
+        with timeline.stalled_on("nvme read"):
             threading.Event().wait(0.01)
     elapsed = perf_counter() - before
-    waited = timeline.take().waited
+    waited = timeline.take().stalled
     assert 0.025 < waited.pop("nvme read") <= elapsed
     assert set(waited.values()) == {0.0}
 
@@ -98,7 +98,7 @@ def test_a_wait_counts_as_far_as_nothing_computed() -> None:
     timeline.record_stall("up", 1, 2.5)
     timeline.record_stall("down", 0, 10)
     timeline.record_stall("optimizer", 6, 7)
-    waited = timeline.take().waited
+    waited = timeline.take().stalled
     assert (waited["nvme read"], waited["up"], waited["down"], waited["optimizer"]) == (2, 0, 7, 1)
 
 
@@ -113,17 +113,17 @@ def test_a_wait_counts_as_far_as_nothing_computed_by_brute_force() -> None:
         for start, end in waits:
             timeline.record_stall("up", start, end)
         busy = {second for start, end in computing for second in range(start, end)}
-        assert timeline.take().waited["up"] == sum(len(set(range(*wait)) - busy) for wait in waits)
+        assert timeline.take().stalled["up"] == sum(len(set(range(*wait)) - busy) for wait in waits)
 
 
 def test_a_span_tells_what_it_is_about() -> None:
     timeline = Timeline()
     before = perf_counter()
-    with timeline.during("optimizer", "update of layer 3", block=4, stage="update", part=2):
+    with timeline.during("optimizer", "update of layer 3", block=4, stage="update", group=2):
         pass
     after = perf_counter()
     (span,) = timeline.take().spans
-    assert (span.resource, span.label, span.block, span.stage, span.part) == (
+    assert (span.resource, span.label, span.block, span.stage, span.group) == (
         "optimizer", "update of layer 3", 4, "update", 2,
     )  # fmt: skip
     assert before <= span.start <= span.end <= after
@@ -133,11 +133,11 @@ def test_work_and_waits_that_fail_are_noted() -> None:
     timeline = Timeline()
     with pytest.raises(ValueError, match="full"), timeline.during("compute", "head", block=1, stage="backward"):
         raise ValueError("full")
-    with pytest.raises(ValueError, match="full"), timeline.waiting("down"):
+    with pytest.raises(ValueError, match="full"), timeline.stalled_on("down"):
         raise ValueError("full")
     found = timeline.take()
     assert len(found.spans) == 1
-    assert found.waited["down"] > 0
+    assert found.stalled["down"] > 0
 
 
 def test_a_transfer_lies_where_its_ticket_says() -> None:
@@ -147,7 +147,7 @@ def test_a_transfer_lies_where_its_ticket_says() -> None:
     timeline.transfer("nvme read", "weights of layer 0", ticket, block=1, stage="forward")
     (span,) = timeline.take().spans
     assert (span.start, span.end) == ticket.span
-    assert span.part == 0
+    assert span.group == 0
 
 
 def test_every_thread_may_record() -> None:

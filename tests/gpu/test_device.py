@@ -21,7 +21,7 @@ from tests.simulated_gpu import is_simulated, set_eagerness
 
 pytestmark = NEEDS_GPU
 
-ABOUT = SpanLabel(label="bytes", block=1, stage="backward")
+LABEL = SpanLabel(text="bytes", block=1, stage="backward")
 LARGE = (16 if is_simulated() else 256) * MIB
 
 
@@ -62,9 +62,9 @@ def test_what_goes_up_is_there_when_it_is_opened(device: CudaDevice, pool: Buffe
         sent = view(lease.memory, torch.uint8)
         for number in range(1, 6):
             sent.fill_(number)
-            arrival = device.upload(lease.memory, device.reserve(LARGE), ABOUT)
-            found = arrival.open().clone()
-            arrival.wait()
+            upload = device.upload(lease.memory, device.reserve(LARGE), LABEL)
+            found = upload.open().clone()
+            upload.wait()
             sent.fill_(0)  # from now on that may be
             assert bool((found == number).all())
 
@@ -73,15 +73,15 @@ def test_what_comes_down_is_there_when_it_was_waited_for(device: CudaDevice, poo
     with pool.lease(LARGE, "one") as one, pool.lease(LARGE, "two") as two:
         for number in range(1, 6):
             keep_busy(device)
-            departures = [
+            downloads = [
                 device.download(
-                    [(torch.full((LARGE,), number + each, dtype=torch.uint8, device="cuda"), lease.memory)], ABOUT
+                    [(torch.full((LARGE,), number + each, dtype=torch.uint8, device="cuda"), lease.memory)], LABEL
                 )
                 for each, lease in enumerate((one, two))
             ]
-            for departure in departures:
-                departure.wait()
-                assert departure.done
+            for download in downloads:
+                download.wait()
+                assert download.done
             assert bool((view(one.memory, torch.uint8) == number).all())
             assert bool((view(two.memory, torch.uint8) == number + 1).all())
 
@@ -90,11 +90,11 @@ def test_what_leaves_may_come_back_at_once(device: CudaDevice, pool: BufferPool)
     with pool.lease(LARGE, "test") as lease:
         for number in range(1, 6):
             leaving = torch.full((LARGE,), number, dtype=torch.uint8, device="cuda")
-            departure = device.download([(leaving, lease.memory)], ABOUT)
+            download = device.download([(leaving, lease.memory)], LABEL)
             del leaving
-            arrival = device.upload(lease.memory, device.reserve(LARGE), ABOUT, after=departure)
-            assert bool((arrival.open() == number).all())
-            arrival.wait()
+            upload = device.upload(lease.memory, device.reserve(LARGE), LABEL, after=download)
+            assert bool((upload.open() == number).all())
+            upload.wait()
 
 
 def test_memory_is_given_out_anew_only_behind_its_last_use(device: CudaDevice, pool: BufferPool) -> None:
@@ -104,13 +104,13 @@ def test_memory_is_given_out_anew_only_behind_its_last_use(device: CudaDevice, p
         sums = []
         keep_busy(device)
         for _ in range(8):
-            arrival = device.upload(up.memory, device.reserve(LARGE), ABOUT)
-            values = arrival.open()
+            upload = device.upload(up.memory, device.reserve(LARGE), LABEL)
+            values = upload.open()
             sums.append(values.sum(dtype=torch.int64))
-            departure = device.download([(values + 1, down.memory)], ABOUT)
-            del values, arrival  # what went up is the same each time, and stays
+            download = device.download([(values + 1, down.memory)], LABEL)
+            del values, upload  # what went up is the same each time, and stays
         assert [int(each) for each in sums] == [7 * LARGE] * 8
-        departure.wait()
+        download.wait()
         assert bool((view(down.memory, torch.uint8) == 8).all())
 
 
@@ -124,9 +124,9 @@ def test_it_takes_no_more_memory_however_far_it_is_behind(device: CudaDevice, po
         matrices = torch.cuda.memory_allocated() - before
         for _ in range(20):
             room = device.reserve(LARGE)
-            arrival = device.upload(up.memory, room, ABOUT)
-            device.download([(arrival.open(), down.memory)], ABOUT)
-            del room, arrival
+            upload = device.upload(up.memory, room, LABEL)
+            device.download([(upload.open(), down.memory)], LABEL)
+            del room, upload
         assert torch.cuda.max_memory_allocated() - before - matrices <= 3 * LARGE
         del busy
         torch.cuda.synchronize()
@@ -135,12 +135,12 @@ def test_it_takes_no_more_memory_however_far_it_is_behind(device: CudaDevice, po
 def test_times_are_those_of_the_gpu(device: CudaDevice, pool: BufferPool, timeline: Timeline) -> None:
     with pool.lease(LARGE, "test") as lease:
         before = device.mark()
-        with device.computing(SpanLabel(label="products", block=2, stage="forward")):
+        with device.computing(SpanLabel(text="products", block=2, stage="forward")):
             keep_busy(device)
         middle = device.mark()
-        arrival = device.upload(lease.memory, device.reserve(LARGE), ABOUT)
-        arrival.open()
-        arrival.wait()
+        upload = device.upload(lease.memory, device.reserve(LARGE), LABEL)
+        upload.open()
+        upload.wait()
         device.collect()
     assert middle() - before() > 1e-3
     times = timeline.take()
@@ -151,7 +151,7 @@ def test_times_are_those_of_the_gpu(device: CudaDevice, pool: BufferPool, timeli
     assert before() - 1e-3 < compute.start < compute.end < middle() + 1e-3
     # The copy waited for the products, since its room was reserved behind them; computing waited for the copy.
     assert up.start > compute.end - 1e-3
-    assert times.waited["up"] == pytest.approx(up.end - up.start, rel=0.5)
+    assert times.stalled["up"] == pytest.approx(up.end - up.start, rel=0.5)
 
 
 def test_a_limit_is_a_limit_and_ends_with_the_device(timeline: Timeline) -> None:
@@ -190,9 +190,9 @@ def test_the_pool_is_pinned_and_copies_run_beside_the_host(device: CudaDevice, p
     with pool.lease(LARGE, "test") as lease:
         assert view(lease.memory, torch.uint8).is_pinned()
         keep_busy(device)
-        departure = device.download([(torch.zeros(LARGE, dtype=torch.uint8, device="cuda"), lease.memory)], ABOUT)
-        assert not departure.done, "the host stood still for the copy"
-        departure.wait()
+        download = device.download([(torch.zeros(LARGE, dtype=torch.uint8, device="cuda"), lease.memory)], LABEL)
+        assert not download.done, "the host stood still for the copy"
+        download.wait()
 
 
 def test_memory_that_was_unpinned_can_be_pinned_again(pool: BufferPool) -> None:
@@ -217,8 +217,8 @@ def test_a_refusal_is_told_once_and_copies_are_as_correct(timeline: Timeline) ->
         CudaDevice(torch.device("cuda"), timeline) as device,
     ):
         assert not view(lease.memory, torch.uint8).is_pinned()
-        device.download([(torch.full((LARGE,), 3, dtype=torch.uint8, device="cuda"), lease.memory)], ABOUT).wait()
-        arrival = device.upload(lease.memory, device.reserve(LARGE), ABOUT)
-        assert bool((arrival.open() == 3).all())
-        arrival.wait()
+        device.download([(torch.full((LARGE,), 3, dtype=torch.uint8, device="cuda"), lease.memory)], LABEL).wait()
+        upload = device.upload(lease.memory, device.reserve(LARGE), LABEL)
+        assert bool((upload.open() == 3).all())
+        upload.wait()
     assert len(told) == 1

@@ -24,7 +24,7 @@ class NothingRecorded(StepRecording):
 
 
 def span(label: str, seconds: float, *, block: int, stage: Stage, resource: Resource = "compute") -> Span:
-    return Span(resource=resource, label=label, start=7.0, end=7.0 + seconds, block=block, stage=stage, part=0)
+    return Span(resource=resource, label=label, start=7.0, end=7.0 + seconds, block=block, stage=stage, group=0)
 
 
 def spans() -> list[Span]:

@@ -65,7 +65,7 @@ def test_the_overlap_modes_give_the_same_weights(tmp_path: Path) -> None:
     output, summary = run("bench.overlap", *TINY, "--directory", str(tmp_path), "--trace", str(trace))
     assert "are the same in all runs" in output
     assert summary["optimized"]["times_optimized"] == 1
-    assert json.loads(trace.read_text())["traceEvents"]
+    assert json.loads(trace.read_text())
     assert list(tmp_path.iterdir()) == [trace]
 
 

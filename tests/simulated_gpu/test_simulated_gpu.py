@@ -18,7 +18,7 @@ from tests.simulated_gpu import install_if_asked, is_simulated, set_eagerness
 install_if_asked()
 pytestmark = pytest.mark.skipif(not is_simulated(), reason="without the simulated GPU")
 
-ABOUT = SpanLabel(label="bytes", block=1, stage="backward")
+LABEL = SpanLabel(text="bytes", block=1, stage="backward")
 
 
 @pytest.fixture(autouse=True)
@@ -40,41 +40,41 @@ def lease() -> Iterator[Lease]:
 
 
 def test_who_changes_host_memory_too_early(device: CudaDevice, lease: Lease) -> None:
-    arrival = device.upload(lease.memory, device.reserve(4096), ABOUT)
+    upload = device.upload(lease.memory, device.reserve(4096), LABEL)
     lease.memory[0] = 1
-    found = arrival.open().clone()
+    found = upload.open().clone()
     lease.memory[0] = 2  # the GPU may be far behind
     with pytest.raises(RuntimeError, match="host memory changed"):
-        arrival.wait()
+        upload.wait()
     assert int(found[0]) == 1
 
 
 def test_who_reads_before_it_was_opened(device: CudaDevice, lease: Lease) -> None:
-    arrival = device.upload(lease.memory, device.reserve(4096), ABOUT)
-    assert int(arrival._values[0]) != 0
-    assert int(arrival.open()[0]) == 0
+    upload = device.upload(lease.memory, device.reserve(4096), LABEL)
+    assert int(upload._values[0]) != 0
+    assert int(upload.open()[0]) == 0
 
 
 def test_who_does_not_wait_for_what_comes_down(device: CudaDevice, lease: Lease) -> None:
-    departure = device.download([(torch.full((4096,), 7, dtype=torch.uint8, device="cuda"), lease.memory)], ABOUT)
-    assert not departure.done
+    download = device.download([(torch.full((4096,), 7, dtype=torch.uint8, device="cuda"), lease.memory)], LABEL)
+    assert not download.done
     assert lease.memory[0] == 0
-    departure.wait()
+    download.wait()
     assert lease.memory[0] == 7
 
 
 def test_who_overwrites_what_has_not_left(device: CudaDevice, lease: Lease) -> None:
     leaving = torch.full((4096,), 7, dtype=torch.uint8, device="cuda")
-    departure = device.download([(leaving, lease.memory)], ABOUT)
+    download = device.download([(leaving, lease.memory)], LABEL)
     leaving.fill_(8)
-    departure.wait()
+    download.wait()
     assert lease.memory[0] == 8
 
 
 def test_who_lets_go_of_what_has_not_left(device: CudaDevice, lease: Lease) -> None:
-    departure = device.download([(torch.full((4096,), 7, dtype=torch.uint8, device="cuda"), lease.memory)], ABOUT)
-    device._leaving = None
-    departure.wait()
+    download = device.download([(torch.full((4096,), 7, dtype=torch.uint8, device="cuda"), lease.memory)], LABEL)
+    device._downloading = None
+    download.wait()
     assert lease.memory[0] != 7
 
 
@@ -88,6 +88,6 @@ def test_who_takes_memory_of_the_gpu_for_the_hosts(device: CudaDevice) -> None:
 
 def test_at_its_most_eager_everything_has_happened(device: CudaDevice, lease: Lease) -> None:
     set_eagerness(1.0)
-    departure = device.download([(torch.full((4096,), 7, dtype=torch.uint8, device="cuda"), lease.memory)], ABOUT)
-    assert departure.done
+    download = device.download([(torch.full((4096,), 7, dtype=torch.uint8, device="cuda"), lease.memory)], LABEL)
+    assert download.done
     assert bool((view(lease.memory, torch.uint8) == 7).all())

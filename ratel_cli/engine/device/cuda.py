@@ -1,19 +1,21 @@
-"""A CUDA device for the engine: one stream computes, one copies up, one copies down.
+"""A CUDA device for the engine: one stream computes, one uploads, one downloads.
 
-`engine.device.device` opens it and says what is asked of it. What orders the streams:
+Four rules order the streams:
 
-    1. all memory is allocated for the stream that computes, and freed in its order: so the allocator may give it out
-       anew as soon as Python lets go of it, however far the GPU is behind
-    2. a copy up waits for what was queued when its room was reserved, which is all that may still use that memory
-    3. computing waits for a copy up where it is opened
-    4. a copy down waits for what was queued before it; its tensors are held until computing has waited for its end.
-       That is when the next copy down is asked for, so that one leaves beneath the computing of the next
+    1. all device memory is allocated on the computing stream and freed in that stream's order. So the allocator may
+       reuse a tensor's memory as soon as Python drops the tensor, however far the GPU is behind
+    2. an upload waits for all work that was queued when its buffer was reserved: nothing later may use that memory
+    3. computing waits for an upload where the upload is opened
+    4. a download waits for all work that was queued before it. Its tensors are held until computing has waited for
+       the end of the download, and computing waits when the next download is asked for: so one download is overlapped
+       with the computing of the next one's tensors
 
-Host memory that CUDA knows (io/pinning.py) is copied while the host goes on; from other memory copies
-are as correct, but the host stands still for them. Times are those of events on the streams, told by `collect`.
+Host memory that is registered with CUDA (io/pinning.py) is copied while the host continues. Copies of other memory
+are as correct, but the host waits for them. Spans and stalls are timed by events on the streams; `collect` records
+them in the timeline.
 
-Invariants: those of `engine.device.device`. Beside its opening and closing, the host waits for the GPU only in `wait`
-and in `collect`, and in copies of memory that is not pinned.
+Invariants: those of `engine.device.device`. Apart from opening and closing, the host waits for the GPU only in `wait`
+and `collect`, and in copies of memory that is not registered.
 """
 
 from __future__ import annotations
@@ -23,12 +25,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from types import TracebackType
-from typing import Self
 
 import torch
 
-from ratel_cli.engine.device.device import DeviceBuffer, Download, Mark, SpanLabel
+from ratel_cli.closing import Closing
+from ratel_cli.engine.device.device import DeviceBuffer, Download, Moment, SpanLabel
 from ratel_cli.engine.telemetry import Resource, Timeline
 from ratel_cli.errors import BadInput, DoesNotFit
 from ratel_cli.io.views import view
@@ -39,57 +40,58 @@ _NOT_DETERMINISTIC = ("does not have a deterministic implementation", "this oper
 
 @dataclass(frozen=True, slots=True)
 class _Clock:
-    """Relates the times of events to the host's, from a moment on when both were known."""
+    """Translates times of events to the host's clock, from one moment that both have measured."""
 
     event: torch.cuda.Event
     seconds: float
 
     def at(self, event: torch.cuda.Event) -> float:
-        """When an event that is over happened, by `perf_counter`."""
+        """When an event happened, in seconds of `perf_counter`. The event must be over."""
         return self.seconds + float(self.event.elapsed_time(event)) / 1e3
 
 
 @dataclass(frozen=True, slots=True)
-class _Noted:
-    """Work, or a stretch in which the computing stream stood still, between two events."""
+class _Measured:
+    """A span of work, or a stall of the computing stream, between two events."""
 
     resource: Resource
-    about: SpanLabel | None
-    """None: computing stood still for the resource."""
+    label: SpanLabel | None
+    """None: a stall of computing on the resource."""
     clock: _Clock
     start: torch.cuda.Event
     end: torch.cuda.Event
 
-    def tell(self, timeline: Timeline) -> None:
+    def record_in(self, timeline: Timeline) -> None:
         start, end = self.clock.at(self.start), self.clock.at(self.end)
-        if self.about is None:
+        if self.label is None:
             timeline.record_stall(self.resource, start, end)
         else:
-            timeline.record(self.resource, self.about.label, start, end, block=self.about.block, stage=self.about.stage)
+            timeline.record(self.resource, self.label.text, start, end, block=self.label.block, stage=self.label.stage)
 
 
 @dataclass(frozen=True, slots=True)
-class _CudaRoom:
+class _CudaBuffer:
     values: torch.Tensor
+    """Flat uint8 `[bytes]`."""
     free: torch.cuda.Event
-    """Over when nothing queued before uses the memory any more."""
+    """Over when all work has ended that was queued before and may still use the memory."""
 
 
-class _CudaArrival:
+class _CudaUpload:
     def __init__(self, device: CudaDevice, values: torch.Tensor, end: torch.cuda.Event) -> None:
         self._device = device
         self._values = values
         self._end = end
 
     def open(self) -> torch.Tensor:
-        self._device.stand_still("up", self._end)
+        self._device.wait_in_stream("up", self._end)
         return self._values
 
     def wait(self) -> None:
         _wait(self._end)
 
 
-class _CudaDeparture:
+class _CudaDownload:
     def __init__(self, end: torch.cuda.Event) -> None:
         self.end = end
 
@@ -101,12 +103,13 @@ class _CudaDeparture:
         _wait(self.end)
 
 
-class CudaDevice:
+class CudaDevice(Closing):
     """One GPU. Use as a context manager."""
 
     is_host = False
 
     def __init__(self, device: torch.device, timeline: Timeline, *, limit_bytes: int | None = None) -> None:
+        """`limit_bytes`: the most that torch may allocate on the GPU while this is open; None sets no limit."""
         index = torch.cuda.current_device() if device.index is None else device.index
         self.torch_device = torch.device("cuda", index)
         self._timeline = timeline
@@ -117,51 +120,51 @@ class CudaDevice:
         self._compute = torch.cuda.current_stream(self.torch_device)
         self._up = torch.cuda.Stream(self.torch_device)
         self._down = torch.cuda.Stream(self.torch_device)
-        self._leaving: tuple[torch.cuda.Event, list[torch.Tensor]] | None = None
-        """The end of the last copy down, and what is held for it."""
-        self._noted: list[_Noted] = []
+        self._downloading: tuple[torch.cuda.Event, list[torch.Tensor]] | None = None
+        """The end of the last download, and the tensors that are held for it."""
+        self._measured: list[_Measured] = []
+        """Not in the timeline yet."""
         self._clock = self._set_clock()
 
     def reserve(self, num_bytes: int) -> DeviceBuffer:
         values = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
-        return _CudaRoom(values, _record(self._compute))
+        return _CudaBuffer(values, _record(self._compute))
 
     def upload(
-        self, memory: memoryview, room: DeviceBuffer, about: SpanLabel, *, after: Download | None = None
-    ) -> _CudaArrival:
-        assert isinstance(room, _CudaRoom)
-        self._up.wait_event(room.free)
+        self, memory: memoryview, buffer: DeviceBuffer, label: SpanLabel, *, after: Download | None = None
+    ) -> _CudaUpload:
+        assert isinstance(buffer, _CudaBuffer)
+        self._up.wait_event(buffer.free)
         if after is not None:
-            assert isinstance(after, _CudaDeparture)
+            assert isinstance(after, _CudaDownload)
             self._up.wait_event(after.end)
         start = _record(self._up)
         with torch.cuda.stream(self._up):
-            room.values.copy_(view(memory, torch.uint8), non_blocking=True)
-        end = self._note("up", about, start, self._up)
-        return _CudaArrival(self, room.values, end)
+            buffer.values.copy_(view(memory, torch.uint8), non_blocking=True)
+        return _CudaUpload(self, buffer.values, self._measure("up", label, start, self._up))
 
-    def download(self, pieces: Sequence[tuple[torch.Tensor, memoryview]], about: SpanLabel) -> _CudaDeparture:
-        if self._leaving is not None:
-            self.stand_still("down", self._leaving[0])
-            self._leaving = None
+    def download(self, pieces: Sequence[tuple[torch.Tensor, memoryview]], label: SpanLabel) -> _CudaDownload:
+        if self._downloading is not None:
+            self.wait_in_stream("down", self._downloading[0])
+            self._downloading = None
         self._down.wait_event(_record(self._compute))
         start = _record(self._down)
         with torch.cuda.stream(self._down):
             for tensor, memory in pieces:
                 view(memory, torch.uint8).copy_(tensor, non_blocking=True)
-        end = self._note("down", about, start, self._down)
-        self._leaving = end, [tensor for tensor, _ in pieces]
-        return _CudaDeparture(end)
+        end = self._measure("down", label, start, self._down)
+        self._downloading = end, [tensor for tensor, _ in pieces]
+        return _CudaDownload(end)
 
     @contextmanager
-    def computing(self, about: SpanLabel) -> Iterator[None]:
+    def computing(self, label: SpanLabel) -> Iterator[None]:
         start = _record(self._compute)
         try:
             yield
         finally:
-            self._note("compute", about, start, self._compute)
+            self._measure("compute", label, start, self._compute)
 
-    def mark(self) -> Mark:
+    def mark(self) -> Moment:
         clock, event = self._clock, _record(self._compute)
         return lambda: clock.at(event)
 
@@ -170,48 +173,40 @@ class CudaDevice:
 
     def collect(self) -> None:
         self._compute.synchronize()
-        later = []
-        for noted in self._noted:
-            if noted.end.query():
-                noted.tell(self._timeline)
+        running = []
+        for measured in self._measured:
+            if measured.end.query():
+                measured.record_in(self._timeline)
             else:
-                later.append(noted)
-        self._noted = later
-        if self._leaving is not None and self._leaving[0].query():
-            self._leaving = None
+                running.append(measured)
+        self._measured = running
+        if self._downloading is not None and self._downloading[0].query():
+            self._downloading = None
         self._clock = self._set_clock()
 
-    def stand_still(self, cause: Resource, end: torch.cuda.Event) -> None:
-        """Let what is computed from here on wait for the end of a transfer."""
+    def wait_in_stream(self, cause: Resource, end: torch.cuda.Event) -> None:
+        """Make everything that is computed from now on wait for the end of a transfer; the host does not wait."""
         if end.query():
             return
         start = _record(self._compute)
         self._compute.wait_event(end)
-        self._note(cause, None, start, self._compute)
+        self._measure(cause, None, start, self._compute)
 
     def close(self) -> None:
-        """Wait for what is queued. Idempotent."""
+        """Wait for what is queued, and lift the memory limit. Idempotent."""
         torch.cuda.synchronize(self.torch_device)
-        self._noted.clear()
-        self._leaving = None
+        self._measured.clear()
+        self._downloading = None
         if self._is_limited:
             self._is_limited = False
             torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _note(
-        self, resource: Resource, about: SpanLabel | None, start: torch.cuda.Event, stream: torch.cuda.Stream
+    def _measure(
+        self, resource: Resource, label: SpanLabel | None, start: torch.cuda.Event, stream: torch.cuda.Stream
     ) -> torch.cuda.Event:
-        """The work from `start` to here on a stream; its end."""
+        """Note what the stream does from `start` to here, for `collect`. Returns the event at its end."""
         end = _record(stream)
-        self._noted.append(_Noted(resource, about, self._clock, start, end))
+        self._measured.append(_Measured(resource, label, self._clock, start, end))
         return end
 
     def _set_clock(self) -> _Clock:
@@ -222,7 +217,7 @@ class CudaDevice:
 
 @contextmanager
 def translate_errors(what: str) -> Iterator[None]:
-    """Turn torch's errors into ours where they are the user's to mend; `what` is said if memory runs out.
+    """Turn torch's errors that the user can correct into ours. `what` opens the message if GPU memory runs out.
 
     Raises DoesNotFit, BadInput.
     """
@@ -252,7 +247,7 @@ def _wait(event: torch.cuda.Event) -> None:
 
 
 def _does_not_fit(what: str, error: BaseException) -> DoesNotFit:
-    """What torch says when memory runs out, with the bytes that it was asked for last."""
+    """Our error for torch's, with the number of bytes that could not be allocated."""
     asked = re.search(r"Tried to allocate ([0-9.]+ [KMGT]iB)", str(error))
     how_much = f"{asked[1]} more do not fit" if asked else _first_line(error)
     return DoesNotFit(

@@ -1,19 +1,19 @@
-"""The device that computes, and what lies between it and host memory: nothing, or a link.
+"""The device that computes, and the link between it and host memory, if there is one.
 
-`engine.step` and the parts beneath it hold one `Device`, whichever it is. On `HostDevice` the CPU computes in the
-memory that the store was read into: nothing is copied, everything has happened when a call returns. `CudaDevice`
-(engine/device/cuda.py) only queues: copies up, copies down and computing go on beside each other. Bytes go up in
-phases,
+The engine holds one `Device`. On `HostDevice` the CPU computes in the memory that the store was read into: nothing is
+copied, and all work is done when a call returns. `CudaDevice` (engine/device/cuda.py) only queues work: uploads,
+downloads and computing run next to each other. An upload has these phases:
 
-    1. reserve   room on the device, before that work is queued which the copy is to run beneath
-    2. upload    start the copy: from now on the host memory must stay as it is
-    3. open      whatever is queued from here on finds the bytes there
-    4. wait      return when the copy is over, and the host memory may change
+    1. reserve   allocate a device buffer, before the work is queued that the copy should be overlapped with
+    2. upload    start the copy; from now on the host memory must not change
+    3. open      everything that is queued from now on finds the bytes in the device buffer
+    4. wait      return when the copy has ended; now the host memory may change
 
-and down in two: `download` starts the copy, of tensors that nothing may overwrite; `wait` returns when it is over.
+A download has two: `download` starts the copy of tensors that nothing may overwrite, and `wait` returns when the copy
+has ended.
 
-Invariants: no bytes are computed with, or read by the host, before they have arrived; how much memory the device takes
-follows from the order of calls alone, not from how far it is behind.
+Invariants: nothing computes with bytes, and the host reads no bytes, before they have arrived; how much memory the
+device takes follows from the order of calls alone, not from how far the device is behind.
 """
 
 from __future__ import annotations
@@ -30,87 +30,87 @@ from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.views import view
 from ratel_cli.planning.placement import Stage
 
-Mark = Callable[[], float]
-"""A moment in the course of computing, in seconds of `perf_counter`; known when computing has got there."""
+Moment = Callable[[], float]
+"""A moment in the course of computing. Calling it returns seconds of `perf_counter`, once computing has got there."""
 
 
 class DeviceBuffer(Protocol):
-    """Memory on the device for one upload. Letting go of it frees it, if nothing was uploaded."""
+    """Memory on the device for one upload. It is free again when nothing refers to the buffer or to its upload."""
 
 
 class Upload(Protocol):
-    """Bytes on their way up. Whoever uploads them waits for them, opened or not, before letting go."""
+    """Bytes on their way to the device. Their owner must call `wait` before it drops the upload, opened or not."""
 
     def open(self) -> torch.Tensor:
-        """The bytes on the device, for what is computed from here on. Any number of times."""
+        """Return the bytes on the device, flat uint8 `[bytes]`, for work that is queued from now on. Repeatable."""
         ...
 
     def wait(self) -> None:
-        """Return when the host memory may change. From any thread, any number of times."""
+        """Return when the host memory may change. May be called from any thread, any number of times."""
         ...
 
 
 class Download(Protocol):
-    """Bytes on their way down."""
+    """Bytes on their way to host memory."""
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """True if `wait` would return at once."""
         ...
 
     def wait(self) -> None:
-        """Return when they are in host memory. From any thread, any number of times."""
+        """Return when the bytes are in host memory. May be called from any thread, any number of times."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanLabel:
-    """What a transfer or computing is for, as the timeline tells it."""
+    """What a transfer or a piece of computing is for, as the timeline shows it."""
 
-    label: str
+    text: str
     block: int
     stage: Stage
 
 
 class Device(Protocol):
-    """What the engine asks of it. All methods are for the compute thread."""
+    """The device that computes. All methods are for the compute thread."""
 
     @property
     def torch_device(self) -> torch.device: ...
 
     @property
     def is_host(self) -> bool:
-        """Whether its memory is host memory."""
+        """True if the device computes in host memory, so that nothing is copied."""
         ...
 
     def reserve(self, num_bytes: int) -> DeviceBuffer:
-        """Memory for an upload of so many bytes."""
+        """Allocate a device buffer of `num_bytes` for one upload."""
         ...
 
     def upload(
-        self, memory: memoryview, room: DeviceBuffer, about: SpanLabel, *, after: Download | None = None
+        self, memory: memoryview, buffer: DeviceBuffer, label: SpanLabel, *, after: Download | None = None
     ) -> Upload:
-        """Copy `memory` into the room; `after` is what fills the memory, if it may not be full yet."""
+        """Copy host memory to the buffer. `after` is the download that fills the memory, if it may still be running."""
         ...
 
-    def download(self, pieces: Sequence[tuple[torch.Tensor, memoryview]], about: SpanLabel) -> Download:
-        """Copy flat tensors of bytes, each into memory of its size."""
+    def download(self, pieces: Sequence[tuple[torch.Tensor, memoryview]], label: SpanLabel) -> Download:
+        """Copy flat uint8 tensors `[bytes]`, each to host memory of its size."""
         ...
 
-    def computing(self, about: SpanLabel) -> AbstractContextManager[None]:
-        """Note the work inside."""
+    def computing(self, label: SpanLabel) -> AbstractContextManager[None]:
+        """Record the work that is queued inside as a span of computing."""
         ...
 
-    def mark(self) -> Mark:
-        """Where computing will be when all is done that is queued so far."""
+    def mark(self) -> Moment:
+        """Return the moment at which all work that is queued so far will be done."""
         ...
 
     def translate_errors(self) -> AbstractContextManager[None]:
-        """Turn the device's own errors into ours, where they are the user's to mend."""
+        """Turn the device's errors that the user can correct into ours."""
         ...
 
     def collect(self) -> None:
-        """Computing has ended for now: tell the timeline what is known of it."""
+        """Wait for what is queued, and record the spans and stalls that are known now in the timeline."""
         ...
 
 
@@ -124,28 +124,28 @@ class HostDevice:
         self._timeline = timeline
 
     def reserve(self, num_bytes: int) -> DeviceBuffer:  # noqa: ARG002
-        return _HERE
+        return _NOTHING
 
     def upload(
         self,
         memory: memoryview,
-        room: DeviceBuffer,  # noqa: ARG002
-        about: SpanLabel,  # noqa: ARG002
+        buffer: DeviceBuffer,  # noqa: ARG002
+        label: SpanLabel,  # noqa: ARG002
         *,
         after: Download | None = None,  # noqa: ARG002
     ) -> Upload:
-        return _Here(view(memory, torch.uint8))
+        return _InPlace(view(memory, torch.uint8))
 
-    def download(self, pieces: Sequence[tuple[torch.Tensor, memoryview]], about: SpanLabel) -> Download:
-        with self._timeline.during("down", about.label, block=about.block, stage=about.stage):
+    def download(self, pieces: Sequence[tuple[torch.Tensor, memoryview]], label: SpanLabel) -> Download:
+        with self._timeline.during("down", label.text, block=label.block, stage=label.stage):
             for tensor, memory in pieces:
                 view(memory, torch.uint8).copy_(tensor)
-        return _HERE
+        return _NOTHING
 
-    def computing(self, about: SpanLabel) -> AbstractContextManager[None]:
-        return self._timeline.during("compute", about.label, block=about.block, stage=about.stage)
+    def computing(self, label: SpanLabel) -> AbstractContextManager[None]:
+        return self._timeline.during("compute", label.text, block=label.block, stage=label.stage)
 
-    def mark(self) -> Mark:
+    def mark(self) -> Moment:
         now = perf_counter()
         return lambda: now
 
@@ -156,8 +156,8 @@ class HostDevice:
         return
 
 
-class _Here:
-    """What is there already."""
+class _InPlace:
+    """A transfer of bytes that are already where they are needed."""
 
     done = True
 
@@ -171,4 +171,4 @@ class _Here:
         return
 
 
-_HERE = _Here(torch.empty(0, dtype=torch.uint8))
+_NOTHING = _InPlace(torch.empty(0, dtype=torch.uint8))

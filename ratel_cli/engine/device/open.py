@@ -1,6 +1,6 @@
 """Opens the device that computes: the CPU, or a GPU with a limit on its memory.
 
-Torch's CUDA code is imported only where a GPU is used.
+Invariant: torch's CUDA code is imported only where a GPU is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ratel_cli.engine.telemetry import Timeline
 
 @contextmanager
 def open_device(device: torch.device, timeline: Timeline, *, limit_bytes: int | None = None) -> Iterator[Device]:
-    """The device for an engine; of a GPU's memory it takes at most `limit_bytes`."""
+    """Open the device for an engine. `limit_bytes`: the most that torch may allocate on a GPU; None sets no limit."""
     if device.type == "cpu":
         yield HostDevice(timeline)
         return

@@ -1,15 +1,14 @@
-"""AdamW on one group of parameters: the numbers of a step, and the native kernel with torch's bits.
+"""AdamW on one group of parameters in host memory: the scalars of a step, and the native kernel with torch's bits.
 
-`engine.optimizer.pipeline` brings the fields of a group to host memory and calls `GroupAdamW.update` on its thread. All
-numbers that AdamW derives from the step are computed here in Python floats, exactly as `torch.optim.AdamW`
-does; the kernel (`ratel_cli._native`) does the rest. It releases the GIL and has no threads of its own: where
-the plan wants several, each takes a part of the group.
+The scalars that AdamW derives from the step are computed here in Python floats, exactly as `torch.optim.AdamW` does;
+the kernel (`ratel_cli._native`) does the rest. It releases the GIL and has no threads of its own: if the plan wants
+several, each takes a part of the group.
 
-Checksums are taken in the same pass (`Chunks`), since the bytes are in the caches then: of what was read, just
-before it is updated, and of what is to be written.
+The same pass over the bytes takes checksums (`GroupChecksums`), since the bytes are in the caches then: of what was
+read, just before it is updated, and of what will be written.
 
-Invariants: the bits do not depend on the number of threads; a parameter without a gradient, and the gaps
-between parameters, keep their bits.
+Invariants: the bits do not depend on the number of threads; a parameter without a gradient, and the gaps between
+parameters, keep their bits.
 """
 
 from __future__ import annotations
@@ -17,22 +16,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Literal, Protocol, Self, TypedDict, Unpack, cast
+from typing import Literal, Protocol, TypedDict, Unpack, cast
 
 import torch
 
 from ratel_cli import _native
+from ratel_cli.closing import Closing
 from ratel_cli.engine.optimizer.gradients import BlockGradient
 from ratel_cli.io.views import FIELD_DTYPES, view_field
 from ratel_cli.model.spec import BlockSpec
 from ratel_cli.sizes import PARAMETER_ALIGNMENT, DtypeName
+from ratel_cli.store.generation import Generation
+from ratel_cli.store.shadow import Shadow
 from ratel_cli.units import align_up
 
 SquareRoot = Literal["correct", "mkl_avx512", "mkl_sse"]
-_WITHOUT_CHUNKS = 1 << 20
-"""Elements at once, where nothing depends on it."""
-_Numbers = list[int | None]
+_WITHOUT_CHECKSUMS = 1 << 20
+"""Chunk size for the kernel when no checksums are taken: any would do."""
+_Checksums = list[int | None]
+"""Seeds or checksums, chunk by chunk, and within a chunk field by field in the record's order; None: not wanted. An
+empty list wants none."""
 
 
 class _Scalars(TypedDict):
@@ -53,28 +56,10 @@ class _Kernel(Protocol):
         *arrays: torch.Tensor,
         segments: list[tuple[int, int, bool]],
         chunk_elements: int,
-        seeds_before: _Numbers,
-        seeds_after: _Numbers,
+        seeds_before: _Checksums,
+        seeds_after: _Checksums,
         **scalars: Unpack[_Scalars],
-    ) -> tuple[_Numbers, _Numbers]: ...
-
-
-class Chunks(Protocol):
-    """Checksums of a group's chunks. Called on the updating threads.
-
-    Numbers go chunk by chunk, and within one field by field, in the order of the record, which is the kernel's too.
-    """
-
-    num_elements: int
-    """Of a chunk; they begin at multiples of it."""
-
-    def seeds(self, start: int, stop: int) -> tuple[_Numbers, _Numbers]:
-        """For the checksums of elements [start, stop) before and after their update; None, or no list: not wanted."""
-        ...
-
-    def take(self, start: int, stop: int, before: _Numbers, after: _Numbers) -> None:
-        """These are they. Raises IntegrityFailure if the group was made of other bytes than it should be."""
-        ...
+    ) -> tuple[_Checksums, _Checksums]: ...
 
 
 _KERNELS: dict[DtypeName, _Kernel] = {
@@ -85,7 +70,7 @@ _KERNELS: dict[DtypeName, _Kernel] = {
 
 
 def square_root_of_torch() -> SquareRoot:
-    """How torch rounds square roots here: on many processors MKL's are 1 ulp off now and then (kernels/README.md)."""
+    """How torch rounds square roots on this processor: MKL's are sometimes 1 ulp off (kernels/README.md)."""
     values = torch.arange(0x3F800000, 0x40800000, 4099, dtype=torch.int32).view(torch.float32)  # [1, 4)
     kinds: tuple[SquareRoot, ...] = (_native.native_square_root(), "correct", "mkl_avx512")
     for kind in kinds:
@@ -98,7 +83,7 @@ def square_root_of_torch() -> SquareRoot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamWSettings:
-    """What the user chose."""
+    """AdamW's settings for a whole run."""
 
     beta1: float
     beta2: float
@@ -108,15 +93,44 @@ class AdamWSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamWUpdate:
-    """One update: its number counts from 1 and leaves out steps that were not applied."""
+    """What AdamW needs to know of one update."""
 
     number: int
+    """Counts applied updates, from 1."""
     learning_rate: float
     gradient_scale: float
-    """What every gradient is multiplied with first: the inverse loss scale times the clip coefficient."""
+    """Every gradient is multiplied by this first: the inverse loss scale times the clip coefficient."""
 
 
-class GroupAdamW:
+class GroupChecksums:
+    """Checksums of one group's chunks: of the bytes read from one generation and of those to be written to the shadow.
+
+    Its methods may be called from several threads.
+    """
+
+    def __init__(
+        self, block: int, current: Generation, shadow: Shadow, *, read: tuple[str, ...], chunk_elements: int
+    ) -> None:
+        """`read`: the fields that were read and are still unchecked. `chunk_elements`: elements of one chunk."""
+        self._block = block
+        self._current = current
+        self._shadow = shadow
+        self._read = read
+        self.chunk_elements = chunk_elements
+
+    def seeds(self, start: int, stop: int) -> tuple[_Checksums, _Checksums]:
+        """Seeds of the checksums of elements `[start, stop)`, whole chunks, before and after their update."""
+        before = self._current.seeds(self._block, start, stop, self._read) if self._read else []
+        return before, self._shadow.seeds(self._block, start, stop)
+
+    def take(self, start: int, stop: int, before: _Checksums, after: _Checksums) -> None:
+        """Take over the checksums. Raises IntegrityFailure if the bytes that were read are not those written before."""
+        if self._read:
+            self._current.check_digests(self._block, start, stop, before)
+        self._shadow.set_digests(self._block, start, stop, after)
+
+
+class GroupAdamW(Closing):
     """Updates groups of parameters in host memory, on `num_threads` threads. Use as a context manager."""
 
     def __init__(self, settings: AdamWSettings, dtype: DtypeName, *, num_threads: int = 1) -> None:
@@ -135,31 +149,35 @@ class GroupAdamW:
         *,
         start: int,
         stop: int,
-        chunks: Chunks | None = None,
+        checksums: GroupChecksums | None = None,
     ) -> None:
-        """Update elements [start, stop) of the gradient's block in place. `memories` has every field of the record."""
+        """Update elements `[start, stop)` of the gradient's block in place.
+
+        `memories` holds every field of the record for these elements. `checksums` takes the checksums of their chunks;
+        None takes none. Raises IntegrityFailure if the bytes that were read are not those that were written.
+        """
         fields = [view_field(memories[name], name, stop - start) for name in FIELD_DTYPES if name in memories]
         flat = gradient.flat
 
         def update_part(part: tuple[int, int]) -> None:
             first, last = part
-            before, after = ([], []) if chunks is None else chunks.seeds(first, last)
+            before, after = ([], []) if checksums is None else checksums.seeds(first, last)
             found = self._kernel(
                 *(field[first - start : last - start] for field in fields),
                 flat[first:last],
                 segments=_segments(gradient.block, gradient.present, first, last),
-                chunk_elements=_WITHOUT_CHUNKS if chunks is None else chunks.num_elements,
+                chunk_elements=_WITHOUT_CHECKSUMS if checksums is None else checksums.chunk_elements,
                 seeds_before=before,
                 seeds_after=after,
                 **self._scalars(update),
             )
-            if chunks is not None:
-                chunks.take(first, last, *found)
+            if checksums is not None:
+                checksums.take(first, last, *found)
 
         if self._threads is None:
             update_part((start, stop))
             return
-        alignment = PARAMETER_ALIGNMENT if chunks is None else chunks.num_elements
+        alignment = PARAMETER_ALIGNMENT if checksums is None else checksums.chunk_elements
         parts = [self._threads.submit(update_part, part) for part in _parts(start, stop, self._num_threads, alignment)]
         wait(parts)  # all of them: the memory is given back when one fails
         for part in parts:
@@ -169,14 +187,6 @@ class GroupAdamW:
         """End the threads. Idempotent."""
         if self._threads is not None:
             self._threads.shutdown()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _scalars(self, update: AdamWUpdate) -> _Scalars:
         settings = self._settings
@@ -196,13 +206,13 @@ class GroupAdamW:
 
 
 def _parts(start: int, stop: int, number: int, alignment: int) -> list[tuple[int, int]]:
-    """[start, stop) in so many parts of nearly equal size, a multiple of `alignment`; fewer if it is short."""
+    """Cut `[start, stop)` into `number` parts of nearly equal size, a multiple of `alignment`; fewer if it is short."""
     size = align_up(max(1, -(-(stop - start) // number)), alignment)
     return [(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
 def _segments(block: BlockSpec, present: tuple[bool, ...], start: int, stop: int) -> list[tuple[int, int, bool]]:
-    """What of [start, stop) is to be updated, counted from its start, with whether weight decay applies."""
+    """The ranges of `[start, stop)` that have a gradient, counted from `start`, and whether weight decay applies."""
     segments = []
     for parameter, has_gradient in zip(block.parameters, present, strict=True):
         first, last = max(start, parameter.start), min(stop, parameter.stop)

@@ -1,23 +1,23 @@
-"""A group of parameters on its way through host memory: read, updated, written.
+"""A group of parameters on its way through host memory: it is read, updated and written.
 
-`engine.optimizer.pipeline` decides when each of these happens, on its thread; this is what happens. The states of
-a resident block have buffers of their own, as large as the block, which stay: they are read once, and
-then updated and written where they lie.
+The pipeline decides when; `GroupWork` does it, on the optimizer thread. A `Group` carries all that belongs to its
+parameters: their fields in memory, their transfers, and the seeds of their checksums. The states of a resident block
+have buffers of their own, as large as the block, which stay: they are read once, then updated and written there.
 
-Invariants: what is read is the current generation and what is written goes to the shadow, so that an
-update can be repeated until it is committed (resident states must be forgotten for that); no buffer is
-given back while a transfer uses it; the checksums of what was read and of what is written are taken in the pass of the
-update, and nothing is written or handed on that was made of bytes which are not those that were sealed.
+Invariants: reads are from the current generation and writes go to the shadow, so that an update can be repeated until
+it is committed (resident states must be forgotten for that); no buffer is given back while a transfer uses it; the
+update's pass over the bytes takes the checksums of what was read and of what will be written, and nothing is written
+or handed on that was made of bytes other than those that were sealed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ratel_cli.engine.optimizer.adamw import AdamWUpdate, GroupAdamW
+from ratel_cli.engine.host_weights import HostWeights
+from ratel_cli.engine.optimizer.adamw import AdamWUpdate, GroupAdamW, GroupChecksums
 from ratel_cli.engine.optimizer.gradients import BlockGradient
 from ratel_cli.engine.telemetry import Resource, Timeline
-from ratel_cli.engine.weights import HostWeights
 from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.tickets import Ticket, join
@@ -27,20 +27,22 @@ from ratel_cli.store.store import Store
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class BlockUpdate:
-    """One block's update, from hand-over to the last byte written. Whoever carries it out owns what is in it."""
+    """One block's update, until its last byte is written. The pipeline owns the gradient and the weights meanwhile."""
 
     gradient: BlockGradient
     weights: HostWeights | None
-    """Compute weights, updated in place and written from there; None: they come and go by group, like states."""
+    """Compute weights in memory, updated in place and written from there; None: read and written with the states."""
     adamw: AdamWUpdate
-    keeps_gradient: bool = False
-    """The gradient is not released, since it may be needed once more."""
+    holds_gradient: bool = False
+    """Someone else releases the gradient, since it may be needed once more."""
     is_updated: bool = field(default=False, init=False)
+    """True when `weights`, if there are any, are the new ones."""
     is_written: bool = field(default=False, init=False)
+    """True when the block is in the shadow."""
 
     def release(self) -> None:
-        """Give everything back: the update has been written, or never will be."""
-        if not (self.keeps_gradient or self.is_updated):
+        """Release gradient and weights: the update has been written, or never will be."""
+        if not (self.holds_gradient or self.is_updated):
             self.gradient.release()
         weights, self.weights = self.weights, None
         if weights is not None:
@@ -49,17 +51,18 @@ class BlockUpdate:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Group:
-    """Elements [start, stop) of a block; `part` counts the block's groups from 0."""
+    """Elements `[start, stop)` of a block. `number` counts the block's groups from 0."""
 
     block: BlockSpec
-    part: int
+    number: int
     start: int
     stop: int
     with_weights: bool
-    """The compute field is among the group's own buffers."""
+    """True if the compute field is read and written with the states."""
     memories: dict[str, memoryview] = field(default_factory=dict)
-    unchecked: tuple[str, ...] = ()
-    """Fields that come from the drive."""
+    """By name: the fields' elements in host memory."""
+    checksums: GroupChecksums | None = None
+    """None: the store has no checksums."""
     leases: list[Lease] = field(default_factory=list)
     read: Ticket | None = None
     write: Ticket | None = None
@@ -70,7 +73,7 @@ class Group:
 
 
 class GroupWork:
-    """Carries groups out. All methods are for the optimizer thread."""
+    """Reads, updates and writes groups, on the optimizer thread."""
 
     def __init__(
         self,
@@ -87,13 +90,13 @@ class GroupWork:
         self._timeline = timeline
         self._resident = resident_states
         self.waits_for: Resource = "optimizer"
-        """The drive while the thread stands still for it; read by other threads."""
+        """The resource that the thread waits for or works on. Other threads may read it."""
         self._states: dict[int, dict[str, Lease]] = {}
         self._valid: set[int] = set()
         """Resident blocks whose states in memory are those of the newest generation."""
 
     def read(self, group: Group) -> None:
-        """Find memory for the group, and start reading what is not there."""
+        """Find memory for the group's fields, and start reading those that are not in memory."""
         block, fields = group.block, list(self._store.layout.state_fields)
         if block.index in self._resident:
             group.memories |= self._resident_memories(group)
@@ -106,16 +109,21 @@ class GroupWork:
                 num_bytes = (group.stop - group.start) * each.bytes_per_element
                 group.leases.append(self._pool.lease(num_bytes, f"optimizer state {each.name}"))
                 group.memories[each.name] = group.leases[-1].memory
-        if fields:
-            group.unchecked = tuple(each.name for each in fields)
-            read = self._store.current().read_unchecked
-            group.read = join(
-                [read(block.index, name, group.start, group.stop, group.memories[name]) for name in group.unchecked]
+        current, names = self._store.current(), tuple(each.name for each in fields)
+        if self._store.chunk_elements:
+            group.checksums = GroupChecksums(
+                block.index, current, self._store.shadow(), read=names, chunk_elements=self._store.chunk_elements
             )
+        if names:
+            read, place = current.read_unchecked, (group.start, group.stop)
+            group.read = join([read(block.index, name, *place, group.memories[name]) for name in names])
 
     def compute(self, group: Group, update: BlockUpdate) -> None:
-        """Wait for what is being read, and update it in place."""
-        block, place = group.block, {"block": group.block.index, "part": group.part}
+        """Wait for what is being read, and update it in place.
+
+        Raises IntegrityFailure if the bytes that were read are not those that were written.
+        """
+        block, place = group.block, {"block": group.block.index, "group": group.number}
         self._wait_read(group)
         update.gradient.fetch(self._pool)
         if update.weights is not None:
@@ -130,7 +138,7 @@ class GroupWork:
                 update.adamw,
                 start=group.start,
                 stop=group.stop,
-                chunks=_GroupChunks(self._store, group) if self._store.chunk_elements else None,
+                checksums=group.checksums,
             )
         if group.is_last and block.index in self._resident:
             self._valid.add(block.index)
@@ -155,7 +163,7 @@ class GroupWork:
             self.release(group)
 
     def abandon(self, group: Group) -> None:
-        """The group is not needed any more: wait until its buffers are free, whatever became of its transfers."""
+        """Drop a group that is not needed any more: wait for its transfers, failed or not, and release its buffers."""
         for ticket in (group.read, group.write):
             if ticket is not None:
                 try:
@@ -173,7 +181,10 @@ class GroupWork:
         group.leases.clear()
 
     def forget_states(self) -> None:
-        """Resident states are not those of the current generation: give their memory back, and read them again."""
+        """Release the resident states, which are not those of the current generation. They will be read again.
+
+        The optimizer thread must not be walking.
+        """
         states, self._states = self._states, {}
         self._valid.clear()
         for leases in states.values():
@@ -191,7 +202,7 @@ class GroupWork:
             ticket.wait()
         finally:
             self.waits_for = "optimizer"
-        self._timeline.transfer(resource, label, ticket, block=group.block.index, stage="update", part=group.part)
+        self._timeline.transfer(resource, label, ticket, block=group.block.index, stage="update", group=group.number)
 
     def _resident_memories(self, group: Group) -> dict[str, memoryview]:
         block = group.block
@@ -207,24 +218,3 @@ class GroupWork:
             ]
             for each in self._store.layout.state_fields
         }
-
-
-class _GroupChunks:
-    """The checksums of one group's chunks: of what was read as the current generation has it, and for the shadow."""
-
-    def __init__(self, store: Store, group: Group) -> None:
-        self._group = group
-        self._current = store.current()
-        self._shadow = store.shadow()
-        self.num_elements = store.chunk_elements
-
-    def seeds(self, start: int, stop: int) -> tuple[list[int | None], list[int | None]]:
-        block, unchecked = self._group.block.index, self._group.unchecked
-        before = self._current.seeds(block, start, stop, unchecked) if unchecked else []
-        return before, self._shadow.seeds(block, start, stop)
-
-    def take(self, start: int, stop: int, before: list[int | None], after: list[int | None]) -> None:
-        block = self._group.block.index
-        if self._group.unchecked:
-            self._current.check_digests(block, start, stop, before)
-        self._shadow.set_digests(block, start, stop, after)

@@ -1,19 +1,19 @@
-"""The optimizer thread: AdamW out of core, beneath whatever the compute thread does.
+"""The optimizer thread: AdamW out of core, overlapped with the compute thread.
 
-`engine.optimizer.update` says which blocks' updates are to come, hands over their gradients, and waits for what it
-needs. The thread walks through the blocks in groups of parameters, so that its buffers are as large as
-three groups, whatever the size of a block. For group i, the one after it being i-1 (Ratel Fig. 3b):
+The compute thread announces which updates will come, submits them, and waits for what it needs. The optimizer thread
+walks through the blocks in groups of parameters, so that its buffers hold three groups, whatever the size of a block.
+For group i, where i-1 is the next group (Ratel Fig. 3b):
 
-    1. read ahead   R(i-1): master, m, v of the current generation, even before the gradient is there
-    2. compute      C(i), when R(i) is done and the block's gradient has been handed over
-    3. write back   W(i): behind R(i-1), which C(i-1) will wait for, and beside C(i-1)
-    4. settle       wait for W(i+1), the group before: its buffers are those of R(i-2)
+    1. read ahead   R(i-1): master, m, v of the current generation, even before the gradient has arrived
+    2. compute      C(i), when R(i) has ended and the block's update was submitted
+    3. write back   W(i): queued behind R(i-1), for which C(i-1) will wait, and overlapped with C(i-1)
+    4. finish       wait for W(i+1), the group before: its buffers will be those of R(i-2)
 
-So the drive always has a read or a write to do while the processor computes.
-`naive` does R(i), C(i), W(i) strictly one after another (Fig. 3a). All orders give the same bits.
+So the drive always has a read or a write to do while the processor computes. The order `naive` does R(i), C(i), W(i)
+strictly one after another (Fig. 3a). Both orders give the same bits.
 
-Invariants: at most three groups have buffers; a block counts as written when every write of it was waited
-for; a failure ends the thread and is raised by every later call.
+Invariants: at most three groups have buffers; a block counts as written when all its writes have been waited for; a
+failure ends the walk and is raised by every later call.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Condition, Thread
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
+from ratel_cli.closing import Closing
 from ratel_cli.engine.optimizer.groups import BlockUpdate, Group, GroupWork
 from ratel_cli.engine.telemetry import Resource
 from ratel_cli.model.spec import BlockSpec
@@ -32,7 +32,7 @@ from ratel_cli.sizes import BLOCK_ALIGNMENT, GROUP_ELEMENTS
 GroupOrder = Literal["optimized", "naive"]
 
 
-class UpdatePipeline:
+class UpdatePipeline(Closing):
     """Owns the optimizer thread. All methods are for the compute thread."""
 
     def __init__(
@@ -42,14 +42,14 @@ class UpdatePipeline:
         self._work = work
         self._walk = self._walk_optimized if order == "optimized" else self._walk_naive
         self._group_elements = group_elements
-        self._changed = Condition()  # for all that follows
+        self._changed = Condition()  # guards everything below
         self._order: deque[BlockSpec] = deque()
-        """Blocks whose groups have not all begun; where the first one stands is in the next two."""
-        self._next_start = self._next_part = 0
+        """Blocks with groups that have not begun. The next group of the first block is given by the next two."""
+        self._next_start = self._next_number = 0
         self._expected: set[int] = set()
         self._updates: dict[int, BlockUpdate] = {}
-        """Submitted and not written, by block."""
-        self._works = False
+        """By block: updates that were submitted and are not written yet."""
+        self._is_walking = False
         self._cancelled = False
         self._closed = False
         self._failure: BaseException | None = None
@@ -57,7 +57,10 @@ class UpdatePipeline:
         self._thread.start()
 
     def expect(self, blocks: Sequence[BlockSpec]) -> None:
-        """Announce updates in the order in which they will be submitted, with weights: their states are read ahead."""
+        """Announce updates in the order in which they will be submitted: their states are read ahead.
+
+        An announced update must come with its weights.
+        """
         with self._changed:
             self._check()
             self._order.extend(block for block in blocks if block.num_elements)
@@ -65,7 +68,7 @@ class UpdatePipeline:
             self._changed.notify_all()
 
     def submit(self, update: BlockUpdate) -> None:
-        """Take over the update of a block that is expected, or of one that nobody has announced."""
+        """Take over the update of a block, whether it was announced or not."""
         block = update.gradient.block
         with self._changed:
             assert block.index not in self._updates, "a block is updated once at a time"
@@ -90,20 +93,20 @@ class UpdatePipeline:
         self._wait(lambda: update.is_written)
 
     def wait_unfinished(self, *, at_most: int) -> None:
-        """Return when no more than so many submitted updates are not written yet."""
+        """Return when at most `at_most` submitted updates are not written yet."""
         self._wait(lambda: len(self._updates) <= at_most)
 
     @property
     def waits_for(self) -> Resource:
-        """What whoever waits for the optimizer waits for in truth, at this moment."""
+        """The resource that the optimizer thread is waiting for or working on at this moment."""
         return self._work.waits_for
 
     def cancel(self) -> None:
-        """Drop what was expected and submitted. What the shadow holds afterwards is of no use."""
+        """Drop all announced and submitted updates. The shadow must be discarded afterwards."""
         with self._changed:
             self._cancelled = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._works)
+            self._changed.wait_for(lambda: not self._is_walking)
             self._drop()
             self._cancelled = False
         self._work.forget_states()
@@ -118,14 +121,6 @@ class UpdatePipeline:
             self._drop()
         self._work.forget_states()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _wait(self, condition: Callable[[], bool]) -> None:
         with self._changed:
             self._changed.wait_for(lambda: condition() or self._failure is not None)
@@ -138,45 +133,45 @@ class UpdatePipeline:
     def _drop(self) -> None:
         self._order.clear()
         self._expected.clear()
-        self._next_start = self._next_part = 0
+        self._next_start = self._next_number = 0
         updates, self._updates = self._updates, {}
         for update in updates.values():
             update.release()
 
-    # From here on, what the thread does.
+    # The optimizer thread.
 
     def _run(self) -> None:
         while self._begin():
             alive: list[Group] = []
             try:
                 self._walk(alive)
-            except BaseException as failure:  # noqa: BLE001 - it is raised where the results are wanted
+            except BaseException as failure:  # noqa: BLE001 - raised by the next call of the compute thread
                 with self._changed:
                     self._failure = failure
             for group in alive:
                 self._work.abandon(group)
             with self._changed:
-                self._works = False
+                self._is_walking = False
                 self._changed.notify_all()
 
     def _begin(self) -> bool:
-        """Wait for something to do. False ends the thread."""
+        """Wait until there is a group to read. False: the thread must end."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._can_begin())
-            self._works = not self._closed
-            return self._works
+            self._is_walking = not self._closed
+            return self._is_walking
 
     def _can_begin(self) -> bool:
         return bool(self._order) and self._failure is None and not self._cancelled
 
     def _walk_optimized(self, alive: list[Group]) -> None:
-        """Until no further group is known, or all is cancelled. `alive` holds the groups that have buffers."""
+        """Walk until no further group is known or all is cancelled. `alive` collects the groups that have buffers."""
         previous: Group | None = None
         current = self._read_next(alive)
         while current is not None:
             following = self._read_next(alive)
-            if previous is not None and not self._is_handed_over(current):
-                self._finish(previous, alive)  # there is time, and someone may wait for that block
+            if previous is not None and not self._is_submitted(current):
+                self._finish(previous, alive)  # there is time, and the compute thread may wait for that block
                 previous = None
             if not self._compute(current):
                 return
@@ -197,26 +192,26 @@ class UpdatePipeline:
         with self._changed:
             if not self._can_begin():
                 return None
-            block, start, part = self._order[0], self._next_start, self._next_part
+            block, start, number = self._order[0], self._next_start, self._next_number
             stop = min(start + self._group_elements, block.num_elements)
             update = self._updates.get(block.index)
             if stop < block.num_elements:
-                self._next_start, self._next_part = stop, part + 1
+                self._next_start, self._next_number = stop, number + 1
             else:
                 self._order.popleft()
-                self._next_start = self._next_part = 0
+                self._next_start = self._next_number = 0
         with_weights = update is not None and update.weights is None
-        group = Group(block=block, part=part, start=start, stop=stop, with_weights=with_weights)
+        group = Group(block=block, number=number, start=start, stop=stop, with_weights=with_weights)
         alive.append(group)
         self._work.read(group)
         return group
 
-    def _is_handed_over(self, group: Group) -> bool:
+    def _is_submitted(self, group: Group) -> bool:
         with self._changed:
             return group.block.index in self._updates
 
     def _compute(self, group: Group) -> bool:
-        """Update the group as soon as its gradient is there. False when everything was cancelled."""
+        """Update the group as soon as its gradient has been submitted. False if all was cancelled."""
         with self._changed:
             self._changed.wait_for(lambda: self._cancelled or group.block.index in self._updates)
             if self._cancelled:
@@ -237,7 +232,7 @@ class UpdatePipeline:
 
     def _note_updated(self, update: BlockUpdate) -> None:
         update.is_updated = True
-        if not update.keeps_gradient:
+        if not update.holds_gradient:
             update.gradient.release()
         self._changed.notify_all()
 

@@ -1,20 +1,28 @@
-"""What becomes of a step's gradients: updated on arrival, or held until the step is decided.
+"""Decides when each gradient of a step updates its block: on arrival, or after the step is decided.
 
-`engine.step` hands over one block's gradient after another, in backward order, and then asks for the
-decision: is the norm finite, must it be clipped. Three ways, with the same bits:
+The step hands over one block's gradient after another, in backward order, and then asks for the decision: is the
+global norm finite, and must the gradients be clipped? There are three modes, which give the same bits:
 
-    eager        without clipping: every gradient is updated as it arrives, beneath the backward of the
-                 blocks below it (active gradient offloading, Ratel section IV-C)
-    deferred     with clipping: all are held; when the norm is known, each block's update waits until the
-                 next step's forward comes near the block, and runs beneath that forward
-    speculative  with clipping that has been rare: as eager, with the gradients held besides. If the norm
-                 must be clipped after all, the shadow is discarded and everything is done again, deferred
+    eager        without clipping: each gradient updates its block as it arrives, overlapped with the backward of the
+                 blocks below (active gradient offloading, Ratel section IV-C)
+    deferred     with clipping: all gradients are held. When the norm is known, each block's update waits until the
+                 next step's forward comes near the block, and is overlapped with that forward
+    speculative  with clipping that has been rare: as eager, but the gradients are held too. If the norm must be
+                 clipped after all, the shadow is discarded and all blocks are updated again, deferred
 
-So a step ends in two parts: decided by `decide`, and settled when the last byte of its update has been
-written: beneath the next step's forward, or in `settle`. Only then can the caller commit it.
+The path of one block's gradient:
 
-Invariant: whatever is written goes to the shadow slot, so that a step which turns out not finite is
-taken back by forgetting it. Where nothing can be taken back (one slot), every gradient is held.
+    1. sum       step.py adds up its parts (gradients.GradientSum); `finish` rounds the sum to G16 and downloads it
+    2. hand over `Updates.hand_over` starts the update, or holds the gradient, in memory or in the scratch file
+    3. submit    `UpdatePipeline.submit` gives it to the optimizer thread, which walks through the block by groups
+    4. update    `GroupWork` reads a group's states, lets `GroupAdamW` update them in place, and writes them
+    5. settle    when every group has been written to the shadow, `Updates.settle` returns and the caller commits
+
+So a step ends twice: `decide` decides it, and it is settled when the last byte of its update is in the shadow, which
+may be during the next step's forward. Only then can the caller commit it.
+
+Invariant: all writes go to the shadow, so that a step which turns out not to be finite is abandoned by discarding the
+shadow. In a store of one slot, where nothing can be discarded, every gradient is held.
 """
 
 from __future__ import annotations
@@ -27,38 +35,43 @@ from typing import Literal
 
 import torch
 
+from ratel_cli.engine.host_weights import HostWeights, ResidentWeights
 from ratel_cli.engine.optimizer.adamw import AdamWUpdate
 from ratel_cli.engine.optimizer.gradients import BlockGradient, GradientSum, Norms, clip_coefficient, total_norm
 from ratel_cli.engine.optimizer.groups import BlockUpdate
 from ratel_cli.engine.optimizer.pipeline import UpdatePipeline
 from ratel_cli.engine.telemetry import Timeline
-from ratel_cli.engine.weights import BlockWeights, HostWeights, ResidentWeights
 from ratel_cli.errors import BadInput
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.model.spec import BlockSpec
 from ratel_cli.planning.placement import Overlap, Placement
 from ratel_cli.store.store import Store
 
-_RARE = 8
-"""Clipping counts as rare when none of so many steps before was clipped."""
+_RARE_STEPS = 8
+"""Clipping counts as rare when none of the last 8 steps was clipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSettings:
-    """What stays the same for all steps of a run."""
+    """Settings of the update that do not change during a run."""
 
     gradient_dtype: torch.dtype
     max_grad_norm: float | None
+    """Clip the global gradient norm to this; None does not clip."""
     hold: bool
-    """Hold every gradient until the step is decided, whether it may be clipped or not."""
+    """Hold every gradient until the step is decided, even if nothing can be clipped."""
     held_in_memory_bytes: int | None
-    """The first held gradient beyond this goes to the scratch file, and so do all after it; None keeps all."""
+    """Host memory for held gradients. The first gradient that does not fit goes to the scratch file, and so do all
+    later ones of the step. None: all stay in host memory."""
     overlap: Overlap = "optimized"
-    """`separate`: gradients are held until backward is over, and then updated before the next step begins."""
+    """`separate` holds all gradients until backward is over, and updates all blocks before the next step begins."""
 
 
 class Updates:
-    """The updates of one step after another. All methods are for the compute thread."""
+    """The updates of one step after another. All methods are for the compute thread.
+
+    A failure of the optimizer thread is raised by the next call that submits or waits.
+    """
 
     def __init__(
         self,
@@ -81,61 +94,67 @@ class Updates:
         self._scratch = scratch
         self._timeline = timeline
         self._presence: dict[int, tuple[bool, ...]] = {}
-        """Which parameters of each block had a gradient in the first step."""
-        self._was_clipped: deque[bool] = deque(maxlen=_RARE)
+        """By block: which of its parameters had a gradient in the first step."""
+        self._was_clipped: deque[bool] = deque(maxlen=_RARE_STEPS)
         self._started: dict[int, BlockUpdate] = {}
-        """Of the step that is arriving or not yet settled."""
-        self._waiting: dict[int, BlockGradient] = {}
-        """Decided, and to be updated when their weights are used again."""
+        """By block: updates of the arriving step, or of the decided step that is not settled yet."""
+        self._deferred: dict[int, BlockGradient] = {}
+        """By block: gradients of the decided step whose updates start when the block's weights are used again."""
         self._held: list[BlockGradient] = []
-        """Of the step that is arriving; of a speculation, until it is settled."""
+        """Gradients of the arriving step; of a speculative step, until it is settled."""
         self._is_writing = False
-        """The store's step has begun."""
+        """True from the store's `begin_step` until the step is settled or discarded."""
         self._is_decided = False
 
     @property
     def is_unsettled(self) -> bool:
-        """Whether a step was decided whose update has not been waited for."""
+        """True if a step is decided and not settled yet."""
         return self._is_decided
 
     @property
     def is_written(self) -> bool:
-        """Whether `settle` would return at once."""
-        return not self._waiting and all(update.is_written for update in self._started.values())
+        """True if `settle` would return at once."""
+        return not self._deferred and all(update.is_written for update in self._started.values())
 
-    # For engine.weights: the newest weights are here or there.
+    # For the weight reader: where a block's newest weights are.
 
     def is_in_shadow(self, block: BlockSpec) -> bool:
+        """True if the block's newest weights are in the shadow: written, but not committed."""
         update = self._started.get(block.index)
         return self._is_decided and update is not None and update.is_written
 
-    def is_under_way(self, block: BlockSpec) -> bool:
+    def is_updating(self, block: BlockSpec) -> bool:
+        """True if the block is being updated, so that its newest weights can be read from neither generation."""
         update = self._started.get(block.index)
         return self._is_decided and update is not None and not update.is_written
 
-    def start_waiting(self, weights: HostWeights) -> None:
-        gradient = self._waiting.pop(weights.block.index, None)
+    def start_deferred(self, weights: HostWeights) -> None:
+        """Start the update of the weights' block if it was deferred until this use."""
+        gradient = self._deferred.pop(weights.block.index, None)
         if gradient is not None:
             self._start(gradient, weights.share())
 
     def is_updated(self, block: BlockSpec) -> bool:
+        """True if `wait_updated` would return at once."""
         update = self._started.get(block.index)
         return not self._is_decided or update is None or update.is_updated
 
     def wait_updated(self, block: BlockSpec) -> None:
+        """Return when the block's update, if there is one, has changed the weights in memory."""
         update = self._started.get(block.index)
         if self._is_decided and update is not None:
             self._pipeline.wait_updated(update)
 
     def wait_written(self, block: BlockSpec) -> None:
+        """Return when the block's update, if there is one, is in the shadow."""
         update = self._started.get(block.index)
         if self._is_decided and update is not None:
             self._pipeline.wait_written(update)
 
-    # For engine.step, in this order.
+    # For the step, in this order.
 
     def begin(self, adamw: AdamWUpdate) -> None:
-        """Gradients of a step will come, to be updated so. The step before must have been settled and committed."""
+        """Begin a step whose gradients will come. The step before must be settled and committed."""
         assert not self._is_decided
         self._adamw = adamw
         self._norms: Norms = {}
@@ -145,16 +164,16 @@ class Updates:
             self._begin_writing()
             self._pipeline.expect([block for block in reversed(self._blocks) if not self._is_deferred(block)])
 
-    def hand_over(self, total: GradientSum, weights: BlockWeights) -> None:
-        """Take over a block's summed gradient and its weights, which are closed."""
-        block = weights.block
-        weights.unbind()
+    def hand_over(self, total: GradientSum, weights: HostWeights) -> None:
+        """Take over a block's summed gradient: start its update on `weights`, or hold it.
+
+        Raises BadInput if other parameters of the block have a gradient than in the first step.
+        """
         gradient = total.finish(self._adamw.gradient_scale)
         try:
             self._norms |= gradient.norms
             self._check_presence(gradient)
-            if self._mode == "deferred" or self._is_deferred(block):
-                weights.close()
+            if self._mode == "deferred" or self._is_deferred(gradient.block):
                 self._hold(gradient)
                 return
         except BaseException:
@@ -162,13 +181,16 @@ class Updates:
             raise
         if self._mode == "speculative":
             self._held.append(gradient)
-        self._start(gradient, weights.host.share())
-        weights.close()
-        with self._timeline.waiting(self._pipeline.waits_for):
+        self._start(gradient, weights.share())
+
+    def wait_pending(self) -> None:
+        """Return when no more updates are unfinished than the placement allows."""
+        with self._timeline.stalled_on(self._pipeline.waits_for):
             self._pipeline.wait_unfinished(at_most=self._placement.pending_updates)
 
     def decide(self, order: Sequence[str]) -> torch.Tensor:
-        """The global norm, stacked in `order`. Not finite: the step is abandoned."""
+        """Return the global norm (fp32 scalar), stacked by parameter in `order`. If it is not finite, abandon the
+        step."""
         norm = total_norm(self._norms, order)
         if not torch.isfinite(norm):
             self.abandon()
@@ -181,47 +203,47 @@ class Updates:
             if clip == 1.0:
                 self._is_decided = True
                 return norm
-            self._take_back()
+            self._discard()
         self._begin_writing()
         self._clip = clip
-        self._waiting = {gradient.block.index: gradient for gradient in self._held}
+        self._deferred = {gradient.block.index: gradient for gradient in self._held}
         self._held = []
         self._is_decided = True
         if self._settings.overlap == "separate":
-            with self._timeline.waiting(self._pipeline.waits_for):
+            with self._timeline.stalled_on(self._pipeline.waits_for):
                 self._write_all()
         return norm
 
     def first_not_finite(self, order: Sequence[str]) -> str | None:
-        """The first parameter in `order` whose gradient, of the step that came last, is not finite."""
+        """Name of the first parameter in `order` whose gradient in the last step is not finite; None if all are."""
         return next((name for name in order if not math.isfinite(self._norms.get(name, 0.0))), None)
 
     def settle(self) -> None:
-        """Return when everything that was decided is in the shadow; the caller commits it."""
-        with self._timeline.waiting(self._pipeline.waits_for):
+        """Return when all updates of the decided step are in the shadow. The caller then commits it."""
+        with self._timeline.stalled_on(self._pipeline.waits_for):
             self._write_all()
-        for gradient in self._held:  # of a speculation that was right
+        for gradient in self._held:  # of a speculative step that was not clipped
             gradient.release()
         self._held = []
         self._started.clear()
         self._is_decided = self._is_writing = False
 
     def abandon(self) -> None:
-        """The arriving step will not be decided, or not applied: the current generation stays. Idempotent."""
+        """Abandon the arriving step: the current generation stays. A decided step is not affected. Idempotent."""
         if self._is_decided:
-            return  # what was decided before stays decided
-        self._take_back()
-        self._resident.forget()  # if it is run again, nothing in memory is taken on trust
+            return
+        self._discard()
+        self._resident.forget()  # the step may be run again: trust nothing in memory
         for gradient in self._held:
             gradient.release()
         self._held = []
 
     def close(self) -> None:
-        """Give memory back; what is not settled is lost. Idempotent."""
-        self._held.extend(self._waiting.values())
-        self._waiting = {}
+        """Give all memory back; a step that is not settled is lost. Idempotent."""
+        self._held.extend(self._deferred.values())
+        self._deferred = {}
         if self._store.in_place and self._started:
-            self._pipeline.cancel()  # what was written in place cannot be taken back
+            self._pipeline.cancel()  # what was written in place cannot be discarded
             self._is_writing = False
         self._is_decided = False
         self.abandon()
@@ -233,7 +255,7 @@ class Updates:
         if settings.max_grad_norm is None:
             return "eager"
         in_memory = settings.held_in_memory_bytes is None
-        is_rare = len(self._was_clipped) == _RARE and not any(self._was_clipped)
+        is_rare = len(self._was_clipped) == _RARE_STEPS and not any(self._was_clipped)
         return "speculative" if in_memory and is_rare else "deferred"
 
     def _is_deferred(self, block: BlockSpec) -> bool:
@@ -245,8 +267,8 @@ class Updates:
             self._is_writing = True
             self._clip = 1.0
 
-    def _take_back(self) -> None:
-        """Forget what the arriving step has updated so far; the gradients that are held stay."""
+    def _discard(self) -> None:
+        """Discard all updates of the arriving step. Held gradients stay."""
         if not self._is_writing:
             return
         self._pipeline.cancel()
@@ -260,20 +282,20 @@ class Updates:
             gradient=gradient,
             weights=weights,
             adamw=replace(self._adamw, gradient_scale=self._adamw.gradient_scale * self._clip),
-            keeps_gradient=self._mode == "speculative" and not self._is_decided,
+            holds_gradient=self._mode == "speculative" and not self._is_decided,
         )
         self._started[gradient.block.index] = update
         self._pipeline.submit(update)
 
     def _write_all(self) -> None:
         for block in self._blocks:
-            gradient = self._waiting.pop(block.index, None)
+            gradient = self._deferred.pop(block.index, None)
             if gradient is not None:
                 self._start(gradient, self._resident.get(block))
         self._pipeline.wait_unfinished(at_most=0)
 
     def _check_presence(self, gradient: BlockGradient) -> None:
-        """AdamW counts updates for all parameters together, so none may sit out some steps and not others."""
+        """AdamW counts updates for all parameters together, so each needs a gradient in every step or in none."""
         before = self._presence.setdefault(gradient.block.index, gradient.present)
         for parameter, now, then in zip(gradient.block.parameters, gradient.present, before, strict=True):
             if now != then:
@@ -290,6 +312,6 @@ class Updates:
             self._held_bytes += gradient.num_bytes
             return
         assert self._scratch is not None, "a limit on held gradients needs a scratch file"
-        with self._timeline.waiting("nvme write"):
+        with self._timeline.stalled_on("nvme write"):
             gradient.spill(self._scratch, self._spilled_bytes)
         self._spilled_bytes += gradient.num_bytes

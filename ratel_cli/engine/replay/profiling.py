@@ -1,11 +1,11 @@
-"""Records what a model's blocks cost without training it: `ratel profile CONFIG`.
+"""Measures what a model's blocks cost, without training the model.
 
-One micro-batch goes through embedding, layers and head, forward and backward, block by block and one thing after
-another (Ratel section IV-B: the unoptimised iteration). Times and sizes depend on shapes and not on values, so the
-weights are any numbers, in one buffer that every block looks into: no store, no file, memory for the largest
-block. Layers that have the same shapes and are given the same arguments are alike, so one of each kind is run.
+One micro-batch goes through embedding, layers and head, forward and backward, one block after another (Ratel section
+IV-B: the unoptimised iteration). Times and sizes depend on shapes and not on values, so the weights are random numbers
+in one buffer that all blocks share: no store, no file, memory for the largest block. Layers with the same shapes and
+the same arguments cost the same, so one of each kind is run.
 
-Invariant: nothing of the model changes but what is bound while it runs, and the device that it is on.
+Invariant: nothing of the model changes but its device, and the weights that are bound while it runs.
 """
 
 from __future__ import annotations
@@ -30,23 +30,26 @@ from ratel_cli.model.spec import BlockSpec
 from ratel_cli.planning.recorded import BlockSeconds, UnitRecord
 
 _NUM_RUNS = 5
-"""Of each block; fewer if they take long. The first warms up (code is loaded, memory taken), and counts only if it is
-the last: the others are samples of one thing, like micro-batches."""
+"""Runs of each block; fewer if they take longer than `_ENOUGH_SECONDS`. The first warms up (code is loaded, memory
+allocated) and counts only if it is the only one. The others are samples of one quantity, like micro-batches."""
 _ENOUGH_SECONDS = 5.0
 _DEVIATION = 0.02
+"""Standard deviation of the random weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """One block, once."""
+    """One run of one block."""
 
     forward: float
+    """Seconds."""
     backward: float
+    """Seconds."""
     unit: UnitRecord | None = None
 
 
 class BlockProfiler:
-    """Runs a model's blocks on weights that mean nothing."""
+    """Runs and times a model's blocks on random weights."""
 
     def __init__(self, model: DecoderModel, *, dtype: torch.dtype, device: torch.device) -> None:
         model.place(device)
@@ -59,7 +62,10 @@ class BlockProfiler:
         self._outside: dict[int, list[_Run]] = {}
 
     def record(self, batch: MicroBatch) -> tuple[dict[tuple[int, int], UnitRecord], dict[int, BlockSeconds]]:
-        """What every layer ran, by (block, sample), and how long all samples of a block took, by block."""
+        """Run every kind of block on one micro-batch, tensors `[batch, tokens]`.
+
+        Returns the operators of every layer, by (block, sample), and the seconds of all samples of a block, by block.
+        """
         embedding, *layers, head = self._model.spec.blocks
         [batch] = place([batch], self._device)
         hidden, calls = self._embedding(embedding, batch)
@@ -70,21 +76,21 @@ class BlockProfiler:
                 tuple(parameter.shape for parameter in block.parameters),
                 tuple(id(tensor) for tensor in tensors_in((call.arguments, call.keywords))),
             )
-            alike = kinds.setdefault(kind, block.index)
-            if alike == block.index:
+            first = kinds.setdefault(kind, block.index)
+            if first == block.index:
                 runs[block.index], hidden = self._layer(block, call, hidden)
             else:
-                runs[block.index] = runs[alike]
+                runs[block.index] = runs[first]
         self._head(head, embedding, batch, hidden)
-        number = min(len(samples) for samples in runs.values())
+        num_samples = min(len(samples) for samples in runs.values())
         units = {
             (block, sample): run.unit
             for block, samples in runs.items()
-            for sample, run in enumerate(samples[:number])
+            for sample, run in enumerate(samples[:num_samples])
             if run.unit is not None
         }
         outside = {0: self._outside[0], head.index: self._outside[head.index]}
-        return units, {block: _seconds(samples, number) for block, samples in (runs | outside).items()}
+        return units, {block: _seconds(samples, num_samples) for block, samples in (runs | outside).items()}
 
     def _embedding(self, block: BlockSpec, batch: MicroBatch) -> tuple[torch.Tensor, tuple[LayerCall, ...]]:
         with self._bound(block) as parameters:
@@ -150,7 +156,7 @@ class BlockProfiler:
             self._outside[block.index] = _samples(run)
 
     def _now(self) -> float:
-        """When all is done that was begun."""
+        """Seconds of `perf_counter` at which all work that was queued is done."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return perf_counter()
@@ -170,9 +176,9 @@ def _samples(run: Callable[[], _Run]) -> list[_Run]:
     return runs[1:] or runs
 
 
-def _seconds(samples: list[_Run], number: int) -> BlockSeconds:
-    """Of so many samples, each as long as the one in the middle."""
+def _seconds(samples: list[_Run], num_samples: int) -> BlockSeconds:
+    """The seconds of `num_samples` samples that each take as long as the median of `samples`."""
     return BlockSeconds(
-        forward=number * median(run.forward for run in samples),
-        backward=number * median(run.backward for run in samples),
+        forward=num_samples * median(run.forward for run in samples),
+        backward=num_samples * median(run.backward for run in samples),
     )

@@ -1,11 +1,11 @@
-"""What every operator of the layers costs, noted while a step runs: the step that profiles the model.
+"""Notes what every operator of the layers costs while a step runs (Ratel section IV-B: profiling in the first
+iteration).
 
-`StepEngine.run` asks a `StepRecording` for its recorders; the caller then makes a `ModelProfile` of it
-(planning/recorded.py). FLOPs are torch's own count (torch.utils.flop_counter); times are of the call below
-autograd; on a GPU of what it queued, between two events, which are read when the step has ended.
-(Ratel section IV-B: profiling in the first iteration.)
+A step takes its recorders from a `StepRecording`; `planning.recorded` makes a model profile of the result. FLOPs are
+torch's own count (torch.utils.flop_counter). Times are of the call below autograd; on a GPU, of the work that the call
+queued, between two events that are read after the step.
 
-Invariant: a recorded step computes what any other computes, bit for bit.
+Invariant: a recorded step computes the same bits as any other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ratel_cli.planning.recorded import OperatorRecord, UnitRecord
 
 
 class StepRecording:
-    """All units of one step."""
+    """The costs of one step's units: one for each layer and micro-batch."""
 
     def __init__(self) -> None:
         self._recorders: dict[tuple[int, int], _TimingRecorder] = {}
@@ -38,17 +38,17 @@ class StepRecording:
         micro_batch: int,
         module: nn.Module,
     ) -> Recorder:
-        """For one layer and micro-batch."""
+        """A recorder for one layer (`module`) and micro-batch. `parameters` and `swapped` as in `Recorder`."""
         recorder = self._recorders[block, micro_batch] = _TimingRecorder(parameters, swapped, module)
         return recorder
 
     def units(self) -> dict[tuple[int, int], UnitRecord]:
-        """By block and micro-batch, in the order in which they ran."""
+        """The units by block and micro-batch, in the order in which they ran. On a GPU the step must have ended."""
         return {key: recorder.record() for key, recorder in self._recorders.items()}
 
 
 class _TimingRecorder(Recorder):
-    """A recorder that also notes how long each operator takes, how much it computes, and which module calls it."""
+    """A recorder that also notes each operator's time, its FLOPs and the module that calls it."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], swapped: Collection[str], module: nn.Module) -> None:
         super().__init__(parameters, swapped)
@@ -66,7 +66,7 @@ class _TimingRecorder(Recorder):
             yield
 
     def record(self) -> UnitRecord:
-        """What this unit cost. On a GPU the unit must have ended."""
+        """The costs of this unit. On a GPU the unit must have ended."""
         return UnitRecord(
             operators=tuple(
                 OperatorRecord(
@@ -101,7 +101,7 @@ class _TimingRecorder(Recorder):
 
 
 def _start_clock(on_gpu: bool) -> Callable[[], Callable[[], float]]:
-    """A function that stops it, and returns how to learn the seconds."""
+    """Start timing. Returns a function that stops, and returns a function that reads the seconds."""
     if not on_gpu:
         start = perf_counter()
 
@@ -121,7 +121,7 @@ def _start_clock(on_gpu: bool) -> Callable[[], Callable[[], float]]:
 
 
 def _flops(func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> int:
-    """Torch's count, and what it leaves out: attention on the CPU, and products of groups of rows (experts)."""
+    """Torch's count, and two that it lacks: attention on the CPU, and products of groups of rows (experts)."""
     packet = getattr(func, "_overloadpacket", None)
     shapes = [tensor.shape for tensor in tensors_in(args)]
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:

@@ -1,18 +1,17 @@
-"""Record a block's forward pass, then replay it in backward with as little work as possible.
+"""Records a layer's forward pass, and replays it in backward with as little work as possible.
 
-`engine.step` runs each block's forward under a `Recorder`, which drops everything that autograd
-wants to keep, notes, operator by operator, what would be needed, and offloads the outputs that the plan
-swaps. The resulting `Tape` is tiny. In backward the block runs again under a `Replayer`: this rebuilds
-the autograd graph, and every operator is run, answered with what was offloaded, or skipped, as
-`planning.liveness` decided.
+Forward runs under a `Recorder`. It drops every tensor that autograd saves, notes for each operator what backward would
+need of it, and collects the outputs that the plan swaps. The resulting `Tape` is tiny. In backward the layer runs again
+under a `Replayer`, which rebuilds the autograd graph: each operator is run again, answered with its offloaded output,
+or skipped, as `planning.liveness` decided.
 
-An operator's key is its name and how many calls of it came before in the block: `aten.mm.default#2`.
-What cannot be swapped is not, whatever the plan says: views and mutations, what a mutation changes later,
-and integers, which steer. Attention on a GPU returns a few for its own backward; those the tape keeps.
+An operator's key is its name and the number of its earlier calls in the layer, such as `aten.mm.default#2`. Some
+outputs are never swapped, whatever the plan says: views, mutated tensors, and integers, which steer the model.
+Attention on a GPU returns a few integers for its own backward; the tape holds those.
 
-Invariants: (1) the replay meets the recorded operators in the recorded order, or it stops with an
-error, never with wrong gradients; (2) random operators draw what they drew when recorded; (3) no
-autograd graph outlives `Recorder`: its saved tensors are never stored.
+Invariants: (1) the replay meets the recorded operators in the recorded order, or it stops with an error, never with
+wrong gradients; (2) random operators draw what they drew when they were recorded; (3) no autograd graph outlives the
+recording: its saved tensors are never stored.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ratel_cli.sizes import PACKED_ALIGNMENT
 from ratel_cli.units import align_up
 
 _DETACH = torch.ops.aten.detach.default
-"""Not an operator of the model: autograd calls it to save an output, unless hooks are there to take it."""
+"""Not an operator of the model: autograd calls it to save an output, but not when saved-tensor hooks are set."""
 _ATTENTION_ON_GPU = frozenset(
     (
         torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -39,12 +38,12 @@ _ATTENTION_ON_GPU = frozenset(
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     )
 )
-"""They return output and log-sum-exp; and for their backward alone the generator's seed and offset, and lengths."""
+"""They return output and log-sum-exp and, only for their backward, the generator's seed and offset, and lengths."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputShape:
-    """All that is known of a tensor that will not be computed."""
+    """Describes a tensor that will not be computed."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -52,79 +51,91 @@ class OutputShape:
     device: torch.device
 
     def empty(self) -> torch.Tensor:
-        """An uninitialised tensor. Its pages are never touched, so on the CPU it takes no memory."""
+        """A new uninitialised tensor of this shape. On the CPU it takes no memory, since no page of it is touched."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
 @dataclass(slots=True)
 class RecordedOperator:
-    """One call: which storages it read and wrote, as serial numbers."""
+    """One call of an operator. Storages are given by serial numbers."""
 
     func: TorchOperator
     key: str
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     outputs: tuple[object, ...] | None
-    """With a shape for each tensor that can be left out. None where the operator must run: views, mutations, results
-    that steer Python."""
+    """The results, with an `OutputShape` for each floating-point tensor. None if the operator must run again: views,
+    mutations, results that steer Python."""
     output_bytes: int
-    """Of storages that are its own, as they are packed; 0 where it cannot be swapped."""
+    """Packed size of its new storages; 0 if it cannot be swapped."""
     random_state: torch.Tensor | None
+    """The generator's state before the call; None if the operator is not random."""
     is_needed: bool
+    """True if the operator must run again."""
 
     @property
     def can_be_skipped(self) -> bool:
+        """True if a replay may answer without running the operator."""
         return self.outputs is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tape:
-    """What a block's forward did, and what of it the backward pass has to do again."""
+    """The operators of one layer's forward on one micro-batch, and what a replay does with each.
+
+    An operator's position is its number in the order of calls, from 0.
+    """
 
     funcs: tuple[TorchOperator, ...]
     decisions: tuple[Decision, ...]
     outputs: tuple[tuple[object, ...] | None, ...]
+    """As in `RecordedOperator`."""
     random_states: dict[int, torch.Tensor]
-    """State of the generator before each random operator, by position."""
+    """By position: the generator's state before each random operator."""
 
 
 class Recorder(OperatorMode):
-    """Runs a forward pass without keeping activations. Use as a context; then call `finish()`."""
+    """Runs a forward pass without saving activations. Run it inside `recording()`, then call `finish()`."""
 
     def __init__(self, parameters: Sequence[torch.Tensor] = (), swapped: Collection[str] = ()) -> None:
-        """`parameters`, and what shares their storage, do not count as activations; `swapped` are keys."""
+        """`parameters`: the layer's; tensors that share their storage do not count as activations. `swapped`: keys of
+        the operators whose outputs are offloaded."""
         super().__init__()
         self._not_counted = {parameter.untyped_storage()._cdata for parameter in parameters}
         self._swapped = swapped
         self.operators: list[RecordedOperator] = []
         self.saved: set[int] = set()
-        """Storages that autograd would have kept."""
+        """Storages that autograd would have saved."""
         self.saved_bytes = 0
-        """Theirs, parameters not counted."""
-        self._put_offloaded: dict[int, tuple[torch.Tensor, ...]] = {}
+        """Size of those storages, without parameters."""
+        self._offloaded_outputs: dict[int, tuple[torch.Tensor, ...]] = {}
         self._num_calls: Counter[str] = Counter()
         self._serials: dict[int, int] = {}
         self._num_serials = 0
         self._mutated: set[int] = set()
         self._device = parameters[0].device if parameters else None
-        """Where tensors must be to be swapped."""
+        """Only tensors on this device can be swapped; None: on any."""
         self._of_parameters = set(self._serials_of(parameters))
-        """Storages of parameters, and of what is made of nothing else: weights are never swapped."""
+        """Storages of parameters, and of tensors computed from parameters alone. They are never swapped."""
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Grad mode stays on: without it some models run other operators, and attention drops its logsumexp."""
+        """Record what runs inside. Grad mode is on: without it some models run other operators, and attention drops
+        its log-sum-exp."""
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self._note_saved, _never_unpack), self:
             yield
 
     def finish(self) -> tuple[Tape, dict[int, tuple[torch.Tensor, ...]]]:
-        """The tape, and the outputs that its replay needs to be given, by position."""
+        """Return the tape and, by position, the outputs that must be offloaded for its replay.
+
+        An output has the shape that its operator gave it.
+        """
         offloaded = {
             position: tensors
-            for position, tensors in self._put_offloaded.items()
+            for position, tensors in self._offloaded_outputs.items()
             if self._mutated.isdisjoint(self.operators[position].writes)
         }
-        self._put_offloaded = {}
+        self._offloaded_outputs = {}
         decisions = decide(self.operators, self.saved, offloaded.keys())
         tape = Tape(
             funcs=tuple(operator.func for operator in self.operators),
@@ -141,7 +152,7 @@ class Recorder(OperatorMode):
         }
 
     def can_be_swapped(self, operator: RecordedOperator) -> bool:
-        """Whether its outputs are its own and stay as they are. Known when all is recorded."""
+        """True if the operator's outputs are new tensors that nothing mutates. Known when the recording has ended."""
         return operator.output_bytes > 0 and self._mutated.isdisjoint(operator.writes)
 
     def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -152,8 +163,8 @@ class Recorder(OperatorMode):
         result = self._call(func, args, kwargs)
         operator = self._describe(func, reads, result, random_state)
         if operator.output_bytes and operator.key in self._swapped:
-            # Aliases without the graph that autograd will hang on the outputs themselves.
-            self._put_offloaded[len(self.operators)] = tuple(
+            # Aliases, without the graph that autograd will attach to the outputs themselves.
+            self._offloaded_outputs[len(self.operators)] = tuple(
                 tensor.detach() for tensor in tensors_in(result) if tensor.is_floating_point()
             )
         self.operators.append(operator)
@@ -173,7 +184,7 @@ class Recorder(OperatorMode):
         if func.is_view and not mutable:
             return RecordedOperator(func, key, reads, (), None, 0, None, False)
         if not mutable:
-            # A fresh output: its storage may have the address of one that was freed, so it gets a new number.
+            # A new output: its storage may have the address of a freed one, so it gets a new number.
             for tensor in tensors:
                 storage = tensor.untyped_storage()._cdata
                 if self._serials.get(storage) not in reads:
@@ -182,8 +193,8 @@ class Recorder(OperatorMode):
         if mutable:
             writes = writes + reads
             self._mutated.update(writes)
-        # Integers and booleans index, route and branch, and Python reads them past the dispatcher (tolist);
-        # inside a custom autograd function grad mode is off and what it keeps for itself is not seen.
+        # Integers and booleans index, route and branch, and Python reads them past the dispatcher (tolist). Inside a
+        # custom autograd function grad mode is off, and the tensors that it saves for itself are not seen.
         floating = [tensor for tensor in tensors if tensor.is_floating_point()]
         steers = not tensors or (len(floating) < len(tensors) and func not in _ATTENTION_ON_GPU)
         is_needed = steers or not torch.is_grad_enabled()
@@ -221,17 +232,17 @@ class Recorder(OperatorMode):
 
 
 class Replayer(OperatorMode):
-    """Runs the recorded forward again, doing only what its tape decided. Use as a context."""
+    """Runs the recorded forward again as its tape decided. Use as a context manager."""
 
     def __init__(self, tape: Tape, offloaded: Mapping[int, tuple[torch.Tensor, ...]] | None = None) -> None:
-        """`offloaded` is what `Recorder.finish` gave with the tape; each output is used once."""
+        """`offloaded`: the outputs that `Recorder.finish` returned with the tape, with the same bytes."""
         super().__init__()
         self._tape = tape
         self._offloaded = dict(offloaded or {})
         self._position = 0
 
     def check_complete(self) -> None:
-        """Raise unless every recorded operator was met."""
+        """Raise RatelError unless every recorded operator was met."""
         if self._position != len(self._tape.funcs):
             raise _not_repeated(self._position, "the end", self._tape.funcs[self._position])
 
@@ -260,7 +271,7 @@ class Replayer(OperatorMode):
 
 
 def storage_bytes(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Of each storage behind them, once."""
+    """Size of each storage behind the tensors, each storage once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     return [storage.nbytes() for storage in storages.values()]
 
@@ -285,7 +296,7 @@ def _random_state(func: TorchOperator, args: tuple[object, ...], kwargs: dict[st
 
 
 def _generator(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Generator:
-    """The one that an operator draws from: of a GPU, if it works there or is to make its result there."""
+    """The generator that an operator draws from: the GPU's if an argument is there or the result will be there."""
     devices = [tensor.device for tensor in tensors_in((args, kwargs))]
     wanted = kwargs.get("device")
     if isinstance(wanted, torch.device):
