@@ -58,7 +58,7 @@ _ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
         {**_LLAMA_LIKE, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     ),
     "gpt_oss": ("GptOssConfig", {**_LLAMA_LIKE, "head_dim": 8, "num_local_experts": 4, "rope_parameters": None}),
-    # Tied, and its norms have no weights: the head is a block without parameters.
+    # Tied, and its norms have no weights, so the head is a block without parameters.
     "olmo": ("OlmoConfig", {**_LLAMA_LIKE, "tie_word_embeddings": True}),
     "olmo2": ("Olmo2Config", _LLAMA_LIKE),
     "starcoder2": ("Starcoder2Config", _LLAMA_LIKE),
@@ -85,14 +85,14 @@ _LARGER: dict[str, object] = {
 
 
 def larger_config(architecture: str, **changes: object) -> PretrainedConfig:
-    """The same with sizes that GPUs like: every parameter takes a multiple of 256 bytes, as in models that are used."""
+    """`tiny_config` with larger sizes: every parameter takes a multiple of 256 bytes, as in real models."""
     _, values = _ARCHITECTURES[architecture]
     larger = {name: value for name, value in _LARGER.items() if name in values}
     return tiny_config(architecture, **{**larger, **changes})
 
 
 def tiny_config(architecture: str, **changes: object) -> PretrainedConfig:
-    """A fresh configuration; `changes` are laid over it."""
+    """A new configuration, with `changes` to its values."""
     class_name, values = _ARCHITECTURES[architecture]
     config = getattr(transformers, class_name)(**{**values, **changes})
     assert isinstance(config, PretrainedConfig)

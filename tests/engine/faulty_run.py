@@ -1,6 +1,6 @@
-"""A training run of three steps whose I/O fails: model, engine, store and loop are real, the kernel is not.
+"""A training run of three steps whose I/O fails: model, engine, store and loop are real, the system calls are not.
 
-For `test_faults`. A run starts from the same store each time, restored byte by byte, so that every case is alone.
+Invariant: every run starts from the same bytes in the store, so that no case depends on another.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tests.training.loop_fakes import SETTINGS
 
 NUM_STEPS = 3
 MOST_SECONDS = 120.0
-"""For one case, however its I/O fails."""
+"""Longest time for one case, however its I/O fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How the run goes about its updates; `options` are those of `machine`."""
+    """A model and how its run updates it. `options` are those of `machine`."""
 
     num_layers: int = 1
     dtype: DtypeName = "float32"
@@ -42,19 +42,19 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What goes wrong at one call, and what may come of it."""
+    """A fault at one call, and what may follow from it."""
 
     fault: Fault
     lasts: bool = False
-    """All later calls fail likewise."""
+    """True if all later calls fail in the same way."""
     raises: type[RatelError] | None = IntegrityFailure
     """None: the run must end as if nothing had happened."""
     damages: bool = False
-    """The drive itself may have wrong bytes then: noticed when they are read, and perhaps the only ones."""
+    """True if the drive may then hold wrong bytes. They are detected when they are read; there may be no others."""
     timeout_seconds: float = 20.0
 
     def queue(self, call: int) -> FaultyQueue:
-        """One on which it goes wrong at that call."""
+        """A queue on which the fault occurs at this call."""
         if self.lasts:
             return FaultyQueue(from_call=call, lasting=self.fault, timeout_seconds=self.timeout_seconds)
         return FaultyQueue({call: self.fault}, timeout_seconds=self.timeout_seconds)
@@ -62,18 +62,18 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """What a run leaves: all state in the store, and loss and norm of each step that it ran."""
+    """The result of a run: all state in the store, and loss and norm of each step that ran."""
 
     state: bytes
     curve: dict[int, tuple[float, float]]
     num_calls: int
-    """Of its steps alone, without looking at the state."""
+    """System calls of its steps, without those that read `state`."""
     num_barriers: int
-    """Syncs, and pages written through."""
+    """Number of syncs and of pages written through."""
 
 
 class Steps:
-    """The same micro-batch for a step each time, and one to evaluate."""
+    """One micro-batch for each step, the same every time, and one to evaluate."""
 
     num_eval_samples = 1
 
@@ -88,7 +88,7 @@ class Steps:
 
 
 class Bench:
-    """A store at step 0, and the run that nothing disturbed."""
+    """A store at step 0, and the undisturbed run from it."""
 
     def __init__(self, directory: Path, way: Way) -> None:
         self._directory = directory
@@ -105,7 +105,7 @@ class Bench:
         assert list(self.undisturbed.curve) == [1, 2, 3]
 
     def check(self, kind: Kind, queue: FaultyQueue, barrier: FaultyBarrier | None = None) -> None:
-        """Run on that queue; then, unless all is well, go on with sound I/O."""
+        """Run on that queue. If the run failed, resume it without faults."""
         started = time.monotonic()
         error = self._error_of_run(queue, barrier or FaultyBarrier())
         assert time.monotonic() - started < MOST_SECONDS
@@ -134,7 +134,7 @@ class Bench:
         return None
 
     def start(self, queue: FaultyQueue, barrier: FaultyBarrier) -> Finished:
-        """All steps, from the store at step 0."""
+        """Run all steps from the store at step 0."""
         self._store.write_bytes(self._before)
         return self._run(queue, barrier)
 
@@ -143,7 +143,7 @@ class Bench:
         assert finished.curve == {step: self.undisturbed.curve[step] for step in finished.curve}
 
     def _run(self, queue: FaultyQueue, barrier: FaultyBarrier) -> Finished:
-        """As a run that goes on: the store is checked, and then come the steps that are left."""
+        """Run as a resumed run does: check the store, then run the remaining steps."""
         with self._machine(queue, barrier) as ratel:
             ratel.store.ensure_whole(ratel.pool, progress=lambda num_bytes: None, notice=lambda text: None)
             loop = TrainingLoop(
@@ -177,7 +177,7 @@ class Bench:
 
 
 def state_of(ratel: Machine) -> bytes:
-    """Every field of every block, as the store gives them out."""
+    """The bytes of every field of every block, as the store returns them."""
     parts = []
     for block, num_elements in enumerate(ratel.store.block_elements):
         for each in ratel.store.layout.fields:

@@ -1,4 +1,4 @@
-"""Trains a model of a given depth for a few steps and prints its peak memory. Run as a process by test_memory."""
+"""Trains a model of a given depth for a few steps and prints parameters, resident and peak resident bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.reference import Recipe
 
 
 def main(num_layers: int) -> None:
-    """32 tokens in each of two rows: 64 tokens a step."""
+    """Train with 64 tokens a step: two rows of 32."""
     return_freed_memory()
     config = tiny_config(
         "llama",

@@ -1,4 +1,4 @@
-"""Swapping by chance, for tests: sets of operators that need not be listed."""
+"""Random swap sets for tests, without a list of the model's operators."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Self
 
 
 class Chosen(frozenset[str]):
-    """Holds about `share` of all keys there could be."""
+    """Contains about `share` of all possible keys."""
 
     def __new__(cls, share: float, seed: int) -> Self:
         chosen = super().__new__(cls)
@@ -23,7 +23,7 @@ class Chosen(frozenset[str]):
 
 
 class ChosenEverywhere(Mapping[int, frozenset[str]]):
-    """Other operators for each block."""
+    """A different random set for each block."""
 
     def __init__(self, share: float, seed: int = 0) -> None:
         self._share = share

@@ -1,4 +1,4 @@
-"""The CPU as a device: nothing is copied up, and everything has happened when a call returns."""
+"""The CPU as a device: nothing is uploaded, and all work is done when a call returns."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_host_copies_nothing(lease: Lease) -> None:
     assert timeline.take().spans == ()
 
 
-def test_the_host_has_done_what_it_was_told(lease: Lease) -> None:
+def test_the_hosts_work_is_done_when_a_call_returns(lease: Lease) -> None:
     timeline = Timeline()
     device = HostDevice(timeline)
     download = device.download([(torch.tensor([9, 8], dtype=torch.uint8), lease.memory[2:4])], LABEL)

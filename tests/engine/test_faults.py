@@ -1,7 +1,7 @@
-"""Every call to the kernel in a run of three steps fails in every way: right bits or the error told, and no step lost.
+"""Every system call of a run of three steps fails in every way: the bits are right or the run raises; no step is lost.
 
-The order of calls is that of threads, so that a number stands for another call from time to time; each number and
-each kind has its turn: every seventh call in one case, so that the short tier has a seventh of them.
+Threads make the calls in changing order, so that a call's number does not always mean the same call. Every number is
+tried with every kind of fault: every seventh call in one case, so that the short tier has a seventh of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.tiers import rotating, sample
 
 AHEAD = Placement(prefetch_blocks=2, pending_updates=2)
 ON_ARRIVAL = Way(options={"placement": replace(AHEAD, adamw_threads=2), "chunk_elements": BLOCK_ALIGNMENT})
-"""With many chunks in a group, some for each thread."""
+"""Groups have many chunks, some for each thread."""
 HELD_ON_DISK = Way(
     num_layers=2,
     dtype="bfloat16",
@@ -93,15 +93,15 @@ def test_gradients_and_activations_on_disk(directory: Path, name: str, first: in
 
 
 @pytest.mark.parametrize("first", sample(range(EVERY), every=EVERY, offset=5))
-def test_in_place_what_was_being_written_may_be_lost(directory: Path, first: int) -> None:
+def test_in_place_a_failed_write_may_lose_the_store(directory: Path, first: int) -> None:
     bench, kind = Bench(directory, IN_PLACE), Kind(fault=Fault(error_number=errno.EIO), damages=True)
     for call in calls_of(bench, first):
         bench.check(kind, kind.queue(call))
 
 
 @pytest.mark.parametrize(("way", "first"), rotating(["on arrival", "on disk"], range(EVERY), offset=3))
-def test_what_passes_is_passed_over(directory: Path, way: str, first: int) -> None:
-    """Each call meets each of them, several in a run."""
+def test_passing_faults_are_retried(directory: Path, way: str, first: int) -> None:
+    """Each call has each passing fault; several occur in one run."""
     bench = Bench(directory, ON_ARRIVAL if way == "on arrival" else HELD_ON_DISK)
     num_calls = bench.undisturbed.num_calls
     for call in calls_of(bench, first):
@@ -110,8 +110,8 @@ def test_what_passes_is_passed_over(directory: Path, way: str, first: int) -> No
 
 
 @pytest.mark.parametrize("way", [ON_ARRIVAL, IN_PLACE], ids=["two slots", "in place"])
-def test_a_failed_sync_or_manifest_costs_the_step_alone(directory: Path, way: Way) -> None:
-    """In place it may cost the store: what was being written was not made durable."""
+def test_a_failed_sync_or_manifest_loses_only_the_step(directory: Path, way: Way) -> None:
+    """In place it may lose the store: the bytes being written were not made durable."""
     bench = Bench(directory, way)
     assert bench.undisturbed.num_barriers >= 6
     for call in range(bench.undisturbed.num_barriers):
@@ -126,7 +126,7 @@ def test_completions_in_any_order(directory: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("call", [0, 11, 25])
-def test_a_drive_that_hangs_ends_the_run_soon_after_the_timeout(directory: Path, call: int) -> None:
+def test_a_hanging_drive_ends_the_run_soon_after_the_timeout(directory: Path, call: int) -> None:
     """Engine, store and queue are closed while the call still hangs."""
     bench = Bench(directory, ON_ARRIVAL)
     queue = KINDS["hangs"].queue(call)

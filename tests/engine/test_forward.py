@@ -64,7 +64,7 @@ def test_every_dtype_and_tied_embeddings(tmp_path: Path, dtype: DtypeName, tied:
     assert torch.equal(found, whole_logits(tmp_path / "base", dtype))
 
 
-def test_memory_is_that_of_a_block(tmp_path: Path) -> None:
+def test_memory_is_that_of_the_largest_block(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path / "base")
     model = decoder(tmp_path / "base", "float32")
     largest_bytes = 4 * max(block.num_elements for block in model.spec.blocks)
@@ -83,7 +83,7 @@ def test_memory_is_that_of_a_block(tmp_path: Path) -> None:
                 assert pool.leased_bytes == 0
 
 
-def test_it_may_be_stopped_before_every_block(tmp_path: Path) -> None:
+def test_check_stop_may_raise_before_every_block(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path / "base")
     model = decoder(tmp_path / "base", "float32")
     left = [0]

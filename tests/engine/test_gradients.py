@@ -23,7 +23,7 @@ SHAPES = [("a", (3, 5)), ("b", (7,)), ("c", (64, 33)), ("d", (1,))]
 
 
 class Linked(HostDevice):
-    """As a GPU is: gradients leave it, and what waits for that is no computing."""
+    """Like a GPU: gradients are downloaded, and the download is not part of computing."""
 
     is_host = False
 
@@ -78,7 +78,7 @@ def test_sum_in_fp32_rounded_once(block: BlockSpec, dtype: torch.dtype, contribu
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_leaves_the_device_is_not_computing(block: BlockSpec, dtype: torch.dtype) -> None:
+def test_a_download_is_not_part_of_computing(block: BlockSpec, dtype: torch.dtype) -> None:
     device = Linked()
     with BufferPool(None) as pool:
         total = GradientSum(block, pool, device, dtype=dtype, single=False)
@@ -125,7 +125,7 @@ def test_norm_and_coefficient_are_torchs(block: BlockSpec, dtype: torch.dtype, m
         assert torch.equal(parameter.grad, value * coefficient)
 
 
-def test_order_of_norms_decides_the_last_bit_and_is_kept() -> None:
+def test_norms_are_stacked_in_the_given_order() -> None:
     norms = {str(index): float(index) ** 7 + 0.1 for index in range(50)}
     order = sorted(norms)
     wanted = torch.linalg.vector_norm(torch.tensor([norms[name] for name in order]))

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def peak_bytes(num_layers: int) -> tuple[int, int]:
-    """(parameters, peak resident bytes) of a process of its own."""
+    """Train in a process of its own. Returns (parameters, peak resident bytes)."""
     command = [sys.executable, "-m", "tests.engine.memory_child", str(num_layers)]
     output = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
     parameters, _, peak = map(int, output.split())
@@ -25,5 +25,5 @@ def test_peak_does_not_grow_from_8_to_32_layers_at_64_tokens_a_step() -> None:
     deep_parameters, deep = peak_bytes(32)
     assert deep_parameters > 3.9 * shallow_parameters
     assert deep - shallow < 0.1 * shallow
-    # In memory, plain PyTorch would need 16 bytes for each parameter more.
+    # Plain PyTorch would need 16 bytes of memory for each additional parameter.
     assert deep - shallow < 0.05 * 16 * (deep_parameters - shallow_parameters)

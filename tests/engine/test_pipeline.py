@@ -46,7 +46,7 @@ def update_of(block: BlockSpec, pool: BufferPool) -> BlockUpdate:
 
 @dataclass
 class FakeWork:
-    """Notes what it is asked to do, and how many groups have buffers."""
+    """Notes the calls, and how many groups have buffers."""
 
     events: list[str] = field(default_factory=list)
     alive: int = 0
@@ -100,7 +100,7 @@ def walk(work: FakeWork, pool: BufferPool, order: GroupOrder, *num_groups: int) 
     return work.events[:-1]
 
 
-def test_a_write_stands_behind_the_next_read_and_runs_beside_the_next_update(pool: BufferPool) -> None:
+def test_a_write_is_queued_after_the_next_read_and_overlapped_with_the_next_update(pool: BufferPool) -> None:
     """R(i) R(i-1) W(i) R(i-2) W(i-1) and so on (Ratel Fig. 3b)."""
     work = FakeWork()
     assert walk(work, pool, "optimized", 5) == [
@@ -113,7 +113,7 @@ def test_a_write_stands_behind_the_next_read_and_runs_beside_the_next_update(poo
     assert work.most_alive == 3
 
 
-def test_naive_does_one_after_another(pool: BufferPool) -> None:
+def test_naive_does_one_thing_after_another(pool: BufferPool) -> None:
     work = FakeWork()
     assert walk(work, pool, "naive", 2, 1) == [
         f"{what} {group}" for group in ("0.0", "0.1", "1.0") for what in ("R", "C", "W", "F")
@@ -135,7 +135,7 @@ def test_every_group_is_read_updated_written_once(
     assert work.alive == 0
 
 
-def test_expected_states_are_read_before_the_gradient_comes(pool: BufferPool) -> None:
+def test_announced_states_are_read_before_the_gradient_comes(pool: BufferPool) -> None:
     work = FakeWork()
     blocks = blocks_of(1, 2)
     with UpdatePipeline(work, group_elements=BLOCK_ALIGNMENT) as pipeline:  # type: ignore[arg-type]
@@ -163,7 +163,7 @@ def test_cancel_drops_what_was_submitted(pool: BufferPool) -> None:
     assert len([event for event in work.events if event[0] == "C"]) < 40
 
 
-def test_a_bug_in_the_thread_is_raised_by_every_later_call(pool: BufferPool) -> None:
+def test_a_failure_of_the_thread_is_raised_by_every_later_call(pool: BufferPool) -> None:
     class Broken(FakeWork):
         def compute(self, group: Group, update: BlockUpdate) -> None:
             raise ZeroDivisionError(f"a bug in {group.number} of {update.gradient.block.name}")
@@ -196,10 +196,10 @@ def work_on(store: Store, pool: BufferPool, resident: frozenset[int] = frozenset
 
 
 @pytest.mark.parametrize("order", ["optimized", "naive"])
-def test_every_failing_transfer_surfaces_and_gives_all_buffers_back(
+def test_every_failing_transfer_raises_and_gives_all_buffers_back(
     tmp_path: Path, pool: BufferPool, order: GroupOrder
 ) -> None:
-    """Each of the update's calls to the kernel fails in turn."""
+    """Each system call of the update fails in turn."""
     blocks = blocks_of(3, 1)
     failed, call = 0, 0
     while True:
@@ -242,7 +242,7 @@ def test_resident_states_are_read_once_until_they_are_forgotten(tmp_path: Path, 
         assert read == [12 * 4, 12 + 2 * 3, 12 * 4, 12 + 2 * 3]
 
 
-def test_who_waits_for_the_optimizer_may_wait_for_the_drive(tmp_path: Path, pool: BufferPool) -> None:
+def test_waits_for_names_the_resource_that_the_thread_waits_for(tmp_path: Path, pool: BufferPool) -> None:
     (block,) = blocks_of(3)
     with FaultyQueue() as queue, stored(tmp_path, queue) as store:
         queue._faults[len(queue.calls)] = Fault(hangs=True)

@@ -1,4 +1,4 @@
-"""A profile made without training is that of a recorded step, but for times."""
+"""A profile measured without training is that of a recorded step, apart from times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.tiers import sample
 
 
 def timeless(profile: ModelProfile) -> list[LayerProfile]:
-    """By layer; candidates by key, since their order follows from times."""
+    """Each layer's profile without times, and without the candidates, whose order depends on times."""
     layers = [profile.profiles[number] for number in profile.layers]
     return [
         replace(
@@ -32,7 +32,7 @@ def timeless(profile: ModelProfile) -> list[LayerProfile]:
 
 
 @pytest.mark.parametrize("architecture", sample(ARCHITECTURES, every=4, offset=1))
-def test_it_is_the_profile_of_a_step(tmp_path: Path, architecture: str) -> None:
+def test_it_is_the_profile_of_a_recorded_step(tmp_path: Path, architecture: str) -> None:
     config = tiny_config(architecture)
     attention = attention_of(config)
     recipe = Recipe(dtype=torch.bfloat16, attn_implementation=attention)
@@ -54,7 +54,7 @@ def test_it_is_the_profile_of_a_step(tmp_path: Path, architecture: str) -> None:
     )
     assert timeless(found) == timeless(wanted)
     for layer, other in zip(found.profiles, wanted.profiles, strict=True):
-        # A number that torch wraps is counted or not by whether its address is new.
+        # A number that torch wraps in a tensor counts only if its address is new.
         assert layer.saved_bytes == pytest.approx(other.saved_bytes, abs=64)
     assert found.head_seconds and found.embedding_seconds
     assert all(layer.forward_seconds and layer.backward_seconds is not None for layer in found.profiles)

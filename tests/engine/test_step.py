@@ -1,4 +1,4 @@
-"""One step as a whole: traffic to the byte, memory given back, non-finite steps taken back, stops between blocks."""
+"""One whole step: its traffic to the byte, memory given back, steps abandoned that are not finite, stops."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STATE_BYTES = {
 
 
 def spilled_blocks(spec: ModelSpec, state: StateBytes, held_in_memory_bytes: int) -> int:
-    """Brute force: gradients arrive from the last block; one that does not fit lies on disk, and so do all after it."""
+    """By brute force: gradients arrive last block first; the first that does not fit is spilled, and all after it."""
     held = 0
     for position, block in enumerate(reversed(spec.blocks)):
         held += block.num_elements * state.gradient
@@ -47,7 +47,7 @@ def spilled_blocks(spec: ModelSpec, state: StateBytes, held_in_memory_bytes: int
 
 
 def moved_by_each_step(ratel: Machine, recipe: Recipe, steps: Sequence[Sequence[MicroBatch]]) -> list[tuple[int, int]]:
-    """NVMe bytes (read, written) from one decision to the next, when all that could run on has run."""
+    """NVMe bytes (read, written) from one decision to the next, after all overlapped work has ended."""
     moved = []
     for step, batches in enumerate(steps):
         read, written = ratel.queue.read_bytes, ratel.queue.written_bytes
@@ -61,7 +61,7 @@ def moved_by_each_step(ratel: Machine, recipe: Recipe, steps: Sequence[Sequence[
         )
         ratel.decided = step + 1
         before, num_quiet = -1, 0
-        while num_quiet < 5:  # on a busy machine a thread may be held up for longer than one wait
+        while num_quiet < 5:  # on a busy machine a thread may stall for longer than one of these waits
             time.sleep(0.02)
             is_quiet = before == (before := ratel.queue.read_bytes + ratel.queue.written_bytes)
             num_quiet = num_quiet + 1 if is_quiet else 0
@@ -129,7 +129,7 @@ def test_traffic_is_the_prediction_to_the_byte(
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1e-3])
 def test_a_layer_moves_26_bytes_per_parameter_in_bf16(tmp_path: Path, max_grad_norm: float | None) -> None:
-    """Per element, gaps included, of the layers, clipped or not; the head is read once only."""
+    """For each element of the layers, gaps included, with and without clipping. The head's weights are read once."""
     config = tiny_config("llama")
     recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
     with machine(tmp_path, config, recipe, dtype="bfloat16", weights=initial_weights(config)) as ratel:
@@ -151,7 +151,7 @@ def test_every_buffer_is_given_back(tmp_path: Path) -> None:
 
 
 def poisoned(ratel: Machine, value: float) -> None:
-    """Overwrite one weight of layer 1, in place of a gradient that blows up by itself."""
+    """Overwrite one weight of layer 1, so that its gradient overflows."""
     spec = ratel.model.spec
     ratel.store.begin_step()
     for block in spec.blocks:
@@ -206,7 +206,7 @@ def test_the_first_gradient_in_the_models_order_is_named(tmp_path: Path) -> None
         [outcome] = ratel.train(random_steps(1, 1), recipe)
         assert outcome.first_not_finite is None
         names, updates = ratel.model.parameter_names, ratel.engine._updates
-        for bad in (names[-1], names[5], names[7]):  # not in the order in which they are found
+        for bad in (names[-1], names[5], names[7]):  # not in the order in which gradients arrive
             updates._norms[bad] = math.nan
         assert updates.first_not_finite(names) == names[5]
 
@@ -219,15 +219,15 @@ def assert_undisturbed(
     found: list[tuple[bytes, str | None]],
     weights: dict[str, torch.Tensor],
 ) -> None:
-    """Steps and weights are those of a run that nothing happened to."""
+    """Steps and weights must be those of an undisturbed run."""
     with machine(directory / "undisturbed", config, recipe, weights=initial_weights(config)) as ratel:
         assert [bits(outcome) for outcome in ratel.train(steps, recipe)] == found
         wanted = ratel.weights()
     assert all(torch.equal(weights[name].view(torch.int32), wanted[name].view(torch.int32)) for name in wanted)
 
 
-def test_a_step_that_is_run_again_takes_nothing_in_memory_on_trust(tmp_path: Path) -> None:
-    """A bit flips in weights that stay in memory: the second run reads them again, and is right."""
+def test_a_step_that_runs_again_reads_resident_weights_again(tmp_path: Path) -> None:
+    """A resident weight is damaged in memory. The second run reads it again and is right."""
     config = tiny_config("llama")
     recipe = Recipe(max_grad_norm=0.5)
     placement = Placement(prefetch_blocks=2, pending_updates=2, resident_weights=frozenset(range(5)))
@@ -241,7 +241,7 @@ def test_a_step_that_is_run_again_takes_nothing_in_memory_on_trust(tmp_path: Pat
         assert_undisturbed(tmp_path, config, recipe, steps, [bits(first), bits(second)], ratel.weights())
 
 
-def test_in_place_a_decided_step_that_was_not_begun_to_write_is_taken_back(tmp_path: Path) -> None:
+def test_in_place_a_decided_step_without_writes_is_abandoned(tmp_path: Path) -> None:
     config = tiny_config("llama")
     recipe = Recipe()
     steps = random_steps(2, 1)
@@ -256,10 +256,10 @@ def test_in_place_a_decided_step_that_was_not_begun_to_write_is_taken_back(tmp_p
 
 
 class StopAfter:
-    """Raises at the n-th question."""
+    """Asks to stop after `num_checks` checks."""
 
-    def __init__(self, asked: int) -> None:
-        self._left = asked
+    def __init__(self, num_checks: int) -> None:
+        self._left = num_checks
 
     def __call__(self) -> None:
         self._left -= 1
@@ -267,13 +267,13 @@ class StopAfter:
             raise Interrupted(2, "stop")
 
 
-@pytest.mark.parametrize("asked", range(6))
-def test_a_stop_between_blocks_abandons_the_step(tmp_path: Path, asked: int) -> None:
+@pytest.mark.parametrize("num_checks", range(6))
+def test_a_stop_between_blocks_abandons_the_step(tmp_path: Path, num_checks: int) -> None:
     config = tiny_config("llama")
     recipe = Recipe()
     with machine(tmp_path, config, recipe, weights=initial_weights(config)) as ratel:
         before = ratel.weights()
-        stopped = ratel.make_engine(StopAfter(asked))
+        stopped = ratel.make_engine(StopAfter(num_checks))
         with pytest.raises(Interrupted):
             stopped.run(random_steps(1, 1)[0], step=0, update=1, learning_rate=1.0)
         after = ratel.weights()
@@ -296,7 +296,7 @@ def test_evaluation_is_the_plain_loss_and_changes_nothing(tmp_path: Path) -> Non
     assert total / sum(batch.num_targets for batch in steps[0]) == outcome.loss
 
 
-def test_a_parameter_that_sits_out_some_steps_is_refused(tmp_path: Path) -> None:
+def test_a_parameter_without_a_gradient_in_some_steps_is_rejected(tmp_path: Path) -> None:
     config = tiny_config("llama")
     recipe = Recipe()
     with machine(tmp_path, config, recipe, weights=initial_weights(config)) as ratel:

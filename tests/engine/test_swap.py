@@ -1,4 +1,4 @@
-"""A recorded step tells what swapping moves: planned bytes are moved bytes, for any prefix and any share on NVMe."""
+"""From a recorded step the plan knows what swapping moves: planned bytes are moved bytes, for any swap set."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AHEAD = Placement(prefetch_blocks=2, pending_updates=2)
 
 
 def recorded(ratel: Machine, recipe: Recipe, batches: list[MicroBatch]) -> ModelProfile:
-    """Run the first step, recorded."""
+    """Run and record the first step."""
     recording = StepRecording()
     outcome = ratel.engine.run(
         batches, step=0, update=1, learning_rate=recipe.learning_rate, loss_scale=1.0, recording=recording
@@ -111,7 +111,7 @@ def test_a_recorded_step_has_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_layers_that_are_alike_share_a_profile(tmp_path: Path) -> None:
-    """Gemma's layers attend by turns to all tokens and to a window; Llama's are all alike."""
+    """Every other layer of Gemma attends to a window of tokens only; Llama's layers are all alike."""
     numbers = {}
     for architecture in ("llama", "gemma2"):
         config = tiny_config(architecture)

@@ -1,4 +1,4 @@
-"""The tape drops what backward does not need, keeps what it does, and notices when forward does not repeat itself."""
+"""The tape drops what backward does not need, holds what it does, and detects a forward that does not repeat."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def hidden() -> torch.Tensor:
 
 
 def check(block: Block, hidden: torch.Tensor, parameters: list[nn.Parameter]) -> Tape:
-    """Gradients through the tape are those without it; the tape is returned for more."""
+    """Check that gradients through the tape are those without it. Returns the tape."""
     torch.manual_seed(3)
     output, tape = record(block, hidden)
     torch.manual_seed(3)
     wanted = gradients(block, hidden, parameters, None)
-    torch.manual_seed(1234)  # the replay must not depend on where the generator is
+    torch.manual_seed(1234)  # the replay must not depend on the generator's state
     found = gradients(block, hidden, parameters, tape)
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
     torch.manual_seed(3)
@@ -119,7 +119,7 @@ def test_random_operators_draw_again_what_they_drew(
 
 
 def test_routing_by_values(weights: list[nn.Parameter], hidden: torch.Tensor) -> None:
-    """Indices come from products that no gradient needs; they steer what runs and must be right."""
+    """Indices come from products that no gradient needs. They decide what runs, so they must be computed."""
 
     def block(x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -132,23 +132,23 @@ def test_routing_by_values(weights: list[nn.Parameter], hidden: torch.Tensor) ->
 
 
 class _Hidden(torch.autograd.Function):
-    """Keeps its input for itself, where no saved-tensor hook sees it."""
+    """Saves a tensor on its context, where no saved-tensor hook sees it."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
-        ctx.kept = x * 2
-        return ctx.kept.sin()
+        ctx.saved = x * 2
+        return ctx.saved.sin()
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * ctx.kept
+        return gradient * ctx.saved
 
 
-def test_what_a_custom_function_keeps_for_itself_is_computed(weights: list[nn.Parameter], hidden: torch.Tensor) -> None:
+def test_what_a_custom_function_saves_for_itself_is_computed(weights: list[nn.Parameter], hidden: torch.Tensor) -> None:
     check(lambda x: _Hidden.apply(x @ weights[0]) + 1, hidden, weights[:1])
 
 
-def test_recording_keeps_no_activation(weights: list[nn.Parameter], hidden: torch.Tensor) -> None:
+def test_a_recording_saves_no_activation(weights: list[nn.Parameter], hidden: torch.Tensor) -> None:
     output, _ = record(lambda x: torch.tanh(torch.tanh(x @ weights[0]) @ weights[1]), hidden)
     assert output.grad_fn is None
     recorder = Recorder()
@@ -158,7 +158,7 @@ def test_recording_keeps_no_activation(weights: list[nn.Parameter], hidden: torc
         result.sum().backward()
 
 
-def test_another_forward_is_refused(weights: list[nn.Parameter], hidden: torch.Tensor) -> None:
+def test_another_forward_is_rejected(weights: list[nn.Parameter], hidden: torch.Tensor) -> None:
     _, tape = record(lambda x: torch.tanh(x @ weights[0]), hidden)
     with pytest.raises(RatelError, match=r"did not repeat itself: operator \d+ was aten.tanh"):
         gradients(lambda x: torch.sin(x @ weights[0]), hidden, [weights[0]], tape)
@@ -185,7 +185,7 @@ def _cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
 
 @pytest.mark.parametrize("attend", [_flash, _efficient, _cudnn])
 def test_attention_on_a_gpu_is_swapped_whole(attend: Callable[..., torch.Tensor]) -> None:
-    """Without values, as there is no GPU: its tuple comes back with the very integers that its backward is to get."""
+    """On the meta device, without a GPU: the replay returns the tuple with the integers that its backward needs."""
 
     def block(x: torch.Tensor) -> torch.Tensor:
         return attend(x * 2, x * 3, x * 4).tanh()
@@ -206,7 +206,7 @@ def test_attention_on_a_gpu_is_swapped_whole(attend: Callable[..., torch.Tensor]
     replayer.check_complete()
     [gradient] = torch.autograd.grad(output, [leaf], torch.empty_like(output))
     assert gradient.shape == hidden.shape
-    # Recomputed, it draws what it drew: its position is among those whose generator's state is kept.
+    # Recomputed, it draws the same numbers: the tape holds the generator's state for its position.
     recorder = Recorder()
     with recorder.recording():
         block(hidden.detach().requires_grad_())

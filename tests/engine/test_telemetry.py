@@ -59,7 +59,7 @@ def test_resources_count_apart() -> None:
 
 
 def test_work_that_overlaps_what_an_earlier_step_counted_counts_once() -> None:
-    """A transfer that begins beneath one step and ends beneath the next; a run is never busier than the clock."""
+    """A transfer may begin in one step and end in the next. No resource is busy for longer than time has passed."""
     timeline = Timeline()
     record(timeline, ("nvme write", 1, 4))
     assert timeline.take().busy["nvme write"] == 3
@@ -78,31 +78,31 @@ def test_taking_starts_over() -> None:
     assert set(timeline.take().stalled.values()) == {0.0}
 
 
-def test_waits_add_up_by_cause() -> None:
+def test_stalls_add_up_by_cause() -> None:
     timeline = Timeline()
     before = perf_counter()
     for _ in range(3):
         with timeline.stalled_on("nvme read"):
             threading.Event().wait(0.01)
     elapsed = perf_counter() - before
-    waited = timeline.take().stalled
-    assert 0.025 < waited.pop("nvme read") <= elapsed
-    assert set(waited.values()) == {0.0}
+    stalled = timeline.take().stalled
+    assert 0.025 < stalled.pop("nvme read") <= elapsed
+    assert set(stalled.values()) == {0.0}
 
 
-def test_a_wait_counts_as_far_as_nothing_computed() -> None:
-    """Where a GPU computes, what drives it may stand still while it goes on."""
+def test_a_wait_counts_only_while_nothing_is_computed() -> None:
+    """A GPU may compute while the thread that drives it waits."""
     timeline = Timeline()
     record(timeline, ("compute", 1, 3), ("compute", 4, 5), ("nvme read", 0, 9))
     timeline.record_stall("nvme read", 2, 6)
     timeline.record_stall("up", 1, 2.5)
     timeline.record_stall("down", 0, 10)
     timeline.record_stall("optimizer", 6, 7)
-    waited = timeline.take().stalled
-    assert (waited["nvme read"], waited["up"], waited["down"], waited["optimizer"]) == (2, 0, 7, 1)
+    stalled = timeline.take().stalled
+    assert (stalled["nvme read"], stalled["up"], stalled["down"], stalled["optimizer"]) == (2, 0, 7, 1)
 
 
-def test_a_wait_counts_as_far_as_nothing_computed_by_brute_force() -> None:
+def test_a_wait_counts_only_while_nothing_is_computed_by_brute_force() -> None:
     draw = random.Random(11)
     for _ in range(100):
         timeline, moments = Timeline(), sorted(draw.sample(range(60), 2 * draw.randrange(8)))
@@ -116,7 +116,7 @@ def test_a_wait_counts_as_far_as_nothing_computed_by_brute_force() -> None:
         assert timeline.take().stalled["up"] == sum(len(set(range(*wait)) - busy) for wait in waits)
 
 
-def test_a_span_tells_what_it_is_about() -> None:
+def test_a_span_names_its_work() -> None:
     timeline = Timeline()
     before = perf_counter()
     with timeline.during("optimizer", "update of layer 3", block=4, stage="update", group=2):

@@ -1,4 +1,4 @@
-"""What every test on a GPU needs: kernels that give the same bits each time, and memory that is free."""
+"""Every test on a GPU gets deterministic kernels and free memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.utils import deterministic
 
 from tests.simulated_gpu import install_if_asked, set_eagerness
 
-install_if_asked()  # before any test asks whether there is a GPU
+install_if_asked()  # before any test checks for a GPU
 
 # Before anything is multiplied on a GPU; a run does the same (hardware/gpu.py).
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @pytest.fixture(autouse=True)
-def _late_or_not(request: pytest.FixtureRequest) -> None:
-    """A third of the tests meets a simulated GPU whose copies are always late, a third one where half of them are."""
+def _eagerness(request: pytest.FixtureRequest) -> None:
+    """On a simulated GPU, copies are always late in a third of the tests and half of the time in another third."""
     set_eagerness((0.0, 0.5, 1.0)[zlib.crc32(request.node.nodeid.encode()) % 3])
 
 

@@ -1,4 +1,4 @@
-"""Ratel's engine on a GPU, for tests: a tiny model, a real store, pinned memory."""
+"""Ratel's engine on a GPU for tests: a tiny model, a real store, pinned memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def gpu_config(architecture: str, **changes: object) -> PretrainedConfig:
 
 
 def on_gpu(timeline: Timeline, *, limit_bytes: int | None = None) -> AbstractContextManager[Device]:
-    """The device of a run."""
+    """Open the GPU as a run does."""
     return open_device(torch.device("cuda"), timeline, limit_bytes=limit_bytes)
 
 
@@ -46,7 +46,7 @@ def gpu_machine(
     pin: PinMemory | None = None,
     **settings: object,
 ) -> Iterator[Machine]:
-    """`machine` on the GPU, with these weights or the usual ones."""
+    """`machine` on the GPU. `weights`: None takes `initial_weights`."""
     with machine(
         directory,
         config,

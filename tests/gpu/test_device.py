@@ -1,4 +1,4 @@
-"""The CUDA device keeps what `engine.device.device` promises: order, lifetime of memory, times; and its memory is
+"""The CUDA device keeps the promises of `engine.device.device`: order, lifetime of memory, times; and its memory is
 pinned."""
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LARGE = (16 if is_simulated() else 256) * MIB
 
 
 @pytest.fixture(autouse=True)
-def _late_or_not() -> None:
-    """Always late, if the GPU is simulated: each of these tests is of one promise."""
+def _always_late() -> None:
+    """A simulated GPU runs as late as it may, so that each test can catch a broken promise."""
     set_eagerness(0.0)
 
 
@@ -49,7 +49,7 @@ def device(timeline: Timeline) -> Iterator[CudaDevice]:
 
 
 def keep_busy(device: CudaDevice) -> torch.Tensor:
-    """Tens of milliseconds of work for the stream that computes."""
+    """Queue tens of milliseconds of work on the computing stream."""
     size = 1024 if is_simulated() else 8192
     matrix = torch.ones(size, size, device=device.torch_device)
     for _ in range(10):
@@ -57,7 +57,7 @@ def keep_busy(device: CudaDevice) -> torch.Tensor:
     return matrix
 
 
-def test_what_goes_up_is_there_when_it_is_opened(device: CudaDevice, pool: BufferPool) -> None:
+def test_an_upload_has_arrived_when_it_is_opened(device: CudaDevice, pool: BufferPool) -> None:
     with pool.lease(LARGE, "test") as lease:
         sent = view(lease.memory, torch.uint8)
         for number in range(1, 6):
@@ -65,11 +65,11 @@ def test_what_goes_up_is_there_when_it_is_opened(device: CudaDevice, pool: Buffe
             upload = device.upload(lease.memory, device.reserve(LARGE), LABEL)
             found = upload.open().clone()
             upload.wait()
-            sent.fill_(0)  # from now on that may be
+            sent.fill_(0)  # from now on the host memory may change
             assert bool((found == number).all())
 
 
-def test_what_comes_down_is_there_when_it_was_waited_for(device: CudaDevice, pool: BufferPool) -> None:
+def test_a_download_has_arrived_after_wait(device: CudaDevice, pool: BufferPool) -> None:
     with pool.lease(LARGE, "one") as one, pool.lease(LARGE, "two") as two:
         for number in range(1, 6):
             keep_busy(device)
@@ -86,7 +86,7 @@ def test_what_comes_down_is_there_when_it_was_waited_for(device: CudaDevice, poo
             assert bool((view(two.memory, torch.uint8) == number + 1).all())
 
 
-def test_what_leaves_may_come_back_at_once(device: CudaDevice, pool: BufferPool) -> None:
+def test_a_download_may_be_uploaded_again_at_once(device: CudaDevice, pool: BufferPool) -> None:
     with pool.lease(LARGE, "test") as lease:
         for number in range(1, 6):
             leaving = torch.full((LARGE,), number, dtype=torch.uint8, device="cuda")
@@ -97,8 +97,8 @@ def test_what_leaves_may_come_back_at_once(device: CudaDevice, pool: BufferPool)
             upload.wait()
 
 
-def test_memory_is_given_out_anew_only_behind_its_last_use(device: CudaDevice, pool: BufferPool) -> None:
-    """Rooms and leaving tensors come and go on the host, far ahead of the GPU; no byte is overwritten too early."""
+def test_memory_is_reused_only_after_its_last_use(device: CudaDevice, pool: BufferPool) -> None:
+    """The host reserves buffers and drops tensors far ahead of the GPU; no byte is overwritten too early."""
     with pool.lease(LARGE, "up") as up, pool.lease(LARGE, "down") as down:
         view(up.memory, torch.uint8).fill_(7)
         sums = []
@@ -108,13 +108,13 @@ def test_memory_is_given_out_anew_only_behind_its_last_use(device: CudaDevice, p
             values = upload.open()
             sums.append(values.sum(dtype=torch.int64))
             download = device.download([(values + 1, down.memory)], LABEL)
-            del values, upload  # what went up is the same each time, and stays
+            del values, upload  # every upload has the same bytes
         assert [int(each) for each in sums] == [7 * LARGE] * 8
         download.wait()
         assert bool((view(down.memory, torch.uint8) == 8).all())
 
 
-def test_it_takes_no_more_memory_however_far_it_is_behind(device: CudaDevice, pool: BufferPool) -> None:
+def test_memory_does_not_depend_on_how_far_the_gpu_is_behind(device: CudaDevice, pool: BufferPool) -> None:
     with pool.lease(LARGE, "up") as up, pool.lease(LARGE, "down") as down:
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -123,10 +123,10 @@ def test_it_takes_no_more_memory_however_far_it_is_behind(device: CudaDevice, po
         torch.cuda.reset_peak_memory_stats()
         matrices = torch.cuda.memory_allocated() - before
         for _ in range(20):
-            room = device.reserve(LARGE)
-            upload = device.upload(up.memory, room, LABEL)
+            buffer = device.reserve(LARGE)
+            upload = device.upload(up.memory, buffer, LABEL)
             device.download([(upload.open(), down.memory)], LABEL)
-            del room, upload
+            del buffer, upload
         assert torch.cuda.max_memory_allocated() - before - matrices <= 3 * LARGE
         del busy
         torch.cuda.synchronize()
@@ -149,12 +149,12 @@ def test_times_are_those_of_the_gpu(device: CudaDevice, pool: BufferPool, timeli
     assert (compute.label, compute.block, compute.stage) == ("products", 2, "forward")
     assert (up.label, up.block, up.stage) == ("bytes", 1, "backward")
     assert before() - 1e-3 < compute.start < compute.end < middle() + 1e-3
-    # The copy waited for the products, since its room was reserved behind them; computing waited for the copy.
+    # The copy waited for the products, since its buffer was reserved after them. Computing waited for the copy.
     assert up.start > compute.end - 1e-3
     assert times.stalled["up"] == pytest.approx(up.end - up.start, rel=0.5)
 
 
-def test_a_limit_is_a_limit_and_ends_with_the_device(timeline: Timeline) -> None:
+def test_the_memory_limit_holds_until_the_device_is_closed(timeline: Timeline) -> None:
     reserved = torch.cuda.memory_reserved()
     with CudaDevice(torch.device("cuda"), timeline, limit_bytes=reserved + 64 * MIB) as device:
         with pytest.raises(DoesNotFit, match="gpu memory") as raised, device.translate_errors():
@@ -164,7 +164,7 @@ def test_a_limit_is_a_limit_and_ends_with_the_device(timeline: Timeline) -> None
     assert torch.empty(1024 * MIB, dtype=torch.uint8, device="cuda").numel() == 1024 * MIB
 
 
-def test_what_is_not_deterministic_is_refused_with_the_key_to_change(device: CudaDevice) -> None:
+def test_a_nondeterministic_operator_is_rejected_with_the_key_to_change(device: CudaDevice) -> None:
     values = torch.ones(8, device="cuda")
     with pytest.raises(BadInput, match="not deterministic") as raised, device.translate_errors():
         values.kthvalue(1)
@@ -173,44 +173,44 @@ def test_what_is_not_deterministic_is_refused_with_the_key_to_change(device: Cud
         values @ torch.ones(3, device="cuda")
 
 
-def test_a_workspace_that_is_not_deterministic_is_refused_too(device: CudaDevice) -> None:
-    """As torch words it where the user has set CUBLAS_WORKSPACE_CONFIG to something else."""
+def test_a_nondeterministic_workspace_is_rejected_too(device: CudaDevice) -> None:
+    """Torch's message if the user has set CUBLAS_WORKSPACE_CONFIG to another value."""
     with pytest.raises(BadInput, match="not deterministic") as raised, device.translate_errors():
         raise RuntimeError("this operation is not deterministic because it uses CuBLAS")
     assert raised.value.hint is not None and "deterministic: false" in raised.value.hint
 
 
-def test_memory_that_was_never_pinned_can_be_unpinned_without_harm(device: CudaDevice, pool: BufferPool) -> None:
+def test_unpinning_memory_that_was_not_pinned_does_no_harm(device: CudaDevice, pool: BufferPool) -> None:
     with pool.lease(MIB, "test") as lease:
         _unregister(address_of(lease.memory) + 4096)
-        assert float(torch.ones(3, device=device.torch_device).sum()) == 3.0  # CUDA's last error is gone
+        assert float(torch.ones(3, device=device.torch_device).sum()) == 3.0  # CUDA's last error was cleared
 
 
-def test_the_pool_is_pinned_and_copies_run_beside_the_host(device: CudaDevice, pool: BufferPool) -> None:
+def test_the_pool_is_pinned_and_copies_run_while_the_host_continues(device: CudaDevice, pool: BufferPool) -> None:
     with pool.lease(LARGE, "test") as lease:
         assert view(lease.memory, torch.uint8).is_pinned()
         keep_busy(device)
         download = device.download([(torch.zeros(LARGE, dtype=torch.uint8, device="cuda"), lease.memory)], LABEL)
-        assert not download.done, "the host stood still for the copy"
+        assert not download.done, "the host waited for the copy"
         download.wait()
 
 
-def test_memory_that_was_unpinned_can_be_pinned_again(pool: BufferPool) -> None:
-    """The pool's pinning fails the test where CUDA refuses."""
+def test_unpinned_memory_can_be_pinned_again(pool: BufferPool) -> None:
+    """If CUDA refuses, the pool's pinning fails the test."""
     for _ in range(3):
         pool.lease(LARGE, "test").release()
         pool.trim()
 
 
-def test_a_refusal_is_told_once_and_copies_are_as_correct(timeline: Timeline) -> None:
-    told: list[str] = []
-    pinning = CudaPinning(told.append)
+def test_a_failure_to_pin_is_reported_once_and_copies_are_correct(timeline: Timeline) -> None:
+    notices: list[str] = []
+    pinning = CudaPinning(notices.append)
     with BufferPool(None) as other, other.lease(MIB, "test") as lease:
         undo = pinning(address_of(lease.memory), MIB)
         assert undo is not None
         assert pinning(address_of(lease.memory), MIB) is None, "it is registered already"
         undo()
-    assert len(told) == 1 and "cannot pin" in told[0]
+    assert len(notices) == 1 and "cannot pin" in notices[0]
     with (
         BufferPool(None, pin=pinning) as pool,
         pool.lease(LARGE, "pageable") as lease,
@@ -221,4 +221,4 @@ def test_a_refusal_is_told_once_and_copies_are_as_correct(timeline: Timeline) ->
         upload = device.upload(lease.memory, device.reserve(LARGE), LABEL)
         assert bool((upload.open() == 3).all())
         upload.wait()
-    assert len(told) == 1
+    assert len(notices) == 1

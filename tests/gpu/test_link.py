@@ -1,4 +1,4 @@
-"""What goes over the link between a GPU and main memory, what need not, and what is given back."""
+"""What crosses the link between a GPU and main memory, what does not need to, and buffers that are given back."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ pytestmark = NEEDS_GPU
     ("gpu_units_from", "gpu_weights"), [(None, ()), (6, ()), (5, (3,)), (3, (2, 3)), (0, (1, 2, 3))]
 )
 @pytest.mark.parametrize("prefetch_blocks", [0, 2])
-def test_what_is_kept_goes_neither_down_nor_up_again(
+def test_what_is_resident_on_the_gpu_is_not_copied_again(
     tmp_path: Path, prefetch_blocks: int, gpu_units_from: int | None, gpu_weights: tuple[int, ...]
 ) -> None:
-    """Three layers and two micro-batches: units 0 and 1 are the first layer's, blocks 1 to 3 are layers."""
+    """Three layers (blocks 1 to 3) and two micro-batches: units 0 and 1 belong to the first layer."""
     config, recipe, steps = tiny_config("llama", num_hidden_layers=3), Recipe(dtype=torch.bfloat16), random_steps(2, 2)
     placement = Placement(
         prefetch_blocks=prefetch_blocks,
@@ -65,15 +65,15 @@ def labels(spans: Sequence[Span], resource: Resource, prefix: str) -> list[str]:
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16])
-def test_sums_are_made_on_the_gpu(tmp_path: Path, num_micro_batches: int, gradient_dtype: torch.dtype) -> None:
+def test_gradients_are_summed_on_the_gpu(tmp_path: Path, num_micro_batches: int, gradient_dtype: torch.dtype) -> None:
     config, recipe = tiny_config("llama_tied"), Recipe(dtype=torch.bfloat16, gradient_dtype=gradient_dtype)
     check_training(gpu_machine, tmp_path, config, recipe, num_micro_batches=num_micro_batches, placement=AHEAD)
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5], ids=["unclipped", "clipped"])
-def test_the_host_never_waits_for_the_gpu_among_the_layers(tmp_path: Path, max_grad_norm: float | None) -> None:
-    """For batches, masks (transformers looks whether rows are packed) and the loss, but not for each block: not for
-    norms, or for whether they are finite."""
+def test_the_host_does_not_wait_for_the_gpu_between_layers(tmp_path: Path, max_grad_norm: float | None) -> None:
+    """The host waits for batches, masks (transformers checks if rows are packed) and the loss. It does not wait for
+    each block, neither for norms nor to learn whether they are finite."""
     if not is_simulated():
         pytest.skip("counted by the simulated GPU")
     recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
@@ -99,13 +99,13 @@ def test_every_buffer_is_given_back(tmp_path: Path, max_grad_norm: float | None)
 
 
 @pytest.mark.parametrize("spilled_units", [0, 2])
-@pytest.mark.parametrize("asked", range(6))
-def test_a_stop_between_blocks_gives_every_buffer_back(tmp_path: Path, asked: int, spilled_units: int) -> None:
+@pytest.mark.parametrize("num_checks", range(6))
+def test_a_stop_between_blocks_gives_every_buffer_back(tmp_path: Path, num_checks: int, spilled_units: int) -> None:
     recipe = Recipe(dtype=torch.bfloat16)
     placement = Placement(prefetch_blocks=1, pending_updates=1, swapped=EVERYTHING, spilled_units=spilled_units)
     with gpu_machine(tmp_path, tiny_config("llama"), recipe, placement=placement) as ratel:
         before = ratel.weights()
-        stopped = ratel.make_engine(StopAfter(asked))
+        stopped = ratel.make_engine(StopAfter(num_checks))
         with pytest.raises(Interrupted):
             stopped.run(random_steps(1, 2)[0], step=0, update=1, learning_rate=1.0)
         assert ratel.pool.leased_bytes == 0
@@ -113,8 +113,8 @@ def test_a_stop_between_blocks_gives_every_buffer_back(tmp_path: Path, asked: in
         assert ratel.train(random_steps(1, 2), recipe)[0].applied
 
 
-def test_memory_is_not_pinned_anew_in_each_step(tmp_path: Path) -> None:
-    """Pinning costs as much as filling: what was leased once is kept for the next step."""
+def test_memory_is_not_pinned_again_in_each_step(tmp_path: Path) -> None:
+    """Pinning costs as much as filling, so the pool saves leased buffers for the next step."""
     pinned: list[int] = []
     recipe, steps = Recipe(dtype=torch.bfloat16), random_steps(4, 2)
     placement = replace(AHEAD, swapped=EVERYTHING)
@@ -125,4 +125,4 @@ def test_memory_is_not_pinned_anew_in_each_step(tmp_path: Path) -> None:
         num_pinned = len(pinned)
         assert num_pinned > 0
         ratel.train(steps, recipe)
-        assert len(pinned) <= num_pinned + 2  # transfers may once overlap more than they did before
+        assert len(pinned) <= num_pinned + 2  # transfers may overlap more than they did before

@@ -1,4 +1,4 @@
-"""A step takes of the GPU's memory no more than was planned, whatever the depth; its link works beneath computing."""
+"""A step takes no more GPU memory than was planned, whatever the depth; copies are overlapped with computing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RECIPE = Recipe(dtype=torch.bfloat16)
 STATE = StateBytes(compute=2, record=12, num_fields=4, gradient=2)
 EVERY_BLOCK = frozenset(range(99))
 TOKENS = 128 if is_simulated() else 1024
-"""Of a row: enough that activations outweigh what is small and not planned for."""
+"""Tokens of a row: enough that activations outweigh the small allocations that the plan leaves out."""
 
 
 def config_of(*, num_layers: int, hidden_size: int = 512, tied: bool = False) -> PretrainedConfig:
@@ -70,7 +70,7 @@ def batches_of(num_micro_batches: int, *, rows: int, tokens: int) -> list[MicroB
 
 
 def peak_bytes(ratel: Machine, batches: list[MicroBatch]) -> int:
-    """What two steps take at most."""
+    """The peak of two steps."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -81,7 +81,7 @@ def peak_bytes(ratel: Machine, batches: list[MicroBatch]) -> int:
 @pytest.mark.parametrize(
     ("kept_layers", "num_micro_batches", "swaps", "tied"), pairwise([0, 2, 4], [1, 3], [False, True], [False, True])
 )
-def test_it_takes_no_more_than_was_planned(
+def test_a_step_takes_no_more_than_was_planned(
     tmp_path: Path, tied: bool, num_micro_batches: int, swaps: bool, kept_layers: int
 ) -> None:
     config = config_of(num_layers=4, tied=tied)
@@ -102,7 +102,7 @@ def test_it_takes_no_more_than_was_planned(
     assert found <= planned - GPU_CONTEXT_BYTES - (gpu_memory._WORKSPACE_BYTES if is_simulated() else 0)
 
 
-def test_it_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
+def test_the_peak_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
     peaks = []
     for num_layers in (3, 9):
         config = config_of(num_layers=num_layers)
@@ -113,7 +113,7 @@ def test_it_does_not_grow_with_the_number_of_layers(tmp_path: Path) -> None:
     assert peaks[1] <= peaks[0] + MIB
 
 
-def test_what_does_not_fit_is_told_with_what_is_missing(tmp_path: Path) -> None:
+def test_a_step_that_does_not_fit_reports_the_shortfall(tmp_path: Path) -> None:
     config = config_of(num_layers=3)
     reserved = torch.cuda.memory_reserved()
     with gpu_machine(
@@ -135,10 +135,10 @@ def test_attention_is_a_candidate_for_swapping(tmp_path: Path) -> None:
     assert all(candidate.seconds is not None and candidate.seconds > 0 for candidate in layer.candidates)
 
 
-def test_copies_lie_beneath_computing(tmp_path: Path) -> None:
-    """All but the first ones of a step, where enough is computed with each block."""
+def test_copies_are_overlapped_with_computing(tmp_path: Path) -> None:
+    """All copies but the first of a step, if each block computes for long enough."""
     if is_simulated():
-        pytest.skip("the simulated GPU does nothing at the same time")
+        pytest.skip("the simulated GPU overlaps nothing")
     config = config_of(num_layers=3, hidden_size=2048)
     placement = Placement(
         prefetch_blocks=2, pending_updates=2, resident_weights=EVERY_BLOCK, resident_states=EVERY_BLOCK
@@ -153,12 +153,12 @@ def test_copies_lie_beneath_computing(tmp_path: Path) -> None:
     up = [span for span in spans if span.resource == "up" and span.block in layers and span.stage == "forward"]
     down = [span for span in spans if span.resource == "down" and span.block in layers]
     assert len(up) == 2 and down
-    assert beneath(up, spans) > 0.8
-    assert beneath(down, spans) > 0.8
+    assert overlapped_share(up, spans) > 0.8
+    assert overlapped_share(down, spans) > 0.8
 
 
-def beneath(transfers: Sequence[Span], spans: Sequence[Span]) -> float:
-    """The share of their time in which the GPU computed."""
+def overlapped_share(transfers: Sequence[Span], spans: Sequence[Span]) -> float:
+    """The share of the transfers' time in which the GPU computed."""
     computing = [span for span in spans if span.resource == "compute"]
     hidden = sum(
         max(0.0, min(transfer.end, span.end) - max(transfer.start, span.start))

@@ -1,4 +1,4 @@
-"""`ratel` itself on a GPU: the config that ran on the CPU, limits, resuming, profiling and planning."""
+"""`ratel` on a GPU: a config that ran on the CPU, limits, resuming, profiling and planning."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_the_config_that_ran_on_the_cpu_runs_on_the_gpu(tmp_path: Path, base: Pa
     on_cpu = write_config(tmp_path / "cpu", base=base, rows=rows, learning_rate=1e-4)
     on_gpu = write_config(tmp_path / "gpu", base=base, rows=rows, learning_rate=1e-4, device="auto")
     succeed(on_cpu)
-    told = succeed(on_gpu)
-    assert "TFLOP/s; one block at a time" in told
+    output = succeed(on_gpu)
+    assert "TFLOP/s; one block at a time" in output
     assert all(line["gpu_peak_bytes"] > 0 for line in metrics(on_gpu))
     for (step, loss, _), (other_step, other_loss, _) in zip(curve(on_cpu), curve(on_gpu), strict=True):
         assert (step, loss) == (other_step, pytest.approx(other_loss, rel=1e-3))
     for name, found in exported(on_gpu).items():
-        # Four steps of AdamW, each of 1e-4 at most, which rounding may turn where a gradient is next to nothing.
+        # Four steps of AdamW of at most 1e-4 each. Rounding may turn their sign where a gradient is almost zero.
         assert float((found - exported(on_cpu)[name]).abs().max()) <= 8.1e-4, name
 
 
@@ -84,7 +84,7 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, base: Path, rows: 
     assert export_hash(plain) == export_hash(killed)
 
 
-def test_too_little_gpu_memory_is_known_before_anything_is_written(tmp_path: Path, base: Path, rows: Path) -> None:
+def test_too_little_gpu_memory_is_reported_before_anything_is_written(tmp_path: Path, base: Path, rows: Path) -> None:
     config = write_config(
         tmp_path, base=base, rows=rows, limits={"gpu_memory": "300MiB", "host_memory": "20GiB"}, **BFLOAT16
     )
@@ -96,8 +96,8 @@ def test_too_little_gpu_memory_is_known_before_anything_is_written(tmp_path: Pat
 
 
 @pytest.mark.full
-def test_too_little_host_memory_is_told_with_all_that_needs_it(tmp_path: Path, base: Path, rows: Path) -> None:
-    """Even if it is less than this process has, so that there is none to measure the drives with."""
+def test_too_little_host_memory_is_reported_with_the_need(tmp_path: Path, base: Path, rows: Path) -> None:
+    """Even if the limit is below what this process has, so that nothing is left for measuring the drives."""
     config = write_config(tmp_path, base=base, rows=rows, limits={"host_memory": "200MiB"}, **BFLOAT16)
     ended = finetune(config)
     assert ended.code == 3, ended.told
@@ -106,7 +106,7 @@ def test_too_little_host_memory_is_told_with_all_that_needs_it(tmp_path: Path, b
     assert not store_of(config).parent.exists()
 
 
-def test_a_limit_is_kept(tmp_path: Path, base: Path, rows: Path) -> None:
+def test_a_limit_is_respected(tmp_path: Path, base: Path, rows: Path) -> None:
     limit_bytes = 2 << 30
     config = write_config(
         tmp_path, base=base, rows=rows, limits={"gpu_memory": limit_bytes, "host_memory": "20GiB"}, **BFLOAT16
@@ -124,8 +124,8 @@ def test_profile_and_plan_know_the_gpu(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = write_config(tmp_path / "run", base=base, rows=rows, **BFLOAT16)
     assert main(["profile", str(config), "-o", str(tmp_path / "hardware.json")]) == 0
-    told = capsys.readouterr().out
-    assert "GPU memory" in told and "to the GPU" in told
+    output = capsys.readouterr().out
+    assert "GPU memory" in output and "to the GPU" in output
     assert main(["plan", str(config), "--hardware", str(tmp_path / "hardware.json"), "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["time"]["forward"]["up"] > 0 and planned["time"]["backward"]["down"] > 0
@@ -133,7 +133,7 @@ def test_profile_and_plan_know_the_gpu(
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_what_the_user_wants_of_the_allocator_stands(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_users_allocator_settings_are_not_changed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, "expandable_segments:False")

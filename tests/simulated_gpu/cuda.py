@@ -1,10 +1,9 @@
-"""`torch.cuda` on the simulated device, as far as Ratel and its tests call it. Importing this compiles the device."""
+"""The part of `torch.cuda` that Ratel and its tests call, on the simulated device. Importing it compiles the device."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import Any
 
 import torch
 from torch.utils import cpp_extension
@@ -21,11 +20,11 @@ _device = cpp_extension.load(
 
 _TOTAL_BYTES = 64 << 30
 _COMPUTES = 0
-"""The number of the stream that computes."""
+"""Number of the computing stream."""
 
 
 class Stream:
-    """A queue of copies; the one that computes is never behind."""
+    """A queue of copies. The computing stream is never behind."""
 
     def __init__(self, device: object = None, *, number: int | None = None) -> None:
         self.number = _device.make_stream() if number is None else number
@@ -41,11 +40,11 @@ class Stream:
 
 
 class Event:
-    """A place in such a queue."""
+    """A place in a stream."""
 
     def __init__(self, *, enable_timing: bool = False, blocking: bool = False) -> None:
         self._is_timed = enable_timing
-        self.recorded: Any = None
+        self.recorded: object = None
 
     def record(self, stream: Stream | None = None) -> None:
         self.recorded = _device.record(_device.current_stream() if stream is None else stream.number)
@@ -62,7 +61,7 @@ class Event:
 
 
 class OnStream:
-    """`torch.cuda.stream`: what is copied inside is queued there."""
+    """Replaces `torch.cuda.stream`: copies made inside are queued on the given stream."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -107,20 +106,20 @@ FUNCTIONS = {
     "set_per_process_memory_fraction": lambda share, device=None: _device.set_limit(int(share * _TOTAL_BYTES)),
     "cudart": lambda: _runtime,
 }
-"""By their names in `torch.cuda`."""
+"""By name in `torch.cuda`."""
 
 
 def install() -> None:
-    """Put them there, for the rest of this process."""
+    """Replace the functions of `torch.cuda` for the rest of this process."""
     for name, function in FUNCTIONS.items():
         setattr(torch.cuda, name, function)
 
 
 def set_eagerness(share: float) -> None:
-    """Of the calls, so many of which let everything happen at once that is queued on their stream."""
+    """Set the share of calls that run everything queued on their stream at once."""
     _device.set_eagerness(share)
 
 
 def num_stops() -> int:
-    """How often the host needed a number that was computed, and stood still for it."""
+    """How often the host waited for a computed number."""
     return int(_device.num_stops())

@@ -1,13 +1,13 @@
-// A CUDA device for a torch that was built without CUDA: memory of its own (memory.h), streams and events (streams.h),
-// operators, and no GPU.
+// A CUDA device for a torch that was built without CUDA: memory of its own (memory.h), streams and events (streams.h)
+// and operators, but no GPU.
 //
-// Operators compute on the CPU, at once, on copies of what lies in the device's memory. The stream that computes is
-// therefore never behind; all others are as far behind as they may be: what is queued on one happens when somebody
-// waits for it, or, for a share of the calls that is drawn (`set_eagerness`), at once. So whoever relies on more than
-// streams and events promise computes with the wrong bytes, or is told. Memory is garbage when it is given out and freed.
+// Operators compute on the CPU, at once, on copies of the device's memory. So the computing stream is never behind. All
+// other streams are as far behind as allowed: what is queued on one happens when something waits for it, or, for a
+// random share of the calls (`set_eagerness`), at once. Code that relies on more than streams and events promise
+// computes with wrong bytes, or gets an error. New and freed memory is filled with garbage.
 //
-// Invariants: no function here holds the lock while it needs Python's; addresses are those of host memory, but torch
-// takes them for a GPU's, and refuses to mix them.
+// Invariants: no function here holds the lock while it needs the GIL; addresses are those of host memory, but torch
+// takes them for a GPU's and rejects operators that mix the two.
 #include <torch/extension.h>
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -31,7 +31,7 @@ using namespace simulated;
 const c10::Stream kStream{c10::Stream::DEFAULT, kDevice};
 const c10::DispatchKeySet kKeys{c10::DispatchKey::CUDA};
 
-// --- What torch asks of a device -----------------------------------------------------------------------------------
+// --- What torch needs of a device ----------------------------------------------------------------------------------
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::DeviceType type() const override { return kDevice.type(); }
@@ -43,7 +43,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::Stream getDefaultStream(c10::Device) const override { return kStream; }
     c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
     c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-    // Operators are over when they return, and all of them are on one stream.
+    // All operators run on one stream and are over when they return.
     void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
     void block(void*, const c10::Stream&) const override {}
     bool queryEvent(void*) const override { return true; }
@@ -70,7 +70,7 @@ struct CUDAHooks final : at::CUDAHooksInterface {
     at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
 };
 
-// Torch asked for its hooks when it was imported, and keeps what it got: an object without members, like ours.
+// Torch got its hooks when it was imported, and uses that object forever. It has no members, as ours has none.
 void replace_hooks() {
     static_assert(sizeof(CUDAHooks) == sizeof(at::CUDAHooksInterface));
     new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) CUDAHooks;
@@ -78,7 +78,7 @@ void replace_hooks() {
 
 // --- Operators -----------------------------------------------------------------------------------------------------
 
-// The same bytes, seen as host memory.
+// A view of the same bytes as host memory.
 at::Tensor on_host(const at::Tensor& tensor) {
     if (tensor.is_cpu()) return tensor;
     return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
@@ -117,8 +117,8 @@ at::Scalar local_scalar_dense(const at::Tensor& tensor) {
     return on_host(tensor).item();
 }
 
-// CUDA's kernels take from the host what is a single number, or an index, and nothing else.
-void refuse_other_devices(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
+// CUDA's kernels take scalars and indices from the host, and nothing else.
+void reject_other_devices(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
     if (schema.name().find("index") != std::string::npos) return;
     const auto check = [&](const at::Tensor& tensor) {
         TORCH_CHECK(!tensor.defined() || tensor.is_cuda() || tensor.dim() == 0,
@@ -133,12 +133,12 @@ void refuse_other_devices(const c10::FunctionSchema& schema, const torch::jit::S
     }
 }
 
-// What has no kernel above computes on the host, on copies.
+// Operators without a kernel above compute on the host, on copies.
 void compute_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
-    refuse_other_devices(operation.schema(), *stack);
+    reject_other_devices(operation.schema(), *stack);
     compute();
     TORCH_CHECK(!(operation.schema().name() == "aten::kthvalue" && at::globalContext().deterministicAlgorithms()),
-                "kthvalue CUDA does not have a deterministic implementation");  // one that CUDA refuses, for tests
+                "kthvalue CUDA does not have a deterministic implementation");  // for tests: CUDA rejects it
     const auto before = std::pair(std::exchange(current_stream, kComputes), std::exchange(is_computing, true));
     const auto restore = [&] { std::tie(current_stream, is_computing) = before; };
     try {
@@ -150,7 +150,7 @@ void compute_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* st
     restore();
 }
 
-// There is no such kernel for integers on the CPU.
+// The CPU has no such kernel for integers.
 at::Tensor histc(const at::Tensor& values, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
     return at::histc(on_host(values).to(at::kDouble), bins, low, high).to(values.scalar_type()).to(kDevice);
 }

@@ -1,4 +1,4 @@
-// Memory of the simulated GPU, and host memory that it knows: pinned. Garbage is what is given out, and what was freed.
+// Memory of the simulated GPU, and pinned host memory. New and freed memory is filled with garbage.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -20,17 +20,17 @@ namespace simulated {
 inline const c10::Device kDevice{c10::DeviceType::CUDA, 0};
 constexpr int kAlreadyRegistered = 712, kNotRegistered = 713;  // cudaErrorHostMemory...
 
-inline std::mutex mutex;  // of everything here and in streams.h; nobody who holds it needs Python's lock
+inline std::mutex mutex;  // guards everything here and in streams.h; no holder needs the GIL
 
 constexpr size_t kGranularity = 512;
-constexpr int kGivenOut = 0xA5, kFreed = 0xDD;
+constexpr int kNewByte = 0xA5, kFreedByte = 0xDD;
 
 inline size_t allocated_bytes = 0, peak_bytes = 0, limit_bytes = SIZE_MAX;
 
 struct Block {
     void* address;
     size_t num_bytes;
-    int64_t given_out;  // after so much had been computed
+    int64_t allocated_after;  // number of the last computing before the allocation
 
     bool holds(const void* pointer) const {
         return pointer >= address && pointer < static_cast<const char*>(address) + num_bytes;
@@ -38,21 +38,21 @@ struct Block {
 };
 
 inline std::map<const void*, Block> blocks;  // by address
-inline int64_t last_computed = 0;  // the number of what was computed last (streams.h)
+inline int64_t last_computed = 0;  // number of the last computing (streams.h)
 
-bool is_queued(const Block& block);  // for a copy (streams.h)
+bool is_queued(const Block& block);  // true if a queued copy uses the block (streams.h)
 
 inline void free_block(void* address) {
     std::lock_guard guard(mutex);
     const auto found = blocks.find(address);
     const Block block = found->second;
     blocks.erase(found);
-    std::memset(block.address, kFreed, block.num_bytes);
+    std::memset(block.address, kFreedByte, block.num_bytes);
     allocated_bytes -= block.num_bytes;
-    if (!is_queued(block)) std::free(block.address);  // else that is a mistake, and what is copied is garbage
+    if (!is_queued(block)) std::free(block.address);  // otherwise the code under test is wrong, and it copies garbage
 }
 
-// Like torch's words, which Ratel reads.
+// In the format of torch's message, which Ratel parses.
 inline std::string size_in_words(size_t num_bytes) {
     const bool is_large = num_bytes >= size_t{1} << 30;
     std::ostringstream words;
@@ -73,8 +73,8 @@ struct Allocator final : c10::Allocator {
             peak_bytes = std::max(peak_bytes, allocated_bytes);
         }
         void* address = std::aligned_alloc(kGranularity, num_bytes);
-        TORCH_CHECK(address != nullptr, "no memory left for the simulated GPU's");
-        std::memset(address, kGivenOut, num_bytes);
+        TORCH_CHECK(address != nullptr, "the host has no memory left for the simulated GPU's");
+        std::memset(address, kNewByte, num_bytes);
         std::lock_guard guard(mutex);
         blocks[address] = {address, num_bytes, last_computed};
         return {address, address, free_block, kDevice};
@@ -87,7 +87,7 @@ inline Allocator allocator;
 
 inline std::map<uintptr_t, size_t> pinned;  // size by address
 
-// With the lock held. The first range that ends behind the address.
+// The first range that ends after the address. The caller holds the lock.
 inline auto first_behind(uintptr_t address) {
     auto range = pinned.upper_bound(address);
     if (range != pinned.begin() && address < std::prev(range)->first + std::prev(range)->second) --range;

@@ -1,12 +1,13 @@
-// Streams and events of the simulated GPU: copies that happen as late as they may, and what the host may rely on.
+// Streams and events of the simulated GPU: copies that happen as late as allowed, and what the host may rely on.
 //
-// All that is queued or computed is numbered, over all streams. Computing happens at once; but the host may only rely on
-// what it knows: what it has waited for, and what that had waited for. So what went up is compared with what lies in host
-// memory when the host gets to know that the copy is over: until then it may not have changed. An example, with numbers:
+// Everything that is queued or computed has a number, over all streams. Computing happens at once, but the host may rely
+// only on what it knows: on what it has waited for, and on what that had waited for. When the host learns that an upload
+// is over, the uploaded bytes are compared with host memory, which must not have changed until then. An example:
 //
-//     1 an operator computes; 2 an event of that; 3 the stream `up` waits for it (`behind` is 2); 4 a copy up is queued,
-//     5 an event of it. Then computing waits for 5: the copy happens, and `computed_with` of copy and event is 6. When
-//     the host waits for event 5, or for a later one of computing, say 8, it knows that the copy is over.
+//     1 an operator computes; 2 an event after it; 3 the stream `up` waits for the event (`behind` is 2); 4 an upload is
+//     queued; 5 an event after it. Then computing waits for event 5: the copy happens, and `computed_with` of copy and
+//     event is 6. When the host waits for event 5, or for a later one of computing, say 8, it learns that the upload is
+//     over.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,10 +30,10 @@ constexpr int64_t kComputes = 0, kNever = INT64_MAX;
 
 struct Event {
     int64_t stream, number;
-    int64_t behind;  // what had been computed
-    int64_t computed_with = kNever;  // when the stream that computes waited for it
+    int64_t behind;  // number of the last computing that the stream had waited for
+    int64_t computed_with = kNever;  // number at which the computing stream waited for it
     bool is_over = false;
-    double seconds = 0;  // of a steady clock
+    double seconds = 0;  // by the steady clock
 
     void happen() {
         is_over = true;
@@ -41,7 +42,7 @@ struct Event {
 };
 using EventPointer = std::shared_ptr<Event>;
 
-// A copy; or, without bytes, the moment of an event; or, `waits`, until another stream has come to one.
+// A copy; without bytes, an event; with `waits`, a wait for another stream's event.
 struct Task {
     int64_t number = 0;
     void* to = nullptr;
@@ -54,11 +55,11 @@ struct Task {
 
 struct Stream {
     std::deque<Task> queue;
-    int64_t behind = 0;  // what had been computed
-    int64_t known = 0;  // to the host, to be over
+    int64_t behind = 0;  // number of the last computing that the stream has waited for
+    int64_t known = 0;  // number up to which the host knows that all is over
 };
 
-// A copy up of which the host does not know yet that it is over.
+// An upload that the host does not know to be over.
 struct Sent {
     int64_t stream, number;
     int64_t computed_with;
@@ -73,11 +74,11 @@ inline thread_local int64_t current_stream = kComputes;
 inline std::minstd_rand draws;
 inline double eagerness = 0;
 
-// From here to `is_known`, the lock is held by who calls; the functions behind that take it.
+// From here to `is_known` the caller holds the lock; later functions take it themselves.
 
 inline bool is_drawn() { return std::uniform_real_distribution<>{}(draws) < eagerness; }
 
-// What is queued on a stream happens, up to this event or all of it.
+// Run what is queued on a stream, up to the event, or all of it.
 inline void advance(int64_t number, const Event* until = nullptr) {
     auto& queue = streams[number].queue;
     while (!queue.empty() && !(until != nullptr && until->is_over)) {
@@ -97,7 +98,7 @@ inline void advance(int64_t number, const Event* until = nullptr) {
     }
 }
 
-// The host gets to know that an event is over.
+// The host learns that an event is over.
 inline void learn(Event& event) {
     const auto raise = [](int64_t& known, int64_t number) { known = std::max(known, number); };
     raise(streams[event.stream].known, event.number);
@@ -109,7 +110,7 @@ inline void learn(Event& event) {
         is_unchanged = is_unchanged && std::memcmp(copy.from, copy.bytes.data(), copy.bytes.size()) == 0;
         return true;
     });
-    TORCH_CHECK(is_unchanged, "host memory changed before its copy up was over");
+    TORCH_CHECK(is_unchanged, "host memory changed before its upload was over");
 }
 
 inline bool is_known(const Event& event) {
@@ -168,9 +169,9 @@ inline int64_t num_stops = 0;
 
 inline thread_local bool is_computing = false;
 
-// The host needs what is computed, or torch waits for a copy: the host stands still until everything is computed.
+// The host needs a computed value, or torch waits for a copy: the host waits until everything is computed.
 inline void stop_for_result() {
-    if (is_computing) return;  // it is the device that asks
+    if (is_computing) return;  // the device itself asks
     ++num_stops;
     synchronize(record(kComputes));
 }
@@ -181,7 +182,7 @@ inline double seconds_of(const EventPointer& event) {
     return event->seconds;
 }
 
-// What was sent from there is over, or nobody cares.
+// Uploads from this memory are over, or nothing depends on them.
 inline int unpin(uintptr_t address) {
     std::lock_guard guard(mutex);
     const auto range = pinned.find(address);
@@ -203,24 +204,24 @@ inline bool is_queued(const Block& block) {
     return false;
 }
 
-// The stream that computes is never behind here. On a GPU it is, and a copy has to wait for it: down, for all that may
-// have made these bytes; up, for all that may have used the memory before it was given out for them.
+// The computing stream is never behind here, but on a GPU it is, and a copy must wait for it: a download, for all work
+// that may have written the bytes; an upload, for all work that may have used the memory before it was allocated.
 inline void check_order(const void* pointer, bool goes_up) {
     const auto block = std::prev(blocks.upper_bound(pointer));
-    const int64_t wanted = goes_up ? block->second.given_out : last_computed;
+    const int64_t wanted = goes_up ? block->second.allocated_after : last_computed;
     TORCH_CHECK(streams[current_stream].behind >= wanted, "a copy does not wait for what was computed before it");
 }
 
-// Something is computed.
+// Note that something is computed.
 inline void compute() {
     std::lock_guard guard(mutex);
     last_computed = ++last_number;
 }
 
-// Whoever copies pageable memory stands still for it, as with CUDA.
+// A copy of pageable memory makes the host wait, as with CUDA.
 inline void copy_on_stream(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
     TORCH_CHECK(to.is_contiguous() && from.is_contiguous() && to.dtype() == from.dtype() && to.sizes() == from.sizes(),
-                "the simulated GPU's other streams only copy what lies alike on both sides");
+                "the simulated GPU's other streams only copy between tensors of one layout");
     const bool returns_at_once = non_blocking && is_pinned((to.is_cpu() ? to : from).data_ptr());
     {
         std::lock_guard guard(mutex);

@@ -1,4 +1,4 @@
-"""The simulated GPU finds out whoever relies on more than CUDA promises."""
+"""The simulated GPU catches code that relies on more than CUDA promises."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ def lease() -> Iterator[Lease]:
         yield lease
 
 
-def test_who_changes_host_memory_too_early(device: CudaDevice, lease: Lease) -> None:
+def test_it_catches_host_memory_that_changes_too_early(device: CudaDevice, lease: Lease) -> None:
     upload = device.upload(lease.memory, device.reserve(4096), LABEL)
     lease.memory[0] = 1
     found = upload.open().clone()
-    lease.memory[0] = 2  # the GPU may be far behind
+    lease.memory[0] = 2  # too early: the GPU may be far behind
     with pytest.raises(RuntimeError, match="host memory changed"):
         upload.wait()
     assert int(found[0]) == 1
 
 
-def test_who_reads_before_it_was_opened(device: CudaDevice, lease: Lease) -> None:
+def test_it_catches_a_read_before_open(device: CudaDevice, lease: Lease) -> None:
     upload = device.upload(lease.memory, device.reserve(4096), LABEL)
     assert int(upload._values[0]) != 0
     assert int(upload.open()[0]) == 0
 
 
-def test_who_does_not_wait_for_what_comes_down(device: CudaDevice, lease: Lease) -> None:
+def test_it_catches_a_read_before_the_download_ended(device: CudaDevice, lease: Lease) -> None:
     download = device.download([(torch.full((4096,), 7, dtype=torch.uint8, device="cuda"), lease.memory)], LABEL)
     assert not download.done
     assert lease.memory[0] == 0
@@ -63,7 +63,7 @@ def test_who_does_not_wait_for_what_comes_down(device: CudaDevice, lease: Lease)
     assert lease.memory[0] == 7
 
 
-def test_who_overwrites_what_has_not_left(device: CudaDevice, lease: Lease) -> None:
+def test_it_catches_a_tensor_overwritten_during_its_download(device: CudaDevice, lease: Lease) -> None:
     leaving = torch.full((4096,), 7, dtype=torch.uint8, device="cuda")
     download = device.download([(leaving, lease.memory)], LABEL)
     leaving.fill_(8)
@@ -71,14 +71,14 @@ def test_who_overwrites_what_has_not_left(device: CudaDevice, lease: Lease) -> N
     assert lease.memory[0] == 8
 
 
-def test_who_lets_go_of_what_has_not_left(device: CudaDevice, lease: Lease) -> None:
+def test_it_catches_a_tensor_freed_during_its_download(device: CudaDevice, lease: Lease) -> None:
     download = device.download([(torch.full((4096,), 7, dtype=torch.uint8, device="cuda"), lease.memory)], LABEL)
     device._downloading = None
     download.wait()
     assert lease.memory[0] != 7
 
 
-def test_who_takes_memory_of_the_gpu_for_the_hosts(device: CudaDevice) -> None:
+def test_it_catches_gpu_memory_used_as_host_memory(device: CudaDevice) -> None:
     there, here = torch.zeros(3, device=device.torch_device), torch.zeros(3)
     with pytest.raises(RuntimeError, match="same device"):
         there @ here
@@ -86,7 +86,7 @@ def test_who_takes_memory_of_the_gpu_for_the_hosts(device: CudaDevice) -> None:
         there.numpy()
 
 
-def test_at_its_most_eager_everything_has_happened(device: CudaDevice, lease: Lease) -> None:
+def test_at_full_eagerness_all_work_is_done_at_once(device: CudaDevice, lease: Lease) -> None:
     set_eagerness(1.0)
     download = device.download([(torch.full((4096,), 7, dtype=torch.uint8, device="cuda"), lease.memory)], LABEL)
     assert download.done
