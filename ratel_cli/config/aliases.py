@@ -78,7 +78,7 @@ _OFFLOAD = ("it configures the offloading of another engine", "remove it, or use
 _MASTER = ("the precision has one key", "use `dtype: bfloat16`, `float16` or `float32`")
 _BATCH = (
     "it means different things in different tools",
-    "use `micro_batch_size` (rows computed at once) and `gradient_accumulation_steps`",
+    "use `micro_batch_size` (sequences computed at once) and `gradient_accumulation_steps`",
 )
 _CHECKPOINTING = ("the plan decides what is recomputed", "remove it, or use `activations`")
 _ATTENTION = ("the attention kernel has one key", "use `attn_implementation: sdpa` or `flash_attention_2`")
@@ -89,7 +89,7 @@ _OVERWRITE = ("it is an option of the command line", "use `--resume no` to start
 _PER_EPOCH = ("Ratel counts in steps, not in epochs", "use `save_steps` and `eval_steps`")
 _STAGE = ("Ratel does supervised full fine-tuning only", "remove it")
 _LOADER = ("Ratel prepares the data once, by itself", "remove it")
-_PADDING = ("packing fills the rows", "use `sample_packing` and `sequence_len`")
+_PADDING = ("packing fills the sequences", "use `sample_packing` and `sequence_len`")
 _TEMPLATE = (
     "Ratel uses the tokenizer's own chat template",
     "remove it, or change that template",

@@ -90,16 +90,16 @@ class RunConfig(Section):
     train_on_inputs: bool = False
     """Also train on the tokens of the prompt. By default only the answer counts in the loss."""
     sequence_len: int = Field(default=1024, ge=2)
-    """The most tokens in a row. Longer samples are cut, except plain text (`completion`), which is split into several
-    rows."""
+    """The most tokens in a sequence. Longer samples are truncated, except plain text (`completion`), which is split
+    into several samples."""
     sample_packing: bool = True
-    """Put several short samples into one row, so that fewer tokens are padding. No token attends to another sample. A
-    model that cannot separate packed samples gets one sample per row, with a notice."""
+    """Put several short samples into one sequence, so that fewer tokens are padding. No token attends to another
+    sample. A model that cannot separate packed samples gets one sample per sequence, with a notice."""
     shuffle: bool = True
     """Visit the samples in a new order in each epoch. The order is drawn from `seed`."""
 
     micro_batch_size: int = Field(default=1, ge=1)
-    """Rows that the model computes at once. More rows need more GPU memory, or RAM on the CPU."""
+    """Sequences that the model computes at once. More of them need more GPU memory, or RAM on the CPU."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
     """Micro-batches in one step. More of them cost computing time but no further weight or optimizer traffic, because
     weights and states move once per step."""

@@ -66,7 +66,7 @@ def read_inputs(config: RunConfig, resources: ExitStack, log: RunLog) -> Inputs:
     _check_positions(config.sequence_len, model, model_config, log)
     packing = config.sample_packing and model.packs
     if config.sample_packing and not model.packs:
-        log.notice(f"{model_config.model_type} cannot keep packed samples apart; every sample gets a row of its own")
+        log.notice(f"{model_config.model_type} cannot separate packed samples; every sample gets a sequence of its own")
     data = load_training_data(
         [DatasetSource(**item.model_dump()) for item in config.datasets],
         tokenizer=tokenizer,
