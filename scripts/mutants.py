@@ -62,7 +62,7 @@ class Mutant:
 
 # fmt: off
 MUTANTS = (
-    Mutant("draws without the step", "engine/replay/randomness.py", "{seed}/{step}/{block}", "{seed}/{block}", "draws differ by step", "engine/test_randomness.py"),
+    Mutant("draws without the step", "engine/state.py", "{seed}/{step}/{block}", "{seed}/{block}", "draws differ by step", "engine/test_randomness.py"),
 )
 # fmt: on
 
