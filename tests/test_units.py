@@ -1,4 +1,4 @@
-"""Sizes, counts and times: read exactly, printed with three digits, at every bound one below, on it, one above."""
+"""Sizes, counts and times: read exactly and printed with three digits, also around every bound."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratel_cli.units import GIB, KIB, MIB, align_up, format_bytes, format_count, format_seconds, parse_bytes
+from ratel_cli.units import GIB, KIB, MIB, align_up, counted, format_bytes, format_count, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from ratel_cli.units import GIB, KIB, MIB, align_up, format_bytes, format_count,
         ("7B", 7),
         ("2TiB", 2**41),
         ("2t", 2 * 10**12),
-        # In floating point these come out one too low.
+        # With floating point, these would be one too low.
         ("0.29GB", 290_000_000),
         ("1.001KB", 1001),
         ("4.35TB", 4_350_000_000_000),
@@ -43,7 +43,7 @@ def test_parse(text: str | int, num_bytes: int) -> None:
 @pytest.mark.parametrize(
     "text", ["", " ", "GiB", "-1", "1e9", "1,5GB", "1 2", "24XB", "1.GiB", ".5", "1GiB/s", "0x10", "inf", "\u0661"]
 )
-def test_what_is_no_size(text: str) -> None:
+def test_texts_that_are_not_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size; write it like 24GiB"):
         parse_bytes(text)
 
@@ -139,3 +139,16 @@ def test_format_seconds(seconds: float, text: str) -> None:
 )
 def test_align_up(value: int, alignment: int, aligned: int) -> None:
     assert align_up(value, alignment) == aligned
+
+
+@pytest.mark.parametrize(
+    ("count", "nouns", "text"),
+    [
+        (0, ("step",), "0 steps"),
+        (1, ("step",), "1 step"),
+        (2, ("step",), "2 steps"),
+        (2, ("batch", "batches"), "2 batches"),
+    ],
+)
+def test_counted(count: int, nouns: tuple[str, ...], text: str) -> None:
+    assert counted(count, *nouns) == text

@@ -1,4 +1,4 @@
-"""What the config's tests share: the least text that loads, and the types of their fixtures."""
+"""Shared by the tests of configs: the smallest text that loads, and the types of the fixtures."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ class Load(Protocol):
 
 
 class Complain(Protocol):
-    """Loads what must not load; gives every error, as `error | hint` where there is a hint."""
+    """Loads a text that must not load. Gives every error, as `error | hint` if it has a hint."""
 
     def __call__(self, text: str | bytes, *overrides: str) -> list[str]: ...

@@ -1,4 +1,4 @@
-"""Configs as texts, loaded the way a command loads them."""
+"""Configs as texts, loaded as a command loads them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
 
 @pytest.fixture
 def complain(load: Load) -> Complain:
-    """Loads what must not load; gives every error, and `error | hint` where there is a hint."""
+    """Loads a text that must not load. Gives every error, as `error | hint` if it has a hint."""
 
     def load_wrong(text: str | bytes, *overrides: str) -> list[str]:
         with pytest.raises(BadInput) as caught:

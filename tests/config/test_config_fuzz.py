@@ -1,4 +1,4 @@
-"""Whatever stands in the file or on the command line: a config, or a BadInput that says where."""
+"""Any file and any arguments give a config, or a BadInput that names a place."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ QUICK = examples(60)
 
 
 def attempt(folder: Path, content: bytes, overrides: list[str]) -> LoadedConfig | None:
-    """Load; None where it is refused, and then every error must name its place."""
+    """Load the config. None if it is rejected; then every error must name its place."""
     path = folder / "run.yaml"
     path.write_bytes(content)
     try:

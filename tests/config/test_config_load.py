@@ -1,4 +1,4 @@
-"""Loading a config: what a text becomes, and what is said where it is wrong."""
+"""Loading a config: what a text becomes, and the messages for files that cannot be read."""
 
 from __future__ import annotations
 
@@ -7,14 +7,34 @@ from pathlib import Path
 
 import pytest
 
+from ratel_cli.config.aliases import SECTIONS
 from ratel_cli.config.load import load_config, to_yaml
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.config.yaml_marks import MAX_TEXT_BYTES
 from ratel_cli.errors import BadInput
 from tests.config.config_loading import MINIMAL, Complain, Load
 
+OF_THE_INTERFACE = """
+    base_model model_shape cost_model random_init datasets train_on_inputs sequence_len sample_packing shuffle
+    micro_batch_size gradient_accumulation_steps num_epochs max_steps learning_rate lr_scheduler warmup_steps
+    warmup_ratio optimizer adam_beta1 adam_beta2 adam_epsilon weight_decay max_grad_norm dtype gradient_dtype
+    device attn_implementation activations optimizer_overlap deterministic trace storage limits output_dir
+    save_steps save_total_limit eval_steps val_set_size logging_steps report_to seed
+"""
+"""The keys that users were promised, in this order. `tests/test_docs.py` checks that docs/config.md has them all."""
 
-def test_the_least_config_gets_every_default(load: Load) -> None:
+
+def test_the_keys_are_those_of_the_interface() -> None:
+    assert list(SECTIONS[""].model_fields) == OF_THE_INTERFACE.split()
+
+
+def test_every_key_has_a_meaning() -> None:
+    for model in SECTIONS.values():
+        for name, field in model.model_fields.items():
+            assert field.description, f"{model.__name__}.{name} has no docstring"
+
+
+def test_the_minimal_config_gets_every_default(load: Load) -> None:
     loaded = load(MINIMAL)
     assert loaded.notices == ()
     assert loaded.config.base_model == "org/name"
@@ -68,7 +88,7 @@ def test_sizes(load: Load, text: str, num_bytes: int) -> None:
     assert load(MINIMAL + f"limits: {{gpu_memory: {text}}}\n").config.limits.gpu_memory == num_bytes
 
 
-def test_datasets_in_every_form(load: Load) -> None:
+def test_datasets_may_be_a_path_a_mapping_or_a_list(load: Load) -> None:
     model = "base_model: m\n"
     assert [each.path for each in load(model + "datasets: a\n").config.datasets] == ["a"]
     assert [each.path for each in load(model + "datasets: [a, b]\n").config.datasets] == ["a", "b"]
@@ -98,7 +118,7 @@ def test_home_is_expanded(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
         ("a.d/", "a.d.store"),
     ],
 )
-def test_the_store_lies_beside_the_output(load: Load, output_dir: str, store: str) -> None:
+def test_the_store_is_next_to_the_output(load: Load, output_dir: str, store: str) -> None:
     assert load(MINIMAL + f"output_dir: {output_dir}\n").config.storage.paths == (Path(store),)
 
 
@@ -118,7 +138,7 @@ def test_the_store_lies_beside_the_output(load: Load, output_dir: str, store: st
         ("train_on_prompt: true", "train_on_inputs", True),
     ],
 )
-def test_aliases_are_accepted_with_one_note(load: Load, line: str, key: str, value: object) -> None:
+def test_an_alias_is_accepted_with_one_notice(load: Load, line: str, key: str, value: object) -> None:
     loaded = load(MINIMAL + line + "\n")
     assert getattr(loaded.config, key) == value
     assert loaded.notices == (f"run.yaml:3:1: `{line.split(':', maxsplit=1)[0]}` is read as `{key}`",)
@@ -131,7 +151,7 @@ def test_model_aliases(load: Load) -> None:
 
 @pytest.mark.parametrize(("written", "read"), [("true", "false"), ("false", "true")])
 @pytest.mark.parametrize("alias", ["completion_only_loss", "assistant_only_loss"])
-def test_an_inverse_alias_is_turned(load: Load, alias: str, written: str, read: str) -> None:
+def test_an_inverse_alias_is_inverted(load: Load, alias: str, written: str, read: str) -> None:
     loaded = load(MINIMAL + f"{alias}: {written}\n")
     assert loaded.config.train_on_inputs is (read == "true")
     assert loaded.notices == (f"run.yaml:3:1: `{alias}: {written}` is read as `train_on_inputs: {read}`",)
@@ -161,14 +181,14 @@ FOREIGN = """
 
 
 @pytest.mark.parametrize("key", FOREIGN.split())
-def test_foreign_keys_get_a_reason(complain: Complain, key: str) -> None:
+def test_a_key_of_another_trainer_is_rejected_with_a_reason(complain: Complain, key: str) -> None:
     for value in ("false", "{a: b}"):
         [error] = complain(MINIMAL + f"{key}: {value}\n")
         assert error.startswith(f"run.yaml:3:1: `{key}` is not a key of Ratel: ")
         assert " | " in error
 
 
-def test_warmup_steps_put_the_ratio_off(load: Load) -> None:
+def test_warmup_steps_set_the_ratio_to_zero(load: Load) -> None:
     def warmup(line: str) -> tuple[int, float]:
         config = load(MINIMAL + line).config
         return config.warmup_steps, config.warmup_ratio
@@ -197,11 +217,11 @@ def test_a_plan_needs_only_a_shape(load: Load) -> None:
         ("warmup_steps: 9\nmax_steps: 5", "3:1: `warmup_steps` is 9, but the run ends after 5 steps"),
     ],
 )
-def test_what_is_not_used_is_told(load: Load, lines: str, notice: str) -> None:
+def test_ignored_keys_are_reported(load: Load, lines: str, notice: str) -> None:
     assert load(MINIMAL + lines + "\n").notices == (f"run.yaml:{notice}",)
 
 
-def test_room_for_saved_generations(load: Load) -> None:
+def test_how_many_saved_steps_the_store_has_space_for(load: Load) -> None:
     assert load(MINIMAL).config.num_saved_generations == 0
     assert load(MINIMAL + "save_steps: 5\n").config.num_saved_generations == 1
     assert load(MINIMAL + "save_steps: 5\nsave_total_limit: 3\n").config.num_saved_generations == 3
@@ -217,12 +237,12 @@ def test_an_alias_bomb_is_bounded(complain: Complain) -> None:
     )
 
 
-def test_anchors_are_fine_where_they_are_small(load: Load) -> None:
+def test_small_anchors_are_accepted(load: Load) -> None:
     config = load("base_model: m\ndatasets: [{path: a, split: &s dev}, {path: b, split: *s}]\n").config
     assert [each.split for each in config.datasets] == ["dev", "dev"]
 
 
-def test_a_number_of_too_many_digits(complain: Complain) -> None:
+def test_a_number_with_too_many_digits(complain: Complain) -> None:
     [error] = complain(MINIMAL + f"seed: {'9' * 5000}\n")
     assert error.endswith("cannot be read as int")
     assert len(error) < 120
@@ -236,7 +256,7 @@ def test_a_number_of_too_many_digits(complain: Complain) -> None:
         (b"#" * (MAX_TEXT_BYTES + 1), "run.yaml: larger than 256 KiB; this is not a config"),
     ],
 )
-def test_bytes_that_are_no_text(complain: Complain, content: bytes, error: str) -> None:
+def test_bytes_that_are_not_text(complain: Complain, content: bytes, error: str) -> None:
     assert complain(content) == [error]
 
 
@@ -251,7 +271,7 @@ def test_a_file_of_exactly_the_largest_size_loads(load: Load) -> None:
     assert load(MINIMAL + padding).config.base_model == "org/name"
 
 
-def told(path: Path) -> tuple[str, str | None]:
+def error_of(path: Path) -> tuple[str, str | None]:
     with pytest.raises(BadInput) as caught:
         load_config(path)
     return caught.value.message, caught.value.hint
@@ -260,24 +280,24 @@ def told(path: Path) -> tuple[str, str | None]:
 def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("finetune.yaml").write_text(MINIMAL)
-    assert told(Path("finetun.yaml")) == ("finetun.yaml: no such file", "did you mean finetune.yaml?")
-    assert told(Path("x/y.yaml")) == ("x/y.yaml: no such file", None)
-    assert told(Path()) == (".: is a directory", "write the path of the YAML file")
-    assert told(Path("finetune.yaml/x")) == ("finetune.yaml/x: cannot be read: Not a directory", None)
-    assert told(Path("a\0b"))[0] == "a\0b: not a valid file name"
+    assert error_of(Path("finetun.yaml")) == ("finetun.yaml: no such file", "did you mean finetune.yaml?")
+    assert error_of(Path("x/y.yaml")) == ("x/y.yaml: no such file", None)
+    assert error_of(Path()) == (".: is a directory", "write the path of the YAML file")
+    assert error_of(Path("finetune.yaml/x")) == ("finetune.yaml/x: cannot be read: Not a directory", None)
+    assert error_of(Path("a\0b"))[0] == "a\0b: not a valid file name"
     Path("loop.yaml").symlink_to("loop.yaml")
-    assert told(Path("loop.yaml"))[0].startswith("loop.yaml: cannot be read: ")
+    assert error_of(Path("loop.yaml"))[0].startswith("loop.yaml: cannot be read: ")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can read every file")
 def test_a_file_without_permission(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(MINIMAL)
     path.chmod(0)
-    assert told(path) == (f"{path}: cannot be read: Permission denied", None)
+    assert error_of(path) == (f"{path}: cannot be read: Permission denied", None)
 
 
-def test_a_resolved_config_loads_to_an_equal_one(load: Load) -> None:
+def test_a_config_that_is_written_and_loaded_is_equal(load: Load) -> None:
     text = MINIMAL + "warmup_steps: 3\nmax_steps: 5\nlimits: {gpu_memory: 24GiB}\nsave_steps: 2\nmax_grad_norm: 0\n"
     config = load(text, "storage.paths=[/a, /b]", "activations=0.5", "adam_epsilon=1e-10").config
     again = load(to_yaml(config))
@@ -289,6 +309,6 @@ def test_a_resolved_config_loads_to_an_equal_one(load: Load) -> None:
 @pytest.mark.parametrize(
     "text", ["1e-4", "yes", "null", "~x", "2024-01-01", "a: b", "0x1f", "- a", "#", "é\t\x85", "true", "="]
 )
-def test_names_that_look_like_something_else_survive(load: Load, text: str) -> None:
+def test_texts_that_look_like_other_values_stay_texts(load: Load, text: str) -> None:
     config = RunConfig.model_validate({"base_model": "m", "datasets": [{"path": "p", "split": text, "name": text}]})
     assert load(to_yaml(config)).config == config.resolved("run")

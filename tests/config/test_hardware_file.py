@@ -1,4 +1,4 @@
-"""What is said where a hardware file is wrong: every error, each at its line."""
+"""The messages for wrong hardware files: every error, each at its line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ host:
 
 @pytest.fixture
 def complain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Complain:
-    """Reads what must not be read; gives every error, and `error | hint` where there is a hint."""
+    """Reads a file that must be rejected. Gives every error, as `error | hint` if it has a hint."""
     monkeypatch.chdir(tmp_path)
 
     def read_wrong(text: str) -> list[str]:
@@ -49,14 +49,14 @@ def complain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Complain:
     return read_wrong
 
 
-def test_the_lines_are_right(tmp_path: Path) -> None:
+def test_the_example_is_valid(tmp_path: Path) -> None:
     path = tmp_path / "hw.yaml"
     path.write_text(LINES)
     assert read_hardware_file(path).nvme.free_bytes == 10**12
 
 
 @pytest.mark.parametrize(
-    ("number", "line", "told"),
+    ("number", "line", "error"),
     [
         (2, "  name: ''", "2:9: `gpu.name` must not be empty"),
         (2, "  name: 4090", "2:9: `gpu.name` must be text, not 4090 | put it in quotes"),
@@ -85,14 +85,14 @@ def test_the_lines_are_right(tmp_path: Path) -> None:
         (16, "format_version: 2", "16:17: `format_version` must be `1`, not 2"),
     ],
 )
-def test_wrong_values(complain: Complain, number: int, line: str, told: str) -> None:
+def test_wrong_values(complain: Complain, number: int, line: str, error: str) -> None:
     lines = LINES.splitlines()
     lines[number - 1] = line
-    assert f"hw.yaml:{told}" in complain("\n".join(lines))
+    assert f"hw.yaml:{error}" in complain("\n".join(lines))
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "error"),
     [
         ("", "hw.yaml:1:1: the file is empty"),
         ("- 1\n", "hw.yaml:1:1: a hardware file consists of `key: value` lines"),
@@ -101,13 +101,13 @@ def test_wrong_values(complain: Complain, number: int, line: str, told: str) -> 
         (LINES.replace("name: a GPU", "name: !!binary aGk="), "hw.yaml:2:9: the tag '!!binary' is not allowed here"),
     ],
 )
-def test_wrong_files(complain: Complain, text: str, told: str) -> None:
+def test_wrong_files(complain: Complain, text: str, error: str) -> None:
     [only] = complain(text)
-    assert only.split(" | ")[0] == told
+    assert only.split(" | ")[0] == error
 
 
-def test_a_directory_alone(complain: Complain) -> None:
-    """Its rates are checked as all others are, and there is one set of them for each path."""
+def test_the_rates_of_one_drive_alone(complain: Complain) -> None:
+    """They are checked like all others, and there must be as many as paths."""
     alone = "  paths: [/a, /b]\n  alone:\n  - {read_bytes_per_second: 1, write_byte_per_second: 2}\n"
     assert complain(LINES.replace("  num_devices: 2\n", alone)) == [
         "hw.yaml:11:5: `nvme.alone.0.write_bytes_per_second` is missing",
@@ -120,7 +120,7 @@ def test_a_directory_alone(complain: Complain) -> None:
     ]
 
 
-def test_everything_is_told_at_once_in_the_order_of_the_file(complain: Complain) -> None:
+def test_every_error_is_reported_at_once_in_the_order_of_the_file(complain: Complain) -> None:
     text = LINES.replace("24GiB", "much").replace("6GB/s", "no").replace("link:", "links:").replace("1e9", "-1")
     assert [each.split(": ")[0] for each in complain(text)] == [
         "hw.yaml:3:17",
@@ -128,4 +128,4 @@ def test_everything_is_told_at_once_in_the_order_of_the_file(complain: Complain)
         "hw.yaml:10:26",
         "hw.yaml:16:31",
     ]
-    assert len(complain("a: 1\n")) == 4, "three sections missing, and one too many"
+    assert len(complain("a: 1\n")) == 4, "three sections are missing, and one is unknown"

@@ -1,4 +1,4 @@
-"""Whatever stands in a hardware file: a machine, or a BadInput that says where."""
+"""Any hardware file gives a machine, or a BadInput that names a place."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HEALTHY: dict[str, dict[str, object]] = {
 
 
 def attempt(path: Path, content: bytes) -> HardwareProfile | None:
-    """Load; None where it is refused, and then every error must name its place."""
+    """Load the file. None if it is rejected; then every error must name its place."""
     path.write_bytes(content)
     try:
         return load_hardware(path)
@@ -64,7 +64,7 @@ def test_any_values(tmp_path: Path, content: object) -> None:
 @QUICK
 @given(section=st.sampled_from(sorted(HEALTHY)), key=st.sampled_from(KEYS), value=VALUES)
 def test_any_value_in_a_machine(tmp_path: Path, section: str, key: str, value: object) -> None:
-    """What is taken is written and read again as an equal machine."""
+    """A machine that is accepted, written and read again is equal."""
     content = {**HEALTHY, section: {**HEALTHY[section], key: value}}
     profile = attempt(tmp_path / "hardware.yaml", yaml.safe_dump(content, allow_unicode=True).encode())
     if profile is not None:

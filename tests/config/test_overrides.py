@@ -1,4 +1,4 @@
-"""`key=value` arguments over a file."""
+"""`key=value` arguments that override a file."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_section_may_be_empty_or_replaced(load: Load) -> None:
     assert [each.path for each in load(NESTED, "datasets=[x, {path: y}]").config.datasets] == ["x", "y"]
 
 
-def test_later_wins_and_an_alias_is_the_same_key(load: Load) -> None:
+def test_a_later_argument_wins_and_an_alias_is_the_same_key(load: Load) -> None:
     loaded = load(MINIMAL + "learning_rate: 1\n", "lr=2", "learning_rate=3", "completion_only_loss=false")
     assert (loaded.config.learning_rate, loaded.config.train_on_inputs) == (3.0, True)
     assert loaded.notices == (
@@ -75,7 +75,7 @@ def test_later_wins_and_an_alias_is_the_same_key(load: Load) -> None:
     )
 
 
-def test_an_argument_takes_the_place_of_what_decides_the_same(load: Load) -> None:
+def test_an_argument_replaces_the_key_that_decides_the_same(load: Load) -> None:
     loaded = load(MINIMAL + "warmup_ratio: 0.1\nnum_epochs: 3\n", "warmup_steps=5", "max_steps=9")
     assert (loaded.config.warmup_steps, loaded.config.warmup_ratio) == (5, 0.0)
     assert (loaded.config.max_steps, loaded.config.num_epochs) == (9, 1.0)

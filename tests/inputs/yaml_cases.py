@@ -1,7 +1,7 @@
 """Malformed configs: the healthy run's `run.yaml`, damaged.
 
 Here every key gets values of a wrong kind, and the file gets wrong contents and wrong places. The exact messages are
-in `tests/config/refusals.txt`.
+in `tests/config/rejections.txt`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What is said to wrong configs, word for word: `refusals.txt`, the corpus of messages.
+"""The messages for wrong configs, word for word. `rejections.txt` is the corpus.
 
-A block is a config and all that is said to it. `| ` starts a line of a whole file, `+ ` one that follows
-the two lines of a config that loads; errors come without the file's name.
+A block is a config and all messages about it. `| ` starts a line of a complete file, `+ ` a line that follows the two
+lines of a minimal config. Errors stand without the file's name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 
 from tests.config.config_loading import MINIMAL, Complain
 
-CORPUS = Path(__file__).with_name("refusals.txt")
+CORPUS = Path(__file__).with_name("rejections.txt")
 
 
 def blocks() -> Iterator[tuple[str, list[str]]]:
@@ -31,7 +31,7 @@ def blocks() -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize(("text", "errors"), list(blocks()))
-def test_every_error_is_told_at_once_at_its_place(complain: Complain, text: str, errors: list[str]) -> None:
+def test_every_error_is_reported_at_once_at_its_place(complain: Complain, text: str, errors: list[str]) -> None:
     assert complain(text) == errors
 
 
@@ -45,5 +45,5 @@ def test_every_error_is_told_at_once_at_its_place(complain: Complain, text: str,
         ("[" * 22 + "]" * 22, "1:22: nested more than 20 deep"),
     ],
 )
-def test_texts_that_do_not_fit_in_a_corpus(complain: Complain, text: str, error: str) -> None:
+def test_texts_that_the_corpus_cannot_hold(complain: Complain, text: str, error: str) -> None:
     assert complain(text) == [f"run.yaml:{error}"]
