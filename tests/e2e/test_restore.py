@@ -30,6 +30,7 @@ from tests.e2e.runs import (
     wait,
     write_config,
 )
+from tests.tiers import sample
 
 NUM_STEPS = 24
 CHANGES: dict[str, object] = {
@@ -136,7 +137,9 @@ def test_a_store_that_is_lost_with_its_run(tmp_path: Path, base: Path, rows: Pat
     assert committed_step(snapshot_of(config)) == NUM_STEPS
 
 
-@pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"durability": "none"}], ids=["float32", "in place"])
+@pytest.mark.parametrize(
+    "changes", sample([{"dtype": "float32"}, {"durability": "none"}], every=2), ids=["float32", "in place"]
+)
 def test_to_other_directories_and_kinds_of_stores(
     tmp_path: Path, base: Path, rows: Path, changes: dict[str, object]
 ) -> None:
@@ -228,7 +231,7 @@ def test_a_disk_without_room_for_it(copied: Path, small_disk: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("call", [1, 8])
+@pytest.mark.parametrize("call", sample([1, 8], every=2, offset=1))
 def test_a_signal_and_once_more(copied: Path, signal_at: SignalAt, call: int, number: int, code: int) -> None:
     shutil.rmtree(store_of(copied).parent)
     signal_at(call, number)

@@ -25,6 +25,7 @@ from tests.e2e.runs import (
     wait_until,
     write_config,
 )
+from tests.tiers import rotating
 
 NUM_STEPS = 30
 CHANGES: dict[str, object] = {
@@ -67,7 +68,10 @@ def test_killed_again_and_again(make_config: MakeConfig, undisturbed: Path) -> N
     check_as_if_nothing_had_happened(config, undisturbed)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full), (signal.SIGKILL, -9)],
+)
 def test_stopped_by_a_signal(make_config: MakeConfig, undisturbed: Path, number: int, code: int) -> None:
     config = make_config(**CHANGES)
     process = start(config)
@@ -85,8 +89,7 @@ def test_stopped_by_a_signal(make_config: MakeConfig, undisturbed: Path, number:
     check_as_if_nothing_had_happened(config, undisturbed)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("phase", ["import", "export"])
+@pytest.mark.parametrize(("phase", "number"), rotating(["import", "export"], [signal.SIGINT, signal.SIGTERM]))
 def test_stopped_while_it_imports_or_exports(
     make_config: MakeConfig, undisturbed: Path, phase: str, number: signal.Signals
 ) -> None:

@@ -76,6 +76,7 @@ def test_a_tied_model_stays_tied(make_config: MakeConfig, tied_base: Path) -> No
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+@pytest.mark.full
 def test_half_precision_scales_its_loss(make_config: MakeConfig, base: Path) -> None:
     config = make_config(dtype="float16", max_steps=1)
     succeed(config)
@@ -99,6 +100,7 @@ def test_a_step_that_overflows_is_left_out(make_config: MakeConfig, base: Path) 
     assert (progress.step, progress.updates, progress.loss_scale) == (4, 3, 2.0**15)
 
 
+@pytest.mark.full
 def test_weights_drawn_from_the_initialiser(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
     """No weight file is needed, nor read; the same seed draws the same."""
     for path in base.iterdir():
@@ -118,7 +120,7 @@ def test_weights_drawn_from_the_initialiser(make_config: MakeConfig, base: Path,
 @pytest.mark.parametrize("changes", [
     pytest.param({"engine": "io_uring"}, marks=pytest.mark.io_uring),
     {"engine": "threads", "durability": "none"},
-    {"engine": "threads", "keep_generations": 2},
+    pytest.param({"engine": "threads", "keep_generations": 2}, marks=pytest.mark.full),
     {"engine": "threads", "paths": ["a", "b"]},
 ], ids=["io_uring", "in place", "more slots", "two directories"])  # fmt: skip
 def test_where_the_state_lies_does_not_matter(

@@ -98,10 +98,10 @@ def test_json(saved: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"dtype": "float16"},
+        pytest.param({"dtype": "float16"}, marks=pytest.mark.full),
         {"dtype": "float32"},
         {"base": "tied"},
-        {"random_init": True},
+        pytest.param({"random_init": True}, marks=pytest.mark.full),
         {"attn_implementation": "flash_attention_2"},
     ],
     ids=["float16", "float32", "tied", "drawn", "flash"],

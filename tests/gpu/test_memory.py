@@ -33,11 +33,12 @@ pytestmark = NEEDS_GPU
 RECIPE = Recipe(dtype=torch.bfloat16)
 STATE = StateBytes(compute=2, record=12, num_fields=4, gradient=2)
 EVERY_BLOCK = frozenset(range(99))
+HIDDEN_SIZE = 256 if is_simulated() else 512
 TOKENS = 128 if is_simulated() else 1024
 """Tokens of a row: enough that activations outweigh the small allocations that the plan leaves out."""
 
 
-def config_of(*, num_layers: int, hidden_size: int = 512, tied: bool = False) -> PretrainedConfig:
+def config_of(*, num_layers: int, hidden_size: int = HIDDEN_SIZE, tied: bool = False) -> PretrainedConfig:
     return tiny_config(
         "llama",
         hidden_size=hidden_size,

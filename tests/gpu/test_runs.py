@@ -106,6 +106,7 @@ def test_too_little_host_memory_is_reported_with_the_need(tmp_path: Path, base: 
     assert not store_of(config).parent.exists()
 
 
+@pytest.mark.full
 def test_a_limit_is_respected(tmp_path: Path, base: Path, rows: Path) -> None:
     limit_bytes = 2 << 30
     config = write_config(

@@ -132,7 +132,7 @@ def kind_of(case: MalformedInput) -> str:
 
 
 @pytest.mark.parametrize(
-    "case", sample_kinds(CORPUS, kind=kind_of, every=5), ids=lambda case: ascii(case.name)[1:-1][:80]
+    "case", sample_kinds(CORPUS, kind=kind_of, every=10), ids=lambda case: ascii(case.name)[1:-1][:80]
 )
 def test_malformed_input(case: MalformedInput, inputs: RunFiles, finished: FinishedRun) -> None:
     line = case.damage(inputs)

@@ -38,6 +38,7 @@ def test_smoke(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full
 def test_without_a_ceiling_there_is_no_result(tmp_path: Path) -> None:
     """Neither a compiler nor fio is on an empty PATH."""
     command = [sys.executable, "-m", SCRIPT, "--smoke", "--directory", tmp_path]
