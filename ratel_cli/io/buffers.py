@@ -1,14 +1,13 @@
 """Host memory for transfers: page-aligned, on huge pages where the kernel gives them, within one limit.
 
-Everything that reads or writes the store leases its buffers here, once, and reuses them. O_DIRECT
-needs page alignment; huge pages are worth more than any engine (reads 2.3 -> 3.8 GB/s at a seventh
-of the CPU time, architecture.md section 6) and need three things that Python does not do by itself:
-a *private* anonymous mapping, madvise before the first touch, and 2 MiB alignment.
+Everything that reads or writes the store leases its buffers here and reuses them. O_DIRECT needs page alignment. Huge
+pages are worth more than any I/O engine (reads 2.3 -> 3.8 GB/s at a seventh of the CPU time) and need three things that
+Python does not do by itself: a *private* anonymous mapping, madvise before the first touch, and 2 MiB alignment.
 
-Where a GPU computes, every mapping is pinned for it as it is made (io/pinning.py).
+Where a GPU computes, every mapping is pinned as it is made (io/pinning.py).
 
-Invariants: leased plus idle bytes never pass the limit; a memory that anything still refers to is
-never unmapped (mappings are dropped by reference, so a tensor made from a lease cannot dangle).
+Invariants: leased plus idle bytes never pass the limit; memory that anything still refers to is never unmapped
+(mappings are dropped by reference, so a tensor made from a lease cannot dangle).
 """
 
 from __future__ import annotations
@@ -33,13 +32,11 @@ it could not be pinned."""
 
 
 class Lease:
-    """A buffer borrowed from a pool. ``memory`` is writable and exactly ``num_bytes`` long.
-
-    It may be shared among threads: everyone who called ``share`` calls ``release``, like the borrower.
-    """
+    """A buffer borrowed from a pool, with one or more users. The last user's `release` gives it back."""
 
     def __init__(self, pool: BufferPool, region: _Region, num_bytes: int) -> None:
         self.num_bytes = num_bytes
+        """Length of `memory`."""
         self._pool = pool
         self._num_users = 1  # changed under the pool's lock
         self._region: _Region | None = region
@@ -47,19 +44,19 @@ class Lease:
 
     @property
     def memory(self) -> memoryview:
-        """The bytes, format ``B``. Views made of it are only good until ``release``."""
+        """The buffer, writable and exactly `num_bytes` long, format ``B``. Views of it are valid until `release`."""
         assert self._memory is not None, "a lease was used after its release"
         return self._memory
 
     def share(self) -> Self:
-        """Count one more user."""
+        """Add a user, who calls `release` too. Returns the lease itself."""
         with self._pool._lock:
             assert self._num_users > 0, "a lease was shared after its release"
             self._num_users += 1
         return self
 
     def release(self) -> None:
-        """Count one user less; the last one gives the buffer back. No transfer may still be using it."""
+        """Remove a user. The last one gives the buffer back, and no transfer may still be using it then."""
         with self._pool._lock:
             assert self._num_users > 0, "a lease was released more often than it was taken"
             self._num_users -= 1
@@ -79,9 +76,10 @@ class Lease:
 
 
 class BufferPool(Closing):
-    """Leases buffers and keeps the returned ones for reuse, by exact size. Safe to use from any thread."""
+    """Leases buffers, and reuses returned ones of exactly the same size. Safe to use from any thread."""
 
     def __init__(self, limit_bytes: int | None, *, pin: PinMemory | None = None) -> None:
+        """`limit_bytes` None: there is no limit. `pin` is called for every new mapping."""
         assert limit_bytes is None or limit_bytes >= 0
         self.limit_bytes = limit_bytes
         self._pin = pin
@@ -96,35 +94,39 @@ class BufferPool(Closing):
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes lent out now, in whole pages."""
+        """Bytes leased now, in whole pages."""
         return self._leased_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most this pool ever held, idle buffers included."""
+        """The most bytes that this pool held at once, idle buffers included."""
         return self._peak_bytes
 
     def lease(self, num_bytes: int, purpose: str) -> Lease:
-        """Lend ``num_bytes``. Contents are those of an earlier lease, or zero. ``purpose`` is for messages."""
+        """Lease a buffer of `num_bytes`. It holds the bytes of an earlier lease, or zeros.
+
+        Raises DoesNotFit if it would pass the limit, and EnvironmentFailure if the system has no memory. `purpose`
+        names the buffer in these messages.
+        """
         assert num_bytes >= 0
         size_bytes = align_up(num_bytes, PAGE_BYTES)
         with self._lock:
-            assert not self._closed, "a lease was asked of a closed pool"
+            assert not self._closed, "a buffer was leased from a closed pool"
             region = self._take_idle(size_bytes)
             if region is None:
-                self._make_room(size_bytes, purpose)
+                self._free_bytes_for(size_bytes, purpose)
                 region = _Region(size_bytes, purpose, self._pin)
             self._leased_bytes += size_bytes
             self._peak_bytes = max(self._peak_bytes, self._leased_bytes + self._idle_bytes)
         return Lease(self, region, num_bytes)
 
     def trim(self) -> None:
-        """Give idle buffers back to the system, as after a phase whose sizes will not return."""
+        """Give idle buffers back to the system. For the end of a phase whose buffer sizes do not come back."""
         with self._lock:
             self._drop_idle(self._idle_bytes)
 
     def close(self) -> None:
-        """Drop the idle buffers. Those still lent out are dropped as they are released."""
+        """Give idle buffers back to the system. Leased buffers follow as they are released. Idempotent."""
         with self._lock:
             self._closed = True
             self._drop_idle(self._idle_bytes)
@@ -150,22 +152,21 @@ class BufferPool(Closing):
         self._idle_bytes -= size_bytes
         return region
 
-    def _make_room(self, size_bytes: int, purpose: str) -> None:
+    def _free_bytes_for(self, size_bytes: int, purpose: str) -> None:
         if self.limit_bytes is None:
             return
         shortfall_bytes = self._leased_bytes + size_bytes - self.limit_bytes
         if shortfall_bytes > 0:
             raise DoesNotFit(
-                f"{purpose}: {format_bytes(size_bytes)} more host memory does not fit in "
-                f"{format_bytes(self.limit_bytes)}, of which {format_bytes(self._leased_bytes)} are in use: "
-                f"{shortfall_bytes} bytes too few",
+                f"{purpose}: needs {format_bytes(size_bytes)} of host memory, but {format_bytes(self._leased_bytes)} "
+                f"of {format_bytes(self.limit_bytes)} are in use (short by {shortfall_bytes} bytes)",
                 "raise limits.host_memory",
                 shortfall_bytes=shortfall_bytes,
             )
         self._drop_idle(shortfall_bytes + self._idle_bytes)
 
     def _drop_idle(self, num_bytes: int) -> None:
-        """Forget the longest idle buffers until ``num_bytes`` are freed."""
+        """Drop the buffers that were idle longest until `num_bytes` are freed."""
         while num_bytes > 0 and self._idle:
             key, region = self._idle.popitem(last=False)
             keys = self._idle_keys[region.size_bytes]
@@ -177,7 +178,7 @@ class BufferPool(Closing):
 
 
 class _Region:
-    """One mapping. It has no close(): the last view of it unmaps it. Before that it is unpinned."""
+    """One mapping. It has no close(): it is unpinned when the pool drops it, and unmapped with its last view."""
 
     def __init__(self, size_bytes: int, purpose: str, pin: PinMemory | None) -> None:
         self.size_bytes = size_bytes
@@ -185,29 +186,29 @@ class _Region:
             self.memory = memoryview(bytearray())
             return
         huge = size_bytes >= HUGE_PAGE_BYTES
-        # The room to align costs addresses only: what is never touched is never backed.
+        # The extra bytes for alignment cost addresses only: a page that is never touched takes no memory.
         try:
             mapping = mmap.mmap(
                 -1, size_bytes + (HUGE_PAGE_BYTES if huge else 0), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             )
         except (OSError, OverflowError) as exc:
             raise EnvironmentFailure(
-                f"{purpose}: the system refused {format_bytes(size_bytes)} of host memory: {exc}",
+                f"{purpose}: the system did not give {format_bytes(size_bytes)} of host memory: {exc}",
                 "lower limits.host_memory, or raise the limit on address space (ulimit -v)",
             ) from exc
         start = -address_of(memoryview(mapping)) % HUGE_PAGE_BYTES if huge else 0
         if huge:
-            # Whole huge pages only: one that reaches beyond the end would cost up to 2 MiB that no limit counts.
+            # Whole huge pages only: one that reaches past the end would take up to 2 MiB that no limit counts.
             _advise_huge_pages(mapping, start, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
         self.memory = memoryview(mapping)[start : start + size_bytes]
         unpin = pin(address_of(self.memory), size_bytes) if pin is not None else None
         if unpin is not None:
-            # Called when the pool lets go of the region: no transfer uses it any more, though a view of it may live on.
+            # Called when the pool drops the region. No transfer uses it then, though a view of it may live on.
             weakref.finalize(self, unpin).atexit = False
 
 
 def address_of(memory: memoryview) -> int:
-    """Where a non-empty, writable memory starts."""
+    """The address of the first byte of a non-empty, writable memoryview."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 

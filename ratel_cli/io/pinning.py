@@ -1,9 +1,9 @@
-"""Tells CUDA of the pool's memory, so that copies between it and a GPU run by themselves (`io.buffers`).
+"""Pins the pool's memory for CUDA, so that copies between it and a GPU run without a thread.
 
-torch's own pinned memory has sizes that are powers of two, and no huge pages; registering what the pool maps has
-neither fault. It locks every page into memory, so that a buffer takes all of its size at once, and takes as
-long as filling it: pinned buffers are to be kept. Where CUDA refuses, copies are as correct, but the
-thread that asks for one stands still for it; that is told once.
+torch's own pinned memory has sizes that are powers of two, and no huge pages. Registering the pool's mappings has
+neither drawback. Registration locks every page into memory, so a buffer takes all of its size at once, and it takes as
+long as filling the buffer, so pinned buffers should be reused. Where CUDA refuses, copies are just as correct, but each
+one blocks the thread that asks for it. One notice says so.
 
 Invariant: what was registered is unregistered before it is unmapped.
 """
@@ -16,18 +16,18 @@ from collections.abc import Callable
 import torch
 
 _PORTABLE = 1
-"""cudaHostRegisterPortable: good for every context of this process."""
+"""cudaHostRegisterPortable: valid for every context of this process."""
 
 
 class CudaPinning:
-    """To be handed to a `BufferPool`, which calls it with the address and the size of each mapping."""
+    """The `pin` argument of a `BufferPool` for a CUDA GPU."""
 
     def __init__(self, notice: Callable[[str], None]) -> None:
         self._notice = notice
         self._is_refused = False
 
     def __call__(self, address: int, num_bytes: int) -> Callable[[], None] | None:
-        """Register a mapping: what undoes it, or None where CUDA refuses. After a refusal it is not asked again."""
+        """Register a mapping. Returns what unregisters it, or None if CUDA refuses it or refused one before."""
         if self._is_refused:
             return None
         code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
@@ -45,6 +45,6 @@ def _unregister(address: int) -> None:
 
 
 def _clear_error() -> None:
-    """A refusal stays CUDA's last error, which torch would report for its next kernel."""
+    """Reset CUDA's last error, which torch would otherwise report for its next kernel."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda").add_(1)

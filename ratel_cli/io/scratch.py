@@ -1,16 +1,16 @@
-"""Space on the drives that lives as long as the run: for held gradients and swapped activations.
+"""Scratch space on the drives: for held gradients and offloaded activations.
 
-Used by `engine`. One unlinked file on each directory, reserved when it is opened and never synced:
-whatever ends the run also frees the space.
+One unlinked file in each directory, reserved when it is opened and never synced. The space is free again as soon as the
+run ends, however it ends.
 
-Invariant: bytes read are the bytes written last, as long as the object is open; nothing survives it.
+Invariant: while the object is open, bytes read are the bytes written last. Nothing survives it.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import xxhash
@@ -33,10 +33,7 @@ from ratel_cli.sizes import PAGE_BYTES, STRIPE_BYTES
 
 
 class Scratch(Closing):
-    """Addresses from 0 to `num_bytes`; what was not written reads as anything. Use as a context manager.
-
-    `weights` are the directories' shares of the stripes; None: equal ones.
-    """
+    """`num_bytes` of space, addressed from 0. What was not written reads as anything. Use as a context manager."""
 
     def __init__(
         self,
@@ -46,8 +43,11 @@ class Scratch(Closing):
         *,
         weights: Sequence[int] | None = None,
         stripe_bytes: int = STRIPE_BYTES,
-        notice: Callable[[str], None] | None = None,
     ) -> None:
+        """`weights` are the directories' shares of the stripes; None: equal shares.
+
+        Raises BadInput for an empty or doubled path, and EnvironmentFailure if space or permission is missing.
+        """
         assert num_bytes >= 0 and num_bytes % PAGE_BYTES == 0
         directories = check_directories(paths)
         stripes = StripeMap(weights=tuple(weights or [1] * len(directories)), stripe_bytes=stripe_bytes, header_bytes=0)
@@ -65,25 +65,25 @@ class Scratch(Closing):
                 make_directory(directory)
                 self._fds.append(_open_unlinked(directory))
                 reserve(self._fds[-1], directory / "scratch", size)
-            # The store, in the same directories, says where direct I/O is refused: once is enough.
-            use_direct_io(self._fds, [directory / "scratch" for directory in directories], notice or _ignore)
+            # No notice: the store in the same directories has one where direct I/O is not available.
+            use_direct_io(self._fds, [directory / "scratch" for directory in directories], lambda _: None)
             self._files = StripedFiles(self._fds, stripes, queue)
         except BaseException:
             self._close_files()
             raise
 
     def write(self, offset: int, memory: memoryview) -> Ticket:
-        """Write the memory at `offset`; both in whole pages."""
+        """Write `memory` to `offset`. Both are whole pages."""
         assert self._fds and offset + len(memory) <= self.num_bytes
         return self._files.write(offset, memory)
 
     def read(self, offset: int, memory: memoryview) -> Ticket:
-        """Fill the memory from `offset`; both in whole pages."""
+        """Fill `memory` from `offset`. Both are whole pages."""
         assert self._fds and offset + len(memory) <= self.num_bytes
         return self._files.read(offset, memory)
 
     def close(self) -> None:
-        """Wait for transfers in flight and give the space back. Idempotent."""
+        """Wait for transfers in flight, and give the space back. Idempotent."""
         if self._fds:
             self._files.settle()
         self._close_files()
@@ -112,11 +112,7 @@ def _open_unlinked(directory: Path) -> int:
         os.unlink(name)
     except OSError as exc:
         raise EnvironmentFailure(
-            f"{directory}: no file can be made here: {exc.strerror}",
+            f"{directory}: no file can be made in it: {exc.strerror}",
             "set storage.paths to directories you may write to",
         ) from exc
     return fd
-
-
-def _ignore(_: str) -> None:
-    return

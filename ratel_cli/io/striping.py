@@ -1,12 +1,11 @@
-"""Where a logical address lies in a set of files: striping, as pure arithmetic.
+"""Striping: which byte of which file a logical address is, as pure arithmetic.
 
-Used by `store` and `scratch`, which put one file on each NVMe drive. Logical addresses run from 0;
-consecutive stripes go to the files in turn, so a large transfer keeps every drive busy. Drives of
-different speed have different weights: in a cycle of `sum(weights)` stripes a file takes as many as
-its weight says, as evenly spread as can be. Equal weights deal the stripes round-robin.
+A store has one file on each NVMe drive. Logical addresses run from 0. Consecutive stripes go to the files in turn, so a
+large transfer keeps every drive busy. Drives of different speed have different weights: in a cycle of `sum(weights)`
+stripes each file gets as many as its weight, spread as evenly as possible. With equal weights the files take turns.
 
-Invariant: `StripeMap.pieces` is a bijection between logical bytes and bytes behind the files'
-headers, and it yields the ranges in logical order, so a caller can walk its memory beside them.
+Invariant: `StripeMap.ranges` is a bijection between logical bytes and the bytes behind the files' headers. It yields
+the ranges in logical order, so that a caller can walk through its memory in parallel.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from functools import cache
 
 MAX_WEIGHT = 8
 _EQUAL_RATIO = 1.1
-"""Rates that differ by less are the same drive on another day."""
+"""Ratio of two rates up to which they count as equal: one drive differs as much from day to day."""
 _WORTH_LARGER_TERMS = 1.01
-"""A longer cycle needs larger transfers to keep every drive busy."""
+"""A longer cycle must be at least this much faster, because it needs larger transfers to keep every drive busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +32,7 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StripeMap:
-    """The rule by which a logical address range is spread over files, one for each weight."""
+    """Spreads a range of logical addresses over files, one for each weight. Each file begins with a header."""
 
     weights: tuple[int, ...]
     stripe_bytes: int
@@ -42,16 +41,16 @@ class StripeMap:
     def __post_init__(self) -> None:
         assert self.weights and min(self.weights) > 0 and self.stripe_bytes > 0 and self.header_bytes >= 0
 
-    def ranges(self, offset: int, num_bytes: int) -> tuple[FileRange, ...]:
-        """The file ranges that hold logical bytes ``[offset, offset + num_bytes)``, in order."""
-        assert offset >= 0 and num_bytes >= 0
+    def ranges(self, address: int, num_bytes: int) -> tuple[FileRange, ...]:
+        """The file ranges that hold logical bytes [address, address + num_bytes), in order."""
+        assert address >= 0 and num_bytes >= 0
         if num_bytes == 0:
             return ()
-        if len(self.weights) == 1:  # stripes of one file are neighbours: no reason to cut
-            return (FileRange(file_index=0, offset=self.header_bytes + offset, num_bytes=num_bytes),)
+        if len(self.weights) == 1:  # the stripes of a single file are contiguous
+            return (FileRange(file_index=0, offset=self.header_bytes + address, num_bytes=num_bytes),)
         turns = _turns(self.weights)
         ranges: list[FileRange] = []
-        position, end = offset, offset + num_bytes
+        position, end = address, address + num_bytes
         while position < end:
             stripe, inside = divmod(position, self.stripe_bytes)
             cycle, turn = divmod(stripe, len(turns))
@@ -76,9 +75,9 @@ class StripeMap:
 
 
 def weights_for(rates: Sequence[float]) -> tuple[int, ...]:
-    """The weights, up to MAX_WEIGHT, with which drives of these rates finish together as nearly as can be.
+    """Weights, at most MAX_WEIGHT each, with which drives of these rates need nearly the same time for their shares.
 
-    All ones where the rates differ by 10 % at most; else the smallest terms within 1 % of the best.
+    All 1 if the rates differ by 10 % at most. Otherwise the smallest weights within 1 % of the best total rate.
     """
     fastest = max(rates)
     if fastest <= _EQUAL_RATIO * min(rates):
@@ -96,9 +95,10 @@ def weights_for(rates: Sequence[float]) -> tuple[int, ...]:
 
 @cache
 def _turns(weights: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """For each stripe of a cycle its file, and how many of the file's stripes came before it in the cycle.
+    """For each stripe of a cycle: its file, and how many stripes of that file came before it in the cycle.
 
-    Smooth weighted round-robin: every turn a file gains its weight, and the richest pays the whole for a stripe.
+    Smooth weighted round-robin: before each stripe every file's balance grows by its weight. The stripe goes to the
+    file with the largest balance (the first of equals), which pays `sum(weights)` for it.
     """
     cycle_stripes = sum(weights)
     balances, taken = [0] * len(weights), [0] * len(weights)
@@ -113,5 +113,5 @@ def _turns(weights: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 
 def _rate_together(rates: Sequence[float], weights: Sequence[int]) -> float:
-    """Of a long transfer, in the unit of `rates`: it takes as long as its slowest part."""
+    """Rate of a long transfer, in the unit of `rates`. It takes as long as its slowest part."""
     return sum(weights) * min(rate / weight for rate, weight in zip(rates, weights, strict=True))

@@ -1,8 +1,7 @@
-"""A ticket stands for one transfer in flight: who submits gets it, and waits on it exactly once.
+"""A ticket stands for one transfer in flight. Whoever submits the transfer waits on its ticket exactly once.
 
-The I/O queues issue tickets; the store and the engine wait on them. A ticket is done when the last
-of its requests is, so after ``wait`` -- whether it returns or raises -- the kernel has left the
-buffers (except in a broken queue; see queue.py). Until then it refers to them, so that nothing in
+A ticket is done when the last of its requests is. After `wait`, whether it returns or raises, the kernel no longer
+uses the buffers (except in a broken queue, see queue.py). Until then the ticket refers to them, so that nothing in
 flight can be unmapped.
 """
 
@@ -16,7 +15,7 @@ from ratel_cli.errors import RatelError
 
 
 class Ticket:
-    """One transfer of ``num_parts`` requests."""
+    """One transfer of `num_parts` requests."""
 
     def __init__(self, *, num_parts: int, buffers: Sequence[memoryview] = ()) -> None:
         assert num_parts >= 0
@@ -33,28 +32,28 @@ class Ticket:
 
     @property
     def done(self) -> bool:
-        """Whether ``wait`` would return, or raise, at once."""
+        """True if `wait` would return or raise at once."""
         return self._finished.is_set()
 
     @property
     def span(self) -> tuple[float, float]:
-        """When the first request was handed to the kernel and when the last one ended, by `perf_counter`."""
+        """Seconds by `perf_counter`: when the first request went to the kernel, and when the last one ended."""
         assert self.done, "the span of a transfer is known when it has ended"
         return self._ended if self._began is None else self._began, self._ended
 
     def wait(self) -> None:
-        """Block until every request has ended; raise the first failure, with its cause."""
+        """Block until every request has ended. Raises the first failure, with its cause."""
         assert not self._waited, "a ticket is waited on exactly once"
         self._waited = True
         self._await()
 
     def begin_part(self) -> None:
-        """Called by the queue as it hands a request to the kernel. The first call counts."""
+        """Note that a request goes to the kernel. The first call counts. For the queue that issued the ticket."""
         if self._began is None:
             self._began = perf_counter()
 
     def finish_part(self, error: RatelError | None = None) -> None:
-        """Called by the queue that issued this ticket, once for each request, from any thread."""
+        """End one request, with its error if it failed. From any thread, for the queue that issued the ticket."""
         with self._lock:
             assert self._num_parts_left > 0, "a request finished twice"
             self._num_parts_left -= 1
@@ -99,30 +98,24 @@ class _JoinedTicket(Ticket):
             raise first
 
 
-class _FollowedTicket(Ticket):
+class _FollowedTicket(_JoinedTicket):
     def __init__(self, ticket: Ticket, action: Callable[[], None]) -> None:
-        super().__init__(num_parts=0)
-        self._ticket = ticket
+        super().__init__([ticket])
         self._action = action
 
-    @property
-    def done(self) -> bool:
-        return self._ticket.done
-
-    @property
-    def span(self) -> tuple[float, float]:
-        return self._ticket.span
-
     def _await(self) -> None:
-        self._ticket.wait()
+        super()._await()
         self._action()
 
 
 def follow(ticket: Ticket, action: Callable[[], None]) -> Ticket:
-    """The same transfer, after which whoever waits for it carries out `action`, if it succeeded. Takes over waiting."""
+    """A ticket for the same transfer, whose `wait` calls `action` after a success.
+
+    `ticket` itself must not be waited on any more.
+    """
     return _FollowedTicket(ticket, action)
 
 
 def join(tickets: Sequence[Ticket]) -> Ticket:
-    """One ticket for all of them. It takes over waiting on them: they must not be waited on elsewhere."""
+    """One ticket for all transfers. The given tickets must not be waited on themselves."""
     return _JoinedTicket(tickets)

@@ -1,8 +1,4 @@
-"""How leased memory looks to torch: as bytes, or as the fields of a record.
-
-The engine computes, copies and updates through these views (engine/device/device.py). Invariant: nothing is copied
-here.
-"""
+"""Leased memory as torch tensors: as plain arrays, or as the fields of a record. Nothing is copied here."""
 
 from __future__ import annotations
 
@@ -16,14 +12,14 @@ FIELD_DTYPES = {
     "m32": torch.float32,
     "v32": torch.float32,
 }
-"""In the order in which the native kernels take them: compute weights, master, m, v."""
+"""The dtype of each field of a record. The order is that of the native kernels: compute weights, master, m, v."""
 
 
 def view(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """A leased buffer as a flat tensor; torch.frombuffer refuses the buffer of an empty block."""
+    """A buffer as a flat tensor `[len(memory) // itemsize]`. It may be empty, which torch.frombuffer rejects."""
     return torch.frombuffer(memory, dtype=dtype) if len(memory) else torch.empty(0, dtype=dtype)
 
 
 def view_field(memory: memoryview, name: str, num_elements: int) -> torch.Tensor:
-    """The first elements of a leased buffer, as the tensor that a field of a record is."""
+    """The first elements of a buffer as a field of a record: a tensor `[num_elements]` of the field's dtype."""
     return view(memory, FIELD_DTYPES[name])[:num_elements]
