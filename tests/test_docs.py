@@ -260,7 +260,7 @@ def test_every_architecture_that_is_tested_is_named() -> None:
 
 
 def test_exit_codes_are_those_of_the_errors() -> None:
-    rows = [row for name in TEXTS for row in re.findall(r"^\| ([\d, ]+) \| (.*) \|$", TEXTS[name], flags=re.MULTILINE)]
+    rows = re.findall(r"^\| ([\d, ]+) \| (.*) \|$", TEXTS["docs/guide.md"], flags=re.MULTILINE)
     codes = {
         each.exit_code for each in vars(errors).values() if isinstance(each, type) and issubclass(each, RatelError)
     }
