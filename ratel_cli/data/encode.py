@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -107,7 +106,6 @@ class SampleEncoder(Closing):
         self._prefix = _opening_tokens(tokenizer)
         self._vocabulary = len(tokenizer)
         self._renderer: ChatRenderer | None = None
-        self._exits = ExitStack()
 
     @property
     def closes_texts(self) -> bool:
@@ -116,8 +114,9 @@ class SampleEncoder(Closing):
 
     def close(self) -> None:
         """End the chat renderer, if there is one. Idempotent."""
-        self._renderer = None
-        self._exits.close()
+        if self._renderer is not None:
+            self._renderer.close()
+            self._renderer = None
 
     def encode(self, drafts: Sequence[Draft]) -> list[Encoded | Unusable]:
         """The samples of each draft, or why it has none, in order. Texts are tokenised together, which uses all cores.
@@ -167,12 +166,12 @@ class SampleEncoder(Closing):
     def _render(self, draft: ChatDraft) -> RenderedChat | Unusable:
         if not (self._tokenizer.is_fast or self._train_on_inputs):
             raise BadInput(
-                "loss on assistant turns only needs a fast tokenizer, and this model has none",
+                "a fast tokenizer is needed to find the assistant turns, and this model has none",
                 hint="set train_on_inputs: true, or use a dataset of type tokens",
             )
         if self._renderer is None:
             variables = self._tokenizer.special_tokens_map
-            self._renderer = self._exits.enter_context(ChatRenderer(self._tokenizer.get_chat_template(), variables))
+            self._renderer = ChatRenderer(self._tokenizer.get_chat_template(), variables)
         try:
             return self._renderer.render(draft, locate_turns=not self._train_on_inputs)
         except Unusable as unusable:

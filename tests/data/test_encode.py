@@ -146,7 +146,7 @@ def test_finding_turns_needs_a_fast_tokenizer(make_tokenizer: MakeTokenizer) -> 
     tokenizer = Slow(tokenizer_object=backend, eos_token="<|endoftext|>")  # type: ignore[no-untyped-call]
     tokenizer.chat_template = MARKED
     draft = ChatDraft(messages=[{"role": "user", "content": "x"}], tools=None)
-    with _encoder(tokenizer) as encoder, pytest.raises(BadInput, match="needs a fast tokenizer"):
+    with _encoder(tokenizer) as encoder, pytest.raises(BadInput, match="a fast tokenizer is needed"):
         encoder.encode([draft])
     assert len(tokenizer_hash(cast(Tokenizer, tokenizer))) == 64
     assert _encode(tokenizer, TextDraft(prompt="", answer="a b"))

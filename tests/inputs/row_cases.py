@@ -206,7 +206,7 @@ def _places() -> Iterator[MalformedInput]:
     yield place("a dangling link", "HERE/gone.jsonl", "gone.jsonl: no such file")
     yield place("a link to itself", "HERE/loop.jsonl", "loop.jsonl: ")
     yield place("no match", "HERE/*.parquet", "no file matches")
-    yield place("a pattern that is none", "HERE/[.jsonl", "no such file|no file matches")
+    yield place("a malformed pattern", "HERE/[.jsonl", "no such file|no file matches")
     yield place("a file inside a file", "HERE/run.yaml/rows.jsonl", "rows.jsonl: no such file")
     yield place("a name too long", "HERE/" + "a" * 300 + ".jsonl", r"a\.jsonl: ")
     yield place("a path too long", "HERE/" + "a/" * 3_000 + "rows.jsonl", "rows.jsonl: ")

@@ -30,7 +30,7 @@ _MODELS: dict[str, object] = {
     "with negative ids": {"type": "BPE", "vocab": {"a": -1}, "merges": []},
     "with ids of 70 bits": {"type": "BPE", "vocab": {"a": 1 << 70}, "merges": []},
     "with merges of unknown tokens": {"type": "BPE", "vocab": {"a": 0}, "merges": ["x y"]},
-    "with merges that are none": {"type": "BPE", "vocab": {"a": 0}, "merges": ["x"]},
+    "with malformed merges": {"type": "BPE", "vocab": {"a": 0}, "merges": ["x"]},
     "of words, without one for unknown ones": {"type": "WordLevel", "vocab": {"zzz": 0}, "unk_token": "[UNK]"},
     "of type Unigram without pieces": {"type": "Unigram", "vocab": [], "unk_id": 5},
 }
@@ -51,7 +51,7 @@ def cases() -> Iterator[MalformedInput]:
         "added token without an id", _TOKENIZER, lambda values: values["added_tokens"][0].pop("id"), _UNUSABLE
     )
     yield _changed(
-        "pattern that is none",
+        "malformed pattern",
         _TOKENIZER,
         lambda values: values.update(
             pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}

@@ -52,7 +52,7 @@ VALUES = st.recursive(
     ],
 )
 def test_which_parameters_decay(name: str, num_dimensions: int, expected: bool) -> None:
-    """Norms of any spelling and biases of experts do not, whatever their shape."""
+    """Norms and biases never decay, whatever their names and shapes."""
     assert decays(name, num_dimensions) is expected
 
 
