@@ -73,7 +73,7 @@ class ChatRenderer(Closing):
             reply = self._ask(setup)
             reason = self._exit_reason() if reply is None else reply.get("error")
             if reason is not None:
-                message = f"the process that renders chat templates does not start: {excerpt(str(reason))}"
+                message = f"the process that renders chat templates did not start: {excerpt(str(reason))}"
                 raise EnvironmentFailure(message)
         except BaseException:
             self.close()

@@ -130,8 +130,10 @@ class CheckpointSource(Closing):
         for conversion in conversions:
             first = conversion.source_names[0]
             entries = [self._readers[name].tensors[name] for name in conversion.source_names]
-            if any(entry.dtype not in _WEIGHT_DTYPES for entry in entries):
-                raise BadInput(f"{self._where(first)} has dtype {entries[0].dtype}; weights must be floating point")
+            for entry in entries:
+                if entry.dtype not in _WEIGHT_DTYPES:
+                    where = self._where(entry.name)
+                    raise BadInput(f"{where} has dtype {entry.dtype}; weights must be floating point")
             try:
                 converted = conversion.run(self._skeleton, self._meta_tensor)
             except (RuntimeError, ValueError, IndexError, AttributeError) as error:

@@ -45,7 +45,7 @@ def resolve_base_model(base_model: str, *, download: Callable[[str], str] | None
     the hub cannot be reached or the files cannot be written.
     """
     if not base_model or not base_model.isprintable():
-        raise BadInput(f"base_model: {excerpt(base_model)!r} is neither a directory nor a hub id")
+        raise BadInput(f"base_model: '{excerpt(base_model)}' is neither a directory nor a hub id")
     local = Path(base_model)
     with contextlib.suppress(RuntimeError):  # a user that does not exist
         local = local.expanduser()

@@ -203,5 +203,5 @@ def test_ctrl_c_does_not_reach_the_child(no_child_left: set[str]) -> None:
 
 @pytest.mark.usefixtures("no_child_left")
 def test_a_child_that_cannot_start() -> None:
-    with pytest.raises(EnvironmentFailure, match="does not start: OverflowError"):
+    with pytest.raises(EnvironmentFailure, match="did not start: OverflowError"):
         ChatRenderer(PLAIN, {}, limit_bytes=1 << 80)

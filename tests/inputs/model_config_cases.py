@@ -153,4 +153,4 @@ def _bases() -> Iterator[MalformedInput]:
     yield base("a device", "/dev/null", "/dev/null is a file")
     yield base("a URL", "https://example.org/model", neither)
     yield base("a name with spaces", "my model", neither)
-    yield base("a name with a line end", "a\nb", r"base_model: 'a\\\\?nb' is neither a directory nor a hub id")
+    yield base("a name with a line end", "a\nb", r"base_model: 'a\\nb' is neither a directory nor a hub id")
