@@ -32,6 +32,7 @@ def queue() -> Iterator[IoQueue]:
         yield opened
 
 
+@pytest.mark.full
 def test_bytes_come_back_no_sooner_than_the_drive_could(queue: IoQueue, pool: BufferPool, tmp_path: Path) -> None:
     throttled = ThrottledQueue(queue, read_bytes_per_second=20 * MIB, write_bytes_per_second=10 * MIB)
     contents = bytes(range(256)) * (MIB // 256)
