@@ -42,13 +42,14 @@ def format_bytes(num_bytes: float) -> str:
 
 def format_count(count: float) -> str:
     """A large count in decimal units with three significant digits: `1.10B`, `350M`, `512`."""
-    if abs(count) < 1000:
-        return f"{count:.0f}"
-    value, units = count / 1000, ["K", "M", "B", "T"]
-    while round(abs(value)) >= 1000 and len(units) > 1:
-        value /= 1000
-        units.pop(0)
-    return f"{_three_digits(value)}{units[0]}"
+    number, unit = _scaled(count, ["", "K", "M", "B", "T"])
+    return f"{number}{unit}"
+
+
+def format_flops(flops: float) -> str:
+    """Floating-point operations in decimal units with three significant digits: `26.8 MFLOP`, `1.07 GFLOP`."""
+    number, unit = _scaled(flops, ["FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"])
+    return f"{number} {unit}"
 
 
 def format_seconds(seconds: float) -> str:
@@ -75,6 +76,16 @@ def counted(count: int, singular: str, plural: str | None = None) -> str:
 def align_up(value: int, alignment: int) -> int:
     """The least multiple of `alignment` that is at least `value`."""
     return -(-value // alignment) * alignment
+
+
+def _scaled(count: float, units: list[str]) -> tuple[str, str]:
+    """The number with three digits, and its unit; each unit is 1000 times the one before, and the first is 1."""
+    if abs(count) < 1000:
+        return f"{count:.0f}", units[0]
+    power, value = 1, count / 1000
+    while round(abs(value)) >= 1000 and power + 1 < len(units):
+        power, value = power + 1, value / 1000
+    return _three_digits(value), units[power]
 
 
 def _three_digits(value: float) -> str:

@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratel_cli.units import GIB, KIB, MIB, align_up, counted, format_bytes, format_count, format_seconds, parse_bytes
+from ratel_cli.units import (
+    GIB,
+    KIB,
+    MIB,
+    align_up,
+    counted,
+    format_bytes,
+    format_count,
+    format_flops,
+    format_seconds,
+    parse_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -100,6 +111,20 @@ def test_format_bytes(num_bytes: float, text: str) -> None:
 )
 def test_format_count(count: float, text: str) -> None:
     assert format_count(count) == text
+
+
+def test_format_flops_uses_the_units_of_rates() -> None:
+    assert [format_flops(flops) for flops in (0, 999, 1e3, 26.8e6, 1.07e9, 999.6e9, 275e12, 3e15, 4e18)] == [
+        "0 FLOP",
+        "999 FLOP",
+        "1.00 KFLOP",
+        "26.8 MFLOP",
+        "1.07 GFLOP",
+        "1.00 TFLOP",
+        "275 TFLOP",
+        "3.00 PFLOP",
+        "4000 PFLOP",
+    ]
 
 
 @given(st.floats(min_value=1000, max_value=9e14))

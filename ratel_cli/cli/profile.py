@@ -16,8 +16,7 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.report.machine import hardware_rows
-from ratel_cli.report.model import model_rows, operator_lines
+from ratel_cli.report.profile import hardware_rows, model_rows, operator_lines
 from ratel_cli.run.hardware_file import to_text
 from ratel_cli.run.profile_cache import ProfileTarget, machine_profile, profile_target
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ratel_cli.planning.forecast.advice import Advice
 from ratel_cli.planning.forecast.forecast import Forecast, Stage, Tier
 from ratel_cli.planning.plan import SwappedOperator
-from ratel_cli.units import GIB, format_bytes, format_count, format_seconds
+from ratel_cli.units import GIB, format_bytes, format_count, format_flops, format_seconds
 
 _CASES = {
     1: "swapping more would only cost time",
@@ -82,7 +82,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def _benefit(swapped: SwappedOperator) -> tuple[str, str]:
     """What swapping saves, in all and by the byte: time, where it was measured."""
     if swapped.seconds is None:
-        return f"{format_count(swapped.flops)}FLOP", f"{swapped.benefit:.0f} FLOP/B"
+        return format_flops(swapped.flops), f"{swapped.benefit:.0f} FLOP/B"
     return format_seconds(swapped.seconds), f"{swapped.seconds / swapped.bytes * GIB:.3g} s/GiB"
 
 

@@ -122,7 +122,7 @@ def test_the_paper_s_13b(ask: Ask) -> None:
     assert told.row("run") == "100 steps: 32 min 07 s, 21.4 TB written"
     assert told.row("swapped").startswith("29.7 GiB of 212 GiB of activations, 29.7 GiB of it to NVMe; 12.5 GiB are")
     assert told.row("swapped").endswith("(case 3)")
-    assert "  fc2       40 layers  12.5 GiB   275TFLOP  20480 FLOP/B\n" in told.out
+    assert "  fc2       40 layers  12.5 GiB   275 TFLOP  20480 FLOP/B\n" in told.out
     assert "GiB swapped; X: 29.7 GiB, as planned" in told.out
     assert "+17%  1983 tokens/s  micro_batch_size: 64\n" in told.out
 

@@ -10,7 +10,7 @@ import pytest
 from ratel_cli.config.load import load_config
 from ratel_cli.console import RunLog
 from ratel_cli.errors import EnvironmentFailure
-from ratel_cli.report.model import model_rows, operator_lines
+from ratel_cli.report.profile import model_rows, operator_lines
 from ratel_cli.run.profile_model import record_model
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import export_hash, output_of, succeed

@@ -1,11 +1,15 @@
-"""The rows about a machine's profile."""
+"""The words of `ratel profile`: rows about a machine, and about a model."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ratel_cli.report.machine import hardware_rows
+from ratel_cli.planning.placement import Workload
+from ratel_cli.report.profile import hardware_rows, model_rows, operator_lines
+from ratel_cli.units import GIB
 from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
+from tests.planning.profiles import estimated
+from tests.planning.shapes import gpt
 
 
 def test_a_machine_with_a_gpu_and_two_drives() -> None:
@@ -46,3 +50,24 @@ def test_one_core() -> None:
     host = replace(WITH_GPU.host, num_cores=1)
     rows = dict(hardware_rows(replace(WITH_GPU, host=host), dtype="float32"))
     assert rows["memory"].endswith("; 76.8 GB/s read and written by 1 core")
+
+
+def test_a_model() -> None:
+    spec = gpt(num_layers=6, hidden_size=1024, vocab_size=1000)
+    profile = estimated(spec, Workload(micro_batch_size=2, num_micro_batches=3, sequence_len=64))
+    profile = replace(profile, embedding_seconds=0.002)
+    assert model_rows(profile, available_bytes=GIB) == [
+        ("micro-batch", "128 tokens; forward 19.8 GFLOP"),
+        ("layers", "6 layers of 1 kind: forward 0.00 ms, recomputation 0.00 ms, backward 0.00 ms"),
+        ("other blocks", "embedding 2.00 ms, head and loss unknown"),
+        ("activations", "36.0 MiB in all, 1.50 MiB of it inputs of layers"),
+        ("available", "1.00 GiB of RAM for activations in a run"),
+    ]
+    assert operator_lines(profile) == [
+        "operators worth offloading in 6 of 6 layers, for one layer and micro-batch:",
+        "operator     output       saves  time",
+        "qkv mm      768 KiB   805 MFLOP  unknown",
+        "out mm      256 KiB   268 MFLOP  unknown",
+        "up mm      1.00 MiB  1.07 GFLOP  unknown",
+        "attention   258 KiB  33.6 MFLOP  unknown",
+    ]
