@@ -75,13 +75,16 @@ _QUANTISED = ("it quantises the model", "remove it; Ratel trains every weight in
 _ADAPTER = ("it trains an adapter", "remove it; Ratel trains every weight of the model")
 _SHARDING = ("it spreads the model over several GPUs", "remove it; Ratel streams the model through one device")
 _OFFLOAD = ("it configures the offloading of another engine", "remove it, or use `storage` and `limits`")
-_MASTER = ("the precision has one key", "use `dtype: bfloat16`, `float16` or `float32`")
+_MASTER = ("`dtype` sets the precision", "use `dtype: bfloat16`, `float16` or `float32`")
 _BATCH = (
     "it means different things in different tools",
     "use `micro_batch_size` (sequences computed at once) and `gradient_accumulation_steps`",
 )
 _CHECKPOINTING = ("the plan decides what is recomputed", "remove it, or use `activations`")
-_ATTENTION = ("the attention kernel has one key", "use `attn_implementation: sdpa` or `flash_attention_2`")
+_ATTENTION = (
+    "`attn_implementation` sets the attention kernel",
+    "use `attn_implementation: sdpa` or `flash_attention_2`",
+)
 _TRACKER = ("Ratel never sends data anywhere", "remove it; every step is in run/metrics.jsonl")
 _REMOTE_CODE = ("Ratel never runs code from a model's repository", "remove it")
 _RESUME = ("it is an option of the command line", "use `--resume auto`, `--resume no` or `--resume STEP`")
@@ -94,7 +97,7 @@ _TEMPLATE = (
     "Ratel uses the tokenizer's own chat template",
     "remove it, or change that template",
 )
-_STRATEGY = ("it is decided by `save_steps` and `eval_steps`", "use these keys, and remove it")
+_STRATEGY = ("`save_steps` and `eval_steps` decide this", "remove it, and use these keys")
 _MERGE = ("YAML merge keys are not supported", "write the keys out")
 
 FOREIGN: Mapping[str, tuple[str, str]] = MappingProxyType(

@@ -169,7 +169,7 @@ class _Converter:
             hint = "an alias (`*name`) of something large that is used many times does this"
             raise _Unreadable(Finding(where=where, message=f"more than {MAX_NODES} values", hint=hint))
         if depth > MAX_DEPTH:
-            raise _Unreadable(Finding(where=where, message=f"nested more than {MAX_DEPTH} deep"))
+            raise _Unreadable(Finding(where=where, message=f"nested more than {MAX_DEPTH} levels deep"))
         if isinstance(node, yaml.ScalarNode):
             return Marked(where=where, content=self._scalar(node, where))
         kind = "seq" if isinstance(node, yaml.SequenceNode) else "map"
@@ -266,7 +266,7 @@ def _compose(text: str, start: Where) -> yaml.Node | None:
     except yaml.reader.ReaderError as exc:
         raise _unprintable(text, exc.position, start) from exc
     except RecursionError as exc:
-        raise _Unreadable(Finding(where=start, message=f"nested more than {MAX_DEPTH} deep")) from exc
+        raise _Unreadable(Finding(where=start, message=f"nested more than {MAX_DEPTH} levels deep")) from exc
     except (yaml.YAMLError, ValueError, OverflowError) as exc:
         # PyYAML lets errors of chr() and int() through, for escapes such as "\UFFFFFFFF".
         raise _Unreadable(Finding(where=start, message="not valid YAML: an escape or number is out of range")) from exc

@@ -31,21 +31,21 @@ def diagnose_nonfinite_step(
 
     `step` counts from 1. `first` and `second` are the outcomes of the two computations; `first` was not applied.
     """
-    samples = _named_samples(batches)
+    which = f"step {step} (samples {_named_samples(batches)})"
     is_repeated = _bits(first) == _bits(second) if deterministic else not second.applied
     if not is_repeated:
         return IntegrityFailure(
-            f"step {step} gave another result when it was computed again from the same state: loss {first.loss}, "
-            f"gradient norm {first.grad_norm}, then loss {second.loss}, gradient norm {second.grad_norm}; this points "
-            f"to a hardware fault; step {step - 1} is saved (samples {samples})",
+            f"{which} gave another result when it was computed again from the same state: loss {first.loss}, gradient "
+            f"norm {first.grad_norm}, then loss {second.loss}, gradient norm {second.grad_norm}; this points to a "
+            f"hardware fault; step {step - 1} is saved",
             "test the memory and the processor, look for errors in dmesg, then resume",
         )
     hint = "lower learning_rate, or look at these samples"
     if scale_loss:
         hint += "; or use dtype: bfloat16, which has more range than float16"
     return Diverged(
-        f"step {step}: {_what(first)}, twice from the same state; the step was not applied; "
-        f"step {step - 1} is saved (samples {samples})",
+        f"{which}: {_what(first)}, also when it was computed again from the same state; the step was not applied, and "
+        f"step {step - 1} is saved",
         hint,
     )
 

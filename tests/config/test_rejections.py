@@ -41,8 +41,8 @@ def test_every_error_is_reported_at_once_at_its_place(complain: Complain, text: 
         ("", "1:1: the file is empty"),
         ("a: 1\nb: \x00\n", "2:4: the character U+0000 is not allowed in YAML"),
         ("a: 1\nb: \x1b[2J\n", "2:4: the character U+001B is not allowed in YAML"),
-        ("[" * 3000, "1:1: nested more than 20 deep"),
-        ("[" * 22 + "]" * 22, "1:22: nested more than 20 deep"),
+        ("[" * 3000, "1:1: nested more than 20 levels deep"),
+        ("[" * 22 + "]" * 22, "1:22: nested more than 20 levels deep"),
     ],
 )
 def test_texts_that_the_corpus_cannot_hold(complain: Complain, text: str, error: str) -> None:

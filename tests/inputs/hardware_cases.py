@@ -93,7 +93,7 @@ def _files() -> Iterator[MalformedInput]:
         ("a list", b"[1, 2]", "a hardware file consists of `key: value` lines"),
         ("JSON that is cut", b'{"gpu": {"name": ', "the text ends too early"),
         ("not UTF-8", b"gpu: \xff", "not UTF-8 text"),
-        ("nested deeply", b"[" * 10_000, "nested more than 20 deep|not valid YAML"),
+        ("nested deeply", b"[" * 10_000, "nested more than 20 levels deep|not valid YAML"),
         ("300 KiB", b"# " + b"a" * (300 << 10), "larger than 256 KiB; this is not a hardware file"),
         ("a zip archive", b"PK\x03\x04" + bytes(100), "not allowed in YAML|not UTF-8"),
     ):

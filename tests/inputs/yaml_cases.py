@@ -60,7 +60,7 @@ _BROKEN = {
     "- seed": "not valid YAML",
     "---\nseed: 1": "a second document",
     "seed: *nowhere": "not valid YAML",
-    "seed: &a [*a]": "nested more than 20 deep",
+    "seed: &a [*a]": "nested more than 20 levels deep",
     "seed: %x": "not valid YAML",
     "seed: @x": "not valid YAML",
     "seed: `x`": "not valid YAML",
@@ -151,9 +151,13 @@ def _bombs() -> Iterator[MalformedInput]:
     )
     merges = "m0: &m0 {a: 1}\n" + "".join(f"m{i}: &m{i} {{<<: [*m{i - 1}, *m{i - 1}]}}\n" for i in range(1, 30))
     yield _whole("a bomb of aliases", laughs.encode(), "more than 10000 values")
-    yield _whole("a bomb of merges", merges.encode(), "more than 10000 values|nested more than 20 deep|unknown key")
+    yield _whole(
+        "a bomb of merges", merges.encode(), "more than 10000 values|nested more than 20 levels deep|unknown key"
+    )
     for opening in ("[", "{", "- ", "a: {"):
-        yield _whole(f"10000 times {opening!r}", (opening * 10_000).encode(), "nested more than 20 deep|not valid YAML")
+        yield _whole(
+            f"10000 times {opening!r}", (opening * 10_000).encode(), "nested more than 20 levels deep|not valid YAML"
+        )
     yield _whole("20000 keys", "".join(f"k{i}: 1\n" for i in range(20_000)).encode(), "more than 10000 values")
     yield _whole("a number of 10000 digits", b"seed: " + b"1" * 10_000, "cannot be read as int")
     yield _whole("300 KiB of spaces", b" " * (300 << 10), "larger than 256 KiB")

@@ -40,18 +40,24 @@ def diagnosis(
 @pytest.mark.parametrize(
     ("twice", "what"),
     [
-        (outcome(math.nan, math.nan, "the loss"), "the loss is nan, twice from"),
-        (outcome(math.inf, math.nan, "the loss"), "the loss is inf, twice from"),
-        (outcome(0.5, math.inf), f"the gradient norm is inf, first in {BAD_TENSOR}, twice from"),
-        (outcome(0.5, math.nan), f"the gradient norm is nan, first in {BAD_TENSOR}, twice from"),
-        (outcome(0.5, math.inf, None), "the gradient norm is inf, twice from"),
+        (outcome(math.nan, math.nan, "the loss"), "the loss is nan, also when it was computed again from"),
+        (outcome(math.inf, math.nan, "the loss"), "the loss is inf, also when it was computed again from"),
+        (
+            outcome(0.5, math.inf),
+            f"the gradient norm is inf, first in {BAD_TENSOR}, also when it was computed again from",
+        ),
+        (
+            outcome(0.5, math.nan),
+            f"the gradient norm is nan, first in {BAD_TENSOR}, also when it was computed again from",
+        ),
+        (outcome(0.5, math.inf, None), "the gradient norm is inf, also when it was computed again from"),
     ],
 )
 def test_the_same_bits_twice_are_divergence(twice: StepOutcome, what: str) -> None:
     error = diagnosis(twice, twice)
     assert isinstance(error, Diverged)
-    assert error.message.startswith(f"step 3: {what}")
-    assert error.message.endswith("step 2 is saved (samples 2, 4, 9)")
+    assert error.message.startswith(f"step 3 (samples 2, 4, 9): {what}")
+    assert error.message.endswith("step 2 is saved")
     assert error.hint is not None and "float16" not in error.hint
 
 
@@ -82,10 +88,10 @@ def test_other_bits_are_a_fault_of_the_machine(second: StepOutcome) -> None:
     error = diagnosis(outcome(0.5, math.inf), second)
     assert isinstance(error, IntegrityFailure)
     assert error.message.startswith(
-        f"step 3 gave another result when it was computed again from the same state: loss 0.5, gradient norm inf, "
-        f"then loss {second.loss}, gradient norm {second.grad_norm}"
+        "step 3 (samples 2, 4, 9) gave another result when it was computed again from the same state: loss 0.5, "
+        f"gradient norm inf, then loss {second.loss}, gradient norm {second.grad_norm}"
     )
-    assert error.message.endswith("this points to a hardware fault; step 2 is saved (samples 2, 4, 9)")
+    assert error.message.endswith("this points to a hardware fault; step 2 is saved")
 
 
 def test_a_nan_with_other_bits_is_another_result() -> None:
@@ -99,7 +105,7 @@ def test_a_long_list_of_samples_is_cut() -> None:
     error = diagnose_nonfinite_step(
         1, outcome(math.nan, math.nan), outcome(math.nan, math.nan), batches, scale_loss=False, deterministic=True
     )
-    assert error.message.endswith("(samples " + ", ".join(map(str, range(20))) + ", ...)")
+    assert error.message.startswith("step 1 (samples " + ", ".join(map(str, range(20))) + ", ...): ")
 
 
 @pytest.mark.parametrize(

@@ -130,9 +130,10 @@ def test_a_resumed_run_uses_the_saved_loss_scale() -> None:
 )
 def test_without_loss_scaling_a_step_that_is_not_finite_ends_the_run(outcome: tuple[float, float], what: str) -> None:
     run = Run(failing={2: outcome})
-    with pytest.raises(Diverged, match=f"step 3: {what}twice from the same state; .* step 2 is saved") as raised:
+    with pytest.raises(
+        Diverged, match=rf"step 3 \(samples 2, 102, 202\): {what}also when .* step 2 is saved$"
+    ) as raised:
         run.run_all()
-    assert "(samples 2, 102, 202)" in raised.value.message
     assert raised.value.hint is not None and "float16" not in raised.value.hint
     assert run.events[-3:] == ["run 3", "commit 2", "run 3"]
     assert run.engine.asked[-1] == run.engine.asked[-2]
@@ -141,7 +142,7 @@ def test_without_loss_scaling_a_step_that_is_not_finite_ends_the_run(outcome: tu
 
 def test_with_the_scale_exhausted_an_overflow_ends_the_run() -> None:
     run = Run(num_steps=9, loss_scale=4.0, scale_loss=True, failing=dict.fromkeys(range(9), INFINITE))
-    with pytest.raises(Diverged, match="step 3: the gradient norm is inf") as raised:
+    with pytest.raises(Diverged, match=r"step 3 .*: the gradient norm is inf") as raised:
         run.run_all()
     assert raised.value.hint is not None and "bfloat16" in raised.value.hint
     assert [event for event in run.events if "commit" in event] == ["commit_progress 1", "commit_progress 2"]
