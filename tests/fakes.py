@@ -1,8 +1,8 @@
-"""Stand-ins that tests hand to the code under test, in place of patching its insides, and small things they share.
+"""Fakes that tests pass to the code under test, instead of patching it, and small helpers.
 
-`FaultyQueue` is an I/O queue that fails on purpose: the real queue and the real threaded lane, with
-the call to the kernel replaced. Faults are given by the number of the call, counted from 0 over both
-directions; with the default depth of 1 the calls of a direction come in the order in which they were submitted.
+`FaultyQueue` is an I/O queue that fails on purpose: the real queue and the real lane of the threads' engine, with the
+call to the kernel replaced. Faults are given by the number of the call, counted from 0 over both directions. With the
+default depth of 1 the calls of a direction are made in the order in which they were submitted.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from ratel_cli.io.threads import ThreadedLane, transfer_with_kernel
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.barrier import KernelBarrier
 
-# Small, so that tests of few bytes are cut into many requests.
 REQUEST_BYTES = 16 * PAGE_BYTES
+"""Small, so that a few bytes are cut into many requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What happens to one call. Fields may be combined; the delay comes first."""
+    """What happens to one call. Fields may be combined. The delay comes first."""
 
     delay_seconds: float = 0.0
     hangs: bool = False  # until release(); as in the kernel, the file stays open and locked until then
     error_number: int | None = None  # raised as OSError: errno.EIO, errno.ENOSPC, errno.EAGAIN ...
     failure: Exception | None = None  # raised as it is: a bug in a worker thread
-    short_bytes: int | None = None  # only so many bytes are moved
-    flipped_bit: int | None = None  # of what is moved: wrong in memory after a read, on the drive after a write
-    misplaced_bytes: int = 0  # what is moved lies so much further in the file
-    dropped: bool = False  # nothing is moved, and success is told: what was there before stays, stale
+    short_bytes: int | None = None  # only this many bytes are moved
+    flipped_bit: int | None = None  # of the bytes moved: wrong in memory after a read, on the drive after a write
+    misplaced_bytes: int = 0  # the bytes are read or written this much further in the file
+    dropped: bool = False  # nothing is moved, but success is reported: stale bytes stay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call that a FaultyQueue saw, faulty or not."""
+    """One call to a FaultyQueue, faulty or not."""
 
     direction: Direction
     fd: int
@@ -55,11 +55,11 @@ class Call:
 
 
 class FaultyQueue(LanedQueue):
-    """An IoQueue over real files, or over ``files``: descriptor -> contents that need not exist on disk.
+    """An IoQueue over real files, or over `files`, a map from descriptors to contents that need not exist on disk.
 
-    ``faults`` maps the number of a call to its fault; ``from_call`` and ``lasting`` give every call
-    from that number on the same fault. ``shuffle_seed`` delays calls at random, so that with a depth
-    above 1 they complete in another order than they were submitted.
+    `faults` maps the number of a call to its fault. Every call from number `from_call` on has the fault `lasting`.
+    `shuffle_seed` delays calls at random, so that with a depth above 1 they complete in another order than they were
+    submitted in.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class FaultyQueue(LanedQueue):
         )
 
     def release(self) -> None:
-        """Let every call go on that hangs."""
+        """Let every call that hangs continue."""
         self._released.set()
 
     def _transfer(self, direction: Direction, fd: int, memory: memoryview, offset: int) -> int:
@@ -136,7 +136,7 @@ class FaultyQueue(LanedQueue):
 
 
 def _copy_of(memory: memoryview) -> memoryview:
-    """On pages of its own, as O_DIRECT wants it."""
+    """A copy on pages of its own, for O_DIRECT."""
     copy = memoryview(mmap.mmap(-1, len(memory)))
     copy[:] = memory
     return copy
@@ -147,9 +147,9 @@ def _flip(memory: memoryview, bit: int) -> None:
 
 
 class FaultyBarrier:
-    """A drive that makes bytes durable, but for one call. A second try would succeed, and lie.
+    """A drive that makes bytes durable, except in one call. A second try would report a false success.
 
-    `failing_call` counts syncs and pages, from 0; `fails` is the name of the method whose next call fails.
+    `failing_call` is the number of the call that fails, from 0. `fails` names the method whose next call fails.
     """
 
     def __init__(self, failing_call: int | None = None) -> None:
@@ -185,7 +185,7 @@ def _transfer_in_memory(contents: bytearray, direction: Direction, memory: memor
 
 
 def open_direct(path: Path) -> int:
-    """O_DIRECT where the file system has it: the rules of alignment are then the kernel's own."""
+    """Open a file with O_DIRECT where the file system has it, so that the kernel checks the alignment."""
     flags = os.O_RDWR | os.O_CREAT
     try:
         return os.open(path, flags | os.O_DIRECT)
@@ -194,7 +194,7 @@ def open_direct(path: Path) -> int:
 
 
 def filled(pool: BufferPool, contents: bytes) -> memoryview:
-    """A leased buffer with these contents; whole pages if they are."""
+    """A leased buffer with these contents."""
     memory = pool.lease(len(contents), "test").memory
     memory[:] = contents
     return memory
@@ -202,7 +202,7 @@ def filled(pool: BufferPool, contents: bytes) -> memoryview:
 
 @contextmanager
 def directory_in_memory(otherwise: Path) -> Iterator[Path]:
-    """For tests that open thousands of stores, and need no drive: on tmpfs where there is one, else `otherwise`."""
+    """A directory on tmpfs if there is one, else `otherwise`. For tests that open thousands of stores."""
     shared = Path("/dev/shm")
     if not os.access(shared, os.W_OK):
         yield otherwise

@@ -1,4 +1,4 @@
-"""A ticket stands for one transfer in flight. Whoever submits the transfer waits on its ticket exactly once.
+"""Tickets: one for each transfer in flight. The submitter waits on its ticket exactly once.
 
 A ticket is done when the last of its requests is. After `wait`, whether it returns or raises, the kernel no longer
 uses the buffers (except in a broken queue, see queue.py). Until then the ticket refers to them, so that nothing in

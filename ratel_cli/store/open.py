@@ -80,17 +80,17 @@ def _check_identity(
         ("the training data", "data_hash", stored.data_hash, wanted.data_hash),
         ("the seed", "seed", stored.seed, wanted.seed),
     )
-    wrong = [
-        BadInput(
-            f"{what} changed since the store in {directory} was made: {name} was {old}, now is {new}",
-            f"{START_OVER}, or set storage.paths to another directory",
-        )
+    hint = f"{START_OVER}, or set storage.paths to another directory"
+    wrong = {
+        name: f"{what} changed since the store in {directory} was made: {name} was {old}, now is {new}"
         for what, name, old, new in pairs
         if old != new
-    ]
+    }
     if wrong:
-        fields = tuple(name for _, name, old, new in pairs if old != new)
-        raise StoreMismatch(wrong[0].message, wrong[0].hint or "", others=tuple(wrong[1:]), fields=fields)
+        first, *others = wrong.values()
+        raise StoreMismatch(
+            first, hint, others=tuple(BadInput(message, hint) for message in others), fields=tuple(wrong)
+        )
     if stored.software != wanted.software:
         notice(f"resume is valid, not bit-exact: software was {stored.software}, now is {wanted.software}")
 

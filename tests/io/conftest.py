@@ -1,4 +1,4 @@
-"""What the tests of movement/ share: a queue of each engine, a pool, an open file."""
+"""Fixtures: a queue of each engine, a pool, an open file."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mapping:
-    """What /proc/self/smaps tells of one range of addresses."""
+    """One mapping in /proc/self/smaps."""
 
     start: int
     stop: int
@@ -80,7 +80,7 @@ def test_memory_is_exact_aligned_writable_and_private(num_bytes: int) -> None:
             assert not any(mapping.is_file for mapping in mappings)
 
 
-def test_memory_starts_zeroed_and_costs_nothing_before_it_is_touched() -> None:
+def test_memory_starts_zeroed_and_is_not_resident_before_it_is_touched() -> None:
     with BufferPool(None) as pool, pool.lease(64 * MIB, "test") as lease:
         start = address_of(lease.memory)
         inside = [mapping for mapping in mappings_of(start, 64 * MIB) if start <= mapping.start < start + 64 * MIB]
@@ -88,17 +88,17 @@ def test_memory_starts_zeroed_and_costs_nothing_before_it_is_touched() -> None:
         assert lease.memory[::PAGE_BYTES].tobytes() == bytes(64 * MIB // PAGE_BYTES)
 
 
-def test_lies_on_huge_pages_and_no_byte_beyond_its_size() -> None:
+def test_memory_is_on_huge_pages_and_no_byte_larger_than_asked_for() -> None:
     enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not enabled.exists() or "[never]" in enabled.read_text():
-        pytest.skip("this kernel gives no transparent huge pages")
+        pytest.skip("transparent huge pages are off in this kernel")
     num_bytes = 4 * HUGE_PAGE_BYTES + 5 * PAGE_BYTES
     with BufferPool(None) as pool, pool.lease(num_bytes, "test") as lease:
         touch(lease.memory)
         mappings = mappings_of(address_of(lease.memory), num_bytes)
         huge_bytes = sum(mapping.huge_bytes for mapping in mappings)
         if huge_bytes == 0:
-            pytest.skip("this kernel has no huge page free")
+            pytest.skip("this kernel has no free huge page")
         assert huge_bytes <= 4 * HUGE_PAGE_BYTES
         start = address_of(lease.memory)
         own = [mapping for mapping in mappings if start <= mapping.start]
@@ -120,9 +120,9 @@ def test_returned_buffers_are_reused_by_exact_size() -> None:
         assert pool.peak_bytes == 6 * MIB + PAGE_BYTES
 
 
-def test_limit_is_exact_and_its_error_says_what_is_missing() -> None:
+def test_the_limit_is_exact_and_its_error_says_what_is_missing() -> None:
     with BufferPool(4 * PAGE_BYTES) as pool:
-        kept = pool.lease(3 * PAGE_BYTES, "gradients")
+        held = pool.lease(3 * PAGE_BYTES, "gradients")
         with pytest.raises(DoesNotFit, match="optimizer states") as raised:
             pool.lease(2 * PAGE_BYTES, "optimizer states")
         assert raised.value.shortfall_bytes == PAGE_BYTES
@@ -130,11 +130,11 @@ def test_limit_is_exact_and_its_error_says_what_is_missing() -> None:
         assert pool.leased_bytes == 3 * PAGE_BYTES
         last = pool.lease(1, "weights")
         assert pool.leased_bytes == 4 * PAGE_BYTES
-        kept.release()
+        held.release()
         last.release()
 
 
-def test_idle_buffers_are_trimmed_oldest_first_when_the_limit_would_be_passed() -> None:
+def test_idle_buffers_are_dropped_oldest_first_to_stay_in_the_limit() -> None:
     with BufferPool(10 * PAGE_BYTES) as pool:
         leases = [pool.lease(size * PAGE_BYTES, "test") for size in (4, 2, 3)]
         addresses = [address_of(lease.memory) for lease in leases]
@@ -160,7 +160,7 @@ def test_trim_and_close_give_memory_back() -> None:
     assert not mappings_of(addresses[0] + MIB, MIB)
     pool.close()
     assert mappings_of(addresses[1] + MIB, MIB)
-    leases[1].memory[0] = 7  # lent out: still good
+    leases[1].memory[0] = 7  # leased: still valid
     leases[1].release()
     assert not mappings_of(addresses[1] + MIB, MIB)
     pool.close()
@@ -209,7 +209,7 @@ def test_a_shared_lease_ends_with_its_last_user() -> None:
         assert pool.leased_bytes == 0
 
 
-def test_refused_mapping_is_an_environment_failure_with_its_cause() -> None:
+def test_a_failed_mapping_is_an_environment_failure_with_its_cause() -> None:
     with BufferPool(None) as pool:
         with pytest.raises(EnvironmentFailure, match="everything") as raised:
             pool.lease(1 << 60, "everything")
@@ -240,62 +240,62 @@ def test_many_threads_never_share_a_buffer_or_pass_the_limit() -> None:
         assert pool.leased_bytes == 0 and pool.peak_bytes <= limit_bytes
 
 
-class Pins:
-    """Notes what is pinned and unpinned, and that whatever is unpinned is still mapped."""
+class RecordingPins:
+    """Records what is pinned and unpinned, and checks that memory is still mapped when it is unpinned."""
 
-    def __init__(self, *, refuses: bool = False) -> None:
-        self._refuses = refuses
+    def __init__(self, *, fails: bool = False) -> None:
+        self._fails = fails
         self.sizes: dict[int, int] = {}
         self.unpinned: list[int] = []
 
     def __call__(self, address: int, num_bytes: int) -> Callable[[], None] | None:
-        if self._refuses:
+        if self._fails:
             return None
         assert address % PAGE_BYTES == 0 and address not in self.sizes
         self.sizes[address] = num_bytes
         return lambda: self._unpin(address)
 
     def _unpin(self, address: int) -> None:
-        assert mappings_of(address, PAGE_BYTES), "was unmapped first"
+        assert mappings_of(address, PAGE_BYTES), "it was unmapped before it was unpinned"
         self.unpinned.append(self.sizes.pop(address))
 
 
 @pytest.mark.parametrize("num_bytes", [1, PAGE_BYTES, 3 * MIB + 5])
-def test_what_is_pinned_is_the_memory_and_no_byte_more(num_bytes: int) -> None:
-    pins = Pins()
+def test_exactly_the_leased_memory_is_pinned(num_bytes: int) -> None:
+    pins = RecordingPins()
     with BufferPool(None, pin=pins) as pool:
         lease = pool.lease(num_bytes, "test")
         size_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
         assert pins.sizes == {address_of(lease.memory): size_bytes}
         lease.release()
         pool.lease(num_bytes, "again").release()
-        assert len(pins.sizes) == 1 and not pins.unpinned, "what is kept stays pinned"
+        assert len(pins.sizes) == 1 and not pins.unpinned, "an idle buffer stays pinned"
         pool.trim()
         assert pins.unpinned == [size_bytes] and not pins.sizes
 
 
 def test_nothing_is_pinned_of_an_empty_lease() -> None:
-    pins = Pins()
+    pins = RecordingPins()
     with BufferPool(None, pin=pins) as pool, pool.lease(0, "test"):
         assert not pins.sizes
 
 
 def test_memory_is_unpinned_before_it_is_unmapped() -> None:
-    pins = Pins()
+    pins = RecordingPins()
     pool = BufferPool(2 * PAGE_BYTES, pin=pins)
     first = pool.lease(PAGE_BYTES, "a")
     view = first.memory[:3]
     first.release()
-    second = pool.lease(2 * PAGE_BYTES, "b")  # makes room
+    second = pool.lease(2 * PAGE_BYTES, "b")  # the first one must be dropped
     assert pins.unpinned == [PAGE_BYTES]
-    view[:] = b"abc"  # still mapped, for whoever looks
+    view[:] = b"abc"  # still mapped, as long as there is a view
     pool.close()
     assert pins.unpinned == [PAGE_BYTES]
     second.release()
     assert pins.unpinned == [PAGE_BYTES, 2 * PAGE_BYTES]
 
 
-def test_memory_that_cannot_be_pinned_is_as_good() -> None:
-    with BufferPool(None, pin=Pins(refuses=True)) as pool, pool.lease(PAGE_BYTES, "test") as lease:
+def test_memory_that_cannot_be_pinned_is_leased_too() -> None:
+    with BufferPool(None, pin=RecordingPins(fails=True)) as pool, pool.lease(PAGE_BYTES, "test") as lease:
         lease.memory[0] = 7
         assert lease.memory[0] == 7

@@ -1,4 +1,4 @@
-"""The I/O queue: both engines move exactly the bytes asked for and count them; io_uring is replaced where refused."""
+"""The I/O queue: both engines move and count exactly the bytes asked for, and threads can replace io_uring."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.fakes import filled, open_direct
 
 
 @pytest.mark.parametrize("num_pages", [0, 1, 2, 15, 16, 17, 31, 32, 33, 16 * 9 + 1])
-def test_moves_exactly_the_bytes_asked_for(
+def test_exactly_the_bytes_asked_for_are_moved(
     num_pages: int, queue: IoQueue, pool: BufferPool, fd: int, tmp_path: Path
 ) -> None:
     num_bytes, rng = num_pages * PAGE_BYTES, random.Random(num_pages)
@@ -41,7 +41,7 @@ def test_moves_exactly_the_bytes_asked_for(
     assert (queue.read_bytes, queue.written_bytes) == (num_bytes, num_bytes)
 
 
-def test_many_pieces_over_several_files_are_one_ticket(queue: IoQueue, pool: BufferPool, tmp_path: Path) -> None:
+def test_many_extents_in_several_files_are_one_ticket(queue: IoQueue, pool: BufferPool, tmp_path: Path) -> None:
     rng = random.Random(1)
     files = [open_direct(tmp_path / f"data{i}") for i in range(3)]
     sizes = [rng.choice([1, 2, 15, 16, 17, 40]) * PAGE_BYTES for _ in range(200)]
@@ -89,7 +89,7 @@ def test_spans_lie_between_submitting_and_waiting_in_order(queue: IoQueue, pool:
             last_end = ended
 
 
-def test_no_pieces_and_empty_pieces_are_done_at_once(queue: IoQueue, pool: BufferPool, fd: int) -> None:
+def test_no_extents_and_empty_extents_are_done_at_once(queue: IoQueue, pool: BufferPool, fd: int) -> None:
     for extents in ([], [Extent(fd=fd, offset=0, memory=pool.lease(0, "nothing").memory)]):
         for ticket in (queue.read(extents), queue.write(extents)):
             assert ticket.done
@@ -147,15 +147,15 @@ def test_many_threads_submit_at_once_and_counters_are_exact(queue: IoQueue, pool
     assert queue.read_bytes == queue.written_bytes == num_threads * num_turns * part_bytes
 
 
-def test_what_is_not_whole_pages_is_a_bug(pool: BufferPool, fd: int) -> None:
+def test_extents_that_are_not_whole_pages_are_a_bug(pool: BufferPool, fd: int) -> None:
     memory = pool.lease(2 * PAGE_BYTES, "test").memory
     for offset, part in ((1, memory), (-PAGE_BYTES, memory), (0, memory[:-1]), (0, memory[8 : PAGE_BYTES + 8])):
         with pytest.raises(AssertionError):
             Extent(fd=fd, offset=offset, memory=part)
 
 
-def test_auto_takes_threads_with_one_notice_when_io_uring_is_refused(tmp_path: Path) -> None:
-    """In a process of its own, whose system call filter refuses io_uring as containers do."""
+def test_auto_takes_threads_with_one_notice_when_the_kernel_forbids_io_uring(tmp_path: Path) -> None:
+    """In a process of its own, with a system call filter that forbids io_uring as containers do."""
     command = [sys.executable, "-m", "tests.io.without_io_uring", str(tmp_path / "data")]
     subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=600)
 

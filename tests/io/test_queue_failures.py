@@ -1,4 +1,4 @@
-"""The I/O queue: both engines end every ticket, whatever fails, hangs or is closed, and let go of its memory after."""
+"""The I/O queue: both engines end every ticket and then drop its memory, whatever fails, hangs or is closed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ratel_cli.sizes import PAGE_BYTES
 from tests.fakes import REQUEST_BYTES, Fault, FaultyQueue, filled, open_direct
 
 
-def test_bad_descriptors_fail_their_ticket_alone(queue: IoQueue, pool: BufferPool, fd: int, tmp_path: Path) -> None:
+def test_bad_descriptors_fail_only_their_ticket(queue: IoQueue, pool: BufferPool, fd: int, tmp_path: Path) -> None:
     memory = filled(pool, bytes(40 * PAGE_BYTES))
     queue.write([Extent(fd=fd, offset=0, memory=memory)]).wait()
     read_only = os.open(tmp_path / "data", os.O_RDONLY)
@@ -106,9 +106,9 @@ def test_close_under_load_ends_every_ticket(engine: EngineName, pool: BufferPool
 
 
 class _Blockage:
-    """A queue of depth 1 whose reads of ``fd`` complete only once ``end`` was called.
+    """A queue of depth 1 whose reads of `fd` complete only after `end` was called.
 
-    io_uring reads an empty pipe, which no preadv can; the threads' call to the kernel is replaced.
+    io_uring reads an empty pipe, which preadv cannot do, so the threads' call to the kernel is replaced.
     """
 
     def __init__(self, engine: EngineName, *, timeout_seconds: float) -> None:
@@ -136,7 +136,7 @@ class _Blockage:
         os.close(self._pipe)
 
 
-def test_close_waits_for_what_the_kernel_holds_and_fails_what_it_does_not(engine: EngineName, pool: BufferPool) -> None:
+def test_close_waits_for_requests_in_the_kernel_and_fails_the_others(engine: EngineName, pool: BufferPool) -> None:
     blockage = _Blockage(engine, timeout_seconds=20.0)
     memory = pool.lease(PAGE_BYTES, "test").memory
     held = blockage.queue.read([Extent(fd=blockage.fd, offset=0, memory=memory)])
@@ -171,14 +171,14 @@ def test_a_request_that_never_completes_breaks_its_direction_after_the_timeout(
     assert isinstance(raised.value.__cause__, IntegrityFailure)
     with pytest.raises(IntegrityFailure, match="transfers have stopped"):
         blockage.queue.read([Extent(fd=fd, offset=0, memory=memory)])
-    blockage.queue.write([Extent(fd=fd, offset=0, memory=memory)]).wait()  # the other direction lives on
+    blockage.queue.write([Extent(fd=fd, offset=0, memory=memory)]).wait()  # the other direction still works
     started = time.monotonic()
     blockage.queue.close()
     assert time.monotonic() - started < 60
     blockage.close()
 
 
-def test_memory_of_a_stuck_request_stays_mapped_until_the_kernel_lets_go(engine: EngineName) -> None:
+def test_memory_of_a_stuck_request_stays_mapped_until_the_kernel_completes_it(engine: EngineName) -> None:
     num_bytes = 3 << 20
     blockage = _Blockage(engine, timeout_seconds=0.2)
     pool = BufferPool(None)
@@ -207,7 +207,7 @@ def test_nothing_refers_to_memory_after_its_transfer(queue: IoQueue, fd: int) ->
 
 
 def _is_unmapped_soon(address: int) -> bool:
-    """The last reference is dropped by a thread that has already told the ticket."""
+    """A thread drops the last reference shortly after it has ended the ticket."""
     give_up = time.monotonic() + 60
     while _is_mapped(address) and time.monotonic() < give_up:
         time.sleep(0.01)

@@ -1,6 +1,6 @@
-"""Requests: what a result that no healthy device gives means. The same code serves both engines.
+"""Requests: short transfers, retries and errors, which are handled alike for both engines.
 
-The results are injected through a FaultyQueue, so this also shows that the fake does what it says.
+The results are injected through a FaultyQueue, so these tests check the fake too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _write_pages(queue: IoQueue, num_pages: int, fd: int) -> None:
 
 
 @pytest.mark.parametrize("short_bytes", [PAGE_BYTES, 3 * PAGE_BYTES, PAGE_BYTES + 1, 2 * PAGE_BYTES - 1])
-def test_short_transfers_go_on_with_the_rest_from_a_whole_page(short_bytes: int) -> None:
+def test_short_transfers_continue_from_a_whole_page(short_bytes: int) -> None:
     faults = {number: Fault(short_bytes=short_bytes) for number in (0, 1, 3, 7)}
     with FaultyQueue(faults, files={7: bytearray()}, request_bytes=8 * PAGE_BYTES) as queue:
         _write_pages(queue, 20, 7)
@@ -42,14 +42,14 @@ def test_short_transfers_go_on_with_the_rest_from_a_whole_page(short_bytes: int)
 
 
 @pytest.mark.parametrize("error_number", [errno.EAGAIN, errno.EINTR])
-def test_transient_refusals_are_retried(error_number: int) -> None:
+def test_transient_errors_are_retried(error_number: int) -> None:
     faults = {number: Fault(error_number=error_number) for number in range(MAX_ATTEMPTS)}
     with FaultyQueue(faults, files={7: bytearray()}) as queue:
         _write_pages(queue, 3, 7)
         assert len(queue.calls) == MAX_ATTEMPTS + 2
 
 
-def test_transient_refusals_are_not_retried_for_ever() -> None:
+def test_transient_errors_are_retried_a_limited_number_of_times() -> None:
     with FaultyQueue(lasting=Fault(error_number=errno.EAGAIN), files={7: bytearray()}) as queue:
         with pytest.raises(IntegrityFailure, match="temporarily unavailable"):
             _write_pages(queue, 3, 7)
@@ -85,7 +85,7 @@ def test_a_failing_thread_breaks_the_lane_and_ends_every_ticket() -> None:
             queue.write([extent])
 
 
-def test_completions_in_any_order_are_the_same_bytes() -> None:
+def test_completions_in_any_order_give_the_same_bytes() -> None:
     files = {7: bytearray()}
     with FaultyQueue(files=files, shuffle_seed=5, request_bytes=PAGE_BYTES, depth=8) as queue:
         _write_pages(queue, 64, 7)
@@ -93,7 +93,7 @@ def test_completions_in_any_order_are_the_same_bytes() -> None:
 
 
 @pytest.mark.parametrize("bit", [0, 5, 8 * PAGE_BYTES + 7, 8 * 2 * PAGE_BYTES])
-def test_a_bit_flips_in_memory_or_on_the_drive(bit: int) -> None:
+def test_the_fake_flips_a_bit_in_memory_or_on_the_drive(bit: int) -> None:
     contents = random.Random(6).randbytes(2 * PAGE_BYTES)
     wanted = bytearray(contents)
     wanted[bit // 8 % len(wanted)] ^= 1 << bit % 8
@@ -112,7 +112,7 @@ def test_a_bit_flips_in_memory_or_on_the_drive(bit: int) -> None:
 
 @pytest.mark.parametrize("fault", [Fault(dropped=True), Fault(misplaced_bytes=-PAGE_BYTES)])
 @pytest.mark.parametrize("call", [1, 2])
-def test_transfers_are_lost_or_go_elsewhere(fault: Fault, call: int) -> None:
+def test_the_fake_drops_or_misplaces_transfers(fault: Fault, call: int) -> None:
     first, second = (random.Random(seed).randbytes(PAGE_BYTES) for seed in (1, 2))
     files = {7: bytearray(first)}
     with FaultyQueue({call: fault}, files=files) as queue, BufferPool(None) as pool:
@@ -129,7 +129,7 @@ def test_transfers_are_lost_or_go_elsewhere(fault: Fault, call: int) -> None:
 
 
 def test_a_call_that_hangs_keeps_its_file_open_and_locked(tmp_path: Path) -> None:
-    """As the kernel does: a late write must not land in a file that got the same number."""
+    """As in the kernel: a late write must not land in another file with the same descriptor."""
     fd = os.open(tmp_path / "data", os.O_RDWR | os.O_CREAT)
     fcntl.flock(fd, fcntl.LOCK_EX)
     with BufferPool(None) as pool, FaultyQueue({0: Fault(hangs=True)}, timeout_seconds=0.1) as queue:

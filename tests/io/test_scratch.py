@@ -1,4 +1,4 @@
-"""Scratch: gives back what was written, and leaves nothing behind."""
+"""Scratch space: reads what was written, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.fakes import FaultyQueue, filled
 
 
 @pytest.mark.parametrize("num_directories", [1, 2, 3])
-def test_gives_back_what_was_written(tmp_path: Path, queue: IoQueue, pool: BufferPool, num_directories: int) -> None:
+def test_what_was_written_is_read(tmp_path: Path, queue: IoQueue, pool: BufferPool, num_directories: int) -> None:
     paths = [tmp_path / f"drive{index}" for index in range(num_directories)]
     num_pages = 50
     expected = bytearray(num_pages * PAGE_BYTES)
@@ -35,7 +35,7 @@ def test_gives_back_what_was_written(tmp_path: Path, queue: IoQueue, pool: Buffe
 
 
 @pytest.mark.parametrize("weights", [(1,), (1, 2), (8, 1, 3)])
-def test_directories_take_their_shares(tmp_path: Path, pool: BufferPool, weights: tuple[int, ...]) -> None:
+def test_directories_get_their_shares(tmp_path: Path, pool: BufferPool, weights: tuple[int, ...]) -> None:
     paths = [tmp_path / f"drive{index}" for index in range(len(weights))]
     expected = random.Random(1).randbytes(3 * sum(weights) * PAGE_BYTES)
     with (
@@ -50,17 +50,17 @@ def test_directories_take_their_shares(tmp_path: Path, pool: BufferPool, weights
         assert [written[fd] for fd in sorted(written)] == [3 * weight for weight in weights]
 
 
-def test_of_nothing(tmp_path: Path, queue: IoQueue) -> None:
+def test_scratch_space_of_no_bytes(tmp_path: Path, queue: IoQueue) -> None:
     with Scratch([tmp_path], 0, queue) as scratch:
         scratch.write(0, memoryview(bytearray())).wait()
 
 
-def test_beyond_the_end_is_a_bug(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
+def test_an_address_past_the_end_is_a_bug(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
     with Scratch([tmp_path], PAGE_BYTES, queue) as scratch, pytest.raises(AssertionError):
         scratch.write(PAGE_BYTES, filled(pool, bytes(PAGE_BYTES)))
 
 
-def test_closes_once_and_not_before_its_transfers(tmp_path: Path, pool: BufferPool) -> None:
+def test_close_waits_for_transfers_and_may_be_repeated(tmp_path: Path, pool: BufferPool) -> None:
     with FaultyQueue(shuffle_seed=1) as queue:
         scratch = Scratch([tmp_path], 64 * PAGE_BYTES, queue)
         tickets = [scratch.write(page * PAGE_BYTES, filled(pool, bytes(PAGE_BYTES))) for page in range(64)]
@@ -69,13 +69,13 @@ def test_closes_once_and_not_before_its_transfers(tmp_path: Path, pool: BufferPo
         scratch.close()
 
 
-def test_says_what_it_needs(tmp_path: Path, queue: IoQueue) -> None:
+def test_the_error_says_how_much_space_is_needed(tmp_path: Path, queue: IoQueue) -> None:
     with pytest.raises(EnvironmentFailure, match=rf"need 1024 TiB, have .* on {tmp_path}/new"):
         Scratch([tmp_path / "new"], 1 << 50, queue)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wants_directories(tmp_path: Path, queue: IoQueue) -> None:
+def test_unusable_directories_are_errors(tmp_path: Path, queue: IoQueue) -> None:
     with pytest.raises(BadInput, match=r"storage\.paths is empty"):
         Scratch([], PAGE_BYTES, queue)
     with pytest.raises(BadInput, match="twice"):

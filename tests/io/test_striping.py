@@ -1,4 +1,4 @@
-"""Striping: every logical byte has one place, every place one byte, whatever the sizes."""
+"""Striping: logical bytes and bytes of the files correspond one to one, whatever the sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STRIPES = st.builds(StripeMap, weights=WEIGHTS, stripe_bytes=st.integers(1, 9), 
 
 
 def place_of(stripes: StripeMap, address: int) -> tuple[int, int]:
-    """The oracle: one byte, by dealing stripes one at a time to the file that is furthest behind its share."""
+    """The oracle: the place of one byte. Gives stripes one at a time to the file that is furthest behind its share."""
     weights, filled = stripes.weights, [0] * len(stripes.weights)
     for num_dealt in range(1, address // stripes.stripe_bytes + 2):
         behind = [num_dealt * weight - sum(weights) * count for weight, count in zip(weights, filled, strict=True)]
@@ -28,7 +28,7 @@ def expand(ranges: tuple[FileRange, ...]) -> list[tuple[int, int]]:
 
 
 @given(STRIPES, st.integers(0, 60), st.integers(0, 60))
-def test_pieces_cover_each_byte_in_order(stripes: StripeMap, offset: int, num_bytes: int) -> None:
+def test_ranges_cover_each_byte_in_order(stripes: StripeMap, offset: int, num_bytes: int) -> None:
     assert expand(stripes.ranges(offset, num_bytes)) == [
         place_of(stripes, address) for address in range(offset, offset + num_bytes)
     ]
@@ -51,7 +51,7 @@ def test_one_file_is_not_cut(num_bytes: int) -> None:
     assert stripes.ranges(5, num_bytes) == (FileRange(file_index=0, offset=8197, num_bytes=num_bytes),)
 
 
-def test_nothing_is_nowhere() -> None:
+def test_no_bytes_have_no_ranges() -> None:
     assert StripeMap(weights=(1, 1, 1), stripe_bytes=4096, header_bytes=8192).ranges(4096, 0) == ()
 
 
@@ -60,7 +60,7 @@ def test_a_large_transfer_uses_every_file() -> None:
 
 
 @given(st.integers(2, 5), st.integers(1, 8), st.integers(0, 99))
-def test_equal_weights_deal_round_robin(num_files: int, weight: int, stripe: int) -> None:
+def test_files_with_equal_weights_take_turns(num_files: int, weight: int, stripe: int) -> None:
     stripes = StripeMap(weights=(weight,) * num_files, stripe_bytes=4096, header_bytes=8192)
     row, file_index = divmod(stripe, num_files)
     expected = FileRange(file_index=file_index, offset=8192 + row * 4096 + 5, num_bytes=7)

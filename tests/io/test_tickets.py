@@ -1,4 +1,4 @@
-"""Tickets: waited exactly once, done when the last part is, and the owner of their buffers until then."""
+"""Tickets: waited on exactly once, done with their last part, and the owners of their buffers until then."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_span_is_from_the_first_part_begun_to_the_last_one_ended() -> None:
 
 
 def test_span_of_what_never_began_is_empty() -> None:
-    """Of nothing, or of a request that failed while it was waiting."""
+    """A ticket without parts, or of a request that failed while it waited."""
     failed = Ticket(num_parts=1)
     failed.finish_part(IntegrityFailure("closed"))
     for ticket in (Ticket(num_parts=0), failed, join([])):

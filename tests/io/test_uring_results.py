@@ -1,4 +1,4 @@
-"""What io_uring's completions say is heeded as the threads' results are (test_requests): refusals, and short ones."""
+"""Completions of io_uring with errors or short results are handled like the threads' results (test_requests)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _with_io_uring() -> None:
 
 
 def queue_with(results: Results) -> IoQueue:
-    """A queue on real rings, but the first results of each are these; None leaves one as it is."""
+    """A queue on real rings whose first results are replaced by these. None leaves a result as it is."""
     from ratel_cli.io.uring import Ring, UringLane
 
     class ChangedRing(Ring):
@@ -54,21 +54,21 @@ def queue_with(results: Results) -> IoQueue:
     )
 
 
-def refusals(error_number: int, count: int) -> Results:
+def errors_of(error_number: int, count: int) -> Results:
     return [OSError(error_number, os.strerror(error_number)) for _ in range(count)]
 
 
 @pytest.mark.parametrize(
     "results",
     [
-        refusals(errno.EAGAIN, 1),
-        refusals(errno.EINTR, 3),
-        refusals(errno.EAGAIN, MAX_ATTEMPTS),
+        errors_of(errno.EAGAIN, 1),
+        errors_of(errno.EINTR, 3),
+        errors_of(errno.EAGAIN, MAX_ATTEMPTS),
         [PAGE_BYTES],
-        [PAGE_BYTES + 1, None, *refusals(errno.EAGAIN, 1), PAGE_BYTES],
+        [PAGE_BYTES + 1, None, *errors_of(errno.EAGAIN, 1), PAGE_BYTES],
     ],
 )
-def test_refused_and_short_transfers_go_on(results: Results, pool: BufferPool, fd: int, tmp_path: Path) -> None:
+def test_refused_and_short_transfers_are_continued(results: Results, pool: BufferPool, fd: int, tmp_path: Path) -> None:
     contents = random.Random(3).randbytes(NUM_PAGES * PAGE_BYTES)
     with queue_with(results) as queue:
         queue.write([Extent(fd=fd, offset=0, memory=filled(pool, contents))]).wait()
@@ -82,15 +82,15 @@ def test_refused_and_short_transfers_go_on(results: Results, pool: BufferPool, f
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
-        (lambda: refusals(errno.EAGAIN, 2 * MAX_ATTEMPTS + 2), IntegrityFailure),
-        (lambda: refusals(errno.EIO, 1), IntegrityFailure),
-        (lambda: refusals(errno.ENOSPC, 1), EnvironmentFailure),
+        (lambda: errors_of(errno.EAGAIN, 2 * MAX_ATTEMPTS + 2), IntegrityFailure),
+        (lambda: errors_of(errno.EIO, 1), IntegrityFailure),
+        (lambda: errors_of(errno.ENOSPC, 1), EnvironmentFailure),
         (lambda: [0], IntegrityFailure),
         (lambda: [PAGE_BYTES - 1], IntegrityFailure),
     ],
     ids=["EAGAIN for good", "EIO", "ENOSPC", "nothing", "less than a page"],
 )
-def test_what_is_no_refusal_for_the_moment_fails_its_ticket_alone(
+def test_other_results_fail_only_their_ticket(
     make: Callable[[], Results], kind: type[IntegrityFailure | EnvironmentFailure], pool: BufferPool, fd: int
 ) -> None:
     memory = filled(pool, bytes(NUM_PAGES * PAGE_BYTES))
@@ -108,8 +108,8 @@ def pipe() -> Iterator[tuple[int, int]]:
         os.close(end)
 
 
-def test_a_read_that_the_kernel_cut_short_goes_on(pool: BufferPool, pipe: tuple[int, int]) -> None:
-    """A pipe gives what is there."""
+def test_a_read_that_the_kernel_cut_short_is_continued(pool: BufferPool, pipe: tuple[int, int]) -> None:
+    """A read of a pipe returns what is there."""
     reading, writing = pipe
     contents = random.Random(2).randbytes(3 * PAGE_BYTES)
     memory = pool.lease(len(contents), "test").memory

@@ -1,7 +1,6 @@
-"""Run by test_queue.py in a process of its own: a kernel that refuses io_uring must cost one notice.
+"""A process in which io_uring is forbidden: transfers use threads, with one notice.
 
-Usage, at the top of the repository: python -m tests.io.without_io_uring FILE.
-Ends with an AssertionError when something is not as it should be.
+Usage, at the top of the repository: python -m tests.io.without_io_uring FILE. Fails with an AssertionError.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class _Program(ctypes.Structure):
     _fields_ = [("num_instructions", ctypes.c_ushort), ("instructions", ctypes.POINTER(_Instruction))]
 
 
-def refuse_io_uring() -> None:
+def forbid_io_uring() -> None:
     """Install a system call filter under which io_uring_setup is not permitted."""
     instructions = (_Instruction * 4)(
         _Instruction(_LOAD_WORD, 0, 0, 0),  # the number of the system call
@@ -53,7 +52,7 @@ def refuse_io_uring() -> None:
 
 
 def main() -> None:
-    refuse_io_uring()
+    forbid_io_uring()
     notices: list[str] = []
     fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
     with open_queue("auto", notice=notices.append) as queue, BufferPool(None) as pool:
@@ -69,7 +68,7 @@ def main() -> None:
     except EnvironmentFailure as failure:
         assert isinstance(failure.__cause__, OSError) and failure.hint is not None
     else:
-        raise AssertionError("io_uring was opened although it is refused")
+        raise AssertionError("io_uring was opened although it is forbidden")
     assert len(notices) == 1
 
 

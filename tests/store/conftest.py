@@ -1,4 +1,4 @@
-"""The queues and buffers of the tests of io/, which the tests of store/ use too."""
+"""The fixtures of tests/io, for the tests of the store."""
 
 from __future__ import annotations
 

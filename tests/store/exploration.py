@@ -1,8 +1,7 @@
-"""Runs work on a recorded store, cuts the power at every event of it, and lets the real recovery loose on what is left.
+"""Runs work on a recorded store, simulates a power cut at every event of it, and recovers what each cut leaves.
 
-For `test_store_power`. What the work has committed is acknowledged after each operation; after a cut the store
-must stand, whole and with its pins, where it was acknowledged last, or where the operation in flight would have
-brought it: nothing in between, and nothing else.
+The work acknowledges what it has committed after each operation. After a cut the store must be whole, with its pins,
+and either at the state that was acknowledged last or at the one that the operation in flight leads to.
 """
 
 from __future__ import annotations
@@ -18,34 +17,34 @@ from ratel_cli.errors import IntegrityFailure, RatelError
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.store import Progress, Store
-from tests.store.power import Event, Files, Recorder, cuts
+from tests.store.power import DriveEvent, Files, RecordingDrive, cuts
 from tests.store.stores import SMALL_CHUNK, contents, create_store, import_all, progress_of, write_generation
 
 BLOCK_ELEMENTS = (2048, 2048)
 _MEMORY = memoryview(mmap.mmap(-1, 1 << 20))
-_GOES_ON_EVERY = 41
-"""After so many recoveries one is followed by a step."""
+_CONTINUES_EVERY = 41
+"""One of this many recoveries is followed by a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """What a store holds: its current generation, and those that are kept. `good_steps` names their contents."""
+    """What a store holds: its current generation and the pinned ones. `good_steps` is the number of their contents."""
 
     progress: Progress
     pins: tuple[Progress, ...] = ()
 
 
 class Driver:
-    """Does to a store what a run does, each time with contents that were never there before."""
+    """Does to a store what a run does. Every step writes contents that were never there before."""
 
-    def __init__(self, store: Store, recorder: Recorder) -> None:
+    def __init__(self, store: Store, drive: RecordingDrive) -> None:
         self.store = store
-        self._recorder = recorder
+        self._drive = drive
         self._pins: dict[int, Progress] = {}
         self._serial = 0
 
     @property
-    def pinned(self) -> list[int]:
+    def pinned_steps(self) -> list[int]:
         return sorted(self._pins)
 
     def step(self) -> None:
@@ -62,8 +61,8 @@ class Driver:
             write_generation(self.store, self._serial)
         self.store.discard()
 
-    def move_on(self) -> None:
-        """A step that was not applied."""
+    def skip(self) -> None:
+        """Commit a step that was not applied."""
         self._serial += 1
         self.store.commit_progress(self._following(contents_number=self.store.progress.good_steps))
         self._acknowledge()
@@ -80,14 +79,14 @@ class Driver:
 
     def rewind(self, step: int) -> None:
         self.store.rewind(step)
-        self._pins = {kept: progress for kept, progress in self._pins.items() if kept <= step}
+        self._pins = {pinned: progress for pinned, progress in self._pins.items() if pinned <= step}
         self._acknowledge()
 
     def walk(self, num_operations: int, seed: int) -> None:
-        """Operations by chance, most of them steps."""
+        """Random operations, most of them steps."""
         chance = random.Random(seed)
         for _ in range(num_operations):
-            choices = [self.step] * 5 + [self.discard, self.move_on]
+            choices = [self.step] * 5 + [self.discard, self.skip]
             if not self.store.in_place:
                 choices += self._with_pins(chance)
             chance.choice(choices)()
@@ -97,7 +96,7 @@ class Driver:
         if len(self._pins) + 2 < self.store.num_slots and self.store.progress.step not in self._pins:
             choices += [self.pin] * 3
         if self._pins:
-            step = chance.choice(self.pinned)
+            step = chance.choice(self.pinned_steps)
             choices += [lambda: self.unpin(step), lambda: self.rewind(step)]
         return choices
 
@@ -106,23 +105,23 @@ class Driver:
         return Progress(step=step, updates=step, loss_scale=1.0, good_steps=contents_number, tokens=self._serial)
 
     def _acknowledge(self) -> None:
-        pins = tuple(self._pins[step] for step in self.pinned)
-        self._recorder.acknowledge(Committed(progress=self.store.progress, pins=pins))
+        pins = tuple(self._pins[step] for step in self.pinned_steps)
+        self._drive.acknowledge(Committed(progress=self.store.progress, pins=pins))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """What some work did to the files of a new store."""
+    """What the work did to the files of a store."""
 
     paths: list[Path]
     before: Files
-    events: list[Event]
+    events: list[DriveEvent]
     in_place: bool
 
 
 def record(
     directory: Path,
-    recorder: Recorder,
+    drive: RecordingDrive,
     work: Callable[[Driver], None],
     *,
     num_slots: int = 2,
@@ -130,29 +129,29 @@ def record(
     store_class: type[Store] = Store,
     chunk_elements: int = SMALL_CHUNK,
 ) -> Recording:
-    """Let the work loose on a new store, which begins with step 0."""
+    """Make a store at step 0, and record what the work does to its files."""
     paths = [directory / "a", directory / "b"]
     with create_store(
         paths,
-        recorder,
+        drive,
         block_elements=BLOCK_ELEMENTS,
         num_slots=num_slots,
         in_place=in_place,
-        barrier=recorder,
+        barrier=drive,
         store_class=store_class,
         chunk_elements=chunk_elements,
     ) as store:
         import_all(store)
         before = {path / DATA_FILE_NAME: (path / DATA_FILE_NAME).read_bytes() for path in paths}
-        recorder.events.clear()
-        work(Driver(store, recorder))
-    return Recording(paths=paths, before=before, events=recorder.events, in_place=in_place)
+        drive.events.clear()
+        work(Driver(store, drive))
+    return Recording(paths=paths, before=before, events=drive.events, in_place=in_place)
 
 
 def recover(
     recording: Recording, *, per_event: int, seed: int = 0, seen_as: Callable[[Files], Files] = lambda files: files
 ) -> int:
-    """Returns the number of states that recovery stood up to; the first one that it does not is an AssertionError.
+    """Recover from every cut. Returns the number of states; the first wrong recovery is an AssertionError.
 
     `seen_as` changes the files before recovery sees them.
     """
@@ -167,16 +166,16 @@ def recover(
             recording.paths,
             acknowledged[last : last + 2],
             in_place=recording.in_place,
-            goes_on=num_states % _GOES_ON_EVERY == 0,
+            continues=num_states % _CONTINUES_EVERY == 0,
         )
     return num_states
 
 
-def check_recovery(paths: list[Path], allowed: Sequence[Committed], *, in_place: bool, goes_on: bool) -> None:
-    """`allowed`: what was acknowledged last, and what the operation in flight leads to, if there is one."""
-    recorder = Recorder()
+def check_recovery(paths: list[Path], allowed: Sequence[Committed], *, in_place: bool, continues: bool) -> None:
+    """Check a recovery. `allowed`: the state acknowledged last, and that of the operation in flight if there is one."""
+    drive = RecordingDrive()
     try:
-        store = Store.open(paths, queue=recorder, identity=None, barrier=recorder)
+        store = Store.open(paths, queue=drive, identity=None, barrier=drive)
     except IntegrityFailure as failure:
         assert in_place
         assert f"step {allowed[0].progress.step + 1} was being written in place" in failure.message
@@ -186,8 +185,8 @@ def check_recovery(paths: list[Path], allowed: Sequence[Committed], *, in_place:
         assert candidates, f"{store.progress} was never committed, or is not the newest"
         assert store.pinned_steps in [tuple(pin.step for pin in state.pins) for state in candidates]
         check_contents(store)
-        if goes_on:
-            _ensure_whole(store, notice=_refuse)
+        if continues:
+            _ensure_whole(store, notice=_reject)
             _do_a_step(store)
         for pinned in reversed(store.pinned_steps):
             store.rewind(pinned)
@@ -196,25 +195,25 @@ def check_recovery(paths: list[Path], allowed: Sequence[Committed], *, in_place:
 
 
 def recover_from_a_lie(recording: Recording, *, per_event: int, verify: bool = True) -> Counter[str]:
-    """The drive broke its promises. Whatever recovery makes of it, no wrong byte is used. How often it made what."""
-    made: Counter[str] = Counter()
+    """Recover after a drive that lost confirmed writes. No wrong byte may be used. Returns how often what happened."""
+    results: Counter[str] = Counter()
     for _, left in cuts(recording.before, recording.events, per_event=per_event, seed=0):
         for file, content in left.items():
             file.write_bytes(content)
-        told: list[str] = []
+        messages: list[str] = []
         try:
-            with Store.open(recording.paths, queue=Recorder(), identity=None) as store:
+            with Store.open(recording.paths, queue=RecordingDrive(), identity=None) as store:
                 if verify:
-                    _ensure_whole(store, notice=told.append)
+                    _ensure_whole(store, notice=messages.append)
                 check_contents(store)
-            made["fell back" if told else "whole"] += 1
+            results["fell back" if messages else "whole"] += 1
         except RatelError:
-            made["refused"] += 1
-    return made
+            results["rejected"] += 1
+    return results
 
 
 def check_contents(store: Store) -> None:
-    """The current generation is, in every byte, the one whose number its progress carries."""
+    """Check every byte of the current generation against the contents that its progress names."""
     for block, num_elements in enumerate(store.block_elements):
         for field in store.layout.fields:
             memory = _MEMORY[: num_elements * field.bytes_per_element]
@@ -228,7 +227,7 @@ def _ensure_whole(store: Store, *, notice: Callable[[str], None]) -> None:
         store.ensure_whole(pool, progress=lambda num_bytes: None, notice=notice)
 
 
-def _refuse(text: str) -> None:
+def _reject(text: str) -> None:
     raise AssertionError(text)
 
 
@@ -240,5 +239,5 @@ def _do_a_step(store: Store) -> None:
     check_contents(store)
 
 
-def _states(events: Sequence[Event]) -> list[Committed]:
+def _states(events: Sequence[DriveEvent]) -> list[Committed]:
     return [event.state for event in events if isinstance(event.state, Committed)]

@@ -1,8 +1,7 @@
-"""Broken protocols: ways in which stores are commonly wrong, each of which loses or mixes generations in a power cut.
+"""Broken protocols: common mistakes of stores, each of which loses or mixes generations in a power cut.
 
-`test_store_power` lets its exploration loose on them. If it lets one pass, it is the exploration that is broken.
-Some are wrong in what they ask of the drive (recorders), some in where they write (stores), and one in what it
-believes when it recovers (`trusting`).
+`test_store_power` explores power cuts with each of them, and must find the mistake. Some protocols are wrong in what
+they ask of the drive, some in where they write, and one in what it accepts when it recovers (`without_crc_check`).
 """
 
 from __future__ import annotations
@@ -13,21 +12,21 @@ from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.layout import NUM_MANIFESTS
 from ratel_cli.store.manifest import EMPTY_PAGE
 from ratel_cli.store.store import Store
-from tests.store.power import Event, Files, Recorder
+from tests.store.power import DriveEvent, Files, RecordingDrive
 
 _CRC_BYTES = 4
 
 
-class NeverSyncs(Recorder):
-    """Takes the completion of a write for its durability."""
+class NeverSyncs(RecordingDrive):
+    """Treats a completed write as durable."""
 
     def sync(self, fd: int) -> None:
         super().sync(fd)
         self.events.pop()
 
 
-class SyncsTheFirstFileAlone(Recorder):
-    """Forgets that a store may lie on several drives."""
+class SyncsOnlyTheFirstFile(RecordingDrive):
+    """Syncs only one of the drives that a store lies on."""
 
     def sync(self, fd: int) -> None:
         super().sync(fd)
@@ -35,12 +34,12 @@ class SyncsTheFirstFileAlone(Recorder):
             self.events.pop()
 
 
-class SyncsLate(Recorder):
-    """Writes the manifest before the data it speaks of is durable."""
+class SyncsLate(RecordingDrive):
+    """Writes the manifest before the data that it refers to is durable."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._late: list[Event] = []
+        self._late: list[DriveEvent] = []
 
     def sync(self, fd: int) -> None:
         super().sync(fd)
@@ -52,20 +51,20 @@ class SyncsLate(Recorder):
         self._late.clear()
 
 
-class SyncsAgain(Recorder):
-    """Calls fdatasync once more when it has failed. The second call succeeds, since the dirty pages were dropped."""
+class SyncsAgain(RecordingDrive):
+    """Retries a failed fdatasync. The second call succeeds, because the dirty pages were dropped."""
 
     def sync(self, fd: int) -> None:
         self._record("failed_sync", fd)
         super().sync(fd)
 
 
-class CommitsBeforeTheLastWrite(Recorder):
-    """Counts a write as done when it was submitted: the newest one arrives after the syncs."""
+class CommitsBeforeTheLastWrite(RecordingDrive):
+    """Commits while the last write is in flight: it arrives after the syncs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._in_flight: list[Event] = []
+        self._in_flight: list[DriveEvent] = []
 
     def _record(self, kind: str, fd: int, offset: int = 0, content: bytes = b"") -> None:
         if kind != "sync":
@@ -76,53 +75,53 @@ class CommitsBeforeTheLastWrite(Recorder):
             self._in_flight.append(self.events.pop())
 
 
-class HasOneManifest(Recorder):
-    """Writes every manifest to the same place."""
+class HasOneManifest(RecordingDrive):
+    """Writes every manifest to the same page."""
 
     def write_through(self, fd: int, offset: int, page: memoryview) -> None:
         super().write_through(fd, max(PAGE_BYTES, offset), page)
 
 
-class CachesTheManifest(Recorder):
-    """Leaves the manifest to the drive's cache."""
+class CachesTheManifest(RecordingDrive):
+    """Does not write the manifest through the drive's cache."""
 
     def write_through(self, fd: int, offset: int, page: memoryview) -> None:
         super().write_through(fd, offset, page)
         written = self.events.pop()
-        self.events.append(Event(kind="write", path=written.path, offset=written.offset, content=written.content))
+        self.events.append(DriveEvent(kind="write", path=written.path, offset=written.offset, content=written.content))
 
 
 class WritesOverTheCurrentSlot(Store):
-    """Has no shadow: the step is written over the generation that it came from."""
+    """Has no shadow: a step overwrites the current generation."""
 
     def _free_slots(self) -> set[int]:
         return {self.current().slot}
 
 
 class ForgetsPins(Store):
-    """Takes the slot of a kept generation for a free one."""
+    """Treats the slots of pinned generations as free."""
 
     def _free_slots(self) -> set[int]:
         return set(range(self.num_slots)) - {self.current().slot}
 
 
-def trusting(files: Files) -> Files:
-    """The files as a recovery that does not check a manifest's CRC would see them: every manifest has a fitting one."""
-    return {path: _sealed(content) for path, content in files.items()}
+def without_crc_check(files: Files) -> Files:
+    """The files as a recovery without a check of the CRC sees them: every manifest has the CRC of its bytes."""
+    return {path: _with_right_crcs(content) for path, content in files.items()}
 
 
-def _sealed(content: bytes) -> bytes:
-    sealed = bytearray(content)
+def _with_right_crcs(content: bytes) -> bytes:
+    changed = bytearray(content)
     for start in range(0, NUM_MANIFESTS * PAGE_BYTES, PAGE_BYTES):
         body = content[start : start + PAGE_BYTES - _CRC_BYTES]
         if content[start : start + PAGE_BYTES] != EMPTY_PAGE:
-            sealed[start + len(body) : start + PAGE_BYTES] = zlib.crc32(body).to_bytes(_CRC_BYTES, "little")
-    return bytes(sealed)
+            changed[start + len(body) : start + PAGE_BYTES] = zlib.crc32(body).to_bytes(_CRC_BYTES, "little")
+    return bytes(changed)
 
 
-RECORDERS: tuple[type[Recorder], ...] = (
+DRIVES: tuple[type[RecordingDrive], ...] = (
     NeverSyncs,
-    SyncsTheFirstFileAlone,
+    SyncsOnlyTheFirstFile,
     SyncsLate,
     SyncsAgain,
     CommitsBeforeTheLastWrite,

@@ -1,9 +1,9 @@
-"""Power cuts, explored: records what a store does to its files, and makes the files as a cut may leave them.
+"""Simulated power cuts: records what a store does to its files, and makes the files as a cut may leave them.
 
-The model of a drive is the one that promises least. A write that completed is anywhere between not
-there and there, in sectors of 512 bytes; a sync makes what completed before it on that file durable;
-a page written through is durable when the call returns, and torn when the cut comes during it. A sync
-that fails drops what it was to make durable, as the page cache does: it never arrives.
+The model is the drive that promises least. Of a write that completed, any sectors of 512 bytes may be there after a
+cut. A sync makes durable what completed before it on that file. A page that is written through is durable when the call
+returns, and may be torn if the cut comes during it. A sync that fails drops what it should have made durable, as the
+page cache does.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ratel_cli.io.tickets import Ticket
 SECTOR_BYTES = 512
 Files = dict[Path, bytes]
 _SHARES = (0.0, 0.0, 0.1, 0.5, 0.9, 1.0, 1.0)
-"""Of a write's sectors, so many have arrived."""
+"""Shares of a write's sectors that have arrived, to choose from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class DriveEvent:
     """Something that happened to a file, or the acknowledgement of what the store has committed."""
 
     kind: Literal["write", "sync", "failed_sync", "write_through", "acknowledge"]
@@ -34,18 +34,18 @@ class Event:
     offset: int = 0
     content: bytes = b""
     state: object = None
-    """What is acknowledged."""
+    """What is acknowledged; None for other kinds."""
 
 
-class Recorder(IoQueue):
-    """An IoQueue and a Barrier over real files that writes everything down."""
+class RecordingDrive(IoQueue):
+    """An IoQueue and a Barrier over real files, which records every event."""
 
-    engine = "recorder"
+    engine = "recording"
     read_bytes = 0
     written_bytes = 0
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[DriveEvent] = []
 
     def read(self, extents: Sequence[Extent]) -> Ticket:
         for extent in extents:
@@ -66,7 +66,7 @@ class Recorder(IoQueue):
         self._record("write_through", fd, offset, bytes(page))
 
     def acknowledge(self, state: object) -> None:
-        self.events.append(Event(kind="acknowledge", state=state))
+        self.events.append(DriveEvent(kind="acknowledge", state=state))
 
     def close(self) -> None:
         return
@@ -79,11 +79,11 @@ class Recorder(IoQueue):
         content: bytes = b"",
     ) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{fd}"))
-        self.events.append(Event(kind=kind, path=path, offset=offset, content=content))
+        self.events.append(DriveEvent(kind=kind, path=path, offset=offset, content=content))
 
 
-class FailsToSync(Recorder):
-    """From its n-th sync on, counted from 1, the drive makes nothing durable, and says so."""
+class FailsToSync(RecordingDrive):
+    """A drive whose syncs fail from a given one on, counted from 1, and make nothing durable."""
 
     def __init__(self, *, first_failing: int) -> None:
         super().__init__()
@@ -99,13 +99,15 @@ class FailsToSync(Recorder):
 
 
 def cuts(
-    before: Mapping[Path, bytes], events: Sequence[Event], *, per_event: int, seed: int
+    before: Mapping[Path, bytes], events: Sequence[DriveEvent], *, per_event: int, seed: int
 ) -> Iterator[tuple[int, Files]]:
-    """The files if the power goes during event number `cut`, or after the last: `per_event` of the many ways, all
-    different, by chance."""
+    """(cut, the files after a power cut during event number `cut`), for every event and once after the last.
+
+    There are many ways in which a cut may leave the files: for each cut, up to `per_event` different ones, by chance.
+    """
     chance = random.Random(seed)
     durable = {path: bytearray(content) for path, content in before.items()}
-    pending: list[Event] = []
+    pending: list[DriveEvent] = []
     for cut in range(len(events) + 1):
         event = events[cut] if cut < len(events) else None
         uncertain = [*pending, *([event] if event is not None and event.content else [])]
@@ -120,8 +122,8 @@ def cuts(
             pending = _happen(durable, pending, event)
 
 
-def _happen(durable: dict[Path, bytearray], pending: list[Event], event: Event) -> list[Event]:
-    """Let an event take place in full; returns the writes that are not durable after it."""
+def _happen(durable: dict[Path, bytearray], pending: list[DriveEvent], event: DriveEvent) -> list[DriveEvent]:
+    """Apply an event in full. Returns the writes that are not durable after it."""
     match event.kind:
         case "write":
             return [*pending, event]
@@ -136,7 +138,7 @@ def _happen(durable: dict[Path, bytearray], pending: list[Event], event: Event) 
     return pending
 
 
-def _torn(durable: Mapping[Path, bytearray], uncertain: Sequence[Event], chance: random.Random) -> Files:
+def _torn(durable: Mapping[Path, bytearray], uncertain: Sequence[DriveEvent], chance: random.Random) -> Files:
     files = {path: bytearray(content) for path, content in durable.items()}
     for write in uncertain:
         share = chance.choice(_SHARES)
@@ -147,5 +149,5 @@ def _torn(durable: Mapping[Path, bytearray], uncertain: Sequence[Event], chance:
     return {path: bytes(content) for path, content in files.items()}
 
 
-def _put(files: dict[Path, bytearray], event: Event) -> None:
+def _put(files: dict[Path, bytearray], event: DriveEvent) -> None:
     files[event.path][event.offset : event.offset + len(event.content)] = event.content

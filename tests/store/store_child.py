@@ -1,6 +1,6 @@
-"""A process for tests to kill: makes a store, or goes on with one, and acknowledges each step it has committed.
+"""A process for tests to kill: makes or opens a store, runs steps, and writes each committed step to a file.
 
-Arguments: the acknowledgement file, what to do (steps, endless, pins, in_place, overwrite, hold), the directories.
+Arguments: that file, what to do (steps, endless, pins, in_place, overwrite, hold), the directories.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A small store whose contents are a pure function of the step, so that any generation can be checked byte for byte."""
+"""A small store whose contents are a pure function of the step, so that every byte can be checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.fakes import filled
 
 BLOCK_ELEMENTS = (4096, 2048, 2048, 6144)
 SMALL_CHUNK = 2048
-STRIPE_BYTES = 5 * 4096  # not a divisor of any field, so that transfers are cut in odd places
+STRIPE_BYTES = 5 * 4096  # divides no field, so that stripes cut transfers in odd places
 IDENTITY = StoreIdentity(model_hash="m" * 64, config_hash="c" * 64, data_hash="d" * 64, seed=42, software="ratel 1")
 
 
@@ -68,29 +68,29 @@ def create_store(
 
 
 def write_generation(store: Store, step: int) -> None:
-    """Write every record; larger fields in two parts."""
+    """Write every record, and larger fields in two parts."""
     with BufferPool(None) as pool:
-        tickets = []
+        shadow, tickets = store.shadow(), []
         for block, num_elements in enumerate(store.block_elements):
             for field in store.layout.fields:
                 size = field.bytes_per_element
                 memory = filled(pool, contents(step, block, field.name, num_elements * size))
                 middle = num_elements // 4096 * 2048
-                tickets.append(store.shadow().write(block, field.name, 0, middle, memory[: middle * size]))
-                tickets.append(store.shadow().write(block, field.name, middle, num_elements, memory[middle * size :]))
+                tickets.append(shadow.write(block, field.name, 0, middle, memory[: middle * size]))
+                tickets.append(shadow.write(block, field.name, middle, num_elements, memory[middle * size :]))
         for ticket in tickets:
             ticket.wait()
 
 
 def import_all(store: Store) -> Store:
-    """Commit the import of step 0."""
+    """Write and commit step 0. Returns the store."""
     write_generation(store, 0)
     store.commit_import(progress_of(0))
     return store
 
 
 def run_step(store: Store) -> None:
-    """One step, committed."""
+    """Write and commit the next step."""
     step = store.progress.step + 1
     store.begin_step()
     write_generation(store, step)
@@ -98,7 +98,7 @@ def run_step(store: Store) -> None:
 
 
 def check_generation(store: Store, step: int) -> None:
-    """The current generation is that of `step`, in every byte."""
+    """Check progress and every byte of the current generation against those of `step`."""
     assert store.progress == progress_of(step)
     with BufferPool(None) as pool:
         for block, num_elements in enumerate(store.block_elements):

@@ -1,4 +1,4 @@
-"""Chunk checksums: every changed, stale or misplaced chunk is noticed before its bytes are used, and told by name."""
+"""Checksums: every changed, stale or misplaced chunk is noticed before its bytes are used, and the error names it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STORE_ID = bytes(range(16))
 
 @pytest.fixture
 def paths(tmp_path: Path, queue: IoQueue) -> list[Path]:
-    """A store in one file, of step 2: its slot is 0, and step 1's is 1."""
+    """A store of two steps in one file. Step 2 is in slot 0, step 1 in slot 1."""
     with import_all(create_store([tmp_path / "store"], queue)) as store:
         run_step(store)
         run_step(store)
@@ -48,7 +48,7 @@ def records_of(store: Store) -> RecordMap:
 
 
 def flip(path: Path, address: int, mask: int = 1) -> None:
-    """One byte of the logical range, which a single file has in one piece."""
+    """Change the byte at a logical address of a store with one file."""
     with (path / DATA_FILE_NAME).open("r+b") as file:
         file.seek(HEADER_BYTES + address)
         [byte] = file.read(1)
@@ -56,14 +56,14 @@ def flip(path: Path, address: int, mask: int = 1) -> None:
         file.write(bytes([byte ^ mask]))
 
 
-def read_all(store: Store) -> None:
+def check_all(store: Store) -> None:
     with BufferPool(None) as pool:
         store.current().check_all(pool, progress=lambda num_bytes: None)
 
 
 @pytest.mark.parametrize("elements", [(), (0,), (2048,), (2048, 0, 6144), (CHUNK_ELEMENTS + 2048, CHUNK_ELEMENTS)])
 @pytest.mark.parametrize("chunk_elements", [2048, CHUNK_ELEMENTS])
-def test_every_chunk_has_a_place_of_its_own(elements: tuple[int, ...], chunk_elements: int) -> None:
+def test_every_chunk_has_its_own_entry(elements: tuple[int, ...], chunk_elements: int) -> None:
     chunks = ChunkMap(LAYOUT, elements, chunk_elements)
     entries = []
     for block, field, start, stop in chunks.ranges():
@@ -82,8 +82,8 @@ def test_parts_of_chunks_are_a_bug(start: int, stop: int) -> None:
         list(ChunkMap(LAYOUT, (6144,), 2048).parts(0, "hi16", start, stop))
 
 
-def test_a_table_knows_its_bytes_and_no_others() -> None:
-    """Another value, block, field, chunk, step or store: none passes for what was sealed."""
+def test_a_table_accepts_only_the_bytes_it_was_made_from() -> None:
+    """Not those of another value, block, field, chunk, step or store."""
     chunks = ChunkMap(LAYOUT, (4096, 4096), 2048)
     table = ChunkTable(chunks, STORE_ID, 7)
     data = memoryview(bytearray(random.Random(0).randbytes(4096)))
@@ -106,8 +106,8 @@ def test_a_table_knows_its_bytes_and_no_others() -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 2048), (0, 6144), (2048, 6144), (4096, 6144)])
-def test_checksums_taken_elsewhere_are_those_of_the_bytes(start: int, stop: int) -> None:
-    """Chunk by chunk, and field by field: against sealing every field by itself."""
+def test_digests_are_the_checksums_of_the_bytes(start: int, stop: int) -> None:
+    """Digests chunk by chunk for all fields, against checksums field by field."""
     chunks, choice = ChunkMap(LAYOUT, (2048, 6144), 2048), random.Random(start + stop)
     data = {
         field.name: memoryview(choice.randbytes((stop - start) * field.bytes_per_element)) for field in LAYOUT.fields
@@ -141,12 +141,12 @@ def test_checksums_taken_elsewhere_are_those_of_the_bytes(start: int, stop: int)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_the_kernel_s_arrays_are_the_record_s_fields(dtype: DtypeName) -> None:
+def test_the_kernel_takes_the_fields_in_the_order_of_the_record(dtype: DtypeName) -> None:
     fields = [field.name for field in record_layout(dtype).fields]
     assert fields == [name for name in FIELD_DTYPES if name in fields]
 
 
-def test_a_stored_table_is_the_one_of_its_root() -> None:
+def test_a_stored_table_is_accepted_only_with_its_root() -> None:
     chunks = ChunkMap(LAYOUT, (4096,), 2048)
     table = ChunkTable(chunks, STORE_ID, 3)
     table.set_zeros()
@@ -162,7 +162,7 @@ def test_a_stored_table_is_the_one_of_its_root() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_flipped_byte_is_found_on_reading(paths: list[Path], queue: IoQueue, seed: int) -> None:
+def test_a_changed_byte_is_found_on_reading(paths: list[Path], queue: IoQueue, seed: int) -> None:
     chance = random.Random(seed)
     with open_store(paths, queue) as store:
         records = records_of(store)
@@ -185,11 +185,11 @@ def test_a_damaged_table_is_found(paths: list[Path], queue: IoQueue) -> None:
         table = records_of(store).table_address(0)
     flip(paths[0], table + 20)
     with open_store(paths, queue) as store, pytest.raises(IntegrityFailure, match="step 2: the checksum table"):
-        read_all(store)
+        check_all(store)
 
 
 def test_a_stale_slot_is_found(paths: list[Path], queue: IoQueue, tmp_path: Path) -> None:
-    """A drive that lost every write of a step, its table's included, but not its manifest."""
+    """The drive lost every write of a step, the table's included, but not the manifest."""
     shutil.copytree(paths[0], tmp_path / "before")
     with open_store(paths, queue) as store:
         run_step(store)
@@ -199,11 +199,11 @@ def test_a_stale_slot_is_found(paths: list[Path], queue: IoQueue, tmp_path: Path
         file.seek(HEADER_BYTES + slot * size)
         file.write(old[HEADER_BYTES + slot * size : HEADER_BYTES + (slot + 1) * size])
     with open_store(paths, queue) as store, pytest.raises(IntegrityFailure, match="step 3: the checksum table"):
-        read_all(store)
+        check_all(store)
 
 
 def test_swapped_chunks_are_found(paths: list[Path], queue: IoQueue) -> None:
-    """Two chunks of one field in each other's place."""
+    """Two chunks of one field change places."""
     with open_store(paths, queue) as store:
         records = records_of(store)
     first, second = (HEADER_BYTES + records.address(0, 0, "m32", start) for start in (0, SMALL_CHUNK))
@@ -215,30 +215,30 @@ def test_swapped_chunks_are_found(paths: list[Path], queue: IoQueue) -> None:
     )
     (paths[0] / DATA_FILE_NAME).write_bytes(content)
     with open_store(paths, queue) as store, pytest.raises(IntegrityFailure, match="block 0, m32: elements 0 to 2048"):
-        read_all(store)
+        check_all(store)
 
 
-def test_a_damaged_generation_gives_way_to_the_one_before(paths: list[Path], queue: IoQueue, pool: BufferPool) -> None:
+def test_after_damage_it_falls_back_on_the_step_before(paths: list[Path], queue: IoQueue, pool: BufferPool) -> None:
     flip(paths[0], 5000)
-    told: list[str] = []
+    notices: list[str] = []
     checked: list[int] = []
     with open_store(paths, queue) as store:
-        store.ensure_whole(pool, progress=checked.append, notice=told.append)
+        store.ensure_whole(pool, progress=checked.append, notice=notices.append)
         check_generation(store, 1)
         run_step(store)
         check_generation(store, 2)
-    assert len(told) == 1
-    assert "step 2 is damaged (block 0" in told[0]
-    assert "resuming from step 1" in told[0]
+    assert len(notices) == 1
+    assert "step 2 is damaged (block 0" in notices[0]
+    assert "resuming from step 1" in notices[0]
     assert sum(checked) > 12 * sum(BLOCK_ELEMENTS)
-    told.clear()
+    notices.clear()
     with open_store(paths, queue) as store:
-        store.ensure_whole(pool, progress=checked.append, notice=told.append)
+        store.ensure_whole(pool, progress=checked.append, notice=notices.append)
         check_generation(store, 2)
-    assert told == []
+    assert notices == []
 
 
-def test_pins_of_what_was_given_up_go_too(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
+def test_falling_back_unpins_what_came_later(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
     with import_all(create_store([tmp_path], queue, num_slots=4)) as store:
         run_step(store)
         store.pin()
@@ -252,7 +252,7 @@ def test_pins_of_what_was_given_up_go_too(tmp_path: Path, queue: IoQueue, pool: 
         assert store.pinned_steps == (1,)
 
 
-def test_two_damaged_generations_end_the_run(paths: list[Path], queue: IoQueue, pool: BufferPool) -> None:
+def test_two_damaged_generations_are_an_error(paths: list[Path], queue: IoQueue, pool: BufferPool) -> None:
     with open_store(paths, queue) as store:
         slot_bytes = store.slot_bytes
     flip(paths[0], 5000)
@@ -261,14 +261,14 @@ def test_two_damaged_generations_end_the_run(paths: list[Path], queue: IoQueue, 
         store.ensure_whole(pool, progress=lambda num_bytes: None, notice=pytest.fail)
 
 
-def test_an_import_has_nothing_to_fall_back_on(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
+def test_a_damaged_import_is_an_error(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
     import_all(create_store([tmp_path], queue)).close()
     flip(tmp_path, 0)
     with open_store([tmp_path], queue) as store, pytest.raises(IntegrityFailure, match="step 0 wrote"):
         store.ensure_whole(pool, progress=lambda num_bytes: None, notice=pytest.fail)
 
 
-def test_kept_generations_are_checked_too(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
+def test_pinned_generations_are_checked_too(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
     with import_all(create_store([tmp_path], queue, num_slots=3)) as store:
         run_step(store)
         store.pin()
@@ -276,12 +276,12 @@ def test_kept_generations_are_checked_too(tmp_path: Path, queue: IoQueue, pool: 
         run_step(store)
         run_step(store)
         slot_bytes = store.slot_bytes
-        kept = store.pinned(1)
-        assert kept.progress.step == 1
-        kept.check_all(pool, progress=lambda num_bytes: None)
+        pinned = store.pinned(1)
+        assert pinned.progress.step == 1
+        pinned.check_all(pool, progress=lambda num_bytes: None)
     flip(tmp_path, slot * slot_bytes + 9000)
     with open_store([tmp_path], queue) as store:
-        read_all(store)
+        check_all(store)
         with pytest.raises(IntegrityFailure, match="step 1 wrote"):
             store.pinned(1).check_all(pool, progress=lambda num_bytes: None)
 
@@ -289,13 +289,13 @@ def test_kept_generations_are_checked_too(tmp_path: Path, queue: IoQueue, pool: 
 def test_what_was_not_imported_is_zero(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
     with create_store([tmp_path], queue) as store:
         store.commit_import(store.progress)
-        read_all(store)
+        check_all(store)
         memory = pool.lease(8192, "test").memory
         store.current().read(0, "hi16", 0, 4096, memory).wait()
         assert bytes(memory) == bytes(8192)
 
 
-def test_a_discarded_step_leaves_no_checksum(paths: list[Path], queue: IoQueue) -> None:
+def test_a_discarded_step_leaves_no_checksums(paths: list[Path], queue: IoQueue) -> None:
     with open_store(paths, queue) as store:
         store.begin_step()
         write_generation(store, 99)

@@ -1,4 +1,4 @@
-"""Copies between stores: the same bytes whatever the stores' shapes, and nothing is handed on that is damaged."""
+"""Copies between stores: the same bytes whatever the shapes of the stores, and no damaged byte is copied."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from tests.store.stores import (
 )
 
 LARGE_BLOCKS = (2048, (1 << 20) + 2048, 2048)
-"""The second one needs two parts for each field."""
+"""Each field of the second block needs two parts."""
 
 
 def copy(source: Store, target: Store, pool: BufferPool) -> list[int]:
-    """The bytes of each part."""
+    """Copy the current generation. Returns the bytes of each part."""
     parts: list[int] = []
     copy_generation(source.current(), target.shadow(), pool, progress=parts.append)
     return parts
 
 
 def flip_a_bit(directory: Path, content: bytes) -> None:
-    """In the first place of the data file where this content is."""
+    """Flip a bit of the first place in the data file that has this content."""
     path = directory / DATA_FILE_NAME
     data = bytearray(path.read_bytes())
     place = data.index(content)
@@ -46,8 +46,8 @@ def flip_a_bit(directory: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
-def test_every_byte_arrives(queue: IoQueue, pool: BufferPool, tmp_path: Path, dtype: DtypeName) -> None:
-    """From two files to one, with stripes and slots of another size; into an import and then into a step."""
+def test_every_byte_is_copied(queue: IoQueue, pool: BufferPool, tmp_path: Path, dtype: DtypeName) -> None:
+    """From two files to one, with stripes of another size and another number of slots; as an import and as a step."""
     with (
         import_all(create_store([tmp_path / "a", tmp_path / "b"], queue, dtype=dtype, num_slots=3)) as source,
         create_store([tmp_path / "c"], queue, dtype=dtype, stripe_bytes=1 << 20) as target,
@@ -67,7 +67,7 @@ def test_every_byte_arrives(queue: IoQueue, pool: BufferPool, tmp_path: Path, dt
         check_generation(reopened, 2)
 
 
-def test_large_fields_go_in_parts_and_memory_does_not_grow(queue: IoQueue, tmp_path: Path) -> None:
+def test_large_fields_are_copied_in_parts_with_constant_memory(queue: IoQueue, tmp_path: Path) -> None:
     with (
         import_all(create_store([tmp_path / "a"], queue, block_elements=LARGE_BLOCKS)) as source,
         create_store([tmp_path / "b"], queue, block_elements=LARGE_BLOCKS) as target,
@@ -81,7 +81,7 @@ def test_large_fields_go_in_parts_and_memory_does_not_grow(queue: IoQueue, tmp_p
         assert pool.leased_bytes == 0
 
 
-def test_what_is_damaged_is_not_handed_on(queue: IoQueue, pool: BufferPool, tmp_path: Path) -> None:
+def test_damaged_bytes_are_not_copied(queue: IoQueue, pool: BufferPool, tmp_path: Path) -> None:
     import_all(create_store([tmp_path / "a"], queue)).close()
     flip_a_bit(tmp_path / "a", contents(0, 3, "m32", 4 * BLOCK_ELEMENTS[3])[:4096])
     with (
@@ -115,7 +115,7 @@ def test_a_target_that_cannot_be_written(queue: IoQueue, pool: BufferPool, tmp_p
         check_generation(reopened, 0)
 
 
-def test_who_is_told_of_the_progress_may_end_the_copy(queue: IoQueue, pool: BufferPool, tmp_path: Path) -> None:
+def test_an_exception_from_progress_ends_the_copy(queue: IoQueue, pool: BufferPool, tmp_path: Path) -> None:
     def stop(num_bytes: int) -> None:
         raise KeyboardInterrupt
 

@@ -1,6 +1,6 @@
-"""Silent corruption in bulk: 190,000 flipped bits, 1,000 stale or misplaced chunks, all noticed before they are used.
+"""Much silent corruption: 190,000 flipped bits, 1,000 stale or misplaced chunks, all noticed before they are used.
 
-Most flips are in memory, against the table of checksums itself; the others go through real files and the real reads.
+Most flips are in memory, against the checksum table itself. The others go through real files and the real reads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ratel_cli.store.checksums import ChunkTable
 from ratel_cli.store.layout import HEADER_BYTES, ChunkMap, RecordMap, record_layout
 from ratel_cli.store.lock import DATA_FILE_NAME
 from tests.fakes import directory_in_memory
-from tests.store.power import Recorder
+from tests.store.power import RecordingDrive
 from tests.store.stores import (
     SMALL_CHUNK,
     check_generation,
@@ -37,13 +37,13 @@ NUM_WRONG_CHUNKS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A store of three steps in one file, where every address is an offset."""
+    """A store of three steps in one file, in which every logical address is an offset."""
 
     directory: Path
     content: bytes
     records: RecordMap
     slot: int
-    """Of step 3; the other one has step 2."""
+    """The slot of step 3. The other slot has step 2."""
 
     @property
     def file(self) -> Path:
@@ -70,8 +70,8 @@ class Stored:
 @pytest.fixture
 def stored(tmp_path: Path) -> Iterator[Stored]:
     with directory_in_memory(tmp_path) as directory:
-        recorder = Recorder()
-        with import_all(create_store([directory], recorder, barrier=recorder)) as store:
+        drive = RecordingDrive()
+        with import_all(create_store([directory], drive, barrier=drive)) as store:
             for _ in range(NUM_STEPS):
                 run_step(store)
             chunks = ChunkMap(store.layout, store.block_elements, SMALL_CHUNK)
@@ -82,16 +82,16 @@ def stored(tmp_path: Path) -> Iterator[Stored]:
 
 
 def reopened(stored: Stored, content: bytes) -> list[str]:
-    """Opens the store with this in its file, as a run does. What was told, or the error; what is used is right."""
+    """Open the store with this content as a run does, and check what is used. Returns the notices or the error."""
     stored.file.write_bytes(content)
-    told: list[str] = []
+    notices: list[str] = []
     try:
-        with open_store([stored.directory], Recorder(), notice=told.append) as store, BufferPool(None) as pool:
-            store.ensure_whole(pool, progress=lambda num_bytes: None, notice=told.append)
+        with open_store([stored.directory], RecordingDrive(), notice=notices.append) as store, BufferPool(None) as pool:
+            store.ensure_whole(pool, progress=lambda num_bytes: None, notice=notices.append)
             check_generation(store, store.progress.step)
     except RatelError as error:
-        told.append(error.message)
-    return [text for text in told if "direct I/O" not in text]
+        notices.append(error.message)
+    return [text for text in notices if "direct I/O" not in text]
 
 
 def test_every_flipped_bit_of_a_record_is_noticed() -> None:
@@ -113,23 +113,23 @@ def test_every_flipped_bit_of_a_record_is_noticed() -> None:
 
 
 def test_a_flipped_bit_anywhere_in_the_file_is_noticed(stored: Stored) -> None:
-    """Or it lies in the slot that is not used."""
+    """Unless it is in the slot that is not used."""
     assert reopened(stored, stored.content) == []
     chance = random.Random(0)
     num_noticed, end = 0, HEADER_BYTES + 2 * stored.records.slot_bytes
     for number in range(NUM_FLIPS_IN_FILES):
-        # Every tenth one in the first pages: manifests, identification.
+        # Every tenth flip is in the header: manifests, identification.
         offset = chance.randrange(HEADER_BYTES if number % 10 == 0 else end)
         content = bytearray(stored.content)
         content[offset] ^= 1 << chance.randrange(8)
-        told = reopened(stored, bytes(content))
-        assert bool(told) != stored.is_in(1 - stored.slot, offset), (offset, told)
-        num_noticed += bool(told)
+        notices = reopened(stored, bytes(content))
+        assert bool(notices) != stored.is_in(1 - stored.slot, offset), (offset, notices)
+        num_noticed += bool(notices)
     assert num_noticed > NUM_FLIPS_IN_FILES // 3
 
 
 def test_a_stale_or_misplaced_chunk_is_noticed(stored: Stored) -> None:
-    """The chunk of the step before, one of another place, or one of another block with the same name."""
+    """The chunk of the step before, of another place, or of the same field of another block."""
     chance = random.Random(1)
     current, before = stored.chunks(stored.slot), stored.chunks(1 - stored.slot)
     for _ in range(NUM_WRONG_CHUNKS):
@@ -140,14 +140,14 @@ def test_a_stale_or_misplaced_chunk_is_noticed(stored: Stored) -> None:
         source = chance.choice([before[index], chance.choice(others)])
         content = bytearray(stored.content)
         content[place] = stored.content[source]
-        [told, *_] = reopened(stored, bytes(content))
-        assert f"step {NUM_STEPS} is damaged (block " in told
+        [notices, *_] = reopened(stored, bytes(content))
+        assert f"step {NUM_STEPS} is damaged (block " in notices
 
 
 def test_chunks_of_another_store_are_noticed(stored: Stored, tmp_path: Path) -> None:
-    """The whole slot, table and all, of the same step: a copy that was put back in the wrong place."""
-    recorder = Recorder()
-    with import_all(create_store([tmp_path / "other"], recorder, barrier=recorder)) as store:
+    """A whole slot, with its table, of the same step of another store."""
+    drive = RecordingDrive()
+    with import_all(create_store([tmp_path / "other"], drive, barrier=drive)) as store:
         for _ in range(NUM_STEPS):
             run_step(store)
         assert store.current().slot == stored.slot
@@ -155,6 +155,6 @@ def test_chunks_of_another_store_are_noticed(stored: Stored, tmp_path: Path) -> 
     stop = start + stored.records.slot_bytes
     other = (tmp_path / "other" / DATA_FILE_NAME).read_bytes()
     content = stored.content[:start] + other[start:stop] + stored.content[stop:]
-    [told, *_] = reopened(stored, content)
-    assert f"step {NUM_STEPS}" in told
-    assert "checksum table" in told
+    [notices, *_] = reopened(stored, content)
+    assert f"step {NUM_STEPS}" in notices
+    assert "checksum table" in notices

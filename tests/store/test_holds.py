@@ -1,4 +1,4 @@
-"""Held generations: nothing is written over them, they cost no manifest, and a crash lets them go."""
+"""Held generations: steps do not overwrite them, they need no manifest, and a crash ends the hold."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_held(generation: Generation, step: int, pool: BufferPool) -> None:
                 assert bytes(lease.memory) == contents(step, block, field.name, len(lease.memory))
 
 
-def test_steps_go_on_and_leave_it_alone(queue: IoQueue, pool: BufferPool, tmp_path: Path) -> None:
+def test_steps_do_not_overwrite_it(queue: IoQueue, pool: BufferPool, tmp_path: Path) -> None:
     with import_all(create_store([tmp_path], queue, num_slots=3)) as store:
         run_step(store)
         held = store.hold()
@@ -35,7 +35,7 @@ def test_steps_go_on_and_leave_it_alone(queue: IoQueue, pool: BufferPool, tmp_pa
         assert store.pinned_steps == ()
 
 
-def test_it_is_one_of_those_that_are_kept(queue: IoQueue, tmp_path: Path) -> None:
+def test_it_counts_with_the_pinned_ones(queue: IoQueue, tmp_path: Path) -> None:
     with import_all(create_store([tmp_path], queue, num_slots=4)) as store:
         run_step(store)
         held = store.hold()
@@ -51,7 +51,7 @@ def test_it_is_one_of_those_that_are_kept(queue: IoQueue, tmp_path: Path) -> Non
         assert store.pinned_steps == (2, 3)
 
 
-def test_what_is_pinned_may_be_held_too(queue: IoQueue, pool: BufferPool, tmp_path: Path) -> None:
+def test_a_pinned_generation_may_be_held_too(queue: IoQueue, pool: BufferPool, tmp_path: Path) -> None:
     with import_all(create_store([tmp_path], queue, num_slots=3)) as store:
         run_step(store)
         store.pin()
@@ -63,12 +63,12 @@ def test_what_is_pinned_may_be_held_too(queue: IoQueue, pool: BufferPool, tmp_pa
         check_held(held, 1, pool)
 
 
-def test_a_store_without_room_for_it(queue: IoQueue, tmp_path: Path) -> None:
+def test_a_store_without_a_free_slot_for_it(queue: IoQueue, tmp_path: Path) -> None:
     with import_all(create_store([tmp_path], queue)) as store, pytest.raises(EnvironmentFailure, match="2 slots"):
         store.hold()
 
 
-def test_the_next_process_knows_nothing_of_it(queue: IoQueue, tmp_path: Path) -> None:
+def test_the_next_process_does_not_hold_it(queue: IoQueue, tmp_path: Path) -> None:
     with import_all(create_store([tmp_path], queue, num_slots=3)) as store:
         store.hold()
     with open_store([tmp_path], queue) as store:

@@ -1,4 +1,4 @@
-"""Records: the fields of each dtype, and addresses that fill a slot without gap or overlap."""
+"""Records: the fields of each dtype, and addresses that fill a slot without gaps or overlaps."""
 
 from __future__ import annotations
 
@@ -58,7 +58,3 @@ def test_unaligned_elements_are_a_bug() -> None:
 def test_unknown_fields_are_a_bug() -> None:
     with pytest.raises(ValueError, match="w32"):
         record_layout("bfloat16").field("w32")
-
-
-def test_the_alignment_is_the_models() -> None:
-    assert BLOCK_ALIGNMENT == BLOCK_ALIGNMENT

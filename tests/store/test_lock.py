@@ -1,4 +1,4 @@
-"""The lock: one holder at a time, in one process or in two, and a message that names the holder."""
+"""The lock: one holder at a time, within a process and across processes, and a message that names the holder."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def hold_in_another_process(directories: list[Path]) -> subprocess.Popen[str]:
     return child
 
 
-def test_files_come_in_the_order_of_the_directories(directories: list[Path]) -> None:
+def test_files_are_in_the_order_of_the_directories(directories: list[Path]) -> None:
     with StoreLock(directories, create=False, wait_seconds=0) as lock:
         assert [path.parent for path in lock.paths] == directories
         for fd, path in zip(lock.fds, lock.paths, strict=True):
@@ -51,19 +51,19 @@ def test_files_come_in_the_order_of_the_directories(directories: list[Path]) -> 
 
 
 @pytest.mark.parametrize("shared", [0, 1])
-def test_a_second_process_is_refused_by_name(directories: list[Path], shared: int) -> None:
+def test_a_second_holder_gets_the_name_of_the_first(directories: list[Path], shared: int) -> None:
     with hold_in_another_process(directories) as child:
         owner = json.loads((directories[0] / OWNER_FILE_NAME).read_text())
         assert owner["pid"] == child.pid
-        with pytest.raises(EnvironmentFailure) as refusal:
+        with pytest.raises(EnvironmentFailure) as raised:
             StoreLock([directories[shared]], create=False, wait_seconds=0.05)
-        assert f"process {child.pid}" in refusal.value.message
-        assert owner["started"] in refusal.value.message
+        assert f"process {child.pid}" in raised.value.message
+        assert owner["started"] in raised.value.message
         child.communicate("x")
     StoreLock(directories, create=False, wait_seconds=0).close()
 
 
-def test_waits_for_the_holder_to_end(directories: list[Path]) -> None:
+def test_it_waits_until_the_holder_ends(directories: list[Path]) -> None:
     first = StoreLock(directories, create=False, wait_seconds=0)
     timer = threading.Timer(0.2, first.close)
     began = time.monotonic()
@@ -73,7 +73,7 @@ def test_waits_for_the_holder_to_end(directories: list[Path]) -> None:
     timer.join()
 
 
-def test_a_killed_holder_holds_nothing(directories: list[Path]) -> None:
+def test_a_killed_process_holds_no_lock(directories: list[Path]) -> None:
     with hold_in_another_process(directories) as child:
         child.kill()
     with StoreLock(directories, create=False, wait_seconds=10):
@@ -81,40 +81,40 @@ def test_a_killed_holder_holds_nothing(directories: list[Path]) -> None:
         assert owner["pid"] == os.getpid()
 
 
-def test_an_unreadable_owner_file_is_no_obstacle(directories: list[Path]) -> None:
+def test_an_unreadable_owner_file_is_ignored(directories: list[Path]) -> None:
     with StoreLock(directories, create=False, wait_seconds=0):
         (directories[0] / OWNER_FILE_NAME).write_text("[]")
         with pytest.raises(EnvironmentFailure, match="in use by another process"):
             StoreLock(directories[:1], create=False, wait_seconds=0)
 
 
-def test_closing_twice_leaves_only_the_data(directories: list[Path]) -> None:
+def test_closing_removes_the_owner_file_and_may_be_repeated(directories: list[Path]) -> None:
     lock = StoreLock(directories, create=True, wait_seconds=0)
     lock.close()
     lock.close()
     assert [path.name for path in directories[0].iterdir()] == [DATA_FILE_NAME]
 
 
-def test_files_that_nobody_filled_are_removed(tmp_path: Path) -> None:
+def test_empty_files_that_it_made_are_removed(tmp_path: Path) -> None:
     with StoreLock([tmp_path], create=True, wait_seconds=0) as lock:
         assert lock.paths[0].exists()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_was_removed_meanwhile_is_not_locked(tmp_path: Path) -> None:
+def test_a_file_that_was_removed_while_waiting_is_made_again(tmp_path: Path) -> None:
     first = StoreLock([tmp_path], create=True, wait_seconds=0)
-    timer = threading.Timer(0.1, first.close)  # removes the empty file that the second is waiting for
+    timer = threading.Timer(0.1, first.close)  # removes the empty file that the second one waits for
     timer.start()
     with StoreLock([tmp_path], create=True, wait_seconds=10) as second:
         assert os.fstat(second.fds[0]).st_ino == second.paths[0].stat().st_ino
     timer.join()
 
 
-def test_a_missing_file_is_no_store(directories: list[Path]) -> None:
+def test_a_missing_file_is_an_error_and_leaves_nothing_locked(directories: list[Path]) -> None:
     (directories[1] / DATA_FILE_NAME).unlink()
     with pytest.raises(BadInput, match=f"there is no store in {directories[1]}"):
         StoreLock(directories, create=False, wait_seconds=0)
-    StoreLock(directories[:1], create=False, wait_seconds=0).close()  # nothing is left locked
+    StoreLock(directories[:1], create=False, wait_seconds=0).close()
 
 
 def test_only_regular_files_are_locked(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_only_regular_files_are_locked(tmp_path: Path) -> None:
         StoreLock([tmp_path], create=False, wait_seconds=0)
 
 
-def test_a_directory_in_its_place_is_an_error(tmp_path: Path) -> None:
+def test_a_directory_in_place_of_the_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / DATA_FILE_NAME).mkdir()
     with pytest.raises(EnvironmentFailure, match="Is a directory"):
         StoreLock([tmp_path], create=True, wait_seconds=0)

@@ -1,4 +1,4 @@
-"""Manifests: what is written is what is read, no damage passes, and the newest valid one counts."""
+"""Manifests: every manifest is read as it was written, every damage is noticed, and the newest valid one counts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def payload_of(manifest: Manifest) -> dict[str, Any]:
 
 
 def page_with(payload: dict[str, Any], *, version: int = FORMAT_VERSION) -> bytes:
-    """The page of the first manifest with another payload."""
+    """The page of the first manifest, with another payload or version."""
     page, text = encode_manifest(FIRST), json.dumps(payload).encode()
     head = page[:8] + struct.pack("<II", version, len(text)) + page[16 : page.index(b"{")]
     return with_crc((head + text).ljust(PAGE_BYTES - 4, b"\0"))
@@ -91,7 +91,7 @@ def page_with(payload: dict[str, Any], *, version: int = FORMAT_VERSION) -> byte
     in_place=st.none() | COUNT,
     elements=st.lists(st.sampled_from([0, 2048, 4096]), max_size=40),
 )
-def test_decodes_what_was_encoded(
+def test_a_manifest_is_decoded_as_it_was_encoded(
     progress: Progress,
     slot: int,
     pins: list[GenerationEntry],
@@ -114,7 +114,7 @@ def test_decodes_what_was_encoded(
     assert decode_manifest(page) == manifest
 
 
-def test_any_changed_bit_is_noticed() -> None:
+def test_every_changed_bit_is_noticed() -> None:
     page = encode_manifest(FIRST)
     for bit in [*range(640), *random.Random(0).sample(range(8 * PAGE_BYTES), 500), 8 * PAGE_BYTES - 1]:
         damaged = bytearray(page)
@@ -122,7 +122,7 @@ def test_any_changed_bit_is_noticed() -> None:
         assert decode_manifest(bytes(damaged)) is None, bit
 
 
-def test_any_mixture_of_sectors_is_noticed() -> None:
+def test_every_mixture_of_sectors_is_noticed() -> None:
     old, new = (
         encode_manifest(FIRST),
         encode_manifest(replace(following(FIRST), progress=replace(FIRST.progress, step=1))),
@@ -139,12 +139,12 @@ def test_the_newest_counts() -> None:
     assert choose_manifest((first, second)) == (following(FIRST), False)
 
 
-def test_a_torn_one_falls_back() -> None:
+def test_beside_a_torn_one_the_other_counts() -> None:
     first, second = encode_manifest(FIRST), encode_manifest(following(FIRST))
     assert choose_manifest((second[:2048] + bytes(2048), first)) == (FIRST, True)
 
 
-def test_without_a_first_commit_there_is_none() -> None:
+def test_before_the_first_commit_there_is_none() -> None:
     assert choose_manifest((EMPTY_PAGE, EMPTY_PAGE)) == (None, False)
     assert choose_manifest((EMPTY_PAGE, encode_manifest(FIRST)[:512].ljust(PAGE_BYTES, b"\0"))) == (None, True)
 
@@ -155,7 +155,7 @@ def test_two_torn_ones_are_an_error() -> None:
         choose_manifest((torn, torn))
 
 
-def test_a_gap_is_a_write_that_a_drive_lost() -> None:
+def test_a_missing_manifest_between_two_is_noticed() -> None:
     third = following(following(FIRST))
     with pytest.raises(IntegrityFailure, match="generations 1 and 3 do not follow"):
         choose_manifest((encode_manifest(FIRST), encode_manifest(third)))
@@ -176,7 +176,7 @@ def test_a_missing_key_is_named(key: str) -> None:
         decode_manifest(page_with(payload))
 
 
-def test_another_magic_is_not_ours() -> None:
+def test_another_magic_is_not_a_manifest() -> None:
     assert decode_manifest(with_crc(b"OTHERMAN" + encode_manifest(FIRST)[8:-4])) is None
 
 
@@ -200,7 +200,7 @@ def test_an_unreadable_payload_is_named(key: str, value: object, reason: str) ->
         decode_manifest(page_with(payload if value is None else payload | {key: value}))
 
 
-def test_too_much_for_a_page_is_an_error() -> None:
+def test_a_manifest_that_does_not_fit_is_an_error() -> None:
     pins = tuple(
         GenerationEntry(slot=slot, progress=replace(FIRST.progress, step=2**53), root_checksum="")
         for slot in range(300)

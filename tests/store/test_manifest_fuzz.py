@@ -1,4 +1,4 @@
-"""Whatever stands on the page of a manifest, even with the right CRC: a manifest, None, or a RatelError."""
+"""Any bytes on a manifest page, even with the right CRC, give a manifest, None or a RatelError."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def attempt(page: bytes) -> Manifest | None:
 
 @QUICK
 @given(place=st.sampled_from(PLACES), value=VALUES)
-def test_any_value_in_a_payload(place: tuple[str, ...], value: object) -> None:
+def test_any_value_in_the_payload(place: tuple[str, ...], value: object) -> None:
     payload = payload_of(FIRST)
     target = payload
     for key in place[:-1]:
@@ -72,14 +72,14 @@ def test_any_length_of_the_payload(length: int) -> None:
 @examples(100)
 @given(data=st.data())
 def test_any_damage_to_two_pages(damage: str, data: st.DataObject) -> None:
-    """One of two good pages damaged: the other one counts, whichever it is."""
+    """Of two valid pages one is damaged: the other one counts, whichever it is."""
     pages = [encode_manifest(following(FIRST)), encode_manifest(FIRST)]
     which = data.draw(st.integers(0, 1))
     pages[which] = damaged(pages[which], damage, data)
     manifest, is_damaged = choose_manifest(pages)
     assert manifest == (FIRST if which == 0 else following(FIRST))
     assert is_damaged == (pages[which] != EMPTY_PAGE)
-    assert holds_work(pages)
+    assert must_not_be_replaced(pages)
 
 
 def damaged(page: bytes, damage: str, data: st.DataObject) -> bytes:
@@ -88,12 +88,12 @@ def damaged(page: bytes, damage: str, data: st.DataObject) -> bytes:
     if damage == "bits":
         bit = data.draw(st.integers(0, 8 * PAGE_BYTES - 1))
         return page[: bit // 8] + bytes([page[bit // 8] ^ 1 << bit % 8]) + page[bit // 8 + 1 :]
-    first = data.draw(st.integers(0, 1))  # the payload of this store ends in the second sector
+    first = data.draw(st.integers(0, 1))  # this payload ends in the second sector
     return page[: 512 * first] + bytes(512) + page[512 * (first + 1) :]
 
 
-def holds_work(pages: Sequence[bytes]) -> bool:
-    """Whether a file with these manifests must not be replaced."""
+def must_not_be_replaced(pages: Sequence[bytes]) -> bool:
+    """True if `existing_store` finds a store in a file with these manifests."""
     header = Header(
         path=Path("store/ratel.store"),
         manifest_pages=(pages[0], pages[1]),

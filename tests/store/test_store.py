@@ -1,4 +1,4 @@
-"""The store in ordinary life: generations, slots, pins, progress, and what it refuses to do with them."""
+"""The store in ordinary use: generations, slots, pins, progress, and calls that it rejects."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def drives(tmp_path: Path, num_directories: int) -> list[Path]:
 
 
 def logical_bytes(paths: list[Path], num_bytes: int, weights: tuple[int, ...] | None = None) -> bytes:
-    """What the files hold, put together again."""
+    """The logical bytes, put together from the files."""
     stripes = StripeMap(weights=weights or (1,) * len(paths), stripe_bytes=STRIPE_BYTES, header_bytes=HEADER_BYTES)
     files = [(path / DATA_FILE_NAME).read_bytes() for path in paths]
     assert tuple(map(len, files)) == stripes.file_bytes(num_bytes)
@@ -50,7 +50,7 @@ def check_pinned(store: Store, *steps: int) -> None:
 
 
 @pytest.mark.parametrize("weights", [(3,), (2, 1), (1, 3), (3, 1, 2)])
-def test_files_take_their_shares_of_the_stripes(tmp_path: Path, queue: IoQueue, weights: tuple[int, ...]) -> None:
+def test_files_get_their_shares_of_the_stripes(tmp_path: Path, queue: IoQueue, weights: tuple[int, ...]) -> None:
     paths = drives(tmp_path, len(weights))
     with import_all(create_store(paths, queue, weights=weights)) as store:
         run_step(store)
@@ -66,7 +66,9 @@ def test_files_take_their_shares_of_the_stripes(tmp_path: Path, queue: IoQueue, 
 
 @pytest.mark.parametrize("num_directories", [1, 2, 3])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
-def test_holds_every_generation(tmp_path: Path, queue: IoQueue, dtype: DtypeName, num_directories: int) -> None:
+def test_generations_are_read_as_written(
+    tmp_path: Path, queue: IoQueue, dtype: DtypeName, num_directories: int
+) -> None:
     paths = drives(tmp_path, num_directories)
     with import_all(create_store(paths, queue, dtype=dtype)) as store:
         check_generation(store, 0)
@@ -89,7 +91,7 @@ def test_holds_every_generation(tmp_path: Path, queue: IoQueue, dtype: DtypeName
                 position += len(expected)
 
 
-def test_reads_any_range(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
+def test_any_range_of_chunks_is_read(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
     with import_all(create_store(drives(tmp_path, 2), queue)) as store:
         whole = contents(0, 3, "m32", 6144 * 4)
         for start, stop in [(0, 0), (0, 2048), (2048, 6144), (6144, 6144)]:
@@ -109,12 +111,12 @@ def test_what_was_not_imported_is_zero(tmp_path: Path, queue: IoQueue, pool: Buf
         assert memory == bytes(8192)
 
 
-def test_both_engines_make_the_same_files(tmp_path: Path) -> None:
+def test_both_engines_write_the_same_files(tmp_path: Path) -> None:
     contents_of: list[list[bytes]] = []
     for engine in ("auto", "threads"):
         paths = [tmp_path / engine / "a", tmp_path / engine / "b"]
         with open_queue("threads" if engine == "threads" else "auto", notice=lambda _: None) as queue:
-            # Without checksums, whose seeds have the store's id.
+            # Without checksums, whose seeds depend on the random store id.
             with import_all(create_store(paths, queue, chunk_elements=0)) as store:
                 run_step(store)
             contents_of.append([(path / DATA_FILE_NAME).read_bytes()[HEADER_BYTES:] for path in paths])
@@ -129,7 +131,7 @@ def test_blocks_of_any_size(tmp_path: Path, queue: IoQueue, block_elements: tupl
         check_generation(store, 1)
 
 
-def test_every_byte_is_written_when_it_is_made(tmp_path: Path, queue: IoQueue) -> None:
+def test_every_byte_is_written_when_the_store_is_made(tmp_path: Path, queue: IoQueue) -> None:
     paths = drives(tmp_path, 3)
     written: list[int] = []
     with create_store(paths, queue, num_slots=3, stripe_bytes=4 << 20, progress=written.append) as store:
@@ -138,7 +140,7 @@ def test_every_byte_is_written_when_it_is_made(tmp_path: Path, queue: IoQueue) -
         assert sum((path / DATA_FILE_NAME).stat().st_blocks * 512 for path in paths) >= store.nvme_bytes
 
 
-def test_a_discarded_step_never_was(tmp_path: Path, queue: IoQueue) -> None:
+def test_a_discarded_step_leaves_no_trace(tmp_path: Path, queue: IoQueue) -> None:
     with import_all(create_store([tmp_path], queue)) as store:
         store.begin_step()
         write_generation(store, 99)
@@ -152,7 +154,7 @@ def test_a_discarded_step_never_was(tmp_path: Path, queue: IoQueue) -> None:
         check_generation(store, 1)
 
 
-def test_reads_during_a_step_see_the_generation_before(tmp_path: Path, queue: IoQueue) -> None:
+def test_reads_during_a_step_see_the_step_before(tmp_path: Path, queue: IoQueue) -> None:
     with import_all(create_store([tmp_path], queue)) as store:
         store.begin_step()
         write_generation(store, 1)
@@ -161,7 +163,7 @@ def test_reads_during_a_step_see_the_generation_before(tmp_path: Path, queue: Io
         check_generation(store, 1)
 
 
-def test_a_skipped_step_moves_only_the_progress(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
+def test_a_step_that_is_not_applied_changes_only_the_progress(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
     skipped = replace(progress_of(1), updates=0, loss_scale=0.5)
     with import_all(create_store([tmp_path], queue)) as store:
         written_bytes = queue.written_bytes
@@ -174,18 +176,18 @@ def test_a_skipped_step_moves_only_the_progress(tmp_path: Path, queue: IoQueue, 
         assert memory == contents(0, 0, "hi16", 8192)
 
 
-def test_a_step_moves_each_byte_once(tmp_path: Path, queue: IoQueue) -> None:
+def test_a_step_writes_each_byte_once(tmp_path: Path, queue: IoQueue) -> None:
     with import_all(create_store(drives(tmp_path, 2), queue)) as store:
         before = queue.written_bytes
         run_step(store)
         assert queue.written_bytes - before == store.slot_bytes == 12 * sum(BLOCK_ELEMENTS) + PAGE_BYTES
 
 
-def test_pins_keep_their_generation(tmp_path: Path, queue: IoQueue) -> None:
+def test_pinned_generations_are_not_overwritten(tmp_path: Path, queue: IoQueue) -> None:
     with import_all(create_store([tmp_path], queue, num_slots=4)) as store:
         run_step(store)
         store.pin()
-        store.pin()  # once more changes nothing
+        store.pin()  # a second time changes nothing
         for _ in range(3):
             run_step(store)
         store.pin()
@@ -230,9 +232,9 @@ def test_pins_leave_two_slots_for_steps(tmp_path: Path, queue: IoQueue, num_slot
             store.pin()
             run_step(store)
             check_generation(store, step + 1)
-        with pytest.raises(EnvironmentFailure, match=f"the store has {num_slots} slots") as refusal:
+        with pytest.raises(EnvironmentFailure, match=f"the store has {num_slots} slots") as raised:
             store.pin()
-        assert refusal.value.hint is not None
+        assert raised.value.hint is not None
         for _ in range(3):
             run_step(store)
         if num_slots > 2:
@@ -241,7 +243,7 @@ def test_pins_leave_two_slots_for_steps(tmp_path: Path, queue: IoQueue, num_slot
             assert store.progress.step in store.pinned_steps
 
 
-def test_rewinding_to_what_is_not_kept(tmp_path: Path, queue: IoQueue) -> None:
+def test_rewinding_to_a_step_that_is_not_pinned(tmp_path: Path, queue: IoQueue) -> None:
     with import_all(create_store([tmp_path], queue, num_slots=3)) as store:
         with pytest.raises(BadInput, match="step 7 is not saved in the store; saved steps: none"):
             store.rewind(7)
@@ -250,7 +252,7 @@ def test_rewinding_to_what_is_not_kept(tmp_path: Path, queue: IoQueue) -> None:
             store.rewind(7)
 
 
-def test_in_place_has_one_slot(tmp_path: Path, queue: IoQueue) -> None:
+def test_a_store_in_place_has_one_slot(tmp_path: Path, queue: IoQueue) -> None:
     with import_all(create_store([tmp_path], queue, in_place=True)) as store:
         assert store.nvme_bytes == HEADER_BYTES + store.slot_bytes
         run_step(store)
@@ -264,7 +266,7 @@ def test_in_place_has_one_slot(tmp_path: Path, queue: IoQueue) -> None:
         check_generation(store, 2)
 
 
-def test_steps_that_are_not_whole_are_a_bug(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
+def test_committing_an_incomplete_step_is_a_bug(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
     with import_all(create_store([tmp_path], queue)) as store:
         store.begin_step()
         with pytest.raises(AssertionError, match="every byte of every record"):
@@ -302,7 +304,7 @@ def test_calls_out_of_order_are_a_bug(tmp_path: Path, queue: IoQueue, pool: Buff
     store.close()
 
 
-def test_a_store_is_there_once_its_import_is_committed(tmp_path: Path, queue: IoQueue) -> None:
+def test_a_store_exists_once_its_import_is_committed(tmp_path: Path, queue: IoQueue) -> None:
     paths = drives(tmp_path, 2)
     assert not Store.exists(paths)
     with create_store(paths, queue) as store:

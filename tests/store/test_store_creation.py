@@ -1,4 +1,4 @@
-"""Making a store: what is checked first, what is replaced, and what stays as it was."""
+"""Making a store: what is checked first, what is replaced, and what is left unchanged."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def files_no_larger_than(num_bytes: int) -> Iterator[None]:
 
 @pytest.fixture
 def open_to_read_only() -> Iterator[Path]:
-    """A directory that this process, while unprivileged, may read and not write."""
+    """A directory that an unprivileged process may read but not write."""
     directory = Path(tempfile.mkdtemp())
     directory.chmod(0o755)
     yield directory
@@ -82,7 +82,7 @@ def unprivileged() -> Iterator[None]:
             os.seteuid(0)
 
 
-def snapshot(paths: list[Path]) -> list[bytes]:
+def contents_of(paths: list[Path]) -> list[bytes]:
     return [(path / DATA_FILE_NAME).read_bytes() for path in paths]
 
 
@@ -104,20 +104,20 @@ def test_directories_on_one_drive_share_its_space(tmp_path: Path, queue: IoQueue
         create_store([tmp_path / "a", tmp_path / "b"], queue, block_elements=(elements,))
 
 
-def test_an_existing_store_is_not_replaced_unasked(store_of_step_2: list[Path], queue: IoQueue) -> None:
-    before = snapshot(store_of_step_2)
+def test_an_existing_store_is_not_replaced_without_overwrite(store_of_step_2: list[Path], queue: IoQueue) -> None:
+    before = contents_of(store_of_step_2)
     for paths in (store_of_step_2, store_of_step_2[:1], store_of_step_2[1:], store_of_step_2[::-1]):
-        with pytest.raises(BadInput) as refusal:
+        with pytest.raises(BadInput) as raised:
             create_store(paths, queue)
-        assert "--resume" in (refusal.value.hint or "")
-    assert snapshot(store_of_step_2) == before
+        assert "--resume" in (raised.value.hint or "")
+    assert contents_of(store_of_step_2) == before
 
 
 @pytest.mark.parametrize("failure", ["space", "reservation", "lock", "manifest"])
 def test_an_existing_store_survives_every_failed_check(
     store_of_step_2: list[Path], queue: IoQueue, failure: str
 ) -> None:
-    before = snapshot(store_of_step_2)
+    before = contents_of(store_of_step_2)
     if failure == "space":
         with pytest.raises(EnvironmentFailure, match="need 769 TiB"):
             create_store(store_of_step_2, queue, overwrite=True, block_elements=FAR_TOO_MANY)
@@ -130,7 +130,7 @@ def test_an_existing_store_survives_every_failed_check(
     else:
         with pytest.raises(EnvironmentFailure, match="manifest needs"):
             create_store(store_of_step_2, queue, overwrite=True, num_slots=500)
-    assert snapshot(store_of_step_2) == before
+    assert contents_of(store_of_step_2) == before
     with open_store(store_of_step_2, queue) as store:
         check_generation(store, 2)
 
@@ -152,7 +152,7 @@ def test_overwriting_makes_a_new_store(
         assert not Store.exists(store_of_step_2)
         import_all(store)
         run_step(store)
-        assert sum(map(len, snapshot(store_of_step_2))) == store.nvme_bytes
+        assert sum(map(len, contents_of(store_of_step_2))) == store.nvme_bytes
     with open_store(store_of_step_2, queue, identity=identity) as store:
         check_generation(store, 1)
 
@@ -172,18 +172,18 @@ def test_space_that_an_old_store_holds_counts(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFailure, match="need"):
         check_space([need])
     check_space([replace(need, held_bytes=2 * TIB)])
-    with pytest.raises(EnvironmentFailure, match="need"):  # what one file holds is no room for another
+    with pytest.raises(EnvironmentFailure, match="need"):  # space that one file holds is not free for another
         check_space([need, SpaceNeed(directory=tmp_path, num_bytes=0, held_bytes=2 * TIB)])
 
 
-def test_replacing_a_store_takes_no_more_space(tmp_path: Path, queue: IoQueue) -> None:
+def test_replacing_a_store_needs_no_more_space(tmp_path: Path, queue: IoQueue) -> None:
     create_store([tmp_path], queue, block_elements=MANY).close()
     held_bytes = (tmp_path / DATA_FILE_NAME).stat().st_blocks
     create_store([tmp_path], queue, block_elements=MANY).close()
     assert (tmp_path / DATA_FILE_NAME).stat().st_blocks == held_bytes
 
 
-def test_an_unfinished_import_is_replaced_without_a_word(tmp_path: Path, queue: IoQueue) -> None:
+def test_an_unfinished_import_is_replaced_without_overwrite(tmp_path: Path, queue: IoQueue) -> None:
     for _ in range(2):
         create_store([tmp_path / "a", tmp_path / "b"], queue).close()
         with pytest.raises(BadInput, match="incomplete: its import never finished"):
@@ -191,7 +191,7 @@ def test_an_unfinished_import_is_replaced_without_a_word(tmp_path: Path, queue: 
     import_all(create_store([tmp_path / "a", tmp_path / "b"], queue)).close()
 
 
-def test_part_of_a_store_elsewhere_is_not_taken(tmp_path: Path, queue: IoQueue) -> None:
+def test_a_file_of_a_store_elsewhere_is_not_replaced(tmp_path: Path, queue: IoQueue) -> None:
     create_store([tmp_path / "a", tmp_path / "b"], queue).close()
     with pytest.raises(BadInput, match=r"first directory is not in storage\.paths"):
         create_store([tmp_path / "c", tmp_path / "b"], queue)
@@ -200,7 +200,7 @@ def test_part_of_a_store_elsewhere_is_not_taken(tmp_path: Path, queue: IoQueue) 
 
 
 @pytest.mark.parametrize("text", [b"mine", b"mine" * 5000, b"\0" * 4096 + b"mine"])
-def test_a_strangers_file_is_not_taken(tmp_path: Path, queue: IoQueue, text: bytes) -> None:
+def test_a_foreign_file_is_not_replaced(tmp_path: Path, queue: IoQueue, text: bytes) -> None:
     (tmp_path / DATA_FILE_NAME).write_bytes(text)
     assert Store.exists([tmp_path])
     with pytest.raises(BadInput, match="is not a data file of Ratel"):
@@ -211,7 +211,7 @@ def test_a_strangers_file_is_not_taken(tmp_path: Path, queue: IoQueue, text: byt
 
 
 def test_every_failing_write_leaves_an_incomplete_store(tmp_path: Path) -> None:
-    """Each call of making and filling a store fails in turn; each time the place counts as empty."""
+    """Each call of making and importing a store fails in turn. Each time there is no store afterwards."""
 
     def make(directory: Path, queue: FaultyQueue) -> None:
         with create_store([directory], queue) as store:
@@ -259,19 +259,19 @@ def test_a_read_only_store_is_an_error(open_to_read_only: Path, queue: IoQueue) 
         Store.exists([open_to_read_only])
 
 
-def test_refused_direct_io_is_told_once(tmp_path: Path) -> None:
-    fd = os.open("/proc/self/status", os.O_RDONLY)  # a file system that refuses O_DIRECT, wherever tests run
-    told: list[str] = []
+def test_one_notice_says_where_direct_io_is_not_available(tmp_path: Path) -> None:
+    fd = os.open("/proc/self/status", os.O_RDONLY)  # on a file system without O_DIRECT, wherever the tests run
+    notices: list[str] = []
     try:
-        use_direct_io([fd, fd], [tmp_path / "a" / "x", tmp_path / "b" / "x"], told.append)
+        use_direct_io([fd, fd], [tmp_path / "a" / "x", tmp_path / "b" / "x"], notices.append)
     finally:
         os.close(fd)
-    assert len(told) == 1
-    assert "direct I/O is not available" in told[0]
+    assert len(notices) == 1
+    assert "direct I/O is not available" in notices[0]
 
 
 @pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no tmpfs to write to")
-def test_works_without_direct_io_as_well(queue: IoQueue) -> None:
+def test_a_store_works_without_direct_io(queue: IoQueue) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         with import_all(create_store([Path(directory)], queue)) as store:
             run_step(store)

@@ -1,4 +1,4 @@
-"""The wrong store, a damaged one, and failing drives: each ends in the documented error, and loses no step."""
+"""Wrong stores, damaged stores and failing drives: each ends in the documented error and loses no step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def queue() -> Iterator[IoQueue]:
 
 @pytest.fixture
 def paths(tmp_path: Path, queue: IoQueue) -> list[Path]:
-    """A store of three steps over two directories: generation 4, in place 0."""
+    """A store of three steps in two directories. Its manifest has generation 4 and is on page 0."""
     made = [tmp_path / "a", tmp_path / "b"]
     with import_all(create_store(made, queue)) as store:
         for _ in range(3):
@@ -69,27 +69,27 @@ def edit(path: Path, offset: int, content: bytes) -> None:
         ("seed", replace(IDENTITY, seed=43)),
     ],
 )
-def test_another_runs_store_is_refused_by_field(paths: list[Path], queue: IoQueue, field: str, wanted: object) -> None:
+def test_another_runs_store_is_an_error_by_field(paths: list[Path], queue: IoQueue, field: str, wanted: object) -> None:
     assert isinstance(wanted, type(IDENTITY))
-    with pytest.raises(StoreMismatch) as refusal:
+    with pytest.raises(StoreMismatch) as raised:
         open_store(paths, queue, identity=wanted)
-    assert refusal.value.fields == (field,)
-    assert f"changed since the store in {paths[0]} was made: {field} was " in refusal.value.message
-    assert "\n" not in refusal.value.message
-    assert "--resume no" in (refusal.value.hint or "")
+    assert raised.value.fields == (field,)
+    assert f"changed since the store in {paths[0]} was made: {field} was " in raised.value.message
+    assert "\n" not in raised.value.message
+    assert "--resume no" in (raised.value.hint or "")
 
 
-def test_all_differences_are_told(paths: list[Path], queue: IoQueue) -> None:
-    with pytest.raises(BadInput, match="model_hash") as refusal:
+def test_all_fields_that_differ_are_named(paths: list[Path], queue: IoQueue) -> None:
+    with pytest.raises(BadInput, match="model_hash") as raised:
         open_store(paths, queue, identity=replace(IDENTITY, model_hash="x", seed=1))
-    assert [other.message.split(":")[1] for other in refusal.value.others] == [" seed was 42, now is 1"]
+    assert [other.message.split(":")[1] for other in raised.value.others] == [" seed was 42, now is 1"]
 
 
 def test_other_software_is_a_notice(paths: list[Path], queue: IoQueue) -> None:
-    told: list[str] = []
-    with open_store(paths, queue, identity=replace(IDENTITY, software="ratel 2"), notice=told.append) as store:
+    notices: list[str] = []
+    with open_store(paths, queue, identity=replace(IDENTITY, software="ratel 2"), notice=notices.append) as store:
         check_generation(store, 3)
-    assert told == ["resume is valid, not bit-exact: software was ratel 1, now is ratel 2"]
+    assert notices == ["resume is valid, not bit-exact: software was ratel 1, now is ratel 2"]
 
 
 def test_without_an_identity_any_store_opens(paths: list[Path], queue: IoQueue) -> None:
@@ -97,7 +97,7 @@ def test_without_an_identity_any_store_opens(paths: list[Path], queue: IoQueue) 
         assert store.identity == IDENTITY
 
 
-def test_no_store(tmp_path: Path, queue: IoQueue) -> None:
+def test_a_missing_store_is_an_error(tmp_path: Path, queue: IoQueue) -> None:
     with pytest.raises(BadInput, match="there is no store in"):
         open_store([tmp_path], queue)
 
@@ -121,13 +121,13 @@ def test_swapped_missing_and_mixed_directories(paths: list[Path], tmp_path: Path
         open_store([three[0], three[2], three[1]], queue)
 
 
-def test_a_damaged_identification_is_refused(paths: list[Path], queue: IoQueue) -> None:
+def test_a_damaged_identification_is_an_error(paths: list[Path], queue: IoQueue) -> None:
     edit(paths[1], 2 * PAGE_BYTES + 20, b"?")
     with pytest.raises(BadInput, match="is not a data file of Ratel, or is damaged"):
         open_store(paths, queue)
 
 
-def test_a_truncated_file_is_refused(paths: list[Path], queue: IoQueue) -> None:
+def test_a_truncated_file_is_an_error(paths: list[Path], queue: IoQueue) -> None:
     size_bytes = (paths[1] / DATA_FILE_NAME).stat().st_size
     os.truncate(paths[1] / DATA_FILE_NAME, size_bytes - 1)
     with pytest.raises(IntegrityFailure, match=f"is truncated: it has {size_bytes - 1} of {size_bytes} bytes"):
@@ -141,7 +141,7 @@ def test_an_empty_file_is_an_incomplete_store(paths: list[Path], queue: IoQueue)
         open_store(paths, queue)
 
 
-def test_another_format_is_refused(paths: list[Path], queue: IoQueue) -> None:
+def test_another_format_is_an_error(paths: list[Path], queue: IoQueue) -> None:
     page = bytearray((paths[0] / DATA_FILE_NAME).read_bytes()[: PAGE_BYTES - 4])
     page[8:12] = struct.pack("<I", FORMAT_VERSION + 1)
     edit(paths[0], 0, bytes(page) + struct.pack("<I", zlib.crc32(page)))
@@ -151,23 +151,23 @@ def test_another_format_is_refused(paths: list[Path], queue: IoQueue) -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 8, 100, 2000, PAGE_BYTES - 1])
-def test_a_torn_manifest_falls_back_by_one(paths: list[Path], queue: IoQueue, offset: int) -> None:
+def test_a_torn_manifest_falls_back_to_the_one_before(paths: list[Path], queue: IoQueue, offset: int) -> None:
     edit(paths[0], offset, b"?")  # generation 4, of step 3
     assert Store.exists(paths)
-    told: list[str] = []
-    with open_store(paths, queue, notice=told.append) as store:
+    notices: list[str] = []
+    with open_store(paths, queue, notice=notices.append) as store:
         check_generation(store, 2)
         run_step(store)
         check_generation(store, 3)
-    assert [text for text in told if "resuming from step 2" in text] == told
-    assert len(told) == 1
-    told.clear()
-    with open_store(paths, queue, notice=told.append) as store:
+    assert [text for text in notices if "resuming from step 2" in text] == notices
+    assert len(notices) == 1
+    notices.clear()
+    with open_store(paths, queue, notice=notices.append) as store:
         check_generation(store, 3)
-    assert told == []
+    assert notices == []
 
 
-def test_two_torn_manifests_are_an_integrity_failure(paths: list[Path], queue: IoQueue) -> None:
+def test_two_torn_manifests_are_an_error(paths: list[Path], queue: IoQueue) -> None:
     edit(paths[0], 100, b"?")
     edit(paths[0], PAGE_BYTES + 100, b"?")
     with pytest.raises(IntegrityFailure, match="both manifests"):
@@ -227,7 +227,7 @@ def test_a_failed_sync_writes_no_manifest(tmp_path: Path, queue: IoQueue) -> Non
         assert barrier.calls == ["sync"]
 
 
-def test_a_failed_creation_write_is_an_integrity_failure(tmp_path: Path, queue: IoQueue) -> None:
+def test_a_failed_write_of_a_header_is_an_error(tmp_path: Path, queue: IoQueue) -> None:
     barrier = FaultyBarrier()
     barrier.fails = "write_through"
     with pytest.raises(IntegrityFailure, match="could not be written: Input/output error"):
@@ -237,7 +237,7 @@ def test_a_failed_creation_write_is_an_integrity_failure(tmp_path: Path, queue: 
 
 
 def test_every_failing_transfer_leaves_the_last_step(tmp_path: Path) -> None:
-    """One transfer fails, at each place of a step in turn; the step is given up and done again."""
+    """Each transfer of a step fails in turn. The step is discarded and done again."""
     with FaultyQueue() as sound:
         import_all(create_store([tmp_path], sound)).close()
         before = len(sound.calls)
@@ -269,7 +269,7 @@ def test_completions_in_any_order(tmp_path: Path, shuffle_seed: int) -> None:
         check_generation(store, 1)
 
 
-def test_closing_waits_for_what_is_in_flight(tmp_path: Path, pool: BufferPool) -> None:
+def test_closing_waits_for_transfers_in_flight(tmp_path: Path, pool: BufferPool) -> None:
     with FaultyQueue() as sound:
         import_all(create_store([tmp_path], sound)).close()
     with FaultyQueue(lasting=Fault(delay_seconds=0.05)) as slow:
@@ -283,7 +283,7 @@ def test_closing_waits_for_what_is_in_flight(tmp_path: Path, pool: BufferPool) -
         store.close()
 
 
-def test_in_place_says_what_was_lost(tmp_path: Path, queue: IoQueue) -> None:
+def test_a_store_in_place_reports_what_was_lost(tmp_path: Path, queue: IoQueue) -> None:
     with import_all(create_store([tmp_path], queue, in_place=True)) as store:
         run_step(store)
         store.begin_step()

@@ -252,7 +252,7 @@ def test_damage_is_found_where_the_document_says(tmp_path: Path, queue: IoQueue,
     assert torn.is_damaged and torn.manifest["generation"] == 7
     check_contents(torn, torn.current, 4)
     edit(paths[0], page + 200)
-    edit(paths[0], 12288)  # the first byte of slot 0, whoever is there
+    edit(paths[0], 12288)  # the first byte of slot 0
     reader = StoreReader(paths)
     damaged = [entry for entry in (reader.current, *reader.pins, reader.before) if entry and entry.slot == 0]
     with pytest.raises(FormatError, match="block 0, hi16, element 0"):

@@ -1,4 +1,4 @@
-"""SIGKILL at every named point of the protocol, and at any other time: the store goes on from a whole step."""
+"""SIGKILL at every failpoint, and at random times: the store continues from a whole step."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def acknowledged_step(tmp_path: Path) -> int:
     return int(path.read_text() or NO_STORE) if path.exists() else NO_STORE
 
 
-def check_goes_on(paths: list[Path], queue: IoQueue, step: int) -> None:
-    """The store stands at `step`, whole, and the next step works; or there is none, and one can be made."""
+def check_continues(paths: list[Path], queue: IoQueue, step: int) -> None:
+    """The store is whole at `step`, and the next step works. Or there is no store, and one can be made."""
     assert Store.exists(paths) == (step != NO_STORE)
     with import_all(create_store(paths, queue)) if step == NO_STORE else open_store(paths, queue) as store:
         if step != NO_STORE:
@@ -60,7 +60,7 @@ def check_goes_on(paths: list[Path], queue: IoQueue, step: int) -> None:
         check_generation(store, store.progress.step)
 
 
-# Import is the first commit and publishes the first manifest, step t the (t + 1)th.
+# The import is commit 1 and publishes manifest 1. Step t is commit t + 1 and publishes manifest t + 1.
 KILLS = [
     ("create.reserved:1", NO_STORE),
     ("create.erased:1", NO_STORE),
@@ -79,14 +79,14 @@ KILLS = [
 ]
 
 
-def test_every_point_is_tested() -> None:
+def test_every_failpoint_is_tested() -> None:
     assert {kill_at.split(":")[0] for kill_at, _ in KILLS} == set(FAILPOINTS)
 
 
 @pytest.mark.parametrize(("kill_at", "step"), KILLS)
-def test_killed_at_a_point(tmp_path: Path, paths: list[Path], queue: IoQueue, kill_at: str, step: int) -> None:
+def test_killed_at_a_failpoint(tmp_path: Path, paths: list[Path], queue: IoQueue, kill_at: str, step: int) -> None:
     run_until_killed(tmp_path, "steps", paths, kill_at)
-    check_goes_on(paths, queue, step)
+    check_continues(paths, queue, step)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_killed_while_replacing_a_store(
     with import_all(create_store(paths, queue)) as store:
         run_step(store)
     run_until_killed(tmp_path, "overwrite", paths, kill_at)
-    check_goes_on(paths, queue, step)
+    check_continues(paths, queue, step)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_killed_while_pinning(
     run_until_killed(tmp_path, "pins", paths, kill_at)
     with open_store(paths, queue) as store:
         assert store.pinned_steps == pinned
-    check_goes_on(paths, queue, step)
+    check_continues(paths, queue, step)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_killed_while_pinning(
 def test_killed_in_place(tmp_path: Path, paths: list[Path], queue: IoQueue, kill_at: str, step: int | None) -> None:
     run_until_killed(tmp_path, "in_place", paths, kill_at)
     if step is not None:
-        check_goes_on(paths, queue, step)
+        check_continues(paths, queue, step)
         return
     with pytest.raises(IntegrityFailure, match="step 2 was being written in place"):
         open_store(paths, queue)
@@ -136,7 +136,7 @@ def test_killed_in_place(tmp_path: Path, paths: list[Path], queue: IoQueue, kill
 
 @pytest.mark.parametrize("seed", range(4))
 def test_killed_at_any_time(tmp_path: Path, paths: list[Path], queue: IoQueue, seed: int) -> None:
-    """The store is at the step that was acknowledged last, or at the one that was about to be."""
+    """The store is at the step that was acknowledged last, or at the one after it."""
     delays = random.Random(seed)
     for _ in range(2):
         before = acknowledged_step(tmp_path)
@@ -149,11 +149,11 @@ def test_killed_at_any_time(tmp_path: Path, paths: list[Path], queue: IoQueue, s
         last = acknowledged_step(tmp_path)
         with open_store(paths, queue, lock_wait_seconds=10) as store:
             step = store.progress.step
-            assert step in (last, last + 1) or last == NO_STORE  # killed while it wrote the acknowledgement
+            assert step in (last, last + 1) or last == NO_STORE  # NO_STORE: killed while it wrote the acknowledgement
             check_generation(store, step)
 
 
-def test_other_points_and_counts_pass_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_failpoints_and_counts_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FAILPOINT_VARIABLE, raising=False)
     failpoint("commit.synced")
     monkeypatch.setenv(FAILPOINT_VARIABLE, "commit.synced:3")
@@ -163,7 +163,7 @@ def test_other_points_and_counts_pass_by(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("value", ["", "commit.synced", "commit.synced:x", ":1"])
-def test_a_mistyped_point_is_bad_input(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_a_mistyped_failpoint_is_bad_input(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv(FAILPOINT_VARIABLE, value)
     with pytest.raises(BadInput, match="expected point:n"):
         failpoint("commit.synced")
