@@ -27,7 +27,7 @@ _CALLS: Mapping[str, Mapping[int | str, str]] = {
     "Finding": {"message": "error", "hint": "hint"},
     "Contradiction": {"message": "error", "hint": "hint"},
     "UnknownKey": {"message": "error", "hint": "hint"},
-    "refuse": {0: "error", 1: "hint"},
+    "rejection": {0: "error", 1: "hint"},
     "error": {0: "error", 1: "hint"},
     "say": {0: "line"},
     "notice": {0: "note"},

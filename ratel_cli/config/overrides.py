@@ -54,7 +54,7 @@ def _target(root: Marked, steps: list[str], where: Where, dialect: Dialect) -> t
     section = canonical_key(TOP, steps[0])
     if section not in SECTIONS:
         if section in SECTIONS[TOP].model_fields:
-            finding = Finding(where=where, message=f"`{section}` has no keys of its own")
+            finding = Finding(where=where, message=f"`{section}` has no keys")
         else:
             unknown = explain_unknown(TOP, steps[0])
             finding = Finding(where=where, message=unknown.message, hint=unknown.hint)
@@ -76,7 +76,7 @@ def _nested_target(
     names = [".".join((section, *steps[:depth])) for depth in range(1, len(steps) + 1)]
     for name in names:
         if name not in SECTIONS:
-            dialect.findings.append(Finding(where=where, message=f"`{name}` has no keys of its own"))
+            dialect.findings.append(Finding(where=where, message=f"`{name}` has no keys"))
             return None
     for step in steps:
         if isinstance(mapping.content, dict):
@@ -95,7 +95,7 @@ def _dataset_target(datasets: Marked, steps: list[str], where: Where, dialect: D
     if item is None:
         return None
     if len(steps) > 1:
-        message = f"`datasets.{steps[0]}.{steps[1]}` has no keys of its own"
+        message = f"`datasets.{steps[0]}.{steps[1]}` has no keys"
         dialect.findings.append(Finding(where=where, message=message))
         return None
     return "datasets", item

@@ -62,7 +62,7 @@ def _zero_is_off(value: float | None) -> float | None:
     return value or None
 
 
-Activations = Annotated[
+ActivationPolicy = Annotated[
     Literal["auto", "keep", "recompute", "swap_all", "static"] | float, BeforeValidator(_check_activations)
 ]
 FractionOrCount = Annotated[int | float, BeforeValidator(_check_val_set_size)]
@@ -142,7 +142,7 @@ class RunConfig(Section):
     attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
     """The attention kernel, by its Hugging Face name. If the model does not support it, Ratel uses another one and
     prints a notice."""
-    activations: Activations = "auto"
+    activations: ActivationPolicy = "auto"
     """What happens to the outputs of a layer's operators between forward and backward. `auto`: the plan decides for
     each of them. `keep`: all stay in memory. `swap_all`: all are offloaded, to NVMe if memory is short. `recompute`,
     `static`: only the inputs of layers are offloaded; the rest is recomputed. A number from 0 to 1: this fraction of
