@@ -1,10 +1,10 @@
-"""The `ratel` command: its subcommands, and the one place where errors become lines and exit codes.
+"""The `ratel` command: its subcommands and options, and the only place where errors become lines and exit codes.
 
-Entry point of the package (`ratel`, `python -m ratel_cli`). Each subcommand lives in a file of its
-own, imported when it is called: `--help`, a wrong argument and a wrong config never import torch.
+Each subcommand has a file of its own, which is imported when the command is called: `--help`, a wrong argument and a
+wrong config are answered without importing torch.
 
-Invariant: `main` returns the exit codes of `errors` for every expected failure, without a traceback;
-an unexpected one is a bug, and its trace goes to a file whose path is told.
+Invariant: for every expected failure `main` returns the exit code of `errors`, without a traceback. An unexpected
+failure is a bug: its trace goes to a file, and a line names that file.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import traceback
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Annotated, Self
 
 import typer
 from typer.exceptions import TyperException
 
+from ratel_cli.closing import Closing
 from ratel_cli.errors import BadInput, Interrupted, RatelError
 from ratel_cli.training.stopping import STOPPED
 
@@ -52,34 +53,39 @@ def _print_version(wanted: bool) -> None:
     raise typer.Exit
 
 
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the config to override.", show_default=False),
+]
+
+
 @app.callback()
 def ratel(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Holds the options that belong to no subcommand; with it, a single subcommand keeps its name."""
+    """Hold the options that belong to no subcommand."""
 
 
 @app.command(
-    help="Train the model that CONFIG describes, and leave a Hugging Face directory.",
+    help="Train the model that CONFIG describes. The result is a Hugging Face directory.",
     epilog="Example: ratel finetune configs/demo.yaml learning_rate=1e-5 storage.paths=[/mnt/a,/mnt/b]",
 )
 def finetune(
     config: Annotated[Path, typer.Argument(help="The YAML file of the run.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the config to set otherwise.", show_default=False),
-    ] = None,
+    overrides: Overrides = None,
     resume: Annotated[
         str,
         typer.Option(
-            metavar="auto|no|GENERATION",
-            help="auto: go on from the last committed step, if there is one. no: start again. "
-            "GENERATION: go back to that saved step.",
+            metavar="auto|no|STEP",
+            help="auto: resume at the last committed step, if there is one. no: start over. "
+            "STEP: go back to that saved step.",
         ),
     ] = "auto",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Stop after the opening statement.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and stop. Nothing is written to the store.")
+    ] = False,
 ) -> None:
     _check_resume(resume)
     from ratel_cli.cli import finetune as command
@@ -88,7 +94,7 @@ def finetune(
 
 
 @app.command(
-    help="Measure what this machine can do for a run: compute, memory, drives. CONFIG says where and in which dtype.",
+    help="Measure what this machine can do: compute, memory, drives. With CONFIG: for its run, and with its model.",
     epilog="Example: ratel profile --storage /mnt/a --storage /mnt/b -o hardware.json",
 )
 def profile(
@@ -97,7 +103,7 @@ def profile(
         list[Path] | None,
         typer.Option(
             metavar="DIR",
-            help="A directory to measure, once for each drive. Default: those of CONFIG, or this one.",
+            help="A directory on a drive to measure; repeat for each drive. Default: storage.paths, or this directory.",
             show_default=False,
         ),
     ] = None,
@@ -106,7 +112,7 @@ def profile(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write the hardware file.", show_default=False),
     ] = None,
-    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, even if it was measured before.")] = False,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, even if a profile is cached.")] = False,
 ) -> None:
     from ratel_cli.cli import profile as command
 
@@ -114,32 +120,29 @@ def profile(
 
 
 @app.command(
-    help="Say whether the run that CONFIG describes fits, how long it takes and why, and what would help.",
+    help="Predict whether a run fits, and how long it takes. Also shows why, and what would help.",
     epilog="Example: ratel plan configs/models/gpt-70b.yaml --hardware configs/hardware/paper-4090-12ssd.yaml",
 )
 def plan(
     config: Annotated[Path, typer.Argument(help="The YAML file of the run.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the config to set otherwise.", show_default=False),
-    ] = None,
+    overrides: Overrides = None,
     hardware: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Plan for the machine that this file describes. Default: this one, as the run or `ratel profile` "
-            "measured it.",
+            help="The hardware file of the machine to plan for. Default: this machine, as an earlier run or "
+            "`ratel profile` measured it.",
             show_default=False,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the forecast as JSON.")] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw the curve as a picture, .svg or .png.", show_default=False),
+        typer.Option(metavar="FILE", help="Draw the curve to this file, .svg or .png.", show_default=False),
     ] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Compare with what other systems would swap.")] = False,
-    largest: Annotated[bool, typer.Option("--largest", help="Tell the largest model that fits.")] = False,
-    prices: Annotated[bool, typer.Option("--prices", help="Tell what a price buys, by number of SSDs.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Compare with what other systems would offload.")] = False,
+    largest: Annotated[bool, typer.Option("--largest", help="Print the largest model that fits.")] = False,
+    prices: Annotated[bool, typer.Option("--prices", help="Print price and speed by number of SSDs.")] = False,
 ) -> None:
     from ratel_cli.cli import plan as command
     from ratel_cli.run.plan_questions import Questions
@@ -149,7 +152,7 @@ def plan(
 
 
 @app.command(
-    help="Write a Hugging Face directory from a step that the store of RUN keeps.",
+    help="Write a Hugging Face directory from a saved step of RUN.",
     epilog="Example: ratel export outputs/my-run --step 200 -o outputs/my-run-200",
 )
 def export(
@@ -168,8 +171,8 @@ def export(
 
 
 @app.command(
-    help="Check every byte that RUN has left: its store's checksums, and its export against the store. Or check the "
-    "model in a directory.",
+    help="Check every byte that a run has left. Compares its store with the checksums, and its export with the store. "
+    "Or checks the model in a directory.",
     epilog="Example: ratel verify outputs/my-run",
 )
 def verify(
@@ -181,7 +184,7 @@ def verify(
             show_default=False,
         ),
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     from ratel_cli.cli import verify as command
 
@@ -189,23 +192,28 @@ def verify(
 
 
 @app.command(
-    help="Make the store of the run that CONFIG describes anew from its snapshot.",
+    help="Restore the store of a run from its snapshot.",
     epilog="Example: ratel restore my-run.yaml --from /mnt/backup/my-run",
 )
 def restore(
     config: Annotated[
         Path, typer.Argument(help="The YAML file of the run, or its output directory.", show_default=False)
     ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Keys of the config to set otherwise.", show_default=False),
-    ] = None,
+    overrides: Overrides = None,
     snapshot: Annotated[
         Path | None,
-        typer.Option("--from", metavar="DIR", help="The snapshot. Default: storage.snapshot.path.", show_default=False),
+        typer.Option(
+            "--from",
+            metavar="DIR",
+            help="The snapshot's directory. Default: storage.snapshot.path.",
+            show_default=False,
+        ),
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a store that is as new as the snapshot, or damaged.")
+        bool,
+        typer.Option(
+            "--overwrite", help="Replace the store even if it is not older than the snapshot, or cannot be opened."
+        ),
     ] = False,
 ) -> None:
     from ratel_cli.cli import restore as command
@@ -222,12 +230,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = None
     if code is not None:
         return code
-    _tell_stop(STOPPED)
+    _report_stop(STOPPED)
     return EXIT_TERMINATED if termination.received else EXIT_INTERRUPTED
 
 
-class _Termination:
-    """SIGTERM ends a command as Ctrl-C does, wherever it is. While a store is written, `training.stopping` listens."""
+class _Termination(Closing):
+    """While it is open, SIGTERM ends a command as Ctrl-C does. `training.stopping` takes over while a store is used."""
 
     def __init__(self) -> None:
         self.received = False
@@ -236,10 +244,9 @@ class _Termination:
         self._previous = signal.signal(signal.SIGTERM, self._interrupt)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # None: it was not set from Python, and cannot be set back.
+    def close(self) -> None:
+        """Install the earlier handler again. Idempotent."""
+        # None: it was not installed from Python, so Python cannot install it again.
         signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
@@ -248,23 +255,23 @@ class _Termination:
 
 
 def _run(arguments: Sequence[str] | None) -> int | None:
-    """The exit code, when what went wrong has been told. None: the command was interrupted."""
+    """Run the command and report what went wrong. Returns the exit code; None if the command was interrupted."""
     try:
         code = app(args=None if arguments is None else list(arguments), prog_name="ratel", standalone_mode=False)
     except Interrupted as exc:
-        _tell_stop(exc.message)
+        _report_stop(exc.message)
         return exc.signal_exit_code
     except RatelError as exc:
-        _tell_error(exc)
+        _report_error(exc)
         return exc.exit_code
     except TyperException as exc:
-        _tell_usage_error(exc)
+        _report_usage_error(exc)
         return EXIT_BAD_INPUT
     except Exception as exc:  # noqa: BLE001 - the last resort: every other kind is named above
-        _tell_bug(exc)
+        _report_bug(exc)
         return EXIT_BUG
     if code == EXIT_INTERRUPTED:
-        return None  # as typer has it
+        return None  # typer returns this code for KeyboardInterrupt
     return code if isinstance(code, int) else 0
 
 
@@ -273,38 +280,38 @@ def _check_resume(resume: str) -> None:
         return
     raise BadInput(
         f"argument '--resume {resume}': must be `auto`, `no` or the number of a saved step",
-        "write --resume auto to go on, --resume no to start again",
+        "--resume auto resumes at the last step, --resume no starts over",
     )
 
 
-def _tell(message: str, hint: str | None) -> None:
+def _report(message: str, hint: str | None) -> None:
     from ratel_cli.console import RunLog
 
     RunLog().error(message, hint)
 
 
-def _tell_stop(message: str) -> None:
-    """No error: the user asked for it."""
+def _report_stop(message: str) -> None:
+    """Print without `error:`, because the user asked for it."""
     from ratel_cli.console import RunLog
 
     RunLog().say(message)
 
 
-def _tell_error(error: RatelError) -> None:
+def _report_error(error: RatelError) -> None:
     findings = (error, *error.others) if isinstance(error, BadInput) else (error,)
     for finding in findings:
-        _tell(finding.message, finding.hint)
+        _report(finding.message, finding.hint)
 
 
-def _tell_usage_error(error: TyperException) -> None:
+def _report_usage_error(error: TyperException) -> None:
     message = error.format_message().rstrip(".")
     hint = "see ratel --help"
     if "No such option" in message:
         hint = "keys of the config are set without dashes: learning_rate=1e-5; see ratel finetune --help"
-    _tell(message[:1].lower() + message[1:], hint)
+    _report(message[:1].lower() + message[1:], hint)
 
 
-def _tell_bug(error: Exception) -> None:
+def _report_bug(error: Exception) -> None:
     trace = "".join(traceback.format_exception(error))
     first_line = (str(error).splitlines() or [""])[0]
     summary = f"this is a bug in Ratel: {type(error).__name__}: {first_line}".rstrip(": ")
@@ -313,6 +320,6 @@ def _tell_bug(error: Exception) -> None:
             file.write(trace.encode(errors="backslashreplace"))
     except OSError:
         sys.stderr.write(trace)
-        _tell(summary, None)
+        _report(summary, None)
         return
-    _tell(summary, f"please report it with the trace in {file.name}")
+    _report(summary, f"please report it with the trace in {file.name}")

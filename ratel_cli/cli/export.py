@@ -1,6 +1,6 @@
-"""`ratel export RUN -o DIR`: a Hugging Face directory from a generation that a run's store keeps.
+"""`ratel export RUN -o DIR`: writes a Hugging Face directory from a saved step.
 
-Called by `cli.app`. Nothing heavy is imported before the run's config is known to be good.
+Invariant: nothing heavy is imported before the run's config is known to be right.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from ratel_cli.console import RunLog
-from ratel_cli.run.find import find_run
+from ratel_cli.run.run_directory import find_run
 
 
 def run(path: Path, step: int | None, output: Path) -> None:
-    """Export the generation of `step`, or the current one. Raises RatelError."""
+    """Export the saved step `step`, or the last one. Raises RatelError."""
     log = RunLog()
     config = find_run(path, log)
     from ratel_cli.run.context import open_context

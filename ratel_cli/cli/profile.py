@@ -1,7 +1,8 @@
-"""`ratel profile [CONFIG]`: what this machine can do, measured with the code that training uses.
+"""`ratel profile [CONFIG]`: measures what this machine can do, with the code that training uses.
 
-Called by `cli.app`. Nothing heavy is imported before arguments and config are known to be good, nor at all where
-the profile was kept from an earlier call. The profile goes to stdout, everything else to stderr.
+The profile goes to stdout, everything else to stderr.
+
+Invariant: nothing heavy is imported before arguments and config are known to be right, nor if the profile is cached.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure
@@ -19,15 +19,16 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.report.profile import hardware_rows, model_rows, operator_lines
 from ratel_cli.run.hardware_file import to_text
 from ratel_cli.run.profile_cache import ProfileTarget, machine_profile, profile_target
+from ratel_cli.run.run_directory import read_config
 
 
 def run(
     config_path: Path | None, storage: Sequence[Path], output: Path | None, *, as_json: bool, refresh: bool
 ) -> None:
-    """Show the machine's profile, and write it where that is asked for. Raises RatelError."""
+    """Print the machine's profile, and write it to `output` if that is given. Raises RatelError."""
     log = RunLog()
     _check_directories(storage)
-    config = None if config_path is None else _read_config(config_path, log)
+    config = None if config_path is None else read_config(config_path, log)
     target = _target(config, storage)
     if output is not None:
         _check_writable(output)
@@ -49,22 +50,15 @@ def run(
         _profile_model(config, profile, log, refresh=refresh, quiet=as_json)
 
 
-def _read_config(path: Path, log: RunLog) -> RunConfig:
-    loaded = load_config(path)
-    for notice in loaded.notices:
-        log.notice(notice)
-    return loaded.config
-
-
 def _target(config: RunConfig | None, storage: Sequence[Path]) -> ProfileTarget:
-    """What to measure: as the config's run would use it; `--storage` goes before its paths."""
+    """What to measure. Without a config: with the defaults, in `storage` or here."""
     if config is None:
         return ProfileTarget(paths=tuple(storage) or (Path.cwd(),), dtype="bfloat16", device="auto", engine="auto")
     return profile_target(config, storage)
 
 
 def _profile_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *, refresh: bool, quiet: bool) -> None:
-    """What the config's model costs here: kept for `ratel plan` and `ratel finetune`, and shown."""
+    """Measure and print what the config's model costs here. `ratel plan` and `ratel finetune` use the same figures."""
     from ratel_cli.run.profile_model import record_model
 
     costs = record_model(config, hardware, log, refresh=refresh)
@@ -77,7 +71,7 @@ def _profile_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *,
 
 
 def _check_directories(storage: Sequence[Path]) -> None:
-    # Not by methods of Path: they raise for names that are too long.
+    # os.path, because the methods of Path raise for names that are too long.
     wrong = [
         BadInput(f"argument '--storage {path}': there is no such directory")
         for path in storage
@@ -88,9 +82,9 @@ def _check_directories(storage: Sequence[Path]) -> None:
 
 
 def _check_writable(output: Path) -> None:
-    """Before half a minute is spent on what could not be kept."""
+    """Check the path before half a minute of measuring."""
     if os.path.isdir(output):
-        raise BadInput(f"argument '-o {output}': is a directory", "name the file to write")
+        raise BadInput(f"argument '-o {output}': this is a directory", "give the name of the file to write")
     if not os.path.isdir(output.parent):
         raise BadInput(f"argument '-o {output}': there is no directory {output.parent}")
 

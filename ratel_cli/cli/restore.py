@@ -1,6 +1,6 @@
-"""`ratel restore CONFIG`: a run's store made anew from its snapshot, for `ratel finetune` to go on from.
+"""`ratel restore CONFIG`: replaces a run's lost or damaged store by its snapshot, so that the run can resume.
 
-Called by `cli.app`. Nothing heavy is imported before the config is known to be good.
+Invariant: nothing heavy is imported before the config is known to be right.
 """
 
 from __future__ import annotations
@@ -10,25 +10,23 @@ from pathlib import Path
 
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
-from ratel_cli.run.find import find_run
+from ratel_cli.run.run_directory import find_run
+from ratel_cli.run.settings import place_of
 
 
 def run(path: Path, overrides: Sequence[str], snapshot: Path | None, *, overwrite: bool) -> None:
-    """Bring the state back. Raises RatelError."""
+    """Restore the store of the run that `path` names. Raises RatelError."""
     log = RunLog()
     config = find_run(path, log, overrides)
     if snapshot is None:
         if config.storage.snapshot is None:
             raise BadInput(
                 f"{path}: `storage.snapshot` is not set, so there is nothing to restore from",
-                "name the snapshot's directory: --from DIR",
+                "give the snapshot's directory: --from DIR",
             )
         snapshot = config.storage.snapshot.path
     from ratel_cli.run.restore import restore
 
     step = restore(config, snapshot, overwrite=overwrite, log=log)
     command = " ".join(["ratel finetune", str(path) if path.is_file() else "CONFIG", *overrides])
-    log.say(
-        f"restored step {step} from {snapshot} to {', '.join(map(str, config.storage.paths))}; "
-        f"`{command}` goes on from there"
-    )
+    log.say(f"restored step {step} from {snapshot} to {place_of(config)}; `{command}` resumes there")

@@ -1,9 +1,9 @@
-"""`ratel verify RUN|DIR`: is every byte still what was written, and is the export what the store says?
+"""`ratel verify RUN|DIR`: checks every byte of a run's store, and its export against the store; or a model's directory.
 
-Called by `cli.app`. Nothing heavy is imported before what is given is known to be a run or a model. The table goes to
-stdout, everything else to stderr.
+The table goes to stdout, everything else to stderr.
 
-Invariant: everything that was found is told; if anything is wrong, the exit code is 4.
+Invariants: nothing heavy is imported before the path is known to be a run or a directory; everything that was found is
+reported; if anything is wrong, the exit code is 4.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from pathlib import Path
 
 from ratel_cli.console import RunLog
 from ratel_cli.report.verify import check_lines, checks_to_json, raise_if_wrong
-from ratel_cli.run.find import find_run, is_output_of_run
+from ratel_cli.run.run_directory import find_run, is_output_of_run
+from ratel_cli.run.settings import place_of
 
 
 def run(path: Path, *, as_json: bool) -> None:
-    """Verify a run, or a directory with a model. Raises RatelError; IntegrityFailure after all was shown."""
+    """Verify a run, or a directory with a model. Raises RatelError; IntegrityFailure after the table was printed."""
     log = RunLog()
     config = None if path.is_dir() and not is_output_of_run(path) else find_run(path, log)
     from ratel_cli.run.verify import verify_directory, verify_run
@@ -27,7 +28,7 @@ def run(path: Path, *, as_json: bool) -> None:
     if config is None:
         checks = verify_directory(path, log)
     elif path.is_dir() and not Store.exists(config.storage.paths):
-        log.notice(f"there is no store in {', '.join(map(str, config.storage.paths))}; only the export is verified")
+        log.notice(f"there is no store in {place_of(config)}; only the export is verified")
         checks = verify_directory(path, log)
     else:
         checks = verify_run(config, log)

@@ -1,7 +1,6 @@
-"""The model that a config names, as it was before training: its skeleton, where its weights are, what it is called.
+"""The model that a config names, before training: its skeleton, its weights, its name.
 
-`run.inputs` reads it for a run; `ratel export`, `verify` and `restore` read it to know what a store holds.
-Invariant: a store that `check_model` lets pass has this model's parameters, in this order.
+Invariant: a store that passes `check_model` has this model's parameters, in this order.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ class Base:
     directory: Path
     config: PretrainedConfig
     attention: str
-    """The kernel that it computes with."""
+    """The attention kernel that is used."""
     model: DecoderModel
 
 
 def silence_transformers() -> None:
-    """Whatever it would tell or draw is told by us, or nobody's concern."""
+    """Turn off the messages and progress bars of transformers."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
@@ -57,7 +56,7 @@ def read_base(config: RunConfig, log: RunLog) -> Base:
 
 
 def build_base(config: RunConfig) -> Base:
-    """The same without a notice about the attention that is used. Raises BadInput, EnvironmentFailure."""
+    """Like `read_base`, but without the notice about another attention kernel."""
     assert config.base_model is not None
     directory = resolve_base_model(config.base_model)
     model_config = read_model_config(directory)
@@ -70,7 +69,10 @@ def build_base(config: RunConfig) -> Base:
 def open_weights(
     config: RunConfig, base: Base, resources: ExitStack
 ) -> tuple[CheckpointSource | RandomSource, Mapping[str, torch.Tensor]]:
-    """Where the weights come from, checked whole, and the model's buffers, which its skeleton has from then on."""
+    """The source of the weights, whose files are checked, and the buffers, which the skeleton gets too.
+
+    Raises BadInput if the files do not match the model.
+    """
     skeleton = base.model.skeleton
     if config.random_init:
         return RandomSource(skeleton, config.seed), persistent_buffers(skeleton)
@@ -81,21 +83,21 @@ def open_weights(
 
 
 def refuse_as_output(output_dir: Path, base_dir: Path, *, name: str = "output_dir") -> None:
-    """Raise BadInput if an export to this directory would replace the base model; `name` is what set it."""
+    """Raise BadInput if an export to `output_dir` would replace the base model; `name` is the option that set it."""
     if output_dir.resolve() == base_dir.resolve():
         raise BadInput(
-            f"{name} and base_model are the same directory, {base_dir}: the base model would be overwritten",
+            f"{name} and base_model are the same directory, {base_dir}: the export would overwrite the base model",
             f"choose another {name}",
         )
 
 
 def hub_id(config: RunConfig) -> str | None:
-    """Of the base model; None where it is a directory."""
+    """The hub id of the base model; None if the base model is a directory."""
     return None if Path(config.base_model or "").exists() else config.base_model
 
 
 def model_hash(config: RunConfig, spec: ModelSpec) -> str:
-    """What a store says of the model that it was made for: where each parameter lies in it, too."""
+    """The hash of a store's model: of its architecture, dtype, origin, and the place of each parameter."""
     shapes = [(p.name, p.shape, p.start) for block in spec.blocks for p in block.parameters]
     return hash_of([spec.architecture, shapes, config.dtype, str(config.base_model), config.random_init])
 
@@ -105,10 +107,10 @@ def check_model(store: Store, config: RunConfig, spec: ModelSpec, directory: Pat
     if store.identity.model_hash != model_hash(config, spec):
         raise BadInput(
             f"the store in {directory} was made for another model than {config.base_model} in {config.dtype}",
-            "give the config of the run that it belongs to",
+            "give the config of the run that the store belongs to",
         )
 
 
 def hash_of(value: object) -> str:
-    """Of whatever JSON can say."""
+    """The hash of a value that JSON can express."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -14,13 +14,14 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.run.run_directory import run_directory
 
 
 class CachedProfile:
     """The file of one run."""
 
     def __init__(self, config: RunConfig, spec: ModelSpec, hardware: HardwareProfile) -> None:
-        self.path = config.output_dir / "run" / "model.json"
+        self.path = run_directory(config.output_dir) / "model.json"
         shapes = [(parameter.name, parameter.shape) for block in spec.blocks for parameter in block.parameters]
         values = [shapes, config.dtype, config.attn_implementation, config.micro_batch_size, config.sequence_len]
         machine = [hardware.gpu.name, hardware.host.num_cores, config.deterministic]

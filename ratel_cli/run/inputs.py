@@ -1,7 +1,6 @@
-"""Everything that a run reads before it writes: model, weights' source, tokenizer, data.
+"""Everything that a run reads before it writes: model, weights, tokenizer, data.
 
-First phase of `run.finetune`. Invariant: when `read_inputs` returns, every file of the base model
-and every row of the data has been checked.
+Invariant: when `read_inputs` returns, every file of the base model and every row of the data has been checked.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.checkpoint import CheckpointSource
 from ratel_cli.model.initialise import RandomSource
 from ratel_cli.run.base_model import hash_of, model_hash, open_weights, read_base, refuse_as_output
+from ratel_cli.run.run_directory import run_directory
 from ratel_cli.store.store import StoreIdentity
 
 _DECIDES_THE_BITS = (
@@ -37,25 +37,25 @@ _DECIDES_THE_BITS = (
     "warmup_ratio", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "dtype",
     "gradient_dtype", "attn_implementation", "deterministic", "seed", "val_set_size",
 )  # fmt: skip
-"""Keys that a resumed run must share with the run it continues; the others may change at any time."""
+"""Keys that must be the same when a run resumes. All other keys may change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What was read."""
+    """What a run has read and checked."""
 
     base_dir: Path
     model: DecoderModel
     source: CheckpointSource | RandomSource
     buffers: Mapping[str, torch.Tensor]
-    """What the model holds beside its parameters and does not train."""
+    """Tensors of the model that are not trained, by name."""
     data: TrainingData
     num_steps: int
     device: torch.device
 
 
 def read_inputs(config: RunConfig, resources: ExitStack, log: RunLog) -> Inputs:
-    """Read and check it all; `resources` closes what stays open. Raises BadInput, EnvironmentFailure."""
+    """Read and check all inputs. `resources` closes the files that stay open. Raises BadInput, EnvironmentFailure."""
     base = read_base(config, log)
     refuse_as_output(config.output_dir, base.directory)
     device = compute_device(config.device)
@@ -78,8 +78,8 @@ def read_inputs(config: RunConfig, resources: ExitStack, log: RunLog) -> Inputs:
         seed=config.seed,
         val_set_size=config.val_set_size,
         train_on_inputs=config.train_on_inputs,
-        cache_dir=config.output_dir / "run" / "tokens",
-        rejects_path=config.output_dir / "run" / "rejects.jsonl",
+        cache_dir=run_directory(config.output_dir) / "tokens",
+        rejects_path=run_directory(config.output_dir) / "rejects.jsonl",
         notice=log.notice,
     )
     num_steps = config.max_steps or max(1, round(config.num_epochs * data.steps_per_epoch))
@@ -95,7 +95,7 @@ def read_inputs(config: RunConfig, resources: ExitStack, log: RunLog) -> Inputs:
 
 
 def identity_of(config: RunConfig, inputs: Inputs) -> StoreIdentity:
-    """What a store must agree with to be gone on with."""
+    """The identity of the run's store. A run resumes only from a store with the same identity."""
     return StoreIdentity(
         model_hash=model_hash(config, inputs.model.spec),
         config_hash=hash_of(config.model_dump(mode="json", include=set(_DECIDES_THE_BITS))),
@@ -108,10 +108,10 @@ def identity_of(config: RunConfig, inputs: Inputs) -> StoreIdentity:
     )
 
 
-def changed_settings(config: RunConfig, begun_with: Path) -> list[str]:
-    """The keys that decide the bits and are not as in the file that a run left when it began, each with both values."""
+def changed_settings(config: RunConfig, started_with: Path) -> list[str]:
+    """The keys that decide the bits and differ from the config that the run was started with, each with both values."""
     try:
-        before = load_config(begun_with).config
+        before = load_config(started_with).config
     except RatelError:
         return []
     old, new = (each.model_dump(mode="json") for each in (before, config))
@@ -128,31 +128,31 @@ def _tokenizer(base_dir: Path, model_config: PretrainedConfig) -> Tokenizer:
 
 
 def _check_ids(num_tokens: int, model: DecoderModel) -> None:
-    """Every id that the tokenizer can give needs a row in the embedding."""
+    """Raise BadInput unless every token of the tokenizer has a row in the embedding."""
     if num_tokens > model.spec.vocab_size:
         raise BadInput(
-            f"the tokenizer has {num_tokens} tokens, the model's embedding only {model.spec.vocab_size} rows",
+            f"the tokenizer has {num_tokens} tokens, but the model's embedding has only {model.spec.vocab_size} rows",
             "use the tokenizer that belongs to the model, or resize the model's embedding first",
         )
 
 
 def _check_positions(sequence_len: int, model: DecoderModel, model_config: PretrainedConfig, log: RunLog) -> None:
-    """Learned positions end somewhere; rotary ones only were not trained beyond."""
+    """Raise BadInput if rows are longer than the model's table of positions; a model without a table gets a notice."""
     trained = getattr(model_config, "max_position_embeddings", None)
     if not isinstance(trained, int) or sequence_len <= trained:
         return
-    # A table of positions has a row for each, and in some models a few more.
+    # A table of positions has a row for each position, and in some models a few more rows.
     for parameter in model.spec.blocks[0].parameters[1:]:
         if trained <= parameter.shape[0] <= trained + 8:
             raise BadInput(
-                f"sequence_len is {sequence_len}, but {parameter.name} has positions for {trained} tokens only",
+                f"sequence_len is {sequence_len}, but {parameter.name} has only {trained} positions",
                 f"set sequence_len to {trained} or less",
             )
-    log.notice(f"sequence_len is {sequence_len}; the model was made for up to {trained} tokens")
+    log.notice(f"sequence_len is {sequence_len}; the model was trained with up to {trained} tokens")
 
 
 def _gpu_name(device: torch.device) -> str:
-    """With what software it is driven."""
+    """The GPU and its CUDA version, for the identity; empty for the CPU."""
     if device.type == "cpu":
         return ""
     return f", {torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"

@@ -1,6 +1,6 @@
-"""What a run has left, opened to be read: its base model's skeleton, and its store.
+"""A run that is not training, opened for reading: its base model's skeleton, and its store.
 
-Called by `cli.export` and `run.verify`. Nothing of the run is changed, but its store is locked meanwhile.
+Invariant: nothing of the run is changed. Its store is locked meanwhile.
 """
 
 from __future__ import annotations
@@ -23,36 +23,40 @@ from ratel_cli.run.base_model import (
     silence_transformers,
 )
 from ratel_cli.run.context import RunContext
+from ratel_cli.run.settings import place_of
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedRun:
-    """A run at rest."""
+    """A run that is not training."""
 
     context: RunContext
     base: Base
     store: Store
 
     def generation(self, step: int | None) -> Generation:
-        """Of that step, if the store has it; None: the current one. Raises BadInput."""
+        """The saved generation of `step`; None: the current one. Raises BadInput if that step is not saved."""
         if step is None or step == self.store.progress.step:
             return self.store.current()
         return self.store.pinned(step)
 
 
 def open_run(context: RunContext) -> OpenedRun:
-    """Open it; the context closes it. Raises BadInput if the store is not there, or not of this model."""
+    """Open the config's run; the context closes it.
+
+    Raises BadInput if there is no store, or it was made for another model.
+    """
     return_freed_memory()
     silence_transformers()
     config, log = context.config, context.log
     paths = config.storage.paths
     if not Store.exists(paths):
         raise BadInput(
-            f"there is no store in {', '.join(map(str, paths))}",
-            "paths in a config that are not absolute begin where the run was started; "
-            "a store that is lost comes back from its snapshot with `ratel restore`",
+            f"there is no store in {place_of(config)}",
+            "relative paths in a config count from the directory where the run was started; "
+            "`ratel restore` restores a lost store from its snapshot",
         )
     base = read_base(_on_the_cpu(config), log)
     store = context.resources.enter_context(Store.open(paths, queue=context.queue, identity=None, notice=log.notice))
@@ -61,14 +65,14 @@ def open_run(context: RunContext) -> OpenedRun:
 
 
 def _on_the_cpu(config: RunConfig) -> RunConfig:
-    """The config of a run such as computes here, where no flash attention is. Its store is the same."""
+    """The same config with an attention kernel that the CPU has. The store does not depend on it."""
     if not config.attn_implementation.startswith("flash"):
         return config
     return config.model_copy(update={"attn_implementation": "sdpa"})
 
 
 def write_export(run: OpenedRun, generation: Generation, output: Path) -> int:
-    """Export a generation to a directory. Returns its step."""
+    """Export a generation to the directory `output`. Returns the generation's step."""
     refuse_as_output(output, run.base.directory, name="-o")
     context = run.context
     with ExitStack() as resources:

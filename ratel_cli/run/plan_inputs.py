@@ -24,8 +24,8 @@ from ratel_cli.run.cached_profile import CachedProfile
 from ratel_cli.run.hardware_file import load_hardware
 from ratel_cli.run.model_description import describe_model
 from ratel_cli.run.profile_cache import cached_machine_profile, profile_target, refresh_free_space
-from ratel_cli.run.settings import decisions_of, state_bytes, taken_bytes, workload_of
-from ratel_cli.run.snapshot_space import snapshot_space
+from ratel_cli.run.run_directory import run_directory
+from ratel_cli.run.settings import decisions_of, snapshot_space, state_bytes, taken_bytes, workload_of
 from ratel_cli.units import MIB
 
 _PROCESS_BYTES = 460 * MIB
@@ -95,7 +95,7 @@ def find_hardware(config: RunConfig, file: Path | None, log: RunLog) -> Hardware
     if file is not None:
         return load_hardware(file)
     target = profile_target(config)
-    of_run = config.output_dir / "run" / "hardware.json"
+    of_run = run_directory(config.output_dir) / "hardware.json"
     if of_run.is_file():
         log.say(f"for this machine, as the run in {config.output_dir} measured it")
         hardware = refresh_free_space(load_hardware(of_run), target)

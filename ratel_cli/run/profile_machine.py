@@ -1,7 +1,4 @@
-"""Measures this machine in full, for `ratel profile`: opens what that needs, and tells what it is doing.
-
-Called by `cli.profile` when nothing is kept, as it takes half a minute and imports torch.
-"""
+"""Measures this machine with the code that training uses: thoroughly for `ratel profile`, briefly for a run."""
 
 from __future__ import annotations
 
@@ -11,21 +8,31 @@ from contextlib import ExitStack
 import torch
 
 from ratel_cli.console import RunLog
+from ratel_cli.errors import DoesNotFit, EnvironmentFailure
 from ratel_cli.hardware.budget import FULL, MeasurementBudget
 from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.hardware.host import default_limit_bytes
 from ratel_cli.hardware.measure import measure
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.files import nearest_existing
 from ratel_cli.io.queue import open_queue
+from ratel_cli.io.views import FIELD_DTYPES
+from ratel_cli.run.context import RunContext
 from ratel_cli.run.profile_cache import ProfileTarget
+from ratel_cli.sizes import DtypeName
+from ratel_cli.store.layout import record_layout
 from ratel_cli.units import format_seconds
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_ASSUMED_BYTES_PER_SECOND = 1e9
+"""The rate of drives that cannot be measured."""
 
 
 def measure_machine(target: ProfileTarget, log: RunLog, *, budget: MeasurementBudget = FULL) -> HardwareProfile:
-    """The whole profile. Raises RatelError where the device or a directory cannot be measured."""
+    """The whole profile, in about half a minute. Reports what it measures.
+
+    Raises RatelError where the device or a directory cannot be measured.
+    """
     start = time.perf_counter()
     device = compute_device(target.device)
     with ExitStack() as resources:
@@ -35,10 +42,35 @@ def measure_machine(target: ProfileTarget, log: RunLog, *, budget: MeasurementBu
             target.paths,
             queue,
             pool,
-            dtype=_DTYPES[target.dtype],
+            dtype=_compute_dtype(target.dtype),
             device=device,
             budget=budget,
             progress=lambda what: log.say(f"measuring {what}"),
         )
     log.say(f"measured in {format_seconds(time.perf_counter() - start)}")
     return profile
+
+
+def measure_for_run(context: RunContext, *, has_store: bool) -> HardwareProfile:
+    """The profile that a run is planned with, in about a second. Raises EnvironmentFailure.
+
+    A run that has its store needs no space for measuring: if its drives cannot be measured, they get an assumed rate,
+    and a warning says so.
+    """
+    config, queue, pool = context.config, context.queue, context.pool
+    paths, dtype = [nearest_existing(path) for path in config.storage.paths], _compute_dtype(config.dtype)
+    try:
+        return measure(paths, queue, pool, dtype=dtype, device=context.device)
+    except EnvironmentFailure as failure:
+        # A full disk must not stop a run that resumes. If memory is too small to measure with, the plan reports how
+        # much is missing in all.
+        if not has_store and not isinstance(failure, DoesNotFit):
+            raise
+        context.log.warn(f"the drives could not be measured: {failure.message}; the prediction assumes 1 GB/s")
+        rates = (_ASSUMED_BYTES_PER_SECOND, _ASSUMED_BYTES_PER_SECOND)
+        return measure(paths, queue, pool, dtype=dtype, device=context.device, nvme_rates=rates)
+
+
+def _compute_dtype(name: DtypeName) -> torch.dtype:
+    """The dtype that a config's `dtype` names. Without transformers, which costs seconds to import."""
+    return FIELD_DTYPES[record_layout(name).compute_field.name]

@@ -1,19 +1,18 @@
-"""Makes a run's store anew from a snapshot.
+"""Replaces a run's store by a copy of its snapshot.
 
-Called by `cli.restore`. In order:
+    1. open the snapshot; it must be of the config's model
+    2. look at `storage.paths`: it must be empty, or hold a store that is older than the snapshot, or `overwrite` is set
+    3. if a store will be replaced, read and check every byte of the snapshot first
+    4. create the new store, copy the snapshot into it, checking every byte, and commit it as the first generation
 
-    1. the snapshot: opened, and found to be of the config's model
-    2. what is in `storage.paths`: nothing, or a store that is older than the snapshot, or one that may be replaced
-    3. if a store is replaced: every byte of the snapshot is read and checked before
-    4. a new store; the snapshot copied into it, every byte checked; committed as its first generation
-
-Invariant: a store is given up only for a snapshot that is whole, and newer unless that was not asked for; until the
-last byte is copied the new store counts as unfinished, and nobody goes on from it.
+Invariants: a store is replaced only by a snapshot that is whole, and, unless `overwrite` is set, newer. Until the last
+byte is copied the new store counts as unfinished, and no run resumes from it.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
@@ -25,7 +24,7 @@ from ratel_cli.hardware.host import return_freed_memory
 from ratel_cli.io.files import nearest_existing
 from ratel_cli.run.base_model import check_model, read_base, silence_transformers
 from ratel_cli.run.context import RunContext, open_context
-from ratel_cli.run.settings import num_slots
+from ratel_cli.run.settings import num_slots, place_of
 from ratel_cli.run.store import prepare_store
 from ratel_cli.store.copy import copy_generation
 from ratel_cli.store.store import Store
@@ -37,7 +36,7 @@ def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog)
     silence_transformers()
     _refuse_same_directory(config, directory)
     if not Store.exists([directory]):
-        raise BadInput(f"there is no snapshot in {directory}", "name its directory: --from DIR")
+        raise BadInput(f"there is no snapshot in {directory}", "give its directory: --from DIR")
     base = read_base(config, log)
     with open_context(config, log) as context:
         context.listen()
@@ -57,7 +56,7 @@ def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog)
 
 def _refuse_same_directory(config: RunConfig, directory: Path) -> None:
     if os.path.realpath(directory) in map(os.path.realpath, config.storage.paths):
-        raise BadInput(f"the snapshot in {directory} and the store to be restored are the same directory")
+        raise BadInput(f"the snapshot and the store to restore are in the same directory, {directory}")
 
 
 def _open(context: RunContext, directory: Path) -> Store:
@@ -66,26 +65,20 @@ def _open(context: RunContext, directory: Path) -> Store:
     except EnvironmentFailure as failure:
         raise EnvironmentFailure(
             f"the snapshot cannot be used: {failure.message}",
-            "nobody else may use it meanwhile, and its file must be writable, as it is locked; it is only read",
+            "no other process may use it meanwhile; its file is only read, but must be writable to be locked",
         ) from failure
 
 
 def _refuse_to_lose(context: RunContext, snapshot: Store) -> None:
-    """Raise BadInput unless the store that is there belongs to the same run, and has not come as far."""
+    """Raise BadInput unless the existing store belongs to the snapshot's run and is at an earlier step."""
     paths = context.config.storage.paths
-    where, hint = ", ".join(map(str, paths)), "--overwrite puts the snapshot in its place"
+    where, hint = place_of(context.config), "--overwrite replaces it by the snapshot"
     try:
-        with Store.open(paths, queue=context.queue, identity=None, notice=context.log.notice) as present:
-            identity, step = present.identity, present.progress.step
+        with Store.open(paths, queue=context.queue, identity=None, notice=context.log.notice) as existing:
+            identity, step = existing.identity, existing.progress.step
     except (BadInput, IntegrityFailure) as failure:
         raise BadInput(f"there is a store in {where} that cannot be opened: {failure.message}", hint) from failure
-    ours = snapshot.identity
-    if (identity.model_hash, identity.config_hash, identity.data_hash, identity.seed) != (
-        ours.model_hash,
-        ours.config_hash,
-        ours.data_hash,
-        ours.seed,
-    ):
+    if replace(identity, software="") != replace(snapshot.identity, software=""):
         raise BadInput(f"the store in {where} belongs to another run than the snapshot", hint)
     if step >= snapshot.progress.step:
         raise BadInput(
@@ -94,11 +87,13 @@ def _refuse_to_lose(context: RunContext, snapshot: Store) -> None:
 
 
 def _make(context: RunContext, snapshot: Store) -> Store:
-    """A new store such as the run would make, for the snapshot's blocks."""
+    """A new, empty store for the snapshot's blocks, as the config's run would create it."""
     paths, weights = context.config.storage.paths, None
     if len(paths) > 1:
-        there = [nearest_existing(path) for path in paths]
-        weights = measure_drives(there, context.queue, context.pool, budget=BRIEF, progress=lambda what: None).weights
+        existing = [nearest_existing(path) for path in paths]
+        weights = measure_drives(
+            existing, context.queue, context.pool, budget=BRIEF, progress=lambda what: None
+        ).weights
     return prepare_store(
         paths,
         identity=snapshot.identity,

@@ -1,7 +1,7 @@
-"""A run's snapshots: where they go, and whether that can be; before anything is written, and then beside the store.
+"""The snapshot of a run: found, checked for space, created, and handed to the thread that copies to it.
 
-Called by `run.finetune`. Invariants: a snapshot of another run is never written over, nor one whose run has lost
-its store, unless the run starts over; a device that is too small is known before anything is written.
+Invariants: unless the run starts over, a snapshot of another run is never overwritten, nor is one whose run has lost
+its store. A device that is too small is reported before anything is written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.queue import IoQueue, open_queue
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.run.context import RunContext
-from ratel_cli.run.snapshot_space import NUM_SLOTS, SnapshotSpace
+from ratel_cli.run.settings import SNAPSHOT_SLOTS, SnapshotSpace, place_of
 from ratel_cli.run.store import prepare_store
 from ratel_cli.store.layout import record_layout
 from ratel_cli.store.lock import DATA_FILE_NAME
@@ -24,26 +24,26 @@ from ratel_cli.training.snapshots import Snapshots
 from ratel_cli.units import format_bytes
 
 _SHARE = 0.25
-"""Of what the drives read, that a copy may take from training."""
+"""The share of the drives' read rate that a copy may take from training."""
 
 
 def find_snapshot(context: RunContext, identity: StoreIdentity, *, has_store: bool, resume: str) -> Store | None:
-    """The snapshot that the run has made so far; None if there is none, none is wanted, or it is to be replaced."""
+    """The snapshot that the run has made so far; None if there is none, or none is wanted, or the run starts over."""
     config = context.config
     wanted = config.storage.snapshot
     if wanted is None:
         return None
     if os.path.realpath(wanted.path) in map(os.path.realpath, config.storage.paths):
         raise BadInput(
-            f"storage.snapshot.path and storage.paths both name {wanted.path}: what is lost there is lost twice",
+            f"storage.snapshot.path and storage.paths both name {wanted.path}: its loss would take store and snapshot",
             "set storage.snapshot.path to a directory on another device",
         )
     if resume == "no" or not Store.exists([wanted.path]):
         return None
     if not has_store:
         raise BadInput(
-            f"there is a snapshot in {wanted.path}, but no store in {', '.join(map(str, config.storage.paths))}",
-            "`ratel restore` brings it back; --resume no starts over, and replaces the snapshot too",
+            f"there is a snapshot in {wanted.path}, but no store in {place_of(config)}",
+            "`ratel restore` restores the store; --resume no starts over, and replaces the snapshot too",
         )
     return _open(context, wanted, identity)
 
@@ -52,27 +52,27 @@ def check_space(space: SnapshotSpace | None) -> None:
     """Raise EnvironmentFailure if the device is too small."""
     if space is not None and space.need_bytes > space.have_bytes:
         raise EnvironmentFailure(
-            f"no space for the snapshot: need {format_bytes(space.need_bytes)} in {space.path}, "
-            f"have {format_bytes(space.have_bytes)}",
+            f"not enough space for the snapshot: it needs {format_bytes(space.need_bytes)} in {space.path}, "
+            f"{format_bytes(space.have_bytes)} available",
             "free some space there, or set storage.snapshot.path to another device",
         )
 
 
 def snapshot_rows(config: RunConfig, space: SnapshotSpace | None, hardware: HardwareProfile) -> list[tuple[str, str]]:
-    """What the opening statement says of it."""
+    """The row of the opening statement about the snapshot; none if none is wanted."""
     wanted = config.storage.snapshot
     if wanted is None or space is None:
         return []
     every = f"{wanted.every} steps" if wanted.every > 1 else "step"
-    told = (
-        f"need {format_bytes(space.need_bytes)} in {wanted.path}, have {format_bytes(space.have_bytes)}; "
+    row = (
+        f"needs {format_bytes(space.need_bytes)} in {wanted.path}, {format_bytes(space.have_bytes)} available; "
         f"every {every}, at up to {_bytes_per_second(hardware) / 1e9:.2g} GB/s"
     )
-    return [("snapshot", told)]
+    return [("snapshot", row)]
 
 
 def make_snapshot(context: RunContext, spec: ModelSpec, identity: StoreIdentity, *, resume: str) -> Store | None:
-    """A snapshot of nothing yet, for the model's blocks; None if none is wanted."""
+    """A new, empty snapshot for the model's blocks; None if none is wanted."""
     wanted = context.config.storage.snapshot
     if wanted is None:
         return None
@@ -82,7 +82,7 @@ def make_snapshot(context: RunContext, spec: ModelSpec, identity: StoreIdentity,
             identity=identity,
             layout=record_layout(context.config.dtype),
             block_elements=[block.num_elements for block in spec.blocks],
-            num_slots=NUM_SLOTS,
+            num_slots=SNAPSHOT_SLOTS,
             queue=_open_queue(context),
             overwrite=resume == "no",
             what="snapshot",
@@ -97,7 +97,10 @@ def make_snapshot(context: RunContext, spec: ModelSpec, identity: StoreIdentity,
 def start_snapshots(
     context: RunContext, store: Store, target: Store | None, hardware: HardwareProfile, *, is_new: bool
 ) -> Snapshots | None:
-    """What copies the store's generations to `target` while it trains; None if no snapshot is wanted."""
+    """Start the thread that copies the store's generations to `target` during training; None if there is no `target`.
+
+    `is_new`: the snapshot holds no generation yet.
+    """
     wanted, log = context.config.storage.snapshot, context.log
     if wanted is None or target is None:
         return None
@@ -128,7 +131,8 @@ def _open(context: RunContext, wanted: SnapshotConfig, identity: StoreIdentity) 
     except IntegrityFailure as failure:
         raise IntegrityFailure(
             f"storage.snapshot.path: {failure.message}",
-            f"remove {wanted.path / DATA_FILE_NAME} to have it made anew, or set storage.snapshot.path elsewhere",
+            f"remove {wanted.path / DATA_FILE_NAME}, and the run makes a new snapshot; "
+            "or set storage.snapshot.path to another directory",
         ) from failure
     except EnvironmentFailure as failure:
         raise _unusable(failure) from failure
@@ -137,12 +141,12 @@ def _open(context: RunContext, wanted: SnapshotConfig, identity: StoreIdentity) 
 def _unusable(failure: EnvironmentFailure) -> EnvironmentFailure:
     return EnvironmentFailure(
         f"storage.snapshot.path: {failure.message}",
-        "set storage.snapshot.path to a directory of this run's own, with room, that you may write to",
+        "set storage.snapshot.path to a directory that only this run uses, with enough space and write permission",
     )
 
 
 def _open_queue(context: RunContext) -> IoQueue:
-    """Its own: a device that hangs breaks its queue, and training must go on."""
+    """A queue of the snapshot's own: a device that hangs breaks its queue, but training must continue."""
     return context.resources.enter_context(open_queue(context.config.storage.engine, notice=context.log.notice))
 
 

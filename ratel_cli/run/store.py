@@ -1,7 +1,7 @@
-"""Which store a run goes on with: the one its last commit left, or a new one with the base model's weights.
+"""The store of a run: the one that its last commit left, or a new one with the base model's weights.
 
-Third phase of `run.finetune`. Invariant: an existing store is opened, and found fit for what the
-config asks of it, before anything is written; it is replaced only by `--resume no`.
+Invariants: an existing store is opened and checked against the config before anything is written. Only `--resume no`
+replaces it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from ratel_cli.model.import_weights import WeightSource, import_weights
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.run.context import OpenBar, RunContext, no_bar
 from ratel_cli.run.inputs import Inputs, changed_settings, identity_of
-from ratel_cli.run.settings import num_slots
+from ratel_cli.run.run_directory import CONFIG_NAME, run_directory
+from ratel_cli.run.settings import num_slots, place_of
 from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
 from ratel_cli.store.barrier import Barrier
 from ratel_cli.store.layout import RecordLayout, record_layout
@@ -29,7 +30,10 @@ _FIRST_LOSS_SCALE = 2.0**16
 
 
 def find_store(context: RunContext, inputs: Inputs, *, resume: str) -> Store | None:
-    """The store as the last commit left it, if there is one to go on with."""
+    """The store of the run that resumes; None if there is none, or `resume` is `no`.
+
+    Raises BadInput if the store belongs to another run, or does not fit the config.
+    """
     config = context.config
     paths = config.storage.paths
     if resume != "no" and Store.exists(paths):
@@ -49,17 +53,16 @@ def find_store(context: RunContext, inputs: Inputs, *, resume: str) -> Store | N
             raise
         return store
     if resume not in ("auto", "no"):
-        raise BadInput(f"there is no saved step {resume}: no store in {', '.join(map(str, paths))}")
+        raise BadInput(f"there is no saved step {resume}: there is no store in {place_of(config)}")
     return None
 
 
 def _explained(error: StoreMismatch, config: RunConfig) -> BadInput | None:
-    """What changed since the run began, in words of the config. None if it is known only that something did."""
-    changed = changed_settings(config, config.output_dir / "run" / "config.yaml")
+    """The error that names what changed since the run began; None if that is not known."""
+    changed = changed_settings(config, run_directory(config.output_dir) / CONFIG_NAME)
     if changed:
         return BadInput(
-            f"the store in {', '.join(map(str, config.storage.paths))} belongs to a run with other settings: "
-            f"{'; '.join(changed)}",
+            f"the store in {place_of(config)} belongs to a run with other settings: {'; '.join(changed)}",
             "set them back to resume that run, or start over with --resume no",
         )
     if error.fields == ("data_hash",):
@@ -72,30 +75,31 @@ def _explained(error: StoreMismatch, config: RunConfig) -> BadInput | None:
 
 
 def _check_fits(store: Store, config: RunConfig, resume: str) -> None:
-    """The store was laid out once; what the config asks of it now must be possible in it."""
+    """Raise BadInput unless the store, as it was created, can do what the config asks for now."""
     wanted = num_slots(config)
     if store.in_place != (wanted == 1):
         made = "none" if store.in_place else "step"
         raise BadInput(
             f"the store was made with storage.durability: {made}",
-            f"set storage.durability: {made} to go on, or start over with --resume no",
+            f"set storage.durability: {made} to resume, or start over with --resume no",
         )
     if store.num_slots < wanted:
         raise BadInput(
-            f"the store has room for {store.num_slots - 2} saved generations, the config asks for {wanted - 2}"
+            f"the store has space for {store.num_slots - 2} saved generations, the config asks for {wanted - 2}"
             + (", one of them for the snapshot" if config.storage.snapshot is not None else ""),
             "lower save_total_limit or storage.keep_generations, or drop save_steps or storage.snapshot; "
             "or start over with --resume no",
         )
     if resume != "auto" and int(resume) not in store.pinned_steps:
-        kept = ", ".join(map(str, store.pinned_steps)) or "none"
-        raise BadInput(f"--resume {resume}: no generation of that step is kept; kept are: {kept}")
+        saved = ", ".join(map(str, store.pinned_steps)) or "none"
+        raise BadInput(f"--resume {resume}: that step is not saved; saved steps: {saved}")
 
 
 def resume_store(context: RunContext, store: Store, *, resume: str) -> None:
-    """Make the generation that `resume` asks for the current one, and check every byte of it before it is used.
+    """Make the generation that `resume` names the current one, and check every byte of it.
 
-    A crash may have left the newest damaged, on a drive that lies about flushes: then the one before may be whole.
+    A crash can damage the newest generation if a drive reports a flush that it did not do. The one before it may be
+    whole then. Raises IntegrityFailure if no generation can be used.
     """
     with context.bar("checking the store", store.slot_bytes) as advance:
         if resume == "auto":
@@ -105,7 +109,7 @@ def resume_store(context: RunContext, store: Store, *, resume: str) -> None:
             store.rewind(int(resume))
     context.pool.trim()
     if store.progress.step:
-        context.log.say(f"recovered step {store.progress.step}")
+        context.log.say(f"resuming at step {store.progress.step}")
 
 
 def make_store(context: RunContext, inputs: Inputs, *, drive_weights: Sequence[int], resume: str) -> Store:

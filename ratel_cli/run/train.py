@@ -1,7 +1,7 @@
-"""Trains: the steps of a run that are not committed yet, as planned.
+"""Trains: runs the steps of a run that are not committed yet, under its plan.
 
-Fourth phase of `run.finetune`. Where no profile of the model was kept, the first step is run under a plan that
-swaps nothing, and recorded; then there is a new plan, and a new engine for it. The bits are the same under any.
+If the model's profile is only an estimate, the first step offloads nothing and is recorded. The following steps run
+under a new plan, with a new engine. The bits are the same under every plan.
 
 Invariant: between two engines every step is committed.
 """
@@ -23,7 +23,8 @@ from ratel_cli.report.run import plan_line, run_summary, step_line
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.engine import open_planned_engine
 from ratel_cli.run.inputs import Inputs
-from ratel_cli.run.plan import Planner
+from ratel_cli.run.planner import Planner
+from ratel_cli.run.run_directory import run_directory
 from ratel_cli.store.store import Store
 from ratel_cli.training.loop import LoopCallbacks, LoopSettings, TrainingLoop
 from ratel_cli.training.metrics import MetricsLog, RunTotals
@@ -32,7 +33,7 @@ from ratel_cli.training.snapshots import Snapshots
 
 
 class Training(Closing):
-    """All that the steps of a run share, whatever the plan. Use as a context manager."""
+    """What all steps of a run share under every plan: metrics, trace, totals. Use as a context manager."""
 
     def __init__(
         self,
@@ -42,9 +43,9 @@ class Training(Closing):
         store: Store,
         *,
         snapshots: Snapshots | None,
-        planned: Callable[[Plan, ModelProfile], None],
+        save_plan: Callable[[Plan, ModelProfile], None],
     ) -> None:
-        """`planned` is told each new plan, and what it was made from."""
+        """`save_plan` is called with each new plan and the profile that it was made from."""
         self._context = context
         self._config = config = context.config
         self._inputs = inputs
@@ -52,11 +53,11 @@ class Training(Closing):
         self._store = store
         self._snapshots = snapshots
         self._log = log = context.log
-        self._planned = planned
+        self._save_plan = save_plan
         self._timeline = Timeline()
         self._totals = RunTotals()
         self._resources = ExitStack()
-        run_dir = config.output_dir / "run"
+        run_dir = run_directory(config.output_dir)
         self._metrics = self._resources.enter_context(
             MetricsLog(run_dir / "metrics.jsonl", committed_step=store.progress.step, warn=log.warn)
         )
@@ -65,7 +66,7 @@ class Training(Closing):
         )
 
     def run(self, plan: Plan, profile: ModelProfile) -> None:
-        """All steps that are left, the first of them recorded if the profile is an estimate."""
+        """Run all steps that are left; record the first of them if the profile is an estimate."""
         num_steps = self._inputs.num_steps
         with self._log.bar("training", num_steps - self._store.progress.step) as bar:
             if profile.source == "analytic" and self._store.progress.step < num_steps:
@@ -80,13 +81,13 @@ class Training(Closing):
         self._resources.close()
 
     def _record(self, profile: ModelProfile, bar: Bar) -> Plan:
-        """One step, and the plan that follows from it."""
+        """Record one step, and return the plan that follows from it."""
         recording, spans = StepRecording(), list[Span]()
         plan = self._planner.plan_recording(profile)
-        self._steps(plan, bar, recording=recording, noted=spans.extend)
+        self._steps(plan, bar, recording=recording, add_spans=spans.extend)
         profile = self._planner.recorded(recording, spans)
         plan = self._planner.plan_again(profile, self._log)
-        self._planned(plan, profile)
+        self._save_plan(plan, profile)
         self._log.say(plan_line(plan))
         return plan
 
@@ -96,13 +97,16 @@ class Training(Closing):
         bar: Bar,
         *,
         recording: StepRecording | None = None,
-        noted: Callable[[tuple[Span, ...]], None] = lambda spans: None,
+        add_spans: Callable[[tuple[Span, ...]], None] = lambda spans: None,
     ) -> None:
-        """The steps under one plan; with a recording, one."""
+        """Run the steps that are left under one plan; with a recording, only one step.
+
+        `add_spans` is called with the spans of each step.
+        """
         num_steps, every = self._inputs.num_steps, self._config.logging_steps
 
         def trace_step(step: int, times: StepTimes, start: float) -> None:
-            noted(times.spans)
+            add_spans(times.spans)
             if self._trace is not None:
                 self._trace.write_step(step, times.spans, start=start, end=perf_counter())
 

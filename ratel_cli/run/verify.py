@@ -1,14 +1,12 @@
-"""Looks at all that a run has left: every byte of its store, and its export beside it.
+"""Checks everything that a run has left: every byte of its store, and its export.
 
-Called by `cli.verify`. In order:
-
-    1. every generation that the store keeps, chunk by chunk, against its checksums; the one in its snapshot too
+    1. every saved generation of the store, chunk by chunk, against its checksums; also the snapshot's generation
     2. the export's files: their headers, and every value
-    3. the export as transformers loads it
-    4. its weights against those of the generation that it was made of, bit for bit
-    5. its logits against those that are computed from that generation with one block in memory at a time
+    3. the export, loaded by transformers
+    4. the export's weights against those of the generation that it was made from, bit for bit
+    5. the export's logits against those of that generation, computed with one block in memory at a time
 
-What cannot be looked at because something before it is wrong is left out; nothing is changed.
+Invariants: nothing is changed. A check that depends on something that was found wrong is left out.
 """
 
 from __future__ import annotations
@@ -45,14 +43,14 @@ from ratel_cli.units import format_bytes, format_count, format_seconds
 
 _NUM_TOKENS = 16
 _TOKEN_STRIDE = 7919
-"""A prime: tokens from all over the vocabulary, the same ones each time."""
+"""A prime, so that the tokens come from the whole vocabulary. They are the same ones each time."""
 
 _ReadValues = Callable[[str, int, int], torch.Tensor]
-"""Elements of a tensor of the export, by name, first element and number."""
+"""Reads elements of a tensor of the export, given its name, the first element and their number."""
 
 
 def verify_run(config: RunConfig, log: RunLog) -> list[Check]:
-    """The store of a run, and its export if there is one. Raises RatelError for what keeps it from looking."""
+    """Check the store of a run, and its export if there is one. Raises RatelError if a check cannot be made."""
     with open_context(config, log) as context:
         context.listen()
         run = open_run(context)
@@ -69,34 +67,34 @@ def verify_run(config: RunConfig, log: RunLog) -> list[Check]:
 
 
 def verify_directory(directory: Path, log: RunLog) -> list[Check]:
-    """A model's directory by itself. Raises BadInput if it is none."""
+    """Check a directory with a model, without its run. Raises BadInput if it holds no model."""
     return_freed_memory()
     silence_transformers()
     if not (directory / "config.json").is_file() or not holds_export(directory):
         raise BadInput(
-            f"{directory}: is neither a run's output directory nor a model: it lacks config.json or {WEIGHTS_NAME}"
+            f"{directory}: neither a run's output directory nor a model: it has no config.json or no {WEIGHTS_NAME}"
         )
     with StopRequest() as stop:
         return [*_check_files(directory, stop, log), _load(directory, dtype=None, attention=None)[1]]
 
 
 def _generations(run: OpenedRun) -> list[Generation]:
-    """Those that the store keeps, the current one first."""
+    """The saved generations of the store, the current one first."""
     step = run.store.progress.step
-    return [run.store.current(), *(run.store.pinned(kept) for kept in run.store.pinned_steps[::-1] if kept != step)]
+    return [run.store.current(), *(run.store.pinned(saved) for saved in run.store.pinned_steps[::-1] if saved != step)]
 
 
 def _check_generations(
     context: RunContext, store: Store, generations: Sequence[Generation], *, where: str | None = None
 ) -> list[Check]:
-    """One row for each, the first of them the current one. `where`: it is not the run's own store."""
+    """One row for each generation, the current one first. `where` names a store that is not the run's own."""
     num_bytes = store.layout.bytes_per_parameter * sum(store.block_elements)
     checks: list[Check] = []
     start = perf_counter()
     with context.bar(f"verifying the {where or 'store'}", len(generations) * num_bytes) as advance:
         for number, generation in enumerate(generations):
             check = Check(
-                what=f"step {generation.progress.step}, {where or ('kept' if number else 'current')}",
+                what=f"step {generation.progress.step}, {where or ('saved' if number else 'current')}",
                 num_bytes=num_bytes,
                 checked="every chunk",
                 verdict="whole",
@@ -114,14 +112,14 @@ def _check_generations(
 
 
 def _check_snapshot(run: OpenedRun) -> list[Check]:
-    """The snapshot of the run, if there is one."""
+    """The rows of the run's snapshot; none if the config asks for no snapshot."""
     context = run.context
     wanted = context.config.storage.snapshot
     if wanted is None:
         return []
     if not Store.exists([wanted.path]):
-        told = f"there is none in {wanted.path} yet, or its drive is not there"
-        return [Check(what="snapshot", num_bytes=0, checked="presence", verdict=told)]
+        verdict = f"there is none in {wanted.path} yet, or its drive is missing"
+        return [Check(what="snapshot", num_bytes=0, checked="presence", verdict=verdict)]
     queue = context.resources.enter_context(open_queue(context.config.storage.engine, notice=context.log.notice))
     try:
         store = context.resources.enter_context(
@@ -155,13 +153,13 @@ def _check_files(directory: Path, stop: StopRequest, log: RunLog) -> list[Check]
 
 
 def _load(directory: Path, *, dtype: torch.dtype | None, attention: str | None) -> tuple[PreTrainedModel | None, Check]:
-    """The model, if transformers loads it and there is memory for it."""
+    """The model, loaded by transformers; None if that fails, or there is not enough memory."""
     num_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     check = Check(what="transformers", num_bytes=num_bytes, checked="from_pretrained", verdict="")
     have_bytes = default_limit_bytes()
     if num_bytes > have_bytes:
-        told = f"not loaded: it needs {format_bytes(num_bytes)} of RAM, {format_bytes(have_bytes)} are free"
-        return None, replace(check, verdict=told)
+        verdict = f"not loaded: it needs {format_bytes(num_bytes)} of RAM, {format_bytes(have_bytes)} available"
+        return None, replace(check, verdict=verdict)
     try:
         with ExitStack() as resources:
             open_shards(resources, find_weight_files(directory))
@@ -173,7 +171,7 @@ def _load(directory: Path, *, dtype: torch.dtype | None, attention: str | None) 
 
 
 def _compare(run: OpenedRun, generations: Sequence[Generation], model: PreTrainedModel | None) -> list[Check]:
-    """Weights and logits of the export against the generation that it was made of: one of these, if it was."""
+    """The rows for the export's weights and logits, compared with the generation that it was made from."""
     if not generations:
         return []
     num_bytes = run.base.model.spec.num_parameters * DTYPES[run.context.config.dtype].itemsize
@@ -193,8 +191,8 @@ def _compare(run: OpenedRun, generations: Sequence[Generation], model: PreTraine
         return [replace(check, verdict=failure.message, is_wrong=True)]
     if same is None:
         step = generations[0].progress.step
-        told = f"{differing[0]} differs from step {step}, and the export is of no other step that is kept"
-        return [replace(check, verdict=told, is_wrong=True)]
+        verdict = f"{differing[0]} differs from step {step}, and the export equals no other saved step"
+        return [replace(check, verdict=verdict, is_wrong=True)]
     equal = replace(check, verdict=f"equal to step {same.progress.step}")
     if model is None:
         return [equal]
@@ -205,7 +203,7 @@ def _compare(run: OpenedRun, generations: Sequence[Generation], model: PreTraine
 
 
 def _reader_of(directory: Path, model: PreTrainedModel | None, resources: ExitStack) -> _ReadValues:
-    """Of what was loaded, or of the files where it was not."""
+    """Reads values of the loaded model, or of the export's files if no model was loaded."""
     if model is not None:
         return lambda name, start, number: read_parameter(model, name, start, number)
     readers = open_shards(resources, find_weight_files(directory))
@@ -219,7 +217,10 @@ def _reader_of(directory: Path, model: PreTrainedModel | None, resources: ExitSt
 
 
 def _first_difference(run: OpenedRun, generation: Generation, read: _ReadValues) -> str | None:
-    """The first tensor of the export that is not the generation's, rounded as an export does."""
+    """The name of the first tensor of the export that differs from the generation's weights; None if all are equal.
+
+    The weights are rounded as an export rounds them.
+    """
     context, spec = run.context, run.base.model.spec
     weights = stored_weights(spec, generation, context.pool, context.config.dtype, progress=context.stop.check)
     with closing(weights):
@@ -250,8 +251,8 @@ def _compare_logits(run: OpenedRun, generation: Generation, model: PreTrainedMod
     if _same_bits(ours, theirs):
         return check
     largest = float((ours.float() - theirs.float()).abs().max()) if ours.shape == theirs.shape else float("inf")
-    told = f"differ by up to {largest:.3g} from those computed from step {generation.progress.step}"
-    return replace(check, verdict=told, is_wrong=True)
+    verdict = f"differ by up to {largest:.3g} from those computed from step {generation.progress.step}"
+    return replace(check, verdict=verdict, is_wrong=True)
 
 
 def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -41,7 +41,7 @@ from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
 from ratel_cli.planning.placement import ActivationPolicy, Overlap, Workload
 from ratel_cli.planning.plan import Decisions
 from ratel_cli.planning.traffic import store_bytes
-from ratel_cli.run.plan import Planner
+from ratel_cli.run.planner import Planner
 from ratel_cli.run.settings import num_slots, state_bytes
 from ratel_cli.units import GIB, format_bytes
 from scripts.bench.ceilings import block_flops_per_second

@@ -34,7 +34,8 @@ from ratel_cli.planning.placement import ActivationPolicy
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.engine import open_planned_engine
-from ratel_cli.run.plan import Planner, estimated_profile, make_planner, measure_hardware
+from ratel_cli.run.planner import Planner, estimated_profile, make_planner
+from ratel_cli.run.profile_machine import measure_for_run
 from ratel_cli.run.settings import num_slots
 from ratel_cli.run.store import create_store
 from ratel_cli.sizes import CHUNK_ELEMENTS
@@ -151,7 +152,7 @@ def open_run(
         config = run_config(task, directory, limit_bytes=limit_bytes, activations=activations)
         opened = resources.enter_context(open_context(config, RunLog(), device=device))
         context = replace(opened, queue=throttled(opened.queue))
-        planner = make_planner(context, model.spec, measure_hardware(context, has_store=False))
+        planner = make_planner(context, model.spec, measure_for_run(context, has_store=False))
         store = resources.enter_context(
             create_store(
                 model.spec,

@@ -185,7 +185,7 @@ def test_a_config_decides_what_is_measured(
         (["--storage", "none", "--storage", "nil"], 2, "error: argument '--storage none': there is no such directory"),
         (["--storage", "none", "--storage", "nil"], 2, "error: argument '--storage nil': there is no such directory"),
         (["-o", "none/hardware.json"], 2, "error: argument '-o none/hardware.json': there is no directory none"),
-        (["-o", "."], 2, "error: argument '-o .': is a directory"),
+        (["-o", "."], 2, "error: argument '-o .': this is a directory"),
         (["-o", "/proc/hardware.json"], 3, "error: /proc/hardware.json: cannot be written: "),
     ],
 )

@@ -36,7 +36,7 @@ from ratel_cli.data.dataset import Tokenizer as EncodeTokenizer
 from ratel_cli.hardware.budget import MeasurementBudget
 from ratel_cli.hardware.measure import measure
 from ratel_cli.io.queue import open_queue
-from ratel_cli.run import plan as run_plan
+from ratel_cli.run import profile_machine
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.store import Store
 from tests.simulated_gpu import install_if_asked
@@ -216,7 +216,7 @@ def _run_child(config: str, arguments: Sequence[str], kill_at: str | None, hasty
     with Path(config).with_name("told.txt").open("w", encoding="utf-8", buffering=1) as told:
         sys.stderr = told
         if hasty:
-            run_plan.measure = functools.partial(measure, budget=HARDLY)
+            profile_machine.measure = functools.partial(measure, budget=HARDLY)
         code = main(["finetune", config, *arguments])
         for number in (signal.SIGINT, signal.SIGTERM):  # the command is over: what comes now is not meant for it
             signal.signal(number, signal.SIG_IGN)

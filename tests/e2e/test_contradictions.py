@@ -79,9 +79,9 @@ def test_a_store_made_for_another_durability(make_config: MakeConfig) -> None:
 def test_more_saved_generations_than_the_store_has_room_for(make_config: MakeConfig) -> None:
     config = make_config(max_steps=2)
     succeed(config)
-    refused(finetune(config, "save_steps=1"), 2, "the store has room for 0 saved generations")
-    refused(finetune(config, "--resume", "1"), 2, "no generation of that step is kept")
-    refused(finetune(config, "--resume", "1", "--dry-run"), 2, "no generation of that step is kept")
+    refused(finetune(config, "save_steps=1"), 2, "the store has space for 0 saved generations")
+    refused(finetune(config, "--resume", "1"), 2, "that step is not saved")
+    refused(finetune(config, "--resume", "1", "--dry-run"), 2, "that step is not saved")
     assert (output_of(config) / "model.safetensors").exists()
 
 

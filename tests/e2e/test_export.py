@@ -81,7 +81,7 @@ def test_what_is_refused(saved: Path, base: Path, tmp_path: Path) -> None:
     for arguments, code, parts in (
         ([tmp_path / "none.yaml", "-o", out], 2, ("none.yaml: no such file",)),
         ([tmp_path / "none", "-o", out], 2, ("none: no such file",)),
-        ([tmp_path / "empty", "-o", out], 2, ("is no run's output directory", "run/config.yaml")),
+        ([tmp_path / "empty", "-o", out], 2, ("not the output directory of a run", "run/config.yaml")),
         ([copy, "-o", out], 2, ("bad.yaml:", "learning_rte")),
         ([run, "--step", 5, "-o", out], 2, ("step 5 is not saved in the store; saved steps: 4, 6",)),
         ([run, "--step", -1, "-o", out], 2, ("invalid value for '--step'",)),

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer
 from ratel_cli.config.load import load_config
 from ratel_cli.console import RunLog
 from ratel_cli.hardware.measure import measure
-from ratel_cli.run import plan as run_plan
+from ratel_cli.run import profile_machine
 from ratel_cli.run.model_description import describe_model
 from tests.e2e.runs import HARDLY, output_of, ratel, succeed, write_config
 
@@ -38,7 +38,7 @@ MODELS: dict[str, dict[str, object]] = {
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(run_plan, "measure", functools.partial(measure, budget=HARDLY))
+    monkeypatch.setattr(profile_machine, "measure", functools.partial(measure, budget=HARDLY))
 
 
 def config_file(directory: Path, model_type: str, *, base: Path, rows: Path) -> Path:

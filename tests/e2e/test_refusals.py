@@ -62,7 +62,7 @@ def test_bad_input_leaves_a_store_as_it_was(make_config: MakeConfig, tmp_path: P
         (["limits.host_memory=150MiB", "--resume", "no"], 3, "host memory"),
         (["dtype=bfloat16"], 2, "dtype was float32, is bfloat16"),
         (["sequence_len=32", "seed=1"], 2, "sequence_len was 64, is 32; seed was 42, is 1"),
-        (["--resume", "1"], 2, "--resume 1: no generation of that step is kept; kept are: none"),
+        (["--resume", "1"], 2, "--resume 1: that step is not saved; saved steps: none"),
     ):
         refused(finetune(config, *arguments), code, part)
     assert (file_hash(store_of(config)), file_hash(output_of(config) / "model.safetensors")) == before
@@ -145,7 +145,7 @@ def test_a_run_that_diverges_stops_at_its_last_good_step(make_config: MakeConfig
     assert committed_step(config) == 1
     assert [step for step, _, _ in curve(config)] == [1]
     assert not (output_of(config) / "model.safetensors").exists()
-    assert "recovered step 1" in finetune(config).told
+    assert "resuming at step 1" in finetune(config).told
     assert committed_step(config) == 1
 
 

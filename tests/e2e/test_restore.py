@@ -132,7 +132,7 @@ def test_a_store_that_is_lost_with_its_run(tmp_path: Path, base: Path, rows: Pat
     step = committed_step(snapshot_of(config))
     assert step % 2 == 0 < step
     assert f"restored step {step} from {snapshot_of(config)} to {store_of(config).parent}" in ended.told
-    assert f"recovered step {step}" in succeed(config)
+    assert f"resuming at step {step}" in succeed(config)
     check_as_if_nothing_had_happened(config, undisturbed)
     assert committed_step(snapshot_of(config)) == NUM_STEPS
 
@@ -210,7 +210,7 @@ def test_what_cannot_be_restored_from(copied: Path, undisturbed: Path, tied_base
     refused(ratel("restore", undisturbed), 2, "`storage.snapshot` is not set")
     refused(ratel("restore", copied, "--from", tmp_path / "none"), 2, "there is no snapshot in")
     refused(ratel("restore", copied, f"base_model={tied_base}", "--overwrite"), 2, "was made for another model than")
-    refused(ratel("restore", copied, "--from", store_of(copied).parent), 2, "are the same directory")
+    refused(ratel("restore", copied, "--from", store_of(copied).parent), 2, "are in the same directory")
     refused(ratel("restore", tmp_path / "none.yaml"), 2, "no such file")
     refused(ratel("restore", copied, "storage.snapshot.evry=3"), 2, "unknown key `evry` in `storage.snapshot`")
     assert committed_step(store_of(copied).parent) == 4
@@ -262,9 +262,11 @@ def test_a_snapshot_of_another_run_is_not_written_over(copied: Path, make_config
 def test_where_a_snapshot_cannot_go(make_config: MakeConfig, tmp_path: Path, small_disk: Path) -> None:
     wide = save_base(tmp_path / "wide", hidden_size=64)
     same = make_config("same", base=wide, storage={"snapshot": {"path": "x", "every": 1}, "engine": "threads"})
-    refused(finetune(same, f"storage.snapshot.path={store_of(same).parent}"), 2, "what is lost there is lost twice")
+    refused(
+        finetune(same, f"storage.snapshot.path={store_of(same).parent}"), 2, "its loss would take store and snapshot"
+    )
     ended = finetune(same, f"storage.snapshot.path={small_disk}/s")
-    refused(ended, 3, "no space for the snapshot: need", f"in {small_disk}/s, have")
+    refused(ended, 3, "not enough space for the snapshot: it needs", f"in {small_disk}/s, ")
     assert not store_of(same).parent.exists()
     assert list(small_disk.iterdir()) == []
 
@@ -304,6 +306,6 @@ def test_a_store_without_a_slot_for_it(make_config: MakeConfig, tmp_path: Path) 
     refused(
         finetune(config, *arguments),
         2,
-        "the store has room for 0 saved generations, the config asks for 1, one of them for the snapshot",
+        "the store has space for 0 saved generations, the config asks for 1, one of them for the snapshot",
     )
     assert not (tmp_path / "snapshot").exists()

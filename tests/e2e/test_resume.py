@@ -63,8 +63,8 @@ def test_killed_again_and_again(make_config: MakeConfig, undisturbed: Path) -> N
     assert [step for step, _, _ in curve(config)] == [1, 2, 3], "the third was announced, and not committed"
     for point in ("commit.synced:4", "manifest.ready:4", "manifest.published:6", "commit.published:5"):
         run_to_the_kill(config, kill_at=point)
-        assert "recovered step" in told_by(config)
-    assert "recovered step" in succeed(config)
+        assert "resuming at step" in told_by(config)
+    assert "resuming at step" in succeed(config)
     check_as_if_nothing_had_happened(config, undisturbed)
 
 
@@ -85,7 +85,7 @@ def test_stopped_by_a_signal(make_config: MakeConfig, undisturbed: Path, number:
         stopped = f"Stopped at step {num_steps} (saved). Run the same command to continue."
         assert told_by(config).splitlines()[-1] == stopped
     assert not (output_of(config) / "model.safetensors").exists()
-    assert f"recovered step {num_steps}" in succeed(config) or code == -9
+    assert f"resuming at step {num_steps}" in succeed(config) or code == -9
     check_as_if_nothing_had_happened(config, undisturbed)
 
 
@@ -113,11 +113,11 @@ def test_going_back_to_a_saved_step(make_config: MakeConfig, undisturbed: Path) 
     ended = finetune(config, "--resume", "11")
     assert (ended.code, ended.errors) == (
         2,
-        ["error: --resume 11: no generation of that step is kept; kept are: 20, 30"],
+        ["error: --resume 11: that step is not saved; saved steps: 20, 30"],
     )
     assert file_hash(store_of(config)) == before
     told = succeed(config, "--resume", "20")
-    assert "recovered step 20" in told
+    assert "resuming at step 20" in told
     assert "step 20/30" not in told
     assert "step 21/30" in told
     check_as_if_nothing_had_happened(config, undisturbed)
@@ -154,7 +154,7 @@ def test_going_back_without_a_store(make_config: MakeConfig) -> None:
     config = make_config()
     ended = finetune(config, "--resume", "3")
     assert ended.code == 2
-    assert ended.errors == [f"error: there is no saved step 3: no store in {store_of(config).parent}"]
+    assert ended.errors == [f"error: there is no saved step 3: there is no store in {store_of(config).parent}"]
     assert not store_of(config).parent.exists()
 
 

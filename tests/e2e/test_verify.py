@@ -78,7 +78,7 @@ def test_a_run_as_it_was_left(saved: Path, by: str) -> None:
     assert ended.code == 0, ended.told + ended.out
     assert ended.out.splitlines()[0].split() == ["what", "bytes", "checked", "verdict"]
     rows = rows_of(ended)
-    assert list(rows) == ["step 4, current", "step 2, kept", WEIGHTS, "transformers", "weights", "logits"]
+    assert list(rows) == ["step 4, current", "step 2, saved", WEIGHTS, "transformers", "weights", "logits"]
     assert all("every chunk" in rows[name] and rows[name].endswith("whole") for name in list(rows)[:2])
     assert rows[WEIGHTS].endswith("tensors  whole, every value finite")
     assert "loads: LlamaForCausalLM" in rows["transformers"]
@@ -91,7 +91,7 @@ def test_a_run_as_it_was_left(saved: Path, by: str) -> None:
 def test_json(saved: Path) -> None:
     found = json.loads(ratel("verify", saved, "--json").out)
     assert found["whole"] is True
-    assert [check["what"] for check in found["checks"]][:3] == ["step 4, current", "step 2, kept", WEIGHTS]
+    assert [check["what"] for check in found["checks"]][:3] == ["step 4, current", "step 2, saved", WEIGHTS]
     assert all(check.keys() == {"what", "num_bytes", "checked", "verdict", "is_wrong"} for check in found["checks"])
 
 
@@ -120,7 +120,7 @@ def test_a_flipped_bit_in_the_store(copied: Path, step: int, block: int, field: 
     ended = ratel("verify", copied)
     assert ended.code == 4
     [error] = ended.errors
-    name, other = ("step 4, current", "step 2, kept") if step == 4 else ("step 2, kept", "step 4, current")
+    name, other = ("step 4, current", "step 2, saved") if step == 4 else ("step 2, saved", "step 4, current")
     assert error.startswith(f"error: {name}: block {block}, {field}: elements 0 to ")
     rows = rows_of(ended)
     assert "WRONG: " in rows[name]
@@ -148,7 +148,7 @@ def test_an_export_of_no_step_that_is_kept(copied: Path) -> None:
     assert ended.code == 4
     [error] = ended.errors
     assert error.startswith(
-        "error: weights: model.layers.1.mlp.up_proj.weight differs from step 4, and the export is of no"
+        "error: weights: model.layers.1.mlp.up_proj.weight differs from step 4, and the export equals no"
     )
     assert "logits" not in rows_of(ended)
 
@@ -197,7 +197,7 @@ def test_a_run_without_an_export(copied: Path) -> None:
     (output_of(copied) / WEIGHTS).unlink()
     ended = ratel("verify", copied)
     assert ended.code == 0
-    assert list(rows_of(ended)) == ["step 4, current", "step 2, kept"]
+    assert list(rows_of(ended)) == ["step 4, current", "step 2, saved"]
     assert "there is no export in" in ended.told
 
 
@@ -224,8 +224,8 @@ def test_what_is_neither(tmp_path: Path, saved: Path) -> None:
     (tmp_path / "half" / "config.json").write_text("{}")
     (tmp_path / "run.yaml").write_text(saved.read_text() + "\nseeed: 1\n")
     for path, part in (
-        ("empty", "is neither a run's output directory nor a model"),
-        ("half", "is neither a run's output directory nor a model"),
+        ("empty", "neither a run's output directory nor a model"),
+        ("half", "neither a run's output directory nor a model"),
         ("none", "no such file"),
         ("run.yaml", "unknown key `seeed`"),
     ):

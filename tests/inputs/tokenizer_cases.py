@@ -58,7 +58,9 @@ def cases() -> Iterator[MalformedInput]:
         ),
         _UNUSABLE,
     )
-    yield _changed("too many tokens", _TOKENIZER, _grow, "the tokenizer has .* tokens, the model's embedding only")
+    yield _changed(
+        "too many tokens", _TOKENIZER, _grow, "the tokenizer has .* tokens, but the model's embedding has only"
+    )
     yield _changed("id beyond the embedding", _TOKENIZER, _move, "the tokenizer has|no usable tokenizer|ids 0 to")
 
     def remove(inputs: RunFiles) -> None:

@@ -143,7 +143,11 @@ class Life:
         recovered = None
         wanted_lines = max(self._committed, 0) + self._random.randint(1, 5)
         while process.is_alive() and not self._shows(aim, wanted_lines):
-            if recovered is None and self._told.exists() and "recovered step" in self._told.read_text(encoding="utf-8"):
+            if (
+                recovered is None
+                and self._told.exists()
+                and "resuming at step" in self._told.read_text(encoding="utf-8")
+            ):
                 recovered = time.monotonic()
             time.sleep(_POLL_SECONDS)
         return recovered

@@ -9,7 +9,7 @@ import pytest
 from ratel_cli.cli.app import main
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
-from ratel_cli.run.find import find_run, is_output_of_run
+from ratel_cli.run.run_directory import find_run, is_output_of_run
 
 TEXT = "base_model: m\ndatasets: d.jsonl\noutput_dir: out\nstorage: {paths: [s]}\n"
 
@@ -45,9 +45,13 @@ def test_a_file_means_what_it_says(output: Path) -> None:
     ("path", "text", "told"),
     [
         ("none", None, r"^none: no such file$"),
-        (".", None, r"is no run's output directory: there is no run/config\.yaml in it"),
+        (".", None, r"not the output directory of a run: it has no run/config\.yaml"),
         ("a.yaml", "base_model: 3\ndatasets: d\n", r"a\.yaml:1:13: `base_model` must be text"),
-        ("a.yaml", "model_shape: {num_layers: 1, num_heads: 1, hidden_size: 8}\n", "`model_shape` is for `ratel plan`"),
+        (
+            "a.yaml",
+            "model_shape: {num_layers: 1, num_heads: 1, hidden_size: 8}\n",
+            "`model_shape` is only for `ratel plan`",
+        ),
     ],
 )
 def test_what_means_no_run(here: Path, path: str, text: str | None, told: str) -> None:

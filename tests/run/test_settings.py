@@ -12,8 +12,7 @@ from ratel_cli.cli.app import main
 from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.run.hardware_file import to_text
-from ratel_cli.run.settings import num_slots
-from ratel_cli.run.snapshot_space import SnapshotSpace, snapshot_space
+from ratel_cli.run.settings import SnapshotSpace, num_slots, snapshot_space
 from ratel_cli.units import GIB
 from tests.hardware.profiles import WITHOUT_GPU
 from tests.planning.shapes import gpt

@@ -1,10 +1,9 @@
-"""What a run knows of its machine and model, and the plans that follow.
+"""A run's planner: makes one plan after another for the same model, machine and limits.
 
-Second phase of `run.finetune`. A model whose operators no step has recorded is planned from its shapes;
-its first step swaps nothing and is recorded, and the steps after it follow a new plan (Ratel section IV-B).
-What was recorded is kept (run/cached_profile.py) for the next time the same layers run on the same machine.
+The first plan of a model that was never recorded follows from its shapes. Its first step offloads nothing and is
+recorded; the steps after it follow a new plan (Ratel section IV-B).
 
-Invariant: every plan fits into what the first one was allowed.
+Invariant: every plan stays within the limits of the first one.
 """
 
 from __future__ import annotations
@@ -17,14 +16,11 @@ from statistics import median
 from ratel_cli.console import RunLog
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.telemetry import Span
-from ratel_cli.errors import DoesNotFit, EnvironmentFailure
+from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.gpu import gpu_limit_bytes
 from ratel_cli.hardware.host import resident_bytes
-from ratel_cli.hardware.measure import measure
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.io.files import nearest_existing
 from ratel_cli.model.blocks import DecoderModel
-from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import input_bytes
 from ratel_cli.planning.analytic import analytic_profile, head_flops
@@ -39,7 +35,7 @@ from ratel_cli.store.copy import COPY_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planner:
-    """Everything that a run's plans have in common."""
+    """Makes plans. Its fields are what all plans of a run have in common."""
 
     spec: ModelSpec
     state: StateBytes
@@ -53,11 +49,11 @@ class Planner:
         return self._plan(profile, self.decisions)
 
     def plan_recording(self, profile: ModelProfile) -> Plan:
-        """The plan of the step that is recorded: everything but layers' inputs is recomputed."""
+        """The plan of the step that is recorded: everything except the layers' inputs is recomputed."""
         return self._plan(profile, replace(self.decisions, activations="recompute"))
 
     def plan_again(self, profile: ModelProfile, log: RunLog) -> Plan:
-        """The plan for what was recorded. If that is more than the user's wish has room for, the best that there is."""
+        """The plan for a recorded profile. If the user's `activations` do not fit, warns and plans with `auto`."""
         try:
             return self.plan(profile)
         except DoesNotFit as refusal:
@@ -67,7 +63,7 @@ class Planner:
             return self._plan(profile, replace(self.decisions, activations="auto"))
 
     def recorded(self, recording: StepRecording, spans: Sequence[Span]) -> ModelProfile:
-        """The profile that a recorded step gives; `spans` is what happened in it."""
+        """The profile of the model from a recorded step and the spans of its work."""
         tokens = self.workload.micro_batch_tokens
         return recorded_profile(
             recording.units(),
@@ -92,7 +88,7 @@ class Planner:
 
 
 def make_planner(context: RunContext, spec: ModelSpec, hardware: HardwareProfile) -> Planner:
-    """For a run on this machine, now."""
+    """The planner of a run, with the memory that is free now."""
     config = context.config
     decisions = decisions_of(config, host_limit_bytes=context.host_limit_bytes)
     if context.device.type == "cuda":
@@ -108,23 +104,8 @@ def make_planner(context: RunContext, spec: ModelSpec, hardware: HardwareProfile
     )
 
 
-def measure_hardware(context: RunContext, *, has_store: bool) -> HardwareProfile:
-    """This machine, with the directories of the run. Raises EnvironmentFailure."""
-    config, queue, pool = context.config, context.queue, context.pool
-    paths, dtype = [nearest_existing(path) for path in config.storage.paths], DTYPES[config.dtype]
-    try:
-        return measure(paths, queue, pool, dtype=dtype, device=context.device)
-    except EnvironmentFailure as failure:
-        # A store that exists needs no more space, so a full disk is no reason not to go on. If memory is too small to
-        # measure with, the plan says what is missing in all.
-        if not has_store and not isinstance(failure, DoesNotFit):
-            raise
-        context.log.warn(f"the drives could not be measured: {failure.message}; the prediction assumes 1 GB/s")
-        return measure(paths, queue, pool, dtype=dtype, device=context.device, nvme_rates=(1e9, 1e9))
-
-
 def estimated_profile(planner: Planner, model: DecoderModel) -> ModelProfile:
-    """From shapes alone."""
+    """The model's profile from its shapes alone."""
     return analytic_profile(
         planner.spec,
         planner.state,
@@ -135,9 +116,10 @@ def estimated_profile(planner: Planner, model: DecoderModel) -> ModelProfile:
 
 
 def _block_seconds(spans: Sequence[Span], *, num_cores: int | None) -> Mapping[int, BlockSeconds]:
-    """What each block computed. Where the CPU does, the optimizer's thread had a core of it meanwhile.
+    """Seconds that each block computed. `num_cores` is the number of cores if the CPU computes, else None.
 
-    Micro-batches count by their median: the first one of a run meets code and memory that no step after it finds cold.
+    Micro-batches count with their median, because the first one of a run is slower: code and memory are cold. On the
+    CPU, the optimizer's threads take cores from backward, so their share is subtracted.
     """
     alike: dict[tuple[int, str, str], list[float]] = {}
     for span in spans:
