@@ -22,7 +22,7 @@ from ratel_cli.engine.telemetry import RESOURCES, Resource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """What is known about a step when it is decided whether its update applies. The fields of a line of the file."""
+    """What is known about a step before it is committed. Each field is a key in the file."""
 
     step: int
     """Counted from 1."""
@@ -54,7 +54,9 @@ class StepMetrics:
     waited_seconds: dict[Resource, float]
     """How long the compute thread stalled, by the resource that it waited for. These times do not overlap."""
     predicted_seconds: float
+    """The time of a step, as the plan predicted it."""
     applied: bool
+    """False if the step was skipped because its gradients overflowed."""
     eval_loss: float | None
     """The mean over the target tokens of the held-out samples; None if the step was not evaluated."""
 

@@ -6,8 +6,8 @@
     2. copy     it at a limited rate, with a check of every part; commit the copy      a thread of its own
     3. release  the generation after a later commit, and report an error               the loop's thread
 
-Invariants: training waits for a copy only when it ends. The second store always holds one complete generation, the
-last one that was copied. A device that fails ends the snapshots, never the run.
+Invariants: training waits for a copy only at the end of the run. The second store always holds one complete generation,
+the last one that was copied. A device that fails ends the snapshots, never the run.
 """
 
 from __future__ import annotations
