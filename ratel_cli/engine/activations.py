@@ -119,6 +119,7 @@ class _PackedUnit:
 
     @property
     def memory(self) -> memoryview:
+        """The leased buffer."""
         assert self.lease is not None
         return self.lease.memory
 

@@ -28,6 +28,7 @@ class HostWeights:
 
     @property
     def memory(self) -> memoryview:
+        """The block's elements; complete after `wait`."""
         return self._lease.memory
 
     @property

@@ -22,16 +22,6 @@ def tokens_per_chunk(vocab_size: int) -> int:
     return max(16, LOGITS_CHUNK_BYTES // (4 * vocab_size))
 
 
-def loss_sum(layer_runner: LayerRunner, finished: object, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross-entropies of one chunk, an fp32 scalar.
-
-    `finished`: what `LayerRunner.finish` returned. `hidden`: finished hidden states `[1, tokens, hidden]`. `targets`:
-    `[tokens]`.
-    """
-    logits = layer_runner.logits(finished, hidden)
-    return cross_entropy(logits[0].float(), targets, ignore_index=IGNORED_TARGET, reduction="sum")
-
-
 def loss_and_gradients(
     layer_runner: LayerRunner,
     finished: object,
@@ -57,7 +47,7 @@ def loss_and_gradients(
     total = torch.zeros((), dtype=torch.float64, device=flat.device)
     for start in range(0, flat.shape[1], chunk_tokens):
         chunk = flat[:, start : start + chunk_tokens].requires_grad_()
-        loss = loss_sum(layer_runner, finished, chunk, flat_targets[start : start + chunk_tokens])
+        loss = _loss_sum(layer_runner, finished, chunk, flat_targets[start : start + chunk_tokens])
         scaled = loss / num_targets if loss_scale == 1.0 else loss / num_targets * loss_scale
         first, *others = torch.autograd.grad(scaled, (chunk, *parameters), allow_unused=True)
         gradient[:, start : start + chunk_tokens] = first
@@ -73,7 +63,7 @@ def loss_only(layer_runner: LayerRunner, finished: object, targets: torch.Tensor
     flat, flat_targets = hidden.reshape(1, -1, hidden.shape[-1]), targets.reshape(-1)
     return sum(
         float(
-            loss_sum(
+            _loss_sum(
                 layer_runner,
                 finished,
                 flat[:, start : start + chunk_tokens],
@@ -82,3 +72,13 @@ def loss_only(layer_runner: LayerRunner, finished: object, targets: torch.Tensor
         )
         for start in range(0, flat.shape[1], chunk_tokens)
     )
+
+
+def _loss_sum(layer_runner: LayerRunner, finished: object, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of the cross-entropies of one chunk, an fp32 scalar.
+
+    `finished`: what `LayerRunner.finish` returned. `hidden`: finished hidden states `[1, tokens, hidden]`. `targets`:
+    `[tokens]`.
+    """
+    logits = layer_runner.logits(finished, hidden)
+    return cross_entropy(logits[0].float(), targets, ignore_index=IGNORED_TARGET, reduction="sum")

@@ -45,7 +45,7 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.layer_runner import last_hidden_state
 from ratel_cli.model.spec import BlockSpec
-from ratel_cli.planning.placement import Stage
+from ratel_cli.planning.placement import Stage, block_schedule
 
 
 class StepEngine(Closing):
@@ -150,7 +150,8 @@ class StepEngine(Closing):
     def _run(self, state: StepState, adamw: AdamWUpdate, commit_previous: Callable[[], None]) -> StepOutcome:
         """The phases of the module's docstring, in their order."""
         forward_start = self._device.mark()
-        self._announce_uses()
+        for use in block_schedule(self._model.spec):
+            self._reader.expect([use.block], use.stage)
         layers = self._model.spec.blocks[1:-1]
         hidden = self._embed(state)
         for block in layers:
@@ -179,12 +180,6 @@ class StepEngine(Closing):
             applied=math.isfinite(norm),
             first_not_finite=not_finite,
         )
-
-    def _announce_uses(self) -> None:
-        embedding, *layers, head = self._model.spec.blocks
-        self._reader.expect([embedding, *layers], "forward")
-        self._reader.expect([head, embedding] if self._model.spec.tied else [head], "backward")
-        self._reader.expect([*reversed(layers), embedding], "backward")
 
     def _finish_previous(self, commit: Callable[[], None], *, only_if_written: bool = False) -> None:
         """Settle and commit the step before, if it is unsettled. `only_if_written`: not if that must wait."""
@@ -386,7 +381,9 @@ class StepEngine(Closing):
         return self._device.computing(SpanLabel(text=f"{stage} of {block.name}", block=block.index, stage=stage))
 
     def _trim(self) -> None:
-        """Give free buffers back that no other phase can use. Not those registered with CUDA: making them anew costs as
-        much as filling them."""
+        """Give free buffers back that no other phase can use.
+
+        Not those registered with CUDA: making them again costs as much as filling them.
+        """
         if self._device.is_host:
             self._pool.trim()

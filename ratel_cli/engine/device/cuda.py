@@ -104,7 +104,7 @@ class _CudaDownload:
 
 
 class CudaDevice(Closing):
-    """One GPU. Use as a context manager."""
+    """One GPU as a `Device`. Use as a context manager."""
 
     is_host = False
 

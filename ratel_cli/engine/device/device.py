@@ -76,7 +76,9 @@ class Device(Protocol):
     """The device that computes. All methods are for the compute thread."""
 
     @property
-    def torch_device(self) -> torch.device: ...
+    def torch_device(self) -> torch.device:
+        """Where the tensors are that the device computes with."""
+        ...
 
     @property
     def is_host(self) -> bool:
@@ -115,7 +117,7 @@ class Device(Protocol):
 
 
 class HostDevice:
-    """The CPU."""
+    """The CPU as a `Device`."""
 
     is_host = True
     torch_device = torch.device("cpu")

@@ -168,6 +168,7 @@ class BlockGradient:
 
     @property
     def num_bytes(self) -> int:
+        """Size of the values in the gradient dtype."""
         return self.block.num_elements * self._dtype.itemsize
 
     @property

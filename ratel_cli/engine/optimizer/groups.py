@@ -69,6 +69,7 @@ class Group:
 
     @property
     def is_last(self) -> bool:
+        """True if the block has no further group."""
         return self.stop == self.block.num_elements
 
 
