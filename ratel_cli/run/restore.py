@@ -97,7 +97,7 @@ def _make(context: RunContext, snapshot: Store) -> Store:
     return prepare_store(
         paths,
         identity=snapshot.identity,
-        layout=snapshot.layout,
+        dtype=snapshot.layout.dtype,
         block_elements=snapshot.block_elements,
         num_slots=num_slots(context.config),
         queue=context.queue,

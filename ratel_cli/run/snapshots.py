@@ -17,7 +17,6 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.settings import SNAPSHOT_SLOTS, SnapshotSpace, place_of
 from ratel_cli.run.store import prepare_store
-from ratel_cli.store.layout import record_layout
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.training.snapshots import Snapshots
@@ -80,7 +79,7 @@ def make_snapshot(context: RunContext, spec: ModelSpec, identity: StoreIdentity,
         store = prepare_store(
             [wanted.path],
             identity=identity,
-            layout=record_layout(context.config.dtype),
+            dtype=context.config.dtype,
             block_elements=[block.num_elements for block in spec.blocks],
             num_slots=SNAPSHOT_SLOTS,
             queue=_open_queue(context),

@@ -22,7 +22,7 @@ from ratel_cli.run.run_directory import CONFIG_NAME, run_directory
 from ratel_cli.run.settings import num_slots, place_of
 from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
 from ratel_cli.store.barrier import Barrier
-from ratel_cli.store.layout import RecordLayout, record_layout
+from ratel_cli.store.layout import record_layout
 from ratel_cli.store.open import StoreMismatch
 from ratel_cli.store.store import Progress, Store, StoreIdentity
 
@@ -157,7 +157,7 @@ def create_store(
             prepare_store(
                 paths,
                 identity=identity,
-                layout=record_layout(dtype),
+                dtype=dtype,
                 block_elements=[block.num_elements for block in spec.blocks],
                 num_slots=num_slots,
                 queue=queue,
@@ -181,7 +181,7 @@ def prepare_store(
     paths: Sequence[Path],
     *,
     identity: StoreIdentity,
-    layout: RecordLayout,
+    dtype: DtypeName,
     block_elements: Sequence[int],
     num_slots: int,
     queue: IoQueue,
@@ -199,16 +199,15 @@ def prepare_store(
     whole life; None: equal shares. `bar` shows the progress of making the `what`. Raises BadInput if there is a store
     already and `overwrite` is not set, EnvironmentFailure if there is no space.
     """
-    total_bytes = num_slots * layout.bytes_per_parameter * sum(block_elements)
+    total_bytes = num_slots * record_layout(dtype).bytes_per_parameter * sum(block_elements)
     with bar(f"preparing the {what}", total_bytes) as advance:
         return Store.create(
             paths,
             identity=identity,
-            layout=layout,
+            dtype=dtype,
             block_elements=block_elements,
             num_slots=num_slots,
             queue=queue,
-            in_place=num_slots == 1,
             overwrite=overwrite,
             weights=drive_weights,
             chunk_elements=chunk_elements,

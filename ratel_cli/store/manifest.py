@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Final
 
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
+from ratel_cli.json_fields import JsonFields, checked_integer, checked_list, checked_text
 from ratel_cli.sizes import BLOCK_ALIGNMENT, PAGE_BYTES, DtypeName
 from ratel_cli.store.layout import Geometry
 
@@ -155,14 +156,14 @@ def decode_manifest(page: bytes) -> Manifest | None:
             "continue with the version of Ratel that wrote it, or start over with --resume no",
         )
     try:
-        payload = _JsonObject(json.loads(body[_HEAD.size : _HEAD.size + payload_bytes]))
+        payload = JsonFields(json.loads(body[_HEAD.size : _HEAD.size + payload_bytes]))
         before = payload.value("before")
         return Manifest(
             store_id=store_id,
             generation=generation,
             previous_sha256=previous_sha256,
-            identity=_identity(payload.child("identity")),
-            geometry=_geometry(payload.child("geometry")),
+            identity=_identity(payload.fields("identity")),
+            geometry=_geometry(payload.fields("geometry")),
             progress=_progress(payload.items("progress")),
             slot=payload.integer("slot"),
             pins=tuple(_entry(row, "pins") for row in payload.items("pins")),
@@ -239,51 +240,7 @@ def page_sha256(page: bytes) -> bytes:
     return hashlib.sha256(page).digest()
 
 
-class _JsonObject:
-    """Typed access to a JSON object. Raises ValueError with the key's name."""
-
-    def __init__(self, values: object) -> None:
-        if not isinstance(values, dict):
-            raise ValueError("expected an object")
-        self._values: dict[str, object] = values
-
-    def value(self, key: str) -> object:
-        if key not in self._values:
-            raise ValueError(f"{key} is missing")
-        return self._values[key]
-
-    def integer(self, key: str) -> int:
-        return _checked_integer(self.value(key), key)
-
-    def text(self, key: str) -> str:
-        return _checked_text(self.value(key), key)
-
-    def child(self, key: str) -> _JsonObject:
-        return _JsonObject(self.value(key))
-
-    def items(self, key: str) -> list[object]:
-        return _checked_list(self.value(key), key)
-
-
-def _checked_integer(value: object, name: str) -> int:
-    if not isinstance(value, int):
-        raise ValueError(f"{name} is not a whole number")
-    return value
-
-
-def _checked_text(value: object, name: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{name} is not a text")
-    return value
-
-
-def _checked_list(value: object, name: str) -> list[object]:
-    if not isinstance(value, list):
-        raise ValueError(f"{name} is not a list")
-    return value
-
-
-def _identity(values: _JsonObject) -> StoreIdentity:
+def _identity(values: JsonFields) -> StoreIdentity:
     return StoreIdentity(
         model_hash=values.text("model_hash"),
         config_hash=values.text("config_hash"),
@@ -293,17 +250,17 @@ def _identity(values: _JsonObject) -> StoreIdentity:
     )
 
 
-def _geometry(values: _JsonObject) -> Geometry:
+def _geometry(values: JsonFields) -> Geometry:
     dtypes: dict[str, DtypeName] = {"bfloat16": "bfloat16", "float32": "float32", "float16": "float16"}
     elements: list[int] = []
     for run in values.items("block_elements"):
-        count, size = (_checked_integer(value, "block_elements") for value in _checked_list(run, "block_elements"))
+        count, size = (checked_integer(value, "block_elements") for value in checked_list(run, "block_elements"))
         if size < 0 or not 0 <= count <= _MAX_BLOCKS - len(elements):
             raise ValueError("block_elements is not valid")
         elements.extend([size] * count)
-    weights = [_checked_integer(weight, "weights") for weight in values.items("weights")]
+    weights = values.integers("weights")
     num_slots, stripe_bytes = values.integer("num_slots"), values.integer("stripe_bytes")
-    in_place = values.value("in_place") is True
+    in_place = values.flag("in_place")
     if num_slots < 1 or (num_slots == 1) != in_place or min(weights, default=0) < 1:
         raise ValueError("num_slots, in_place or weights is not valid")
     if stripe_bytes <= 0 or stripe_bytes % PAGE_BYTES:
@@ -341,11 +298,11 @@ def _progress(row: Sequence[object]) -> Progress:
     if len(row) != len(fields(Progress)) or not isinstance(row[2], int | float) or not math.isfinite(row[2]):
         raise ValueError("progress is not five numbers")
     return Progress(
-        step=_checked_integer(row[0], "step"),
-        updates=_checked_integer(row[1], "updates"),
+        step=checked_integer(row[0], "step"),
+        updates=checked_integer(row[1], "updates"),
         loss_scale=float(row[2]),
-        good_steps=_checked_integer(row[3], "good_steps"),
-        tokens=_checked_integer(row[4], "tokens"),
+        good_steps=checked_integer(row[3], "good_steps"),
+        tokens=checked_integer(row[4], "tokens"),
     )
 
 
@@ -354,9 +311,9 @@ def _entry_row(entry: GenerationEntry) -> list[int | float | str]:
 
 
 def _entry(row: object, key: str) -> GenerationEntry:
-    slot, *progress, root = _checked_list(row, key)
+    slot, *progress, root = checked_list(row, key)
     return GenerationEntry(
-        slot=_checked_integer(slot, f"the slot in {key}"),
+        slot=checked_integer(slot, f"the slot in {key}"),
         progress=_progress(progress),
-        root_checksum=_checked_text(root, f"the checksum in {key}"),
+        root_checksum=checked_text(root, f"the checksum in {key}"),
     )

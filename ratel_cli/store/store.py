@@ -5,8 +5,8 @@ writes a free slot (the shadow) and commits it with one page, the manifest. Unti
 generation before is the current one. A slot is read through a `Generation`, which checks every chunk, and written
 through a `Shadow`.
 
-Invariants: the shadow is never in the current slot, a pinned or a held one (only in place it must be); a manifest never
-refers to bytes that are not durable; after a failed sync or manifest write nothing more is committed.
+Invariants: the shadow is never in the slot of the current, a pinned or a held generation, except in place; a manifest
+never refers to bytes that are not durable; after a failed sync or manifest write nothing more is committed.
 
 docs/store-format.md describes the files to the byte.
 """
@@ -25,7 +25,7 @@ from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.files import StripedFiles, check_directories, use_direct_io
 from ratel_cli.io.queue import IoQueue
-from ratel_cli.sizes import CHUNK_ELEMENTS, STRIPE_BYTES
+from ratel_cli.sizes import CHUNK_ELEMENTS, STRIPE_BYTES, DtypeName
 from ratel_cli.store.barrier import Barrier, KernelBarrier, failpoint
 from ratel_cli.store.commit import Commits
 from ratel_cli.store.create import fill_with_zeros, make_files
@@ -49,9 +49,14 @@ __all__ = ["Progress", "Store", "StoreIdentity"]
 
 
 class _Phase(Enum):
+    """What the store is doing, which decides what may be called."""
+
     IMPORTING = auto()
+    """Made, and not committed yet: the shadow is open."""
     READY = auto()
+    """Between steps."""
     STEPPING = auto()
+    """Between `begin_step` and `commit` or `discard`: the shadow is open."""
     CLOSED = auto()
 
 
@@ -85,11 +90,10 @@ class Store(Closing):
         paths: Sequence[Path],
         *,
         identity: StoreIdentity,
-        layout: RecordLayout,
+        dtype: DtypeName,
         block_elements: Sequence[int],
         num_slots: int,
         queue: IoQueue,
-        in_place: bool = False,
         overwrite: bool = False,
         weights: Sequence[int] | None = None,
         stripe_bytes: int = STRIPE_BYTES,
@@ -102,20 +106,21 @@ class Store(Closing):
         """Make a store that holds zeros. It becomes valid with `commit_import`.
 
         Writes every byte, which takes minutes for a large store. `progress` is called with the bytes of each part,
-        `num_slots * slot_bytes` in all. `weights` are the directories' shares of the stripes for the store's whole
-        life; None: equal shares. `chunk_elements` elements of a field share a checksum; 0: no checksums.
+        `num_slots * slot_bytes` in all. With one slot, steps are written in place. `weights` are the directories'
+        shares of the stripes for the store's whole life; None: equal shares. `chunk_elements` elements of a field share
+        a checksum; 0: no checksums.
 
         Raises BadInput if the directories hold a store and `overwrite` is False, EnvironmentFailure if space, a
         permission or the lock is missing, and IntegrityFailure if a write fails.
         """
         directories, barrier = check_directories(paths), barrier or KernelBarrier()
         geometry = Geometry(
-            dtype=layout.dtype,
+            dtype=dtype,
             block_elements=tuple(block_elements),
             num_slots=num_slots,
             weights=tuple(weights or [1] * len(directories)),
             stripe_bytes=stripe_bytes,
-            in_place=in_place,
+            in_place=num_slots == 1,
             chunk_elements=chunk_elements,
         )
         manifest = first_manifest(os.urandom(16), identity, geometry)

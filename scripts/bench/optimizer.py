@@ -63,7 +63,7 @@ class OptimizerBench:
             prepare_store(
                 [directory],
                 identity=NO_IDENTITY,
-                layout=LAYOUT,
+                dtype=LAYOUT.dtype,
                 block_elements=[block.num_elements for block in self.blocks],
                 num_slots=2,
                 queue=self.queue,

@@ -26,7 +26,6 @@ from ratel_cli.model.shards import TensorSpec
 from ratel_cli.model.skeleton import build_skeleton, read_model_config
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.sizes import DtypeName
-from ratel_cli.store.layout import record_layout
 from ratel_cli.store.manifest import Progress, StoreIdentity
 from ratel_cli.store.store import Store
 
@@ -173,7 +172,7 @@ def imported_store(
         Store.create(
             [directory],
             identity=identity,
-            layout=record_layout(dtype),
+            dtype=dtype,
             block_elements=[block.num_elements for block in spec.blocks],
             num_slots=2,
             queue=queue,

@@ -11,7 +11,6 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.barrier import Barrier
-from ratel_cli.store.layout import record_layout
 from ratel_cli.store.store import Progress, Store, StoreIdentity
 from tests.fakes import filled
 
@@ -51,11 +50,10 @@ def create_store(
     return store_class.create(
         paths,
         identity=identity,
-        layout=record_layout(dtype),
+        dtype=dtype,
         block_elements=block_elements,
         num_slots=1 if in_place else num_slots,
         queue=queue,
-        in_place=in_place,
         overwrite=overwrite,
         weights=weights,
         stripe_bytes=stripe_bytes,
