@@ -29,6 +29,7 @@ def register_profiles() -> None:
             name,
             max_examples=number,
             deadline=None,
+            derandomize=True,
             suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
         )
     settings.load_profile("short")

@@ -1,8 +1,7 @@
-"""Bytes that forward leaves behind for backward: layers' inputs, and the operator outputs that are swapped.
+"""The bytes that forward leaves for backward: layers' inputs, and the operator outputs that are swapped. Pure.
 
-For `planning.traffic`, `planning.capacity`, `planning.choose`. A unit is what one layer offloads for one micro-batch.
-The first units of a step are spilled to NVMe, page by page; those that are still in a buffer when forward
-ends are not read (engine/activations.py). Pure.
+A unit is what one layer offloads for one micro-batch. The first units of a step are spilled to NVMe, in whole pages.
+Those that are still in a buffer when forward ends are not read back (engine/activations.py).
 
 Invariant: for full micro-batches, `offload` counts what the engine moves, to the byte.
 """
@@ -20,79 +19,93 @@ from ratel_cli.sizes import LOGITS_CHUNK_BYTES, PACKED_ALIGNMENT, PAGE_BYTES
 from ratel_cli.units import align_up
 
 _ACTIVE_EXPERTS = 8
-"""Of a stack of experts, those that a token visits: the most that models in use choose."""
+"""Experts of a stack that a token visits: the most that models in use choose."""
 _WIDTHS_OF_VECTORS = 12
 """Norms, residuals, rotations and attention, in hidden sizes per token."""
 _LOGITS_COPIES = 4
-"""Logits in fp32 and in the compute dtype, their softmax and their gradient (engine.loss)."""
+"""Logits in fp32 and in the compute dtype, their softmax and their gradient (engine/loss.py)."""
 
 
-class Units(NamedTuple):
-    """Some that lie on NVMe, all of one size."""
+class SpilledUnits(NamedTuple):
+    """A number of units on NVMe that all have one size."""
 
     number: int
     unit_bytes: int
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all of them."""
         return self.number * self.unit_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadedActivations:
-    """All units of one step."""
+    """What all units of one step take, and where."""
 
     total_bytes: int
-    """Inputs included."""
+    """All units, layers' inputs included."""
     host_bytes: int
-    """Those that stay in host memory."""
+    """Units that stay in host memory."""
     window_bytes: int
-    """Buffers for those that do not."""
+    """Buffers for the units that are spilled."""
     num_units: int
-    """Wherever they go."""
-    written_units: tuple[Units, ...]
-    """To NVMe in forward."""
-    read_units: tuple[Units, ...]
-    """From NVMe in backward."""
+    """Units of the step, wherever they go."""
+    written_units: tuple[SpilledUnits, ...]
+    """Written to NVMe in forward."""
+    read_units: tuple[SpilledUnits, ...]
+    """Read from NVMe in backward."""
     largest_unit_bytes: int
-    """Of one layer and one micro-batch."""
     gpu_bytes: int = 0
-    """Those that stay in a GPU's memory."""
+    """Units that stay in the GPU's memory."""
 
     @property
     def written_bytes(self) -> int:
+        """Bytes written to NVMe in forward."""
         return sum(units.num_bytes for units in self.written_units)
 
     @property
     def read_bytes(self) -> int:
+        """Bytes read from NVMe in backward."""
         return sum(units.num_bytes for units in self.read_units)
 
     @property
     def linked_bytes(self) -> int:
-        """What a GPU sends down, and gets back."""
+        """Bytes that the GPU sends to host memory, and gets back."""
         return self.total_bytes - self.gpu_bytes
 
     @property
     def memory_bytes(self) -> int:
-        """Of host memory."""
+        """Bytes of host memory."""
         return self.host_bytes + self.window_bytes
+
+
+NOTHING_OFFLOADED = OffloadedActivations(
+    total_bytes=0,
+    host_bytes=0,
+    window_bytes=0,
+    num_units=1,
+    written_units=(),
+    read_units=(),
+    largest_unit_bytes=0,
+)
+"""One unit of no size."""
 
 
 def offload(
     unit_bytes: list[int], *, num_micro_batches: int, spilled_units: int, gpu_units_from: int | None = None
 ) -> OffloadedActivations:
-    """`unit_bytes` is for each layer; units go layer by layer, and within one micro-batch by micro-batch."""
+    """What one step offloads. `unit_bytes` has the size of a unit for each layer.
+
+    Units go layer by layer, and within a layer micro-batch by micro-batch. The first `spilled_units` go to NVMe; those
+    from `gpu_units_from` on stay on the GPU.
+    """
     num_units = num_micro_batches * len(unit_bytes)
-    assert gpu_units_from is None or spilled_units <= gpu_units_from <= num_units, (
-        spilled_units,
-        gpu_units_from,
-        num_units,
-    )
+    assert gpu_units_from is None or spilled_units <= gpu_units_from <= num_units
     full_layers, rest = divmod(spilled_units, num_micro_batches)
     spilled = [num_micro_batches] * full_layers + ([rest] if rest else [])
     raw_bytes = sum(number * size for number, size in zip(spilled, unit_bytes, strict=False))
     page_bytes = [align_up(size, PAGE_BYTES) for size in unit_bytes[: len(spilled)]]
-    written = [Units(number, size) for number, size in zip(spilled, page_bytes, strict=True)]
+    written = [SpilledUnits(number, size) for number, size in zip(spilled, page_bytes, strict=True)]
     total_bytes = num_micro_batches * sum(unit_bytes)
     gpu_bytes = 0
     if gpu_units_from is not None:
@@ -110,19 +123,26 @@ def offload(
     )
 
 
-def fewest_spilled_units(unit_bytes: list[int], *, num_micro_batches: int, available_bytes: int) -> int:
-    """So that what stays in memory, and the buffers, fit; if they cannot, so that they take the least.
+def fewest_spilled_units(
+    unit_bytes: list[int], *, num_micro_batches: int, available_bytes: int, most_units: int | None = None
+) -> int:
+    """The fewest units to spill so that the others and the buffers fit into `available_bytes` of host memory.
 
-    The last layer's units stay. Within a layer each unit spilled leaves its bytes in memory the less; from layer to
-    layer a larger one makes the buffers larger. Where nothing spilled does not fit, no window's worth of units does.
+    If they cannot fit, the number that takes the least memory. At most `most_units` are spilled, and never those of the
+    last layer. Within a layer each spilled unit frees its bytes; from layer to layer, a larger unit makes the buffers
+    larger. Where memory does not suffice for spilling nothing, it does not suffice for spilling less than a window's
+    worth of units either.
     """
-    taken_bytes = _memory_by_spilled_layers(unit_bytes, num_micro_batches)
-    fitting = next((layers for layers, num_bytes in enumerate(taken_bytes) if num_bytes <= available_bytes), None)
-    if fitting is None:
-        return num_micro_batches * taken_bytes.index(min(taken_bytes))
-    if not fitting:
-        return 0
-    return num_micro_batches * fitting - (available_bytes - taken_bytes[fitting]) // unit_bytes[fitting - 1]
+    spillable = num_micro_batches * (len(unit_bytes) - 1)
+    most_units = spillable if most_units is None else min(most_units, spillable)
+    choices = _memory_by_spilled_units(unit_bytes, num_micro_batches, most_units)
+    layer, fitting = next(
+        ((layer, each) for layer, each in enumerate(choices, start=-1) if each.memory_bytes <= available_bytes),
+        (-1, min(choices, key=lambda each: each.memory_bytes)),
+    )
+    if layer < 0:
+        return fitting.spilled_units
+    return fitting.spilled_units - (available_bytes - fitting.memory_bytes) // unit_bytes[layer]
 
 
 def input_bytes(spec: ModelSpec, state: StateBytes, *, tokens: int) -> int:
@@ -131,30 +151,30 @@ def input_bytes(spec: ModelSpec, state: StateBytes, *, tokens: int) -> int:
 
 
 def block_activation_bytes(spec: ModelSpec, block: BlockSpec, state: StateBytes, *, tokens: int) -> int:
-    """Of one block: every matrix leaves one output for each token, and there are vectors of the hidden size.
+    """Activations of one block: one output of every matrix for each token, and vectors of the hidden size.
 
-    For the papers' GPT that is 48 bytes per token and hidden size in 16 bit, where they count 34: what runs keeps
-    some vectors in fp32. A Llama layer was measured to keep 43 to 46 (46 to 49 by this estimate).
+    For the papers' GPT that is 48 bytes per token and hidden size in 16 bit, where they count 34: what runs has some
+    vectors in fp32. A Llama layer was measured to save 43 to 46 (46 to 49 by this estimate).
     """
     width = sum(_output_width(parameter) for parameter in block.parameters if block.kind == "layer")
     return tokens * (width + _WIDTHS_OF_VECTORS * spec.hidden_size) * state.compute
 
 
 def head_chunk_tokens(spec: ModelSpec, *, tokens: int) -> int:
-    """Of a micro-batch of so many tokens, those whose logits exist at once."""
+    """Tokens of a micro-batch of `tokens` whose logits exist at once."""
     return min(tokens, max(16, LOGITS_CHUNK_BYTES // (4 * spec.vocab_size)))
 
 
 def logits_bytes(spec: ModelSpec, *, tokens: int) -> int:
-    """Of one chunk, with all that is made of it."""
+    """The logits of one chunk, with everything that is made of them."""
     return _LOGITS_COPIES * 4 * head_chunk_tokens(spec, tokens=tokens) * spec.vocab_size
 
 
 def tied_bytes(spec: ModelSpec, state: StateBytes, workload: Workload) -> int:
-    """What waits for the embedding's own gradient, where it is the head's too.
+    """What waits for the embedding's own gradient, if the embedding is tied to the head: 0 if it is not.
 
-    The head's part of it, in fp32; and, in the compute dtype, its rows of the step's distinct tokens, once for each
-    micro-batch.
+    That is the head's part of the gradient in fp32, and in the compute dtype its rows of the step's distinct tokens,
+    once for each micro-batch.
     """
     if not spec.tied:
         return 0
@@ -162,31 +182,48 @@ def tied_bytes(spec: ModelSpec, state: StateBytes, workload: Workload) -> int:
     return 4 * spec.blocks[0].num_elements + rows * spec.hidden_size * state.compute
 
 
+def tied_sum_bytes(spec: ModelSpec, *, tokens: int) -> int:
+    """The fp32 sum of a tied weight's gradients over the chunks of the head; 0 where there is one chunk."""
+    is_summed = spec.tied and head_chunk_tokens(spec, tokens=tokens) < tokens
+    return 4 * spec.blocks[0].num_elements if is_summed else 0
+
+
 def passing_bytes(spec: ModelSpec, state: StateBytes, *, tokens: int, sequence_len: int) -> int:
-    """Of all micro-batches: the current hidden states and their gradients; a mask for every row."""
+    """Hidden states between two layers and their gradients, of all micro-batches, and a mask for every row."""
     return 2 * tokens * spec.hidden_size * state.compute + tokens * sequence_len
 
 
-def _without_newest(written: Sequence[Units], num_newest: int) -> Iterator[Units]:
-    """All but so many of those that come last."""
+def _without_newest(written: Sequence[SpilledUnits], num_newest: int) -> Iterator[SpilledUnits]:
+    """All but the last `num_newest` units."""
     left = sum(units.number for units in written) - num_newest
     for units in written:
         if left > 0:
-            yield Units(min(left, units.number), units.unit_bytes)
+            yield SpilledUnits(min(left, units.number), units.unit_bytes)
             left -= units.number
 
 
-def _memory_by_spilled_layers(unit_bytes: list[int], num_micro_batches: int) -> list[int]:
-    """Host memory when no layer is spilled, the first one, the first two, ... all but the last."""
-    host_bytes, largest_bytes = num_micro_batches * sum(unit_bytes), 0
-    taken_bytes = [host_bytes]
-    for number, size in enumerate(unit_bytes[:-1], start=1):
-        host_bytes -= num_micro_batches * size
+class _SpillChoice(NamedTuple):
+    spilled_units: int
+    memory_bytes: int
+
+
+def _memory_by_spilled_units(unit_bytes: list[int], num_micro_batches: int, most_units: int) -> list[_SpillChoice]:
+    """Host memory when no layer is spilled, the first one, the first two, and so on up to `most_units`."""
+    host_bytes, largest_bytes, spilled_units = num_micro_batches * sum(unit_bytes), 0, 0
+    choices = [_SpillChoice(0, host_bytes)]
+    for size in unit_bytes:
+        number = min(num_micro_batches, most_units - spilled_units)
+        if number <= 0:
+            break
+        spilled_units += number
+        host_bytes -= number * size
         largest_bytes = max(largest_bytes, align_up(size, PAGE_BYTES))
-        taken_bytes.append(host_bytes + min(SPILL_WINDOW_UNITS, number * num_micro_batches) * largest_bytes)
-    return taken_bytes
+        buffer_bytes = min(SPILL_WINDOW_UNITS, spilled_units) * largest_bytes
+        choices.append(_SpillChoice(spilled_units, host_bytes + buffer_bytes))
+    return choices
 
 
 def _output_width(parameter: ParameterSpec) -> int:
+    """Elements of a token's output of this matrix; a stack of experts counts as often as a token visits one."""
     *stacked, rows, columns = (1, 0, 0, *parameter.shape) if len(parameter.shape) < 2 else (1, *parameter.shape)
     return min(math.prod(stacked), _ACTIVE_EXPERTS) * max(rows, columns)

@@ -1,16 +1,15 @@
-"""Will it fit: host memory at the peak of a step, and which held gradients there is room for.
+"""Host memory: what a step takes at its peak, and which held gradients fit. Pure.
 
-Used by `planning.choose`. An estimate from shapes, made before anything is written; a step's buffers are
-leased within the same limit, so an estimate that is too low shows as a clear error and never as a
-killed process. Pure.
+This is an estimate from shapes, made before anything is written. The engine leases its buffers within the same limit,
+so an estimate that is too low ends in a clear error and never in a killed process.
 
-What is offloaded for backward (planning/activations.py) is counted as if it were there all along. Where a GPU computes,
-activations and sums of gradients are in its memory (planning/gpu_memory.py), and only what goes up or comes down here.
-A step is followed through its stages: forward, block by block, with deferred updates beneath it; then in
-the order in which gradients arrive: head, layers downwards, embedding; then what is left to update. Each
-needs memory of its own, beside what stays all along and the gradients held so far. Invariant: the split
-between memory and NVMe is the one that keeps the most gradients in memory without any stage passing the
-limit.
+Offloaded activations (planning/activations.py) count as if they were there all the time. Where a GPU computes,
+activations and sums of gradients are in its memory (planning/gpu_memory.py); here only what is uploaded or downloaded
+counts. A step is followed through its moments: forward, block by block, overlapped with deferred updates; then in the
+order in which gradients arrive: head, layers downwards, embedding; then the updates that are left. Each moment needs
+memory of its own, in addition to what stays all the time and to the gradients held so far.
+
+Invariant: the split of held gradients between memory and NVMe keeps the most of them in memory that the limit allows.
 """
 
 from __future__ import annotations
@@ -25,119 +24,146 @@ from ratel_cli.model.spec import BlockSpec, ModelSpec
 from ratel_cli.planning.activations import (
     OffloadedActivations,
     block_activation_bytes,
-    head_chunk_tokens,
     logits_bytes,
     passing_bytes,
     tied_bytes,
+    tied_sum_bytes,
 )
-from ratel_cli.planning.gpu_memory import gpu_memory_bytes, weight_bytes_of
-from ratel_cli.planning.placement import Overlap, Placement, Stage, StateBytes, Workload, block_schedule, window_bytes
+from ratel_cli.planning.gpu_memory import GpuMemory, weight_bytes_of
+from ratel_cli.planning.placement import (
+    Overlap,
+    Placement,
+    Stage,
+    StateBytes,
+    Workload,
+    block_schedule,
+    window_bytes,
+)
 from ratel_cli.sizes import GROUP_ELEMENTS
 from ratel_cli.units import MIB, format_bytes
 
 _RUNTIME_BYTES = 64 * MIB
-"""What torch takes at its first step, kernels' code above all (11 to 17 MiB for a model of next to nothing), and
-what an import leaves in the heap (up to 30 MiB). With it, models of 1M to 85M parameters in bf16 stayed 2 to 33 %
-below the estimate, process not counted (2-core Xeon, 2026-11, before anything overlapped)."""
+"""What torch takes at its first step, above all kernels' code (11 to 17 MiB for a model of next to nothing), and what
+imports leave in the heap (up to 30 MiB). With it, models of 1M to 85M parameters in bf16 stayed 2 to 33 % below the
+estimate, the process not counted (2-core Xeon, 2026-11, before anything overlapped)."""
 _NUM_GROUPS = 3
-"""Of the optimizer (engine.optimizer.pipeline): one is read, one updated, one written."""
+"""Groups of the optimizer that have buffers: one is read, one updated, one written (engine/optimizer/pipeline.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """Bytes of host memory, by what they are for at the stage of a step that takes most."""
+    """Bytes of host memory by purpose, at the moment of a step that takes most."""
 
     process: int
-    """What the process takes before training: Python, torch, the skeleton."""
+    """The process before training: Python, torch, the skeleton."""
     hidden_states: int
-    """Those between two layers, their gradients, and masks, of all micro-batches."""
+    """Hidden states between two layers, their gradients, and masks, of all micro-batches."""
     activations: int
-    """Offloaded in forward for backward: layers' inputs and swapped outputs, and buffers for those that go to NVMe."""
+    """Offloaded in forward for backward: layers' inputs and swapped outputs, and buffers for units that go to NVMe."""
     resident: int
     """Weights and optimizer states that stay from step to step."""
     block: int
-    """Weights, gradients and optimizer states that pass through: of the block that computes, and of its neighbours."""
+    """Weights, gradients and optimizer states that pass through: of the block that computes and of its neighbours."""
     working_set: int
-    """Activations of one layer and one micro-batch, or one chunk of logits; and torch's own."""
+    """Activations of one layer and one micro-batch, or one chunk of logits; and torch's own memory."""
     held_gradients: int
-    """All that are kept in memory. Where the peak comes before the last of them, it does not hold them all."""
+    """All held gradients that stay in memory. Where the peak comes before the last of them, `total` has fewer."""
     device: int
-    """What the compute device takes at its peak: of a GPU's memory; where the CPU computes, of this: weights that pass
-    through, gradients and the working set."""
+    """The compute device at its peak. A GPU: its own memory. A CPU: weights, gradients and the working set, of this
+    memory."""
     total: int
 
 
-def host_memory(
-    spec: ModelSpec,
-    state: StateBytes,
-    workload: Workload,
-    placement: Placement,
-    offloaded: OffloadedActivations,
-    *,
-    holds_gradients: bool,
-    process_bytes: int,
-    limit_bytes: int,
-    overlap: Overlap = "optimized",
-    on_gpu: bool = False,
-) -> tuple[HostMemory, int]:
-    """What a step needs, and how many blocks' held gradients must go to NVMe. Raises DoesNotFit.
+class StepMemory:
+    """The host memory that the steps of one model take, for any placement. `gpu` is None where the CPU computes.
 
-    Those are the first blocks, whose gradients come last. Only where all are held can any go there: what
-    `placement.deferred` holds is to stay in memory.
+    `holds_gradients`: no block is updated before the last gradient is there.
     """
-    updates = [
-        placement.update_stage(block.index, holds_gradients=holds_gradients, overlap=overlap) for block in spec.blocks
-    ]
-    stages = _Step(spec, state, workload, placement, updates, on_gpu=on_gpu).stages()
-    resident_bytes = _resident_bytes(spec, state, placement)
-    hidden_bytes = passing_bytes(spec, state, tokens=workload.tokens, sequence_len=workload.sequence_len)
-    gpu_bytes = 0
-    if on_gpu:
-        hidden_bytes = 0
-        gpu_bytes = gpu_memory_bytes(spec, state, workload, largest_unit_bytes=offloaded.largest_unit_bytes)
-        gpu_bytes += offloaded.gpu_bytes + weight_bytes_of(spec, state, placement.gpu_weights)
-    always = process_bytes + hidden_bytes + resident_bytes + offloaded.memory_bytes
-    arriving = [
-        0 if stage == "backward" else block.num_elements * state.gradient
-        for block, stage in zip(reversed(spec.blocks), reversed(updates), strict=True)
-    ]
-    held_bytes = list(accumulate(arriving, initial=0))
 
-    def needed(num_in_memory: int) -> HostMemory:
-        def total(stage: _Stage) -> int:
-            return always + stage.block + stage.working_set + held_bytes[min(stage.num_held, num_in_memory)]
+    def __init__(
+        self,
+        spec: ModelSpec,
+        state: StateBytes,
+        workload: Workload,
+        *,
+        holds_gradients: bool,
+        process_bytes: int,
+        overlap: Overlap = "optimized",
+        gpu: GpuMemory | None = None,
+    ) -> None:
+        self._spec = spec
+        self._state = state
+        self._holds_gradients = holds_gradients
+        self._overlap: Overlap = overlap
+        self._process_bytes = process_bytes
+        self._gpu = gpu
+        self._blocks = _BlockMemory(spec, state, workload, on_gpu=gpu is not None)
+        self._hidden_bytes = 0
+        if gpu is None:
+            self._hidden_bytes = passing_bytes(spec, state, tokens=workload.tokens, sequence_len=workload.sequence_len)
 
-        peak = max(stages, key=total)
-        return HostMemory(
-            process=process_bytes,
-            hidden_states=hidden_bytes,
-            activations=offloaded.memory_bytes,
-            resident=resident_bytes,
-            block=peak.block,
-            working_set=peak.working_set,
-            held_gradients=held_bytes[num_in_memory],
-            device=gpu_bytes or max(stage.block + stage.working_set for stage in stages),
-            total=total(peak),
-        )
+    def fit(self, placement: Placement, offloaded: OffloadedActivations, *, limit_bytes: int) -> tuple[HostMemory, int]:
+        """What a step needs, and how many blocks' held gradients must go to NVMe. Raises DoesNotFit.
 
-    num_blocks = len(spec.blocks)
-    fewest = 0 if holds_gradients or overlap == "separate" else num_blocks
-    choices = range(fewest, num_blocks + 1)
-    num_fitting = bisect_right(choices, limit_bytes, key=lambda num_in_memory: needed(num_in_memory).total)
-    if not num_fitting:
-        raise _does_not_fit(needed(fewest), limit_bytes)
-    num_in_memory = choices[num_fitting - 1]
-    return needed(num_in_memory), num_blocks - num_in_memory
+        Those blocks are the first ones, whose gradients come last. Gradients go to NVMe only where all are held: the
+        few that `placement.deferred` holds stay in memory.
+        """
+        spec = self._spec
+        updates = [
+            placement.update_stage(block.index, holds_gradients=self._holds_gradients, overlap=self._overlap)
+            for block in spec.blocks
+        ]
+        moments = _PlacedStep(self._blocks, placement, updates).moments()
+        resident_bytes = _resident_bytes(spec, self._state, placement)
+        gpu_bytes = self._gpu_bytes(placement, offloaded)
+        always = self._process_bytes + self._hidden_bytes + resident_bytes + offloaded.memory_bytes
+        arriving = [
+            0 if stage == "backward" else block.num_elements * self._state.gradient
+            for block, stage in zip(reversed(spec.blocks), reversed(updates), strict=True)
+        ]
+        held_bytes = list(accumulate(arriving, initial=0))
+
+        def needed(num_in_memory: int) -> HostMemory:
+            def total(moment: _Moment) -> int:
+                return always + moment.block + moment.working_set + held_bytes[min(moment.num_held, num_in_memory)]
+
+            peak = max(moments, key=total)
+            return HostMemory(
+                process=self._process_bytes,
+                hidden_states=self._hidden_bytes,
+                activations=offloaded.memory_bytes,
+                resident=resident_bytes,
+                block=peak.block,
+                working_set=peak.working_set,
+                held_gradients=held_bytes[num_in_memory],
+                device=gpu_bytes or max(moment.block + moment.working_set for moment in moments),
+                total=total(peak),
+            )
+
+        num_blocks = len(spec.blocks)
+        fewest = 0 if self._holds_gradients or self._overlap == "separate" else num_blocks
+        choices = range(fewest, num_blocks + 1)
+        num_fitting = bisect_right(choices, limit_bytes, key=lambda num_in_memory: needed(num_in_memory).total)
+        if not num_fitting:
+            raise _does_not_fit(needed(fewest), limit_bytes)
+        num_in_memory = choices[num_fitting - 1]
+        return needed(num_in_memory), num_blocks - num_in_memory
+
+    def _gpu_bytes(self, placement: Placement, offloaded: OffloadedActivations) -> int:
+        if self._gpu is None:
+            return 0
+        needed_bytes = self._gpu.needed_bytes(largest_unit_bytes=offloaded.largest_unit_bytes)
+        return needed_bytes + offloaded.gpu_bytes + weight_bytes_of(self._spec, self._state, placement.gpu_weights)
 
 
 def check_device_memory(memory: HostMemory, limit_bytes: int | None) -> None:
-    """Raise DoesNotFit if the compute device needs more than the limit."""
+    """Raise DoesNotFit if the compute device needs more than the limit; None is no limit."""
     if limit_bytes is None or memory.device <= limit_bytes:
         return
     shortfall_bytes = memory.device - limit_bytes
     raise DoesNotFit(
-        f"gpu memory: need {format_bytes(memory.device)} for one block and its working set, "
-        f"have {format_bytes(limit_bytes)}: {format_bytes(shortfall_bytes)} too few",
+        f"GPU memory: one block and its working set need {format_bytes(memory.device)}, "
+        f"{format_bytes(limit_bytes)} available (short by {format_bytes(shortfall_bytes)})",
         "raise limits.gpu_memory, or lower micro_batch_size or sequence_len",
         shortfall_bytes=shortfall_bytes,
         is_gpu_memory=True,
@@ -145,152 +171,157 @@ def check_device_memory(memory: HostMemory, limit_bytes: int | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stage:
-    """What one stage takes by itself, and how many blocks' gradients are held beside it, in order of arrival."""
+class _Moment:
+    """What one moment of a step takes by itself, and how many blocks' gradients have been held by then."""
 
     num_held: int
+    """In order of arrival. A gradient that the moment works on counts in `block` and not here."""
     block: int
     working_set: int
 
 
-class _Step:
-    """The stages of one step. A gradient that a stage has in its hands counts there, and not as held."""
+class _BlockMemory:
+    """What the blocks take whatever the placement, worked out once."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        state: StateBytes,
-        workload: Workload,
-        placement: Placement,
-        updates: Sequence[Stage],
-        *,
-        on_gpu: bool,
-    ) -> None:
-        self._spec = spec
-        self._state = state
-        self._workload = workload
-        self._placement = placement
-        self._updates = updates
-        self._on_gpu = on_gpu
-        self._uses = block_schedule(spec)
+    def __init__(self, spec: ModelSpec, state: StateBytes, workload: Workload, *, on_gpu: bool) -> None:
         tokens = workload.micro_batch_tokens
-        self._activation_bytes = [
+        largest = max(block.num_elements for block in spec.blocks)
+        self.spec = spec
+        self.state = state
+        self.on_gpu = on_gpu
+        self.schedule = block_schedule(spec)
+        self.activations = [
             0 if on_gpu else block_activation_bytes(spec, block, state, tokens=tokens) for block in spec.blocks
         ]
-        largest = max(block.num_elements for block in spec.blocks)
-        self._group_bytes = _NUM_GROUPS * state.record * min(GROUP_ELEMENTS, largest)
-        self._tied_bytes = 0 if on_gpu else tied_bytes(spec, state, workload)
+        self.logits = 0 if on_gpu else logits_bytes(spec, tokens=tokens)
+        self.groups = _NUM_GROUPS * state.record * min(GROUP_ELEMENTS, largest)
+        self.tied = 0 if on_gpu else tied_bytes(spec, state, workload)
+        self.tied_sum = tied_sum_bytes(spec, tokens=tokens)
+        self.is_summed = workload.num_micro_batches > 1
 
-    def stages(self) -> list[_Stage]:
-        num_blocks = len(self._spec.blocks)
-        stages = [self._forward(position) for position in range(num_blocks - 1)]
-        stages.append(self._head())
-        stages.extend(self._backward(num_arrived) for num_arrived in range(1, num_blocks))
+    def gradient(self, block: BlockSpec, computing: int, *, sum_bytes: int) -> int:
+        """The most that it takes to make a block's gradient (`computing`), or the sum, its rounding and one norm."""
+        if self.on_gpu:
+            return block.num_elements * self.state.gradient
+        rounded = self.state.gradient if sum_bytes != self.state.gradient else 0
+        norm = 4 * max((parameter.num_elements for parameter in block.parameters), default=0)
+        return max(computing, block.num_elements * (sum_bytes + rounded) + norm)
+
+
+class _PlacedStep:
+    """The moments of one step under one placement."""
+
+    def __init__(self, blocks: _BlockMemory, placement: Placement, updates: Sequence[Stage]) -> None:
+        self._memory = blocks
+        self._blocks = blocks.spec.blocks
+        self._state = blocks.state
+        self._placement = placement
+        self._updates = updates
+
+    def moments(self) -> list[_Moment]:
+        num_blocks = len(self._blocks)
+        moments = [self._forward(position) for position in range(num_blocks - 1)]
+        moments.append(self._head())
+        moments.extend(self._backward(num_arrived) for num_arrived in range(1, num_blocks))
         if self._updates[0] == "update":
-            stages.extend(self._separate_update(block) for block in self._spec.blocks)
+            moments.extend(self._separate_update(block) for block in self._blocks)
         else:
-            stages.append(self._turn())
+            moments.append(self._turn())
         if set(self._updates) == {"forward"}:
-            stages.extend(self._speculating(position) for position in range(num_blocks))
-        return stages
+            moments.extend(self._speculating(position) for position in range(num_blocks))
+        return moments
 
-    def _forward(self, position: int) -> _Stage:
-        """One block, the window before it, and deferred updates of both."""
+    def _forward(self, position: int) -> _Moment:
+        """One block, the blocks that are read ahead, and the deferred updates of all of them."""
         is_deferred = "forward" in self._updates
-        coming = self._spec.blocks[position : position + 1 + self._placement.prefetch_blocks]
+        coming = self._blocks[position : position + 1 + self._placement.prefetch_blocks]
         in_hand = sum(block.num_elements for block in coming if self._updates[block.index] == "forward")
-        activations = self._activation_bytes[position]
-        return _Stage(
-            num_held=max(0, len(self._spec.blocks) - position - len(coming)) if is_deferred else 0,
-            block=self._window(position) + in_hand * self._state.gradient + (self._group_bytes if is_deferred else 0),
-            working_set=_RUNTIME_BYTES + activations,
+        groups_bytes = self._memory.groups if is_deferred else 0
+        return _Moment(
+            num_held=max(0, len(self._blocks) - position - len(coming)) if is_deferred else 0,
+            block=self._window(position) + in_hand * self._state.gradient + groups_bytes,
+            working_set=_RUNTIME_BYTES + self._memory.activations[position],
         )
 
-    def _head(self) -> _Stage:
-        spec, state, tokens = self._spec, self._state, self._workload.micro_batch_tokens
-        embedding, head = spec.blocks[0], spec.blocks[-1]
-        # The chunks' gradients of a tied weight are added up in fp32 before they become one.
-        tied_part = 4 * embedding.num_elements if spec.tied and head_chunk_tokens(spec, tokens=tokens) < tokens else 0
-        multiplied = head.num_elements + (embedding.num_elements if spec.tied else 0)
-        computing = multiplied * state.compute + 4 * head.num_elements + tied_part
-        logits = 0 if self._on_gpu else logits_bytes(spec, tokens=tokens)
-        return _Stage(
+    def _head(self) -> _Moment:
+        memory, is_tied = self._memory, self._memory.spec.tied
+        embedding, head = self._blocks[0], self._blocks[-1]
+        multiplied = head.num_elements + (embedding.num_elements if is_tied else 0)
+        computing = multiplied * self._state.compute + 4 * head.num_elements + memory.tied_sum
+        return _Moment(
             num_held=0,
-            block=self._window(len(spec.blocks) - 1, num_open=2 if spec.tied else 1)
-            + self._tied_bytes
-            + self._gradient(head, computing, sum_bytes=4)
-            + self._groups_beneath_backward(),
-            working_set=_RUNTIME_BYTES + logits + 2 * self._activation_bytes[head.index],
+            block=self._window(len(self._blocks) - 1, num_open=2 if is_tied else 1)
+            + memory.tied
+            + memory.gradient(head, computing, sum_bytes=4)
+            + self._groups_in_backward(),
+            working_set=_RUNTIME_BYTES + memory.logits + 2 * memory.activations[head.index],
         )
 
-    def _backward(self, num_arrived: int) -> _Stage:
-        """One block, the window after it, and the updates of those before it that are not written yet."""
-        spec, state = self._spec, self._state
-        block = spec.blocks[-1 - num_arrived]
-        arrived = spec.blocks[len(spec.blocks) - num_arrived :]
+    def _backward(self, num_arrived: int) -> _Moment:
+        """One block, the blocks that are read ahead, and the updates of earlier blocks that are not written yet."""
+        memory, state = self._memory, self._state
+        block = self._blocks[-1 - num_arrived]
+        arrived = self._blocks[len(self._blocks) - num_arrived :]
         pending = arrived[: self._placement.pending_updates]
-        is_embedding = num_arrived == len(spec.blocks) - 1
-        is_summed = self._workload.num_micro_batches > 1 or (spec.tied and is_embedding)
-        sum_bytes = 4 if is_summed else state.gradient
+        is_embedding = num_arrived == len(self._blocks) - 1
+        sum_bytes = 4 if memory.is_summed or (memory.spec.tied and is_embedding) else state.gradient
         computing = block.num_elements * (state.compute + sum_bytes)
-        return _Stage(
+        return _Moment(
             num_held=num_arrived - len(pending),
-            block=self._window(len(self._uses) - len(spec.blocks) + num_arrived)
-            + (0 if is_embedding else self._tied_bytes)
-            + self._gradient(block, computing, sum_bytes=sum_bytes)
+            block=self._window(len(memory.schedule) - len(self._blocks) + num_arrived)
+            + (0 if is_embedding else memory.tied)
+            + memory.gradient(block, computing, sum_bytes=sum_bytes)
             + self._pending(pending)
-            + self._groups_beneath_backward(),
-            working_set=_RUNTIME_BYTES + 2 * self._activation_bytes[block.index],
+            + self._groups_in_backward(),
+            working_set=_RUNTIME_BYTES + 2 * memory.activations[block.index],
         )
 
-    def _turn(self) -> _Stage:
+    def _turn(self) -> _Moment:
         """Backward is over: the last updates end while the next forward's weights are read."""
-        pending = self._spec.blocks[: self._placement.pending_updates]
-        return _Stage(
-            num_held=len(self._spec.blocks) - len(pending),
-            block=self._window(0) + self._pending(pending) + self._group_bytes,
+        pending = self._blocks[: self._placement.pending_updates]
+        return _Moment(
+            num_held=len(self._blocks) - len(pending),
+            block=self._window(0) + self._pending(pending) + self._memory.groups,
             working_set=_RUNTIME_BYTES,
         )
 
-    def _speculating(self, position: int) -> _Stage:
-        """Forward, up to the opening of the head, beside all gradients of a step that rightly did not wait to clip."""
-        block = self._spec.blocks[position]
-        is_head = position == len(self._spec.blocks) - 1
-        return _Stage(
-            num_held=len(self._spec.blocks),
+    def _speculating(self, position: int) -> _Moment:
+        """Forward, and the opening of the head, after a step that rightly did not wait for clipping.
+
+        All gradients of that step are still held.
+        """
+        memory, block = self._memory, self._blocks[position]
+        is_head = position == len(self._blocks) - 1
+        return _Moment(
+            num_held=len(self._blocks),
             block=self._window(position)
-            + (4 * block.num_elements + self._tied_bytes if is_head and not self._on_gpu else 0),
-            working_set=_RUNTIME_BYTES + self._activation_bytes[block.index],
+            + (4 * block.num_elements + memory.tied if is_head and not memory.on_gpu else 0),
+            working_set=_RUNTIME_BYTES + memory.activations[block.index],
         )
 
-    def _separate_update(self, block: BlockSpec) -> _Stage:
+    def _separate_update(self, block: BlockSpec) -> _Moment:
         """Groups bring the weights with them; a gradient comes back whole."""
-        return _Stage(
-            num_held=len(self._spec.blocks) - 1 - block.index,
-            block=block.num_elements * self._state.gradient + self._group_bytes,
+        return _Moment(
+            num_held=len(self._blocks) - 1 - block.index,
+            block=block.num_elements * self._state.gradient + self._memory.groups,
             working_set=_RUNTIME_BYTES,
         )
 
     def _window(self, position: int, *, num_open: int = 1) -> int:
-        return window_bytes(self._uses, position, self._placement, compute_bytes=self._state.compute, num_open=num_open)
+        compute_bytes = self._state.compute
+        return window_bytes(
+            self._memory.schedule, position, self._placement, compute_bytes=compute_bytes, num_open=num_open
+        )
 
     def _pending(self, blocks: Sequence[BlockSpec]) -> int:
-        """Gradients, and the weights that are updated and written where they lie."""
+        """Gradients of these blocks, and their weights, which are updated and written where they lie."""
         resident = self._placement.resident_weights
         weights = sum(block.num_elements for block in blocks if block.index not in resident) * self._state.compute
         return weights + sum(block.num_elements for block in blocks) * self._state.gradient
 
-    def _groups_beneath_backward(self) -> int:
+    def _groups_in_backward(self) -> int:
         """Where all gradients are held, the engine may still speculate that nothing will be clipped."""
-        return 0 if self._updates[0] == "update" else self._group_bytes
-
-    def _gradient(self, block: BlockSpec, computing: int, *, sum_bytes: int) -> int:
-        """What making it takes, or handing it over: the sum, its rounding and one parameter's norm."""
-        if self._on_gpu:
-            return block.num_elements * self._state.gradient
-        rounded = self._state.gradient if sum_bytes != self._state.gradient else 0
-        norm = 4 * max((parameter.num_elements for parameter in block.parameters), default=0)
-        return max(computing, block.num_elements * (sum_bytes + rounded) + norm)
+        return 0 if self._updates[0] == "update" else self._memory.groups
 
 
 def _resident_bytes(spec: ModelSpec, state: StateBytes, placement: Placement) -> int:
@@ -310,10 +341,9 @@ def _does_not_fit(memory: HostMemory, limit_bytes: int) -> DoesNotFit:
         "working set": memory.working_set,
     }
     named = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
-    hint = "raise limits.host_memory, or lower micro_batch_size, gradient_accumulation_steps or sequence_len"
     return DoesNotFit(
-        f"host memory: need {format_bytes(memory.total)} ({named}), "
-        f"have {format_bytes(limit_bytes)}: {format_bytes(shortfall_bytes)} too few",
-        hint,
+        f"host memory: a step needs {format_bytes(memory.total)} ({named}), "
+        f"{format_bytes(limit_bytes)} available (short by {format_bytes(shortfall_bytes)})",
+        "raise limits.host_memory, or lower micro_batch_size, gradient_accumulation_steps or sequence_len",
         shortfall_bytes=shortfall_bytes,
     )

@@ -1,13 +1,13 @@
-"""Will it fit on the GPU: its memory at the peak of a step, and what the rest is used for. Pure.
+"""GPU memory: what a step takes at its peak, and what the rest is used for. Pure.
 
-Used by `planning.capacity` and `planning.choose`. All micro-batches' hidden states and gradients of them stay there. A
-step is followed use by use (planning/placement.py); each takes the weights of its block and room for those of
-the next (engine/weights.py), the activations of a layer, the unit that leaves or comes beneath it
-(engine/activations.py), and in backward gradients, their sum in fp32 and what of the block before is still on its way
-down (engine/device/cuda.py).
+The hidden states of all micro-batches and their gradients stay on the GPU. A step is followed use by use of the block
+schedule (planning/placement.py). Each use takes the weights of its block and space for those of the next
+(engine/weights.py), the activations of a layer, and the unit that is downloaded or uploaded meanwhile
+(engine/activations.py). Backward adds gradients, their sum in fp32, and the gradients of the block before that are
+still being downloaded (engine/device/cuda.py).
 
-What is left over keeps units, then weights, of the last layers from forward to backward: a byte of a unit spares the
-link one down and one up, a byte of weights one up. They count as if they were there all along.
+Memory that is left over holds units, then weights, of the last layers from forward to backward. A byte of a unit saves
+the link one byte down and one up; a byte of weights saves one up. Both count as if they were there all the time.
 """
 
 from __future__ import annotations
@@ -19,150 +19,138 @@ from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.model.spec import BlockSpec, ModelSpec
 from ratel_cli.planning.activations import (
     block_activation_bytes,
-    head_chunk_tokens,
     logits_bytes,
     passing_bytes,
     tied_bytes,
+    tied_sum_bytes,
 )
-from ratel_cli.planning.placement import BlockUse, StateBytes, Workload, block_schedule
+from ratel_cli.planning.placement import StateBytes, Workload, block_schedule
 from ratel_cli.units import MIB
 
 _WORKSPACE_BYTES = 256 * MIB
-"""Of cuBLAS, 32 MiB for each of its handles: forward and backward have their own, and so do products with a bias."""
+"""cuBLAS takes 32 MiB for each of its handles; forward, backward and products with a bias have their own."""
 
-_KEPT_SHARE = 0.9
-"""Of what is left over. What lies there for long, among what comes and goes, leaves gaps that nothing fits into."""
+_RESIDENT_SHARE = 0.9
+"""The share of the memory left over that is used. What stays for long between what comes and goes leaves gaps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuResident:
-    """What a GPU keeps from forward to backward: parts of a `Placement`."""
+    """What stays on the GPU from forward to backward: parts of a `Placement`."""
 
     units_from: int
-    """In forward order; the number of all units if none is kept."""
+    """The first unit that stays, in forward order; the number of all units if none stays."""
     weights: frozenset[int]
+    """Layers whose compute weights stay."""
 
 
-def gpu_memory_bytes(spec: ModelSpec, state: StateBytes, workload: Workload, *, largest_unit_bytes: int) -> int:
-    """The most that a step takes. `largest_unit_bytes` is what one layer offloads for one micro-batch."""
-    step = _GpuStep(spec, state, workload, largest_unit_bytes)
-    always = passing_bytes(spec, state, tokens=workload.tokens, sequence_len=workload.sequence_len)
-    return GPU_CONTEXT_BYTES + _WORKSPACE_BYTES + always + max(step.bytes_at(place) for place in range(step.num_uses))
+class GpuMemory:
+    """The memory that the steps of one model and workload take on a GPU."""
 
-
-def keep(
-    spec: ModelSpec, state: StateBytes, workload: Workload, unit_bytes: Sequence[int], *, limit_bytes: int
-) -> GpuResident:
-    """What is best kept in the memory that is left over; `unit_bytes` is for each layer.
-
-    The first unit goes down in any case: what the step before sent down last is held until then
-    (engine/device/cuda.py).
-    """
-    taken_bytes = gpu_memory_bytes(spec, state, workload, largest_unit_bytes=max(unit_bytes))
-    available_bytes = int(_KEPT_SHARE * max(0, limit_bytes - taken_bytes))
-    units_from = workload.num_micro_batches * len(unit_bytes)
-    for size in reversed(unit_bytes):
-        fitting = min(workload.num_micro_batches, available_bytes // size)
-        units_from -= fitting
-        available_bytes -= fitting * size
-        if fitting < workload.num_micro_batches:
-            break
-    units_from = max(1, units_from)
-    weights = []
-    for block in reversed(spec.blocks[1:-1]):
-        available_bytes -= block.num_elements * state.compute
-        if available_bytes < 0:
-            break
-        weights.append(block.index)
-    return GpuResident(units_from=units_from, weights=frozenset(weights))
-
-
-def weight_bytes_of(spec: ModelSpec, state: StateBytes, blocks: Collection[int]) -> int:
-    """Of compute weights that stay on the GPU."""
-    return sum(block.num_elements for block in spec.blocks if block.index in blocks) * state.compute
-
-
-class _GpuStep:
-    """The uses of one step, and what each takes."""
-
-    def __init__(self, spec: ModelSpec, state: StateBytes, workload: Workload, largest_unit_bytes: int) -> None:
+    def __init__(self, spec: ModelSpec, state: StateBytes, workload: Workload) -> None:
         self._spec = spec
         self._state = state
         self._workload = workload
-        self._uses = block_schedule(spec)
-        self._head_position = len(spec.blocks) - 1
-        # One is computed with or leaves, one is offloaded or comes.
-        self._unit_bytes = 2 * largest_unit_bytes
-        self._tied_bytes = tied_bytes(spec, state, workload)
+        passing = passing_bytes(spec, state, tokens=workload.tokens, sequence_len=workload.sequence_len)
+        self._peak_bytes = GPU_CONTEXT_BYTES + _WORKSPACE_BYTES + passing + _largest_use_bytes(spec, state, workload)
 
-    @property
-    def num_uses(self) -> int:
-        return len(self._uses)
+    def needed_bytes(self, *, largest_unit_bytes: int) -> int:
+        """The most that a step takes. `largest_unit_bytes` is the most that one layer offloads for one micro-batch.
 
-    def bytes_at(self, position: int) -> int:
-        """Beside what stays all along."""
-        if position < self._head_position:
-            return self._forward(position)
-        if position == self._head_position:
-            return self._head()
-        if self._spec.tied and position == self._head_position + 1:
-            return 0  # the embedding is open beside the head
-        return self._backward(position)
+        Two units count: one is in use or being downloaded, one is being offloaded or uploaded.
+        """
+        return self._peak_bytes + 2 * largest_unit_bytes
 
-    def _forward(self, position: int) -> int:
-        # The embedding's gradient is the last one to go down, and held until the first unit does.
-        leaving = self._uses[0].block.num_elements * self._state.gradient if position < 2 else 0
-        return self._window(position) + leaving + self._activations(self._uses[position].block) + self._unit_bytes
+    def resident(self, unit_bytes: Sequence[int], *, limit_bytes: int) -> GpuResident:
+        """What is best left on the GPU in the memory that `limit_bytes` leaves; `unit_bytes` is for each layer.
 
-    def _head(self) -> int:
-        spec, state, tokens = self._spec, self._state, self._workload.micro_batch_tokens
-        head, embedding = spec.blocks[-1], spec.blocks[0]
-        multiplied = head.num_elements + (embedding.num_elements if spec.tied else 0)
-        # The chunks' gradients of a tied weight are added up in fp32 before they become one.
-        tied_part = 4 * embedding.num_elements if spec.tied and head_chunk_tokens(spec, tokens=tokens) < tokens else 0
-        computing = multiplied * state.compute + 4 * head.num_elements + tied_part
+        The first unit never stays: the gradients that the step before downloads last are held until the first unit
+        is downloaded (engine/device/cuda.py).
+        """
+        taken_bytes = self.needed_bytes(largest_unit_bytes=max(unit_bytes))
+        available_bytes = int(_RESIDENT_SHARE * max(0, limit_bytes - taken_bytes))
+        num_micro_batches = self._workload.num_micro_batches
+        units_from = num_micro_batches * len(unit_bytes)
+        for size in reversed(unit_bytes):
+            fitting = min(num_micro_batches, available_bytes // size)
+            units_from -= fitting
+            available_bytes -= fitting * size
+            if fitting < num_micro_batches:
+                break
+        weights = []
+        for block in reversed(self._spec.blocks[1:-1]):
+            available_bytes -= block.num_elements * self._state.compute
+            if available_bytes < 0:
+                break
+            weights.append(block.index)
+        return GpuResident(units_from=max(1, units_from), weights=frozenset(weights))
+
+
+def weight_bytes_of(spec: ModelSpec, state: StateBytes, blocks: Collection[int]) -> int:
+    """The compute weights of these blocks."""
+    return sum(block.num_elements for block in spec.blocks if block.index in blocks) * state.compute
+
+
+def _largest_use_bytes(spec: ModelSpec, state: StateBytes, workload: Workload) -> int:
+    """The most that one use of the block schedule takes, units left out."""
+    schedule = block_schedule(spec)
+    head_position = len(spec.blocks) - 1
+    tokens = workload.micro_batch_tokens
+    waiting_bytes = tied_bytes(spec, state, workload)
+
+    def window(position: int, *, num_open: int = 1) -> int:
+        """Weights of the uses that are open, and space for those of the next."""
+        return state.compute * sum(use.block.num_elements for use in schedule[position : position + num_open + 1])
+
+    def activations(block: BlockSpec) -> int:
+        """One micro-batch's activations, and its mask as attention makes it."""
+        mask_bytes = tokens * workload.sequence_len * state.compute if block.kind == "layer" else 0
+        return block_activation_bytes(spec, block, state, tokens=tokens) + mask_bytes
+
+    def forward(position: int) -> int:
+        # The embedding's gradient is the last to be downloaded, and is held until the first unit is.
+        leaving = spec.blocks[0].num_elements * state.gradient if position < 2 else 0
+        return window(position) + leaving + activations(schedule[position].block)
+
+    def head() -> int:
+        block, embedding = spec.blocks[-1], spec.blocks[0]
+        multiplied = block.num_elements + (embedding.num_elements if spec.tied else 0)
+        computing = multiplied * state.compute + 4 * block.num_elements + tied_sum_bytes(spec, tokens=tokens)
         return (
-            self._window(self._head_position, num_open=2 if spec.tied else 1)
-            + self._tied_bytes
-            + max(computing, self._handing_over(head, sum_bytes=4))
+            window(head_position, num_open=2 if spec.tied else 1)
+            + waiting_bytes
+            + max(computing, _gradient_bytes(block, state, sum_bytes=4))
             + logits_bytes(spec, tokens=tokens)
-            + 2 * self._activations(head)
-            + self._unit_bytes
+            + 2 * activations(block)
         )
 
-    def _backward(self, position: int) -> int:
-        state, use = self._state, self._uses[position]
-        is_embedding = position == len(self._uses) - 1
-        is_summed = self._workload.num_micro_batches > 1 or (self._spec.tied and is_embedding)
+    def backward(position: int) -> int:
+        block = schedule[position].block
+        is_embedding = position == len(schedule) - 1
+        is_summed = workload.num_micro_batches > 1 or (spec.tied and is_embedding)
         sum_bytes = 4 if is_summed else state.gradient
-        computing = use.block.num_elements * (state.compute + sum_bytes)
-        before = self._arrived_before(use)
+        computing = block.num_elements * (state.compute + sum_bytes)
         return (
-            self._window(position)
-            + (0 if is_embedding else self._tied_bytes)
-            + max(computing, self._handing_over(use.block, sum_bytes=sum_bytes))
-            + before.num_elements * state.gradient
-            + 2 * self._activations(use.block)
-            + self._unit_bytes
+            window(position)
+            + (0 if is_embedding else waiting_bytes)
+            + max(computing, _gradient_bytes(block, state, sum_bytes=sum_bytes))
+            + spec.blocks[block.index + 1].num_elements * state.gradient
+            + 2 * activations(block)
         )
 
-    def _arrived_before(self, use: BlockUse) -> BlockSpec:
-        return self._spec.blocks[use.block.index + 1]
+    first_of_backward = head_position + (2 if spec.tied else 1)  # a tied embedding is open together with the head
+    return max(
+        *map(forward, range(head_position)),
+        head(),
+        *map(backward, range(first_of_backward, len(schedule))),
+    )
 
-    def _window(self, position: int, *, num_open: int = 1) -> int:
-        """Weights of the uses that are open, and room for those of the next."""
-        coming = self._uses[position : position + num_open + 1]
-        return self._state.compute * sum(use.block.num_elements for use in coming)
 
-    def _activations(self, block: BlockSpec) -> int:
-        """Of one micro-batch; and its mask, as attention makes it."""
-        workload = self._workload
-        tokens = workload.micro_batch_tokens
-        mask_bytes = tokens * workload.sequence_len * self._state.compute if block.kind == "layer" else 0
-        return block_activation_bytes(self._spec, block, self._state, tokens=tokens) + mask_bytes
+def _gradient_bytes(block: BlockSpec, state: StateBytes, *, sum_bytes: int) -> int:
+    """What it takes to hand a block's gradient over.
 
-    def _handing_over(self, block: BlockSpec, *, sum_bytes: int) -> int:
-        """The sum and its rounding; then that and one parameter in fp32, twice where it is scaled."""
-        rounded = self._state.gradient if sum_bytes != self._state.gradient else 0
-        norm = 8 * max((parameter.num_elements for parameter in block.parameters), default=0)
-        return max(block.num_elements * (sum_bytes + rounded), block.num_elements * self._state.gradient + norm)
+    First the sum and its rounding; then the gradient, and one parameter of it in fp32, twice where it is scaled.
+    """
+    rounded = state.gradient if sum_bytes != state.gradient else 0
+    norm = 8 * max((parameter.num_elements for parameter in block.parameters), default=0)
+    return max(block.num_elements * (sum_bytes + rounded), block.num_elements * state.gradient + norm)

@@ -1,12 +1,12 @@
-"""What of a block's forward pass must be done again in backward, operator by operator.
+"""Which operators of a layer's forward backward must run again. Pure. (Ratel section IV-D decides per operator.)
 
-`engine.replay.tape` decides with it what to run, `planning.recorded` what a swapped output saves: one function, so
-that the plan counts what will happen. (Ratel section IV-D swaps or recomputes per operator.) Pure.
+The replay decides with this function what to run, and the profile counts with it what a swapped output saves. So a plan
+counts what will happen.
 
-Storages are numbers: an operator reads some and writes some. Backwards from what autograd saved, an
-operator is alive if something alive needs what it wrote.
+Storages are numbers: each operator reads some and writes some. From the last operator to the first, one is alive if
+something alive, or autograd, needs what it wrote.
 
-Invariant: what is needed was run, or swapped; the values of everything else may be anything.
+Invariant: everything that is needed was run or fetched. The values of everything else may be anything.
 """
 
 from __future__ import annotations
@@ -22,31 +22,37 @@ class Decision(enum.Enum):
     EXEC = enum.auto()
     """Run it again."""
     SWAP = enum.auto()
-    """Return what it returned: it was offloaded."""
+    """Return what it returned: its output was offloaded."""
     DEAD = enum.auto()
-    """Return anything of that shape: the last matrix product and residual add of every layer, for a start."""
+    """Return anything of that shape. The last matrix product and the last residual add of a layer are dead."""
 
 
 class Recorded(Protocol):
     """One operator as it ran."""
 
     @property
-    def reads(self) -> tuple[int, ...]: ...
+    def reads(self) -> tuple[int, ...]:
+        """Storages that it reads."""
+        ...
+
     @property
-    def writes(self) -> tuple[int, ...]: ...
+    def writes(self) -> tuple[int, ...]:
+        """Storages that it writes."""
+        ...
+
     @property
     def is_needed(self) -> bool:
-        """Its result steers what runs, or is kept where no hook sees it."""
+        """Whether its result decides what runs, or is saved where no hook sees it."""
         ...
 
     @property
     def can_be_skipped(self) -> bool:
-        """Not a view and not a mutation."""
+        """Whether it is neither a view nor a mutation."""
         ...
 
 
 def decide(operators: Sequence[Recorded], saved: Collection[int], swapped: Collection[int] = ()) -> list[Decision]:
-    """For every operator, from the last to the first. `saved` are storages, `swapped` positions."""
+    """A decision for each operator. `saved` are storages that autograd needs, `swapped` are positions of operators."""
     needed = set(saved)
     decisions = []
     for position in range(len(operators) - 1, -1, -1):

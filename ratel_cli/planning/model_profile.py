@@ -1,17 +1,18 @@
-"""What a model's layers cost, operator by operator: recorded in a step that swaps nothing, or estimated from shapes.
+"""What a model's layers cost, operator by operator. Pure.
 
-`estimate.analytic` estimates one, `recorded` makes one from what the engine noted; `swap` chooses
-from it what to swap. Pure. All numbers are for one micro-batch, and layers that are alike share one profile.
+A profile is recorded in a step that swaps nothing, or estimated from shapes. All numbers are for one micro-batch.
+Layers that are alike share one profile.
 
-Invariant: a layer's candidates come with the greatest benefit first; what each saves is counted with those
-before it swapped already, so that the savings of a prefix add up.
+Invariant: a layer's candidates come with the greatest benefit first. What each one saves is counted with those before
+it swapped already, so that the savings of a prefix add up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal, Self
+
+from ratel_cli.json_fields import JsonFields
 
 FORMAT_VERSION = 1
 Source = Literal["analytic", "recorded"]
@@ -19,31 +20,33 @@ Source = Literal["analytic", "recorded"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapCandidate:
-    """An operator whose output may be swapped out in forward and fetched in backward, in place of running again."""
+    """An operator whose output may be offloaded in forward and fetched in backward, instead of being recomputed."""
 
     operator: str
     """For people: the module's path within the layer and the operator, `mlp.up_proj mm`."""
     key: str
-    """For the engine: the operator and calls of it before in the layer: `aten.mm.default#5`. Empty in an estimate."""
+    """For the engine: the operator and how many calls of it came before in the layer, `aten.mm.default#5`. Empty in an
+    estimate."""
     num_bytes: int
-    """Of its outputs, less those of candidates before it that need not be offloaded any more."""
+    """Bytes of its outputs, less those of candidates before it that need not be offloaded any more."""
     flops: int
-    """What need not be recomputed any more."""
+    """FLOPs that need not be recomputed any more."""
     seconds: float | None = None
-    """The time of that, where it was measured."""
+    """The measured time of that; None if it was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerProfile:
-    """One decoder layer and one micro-batch."""
+    """One decoder layer and one micro-batch. Seconds are None if they were not measured."""
 
     input_bytes: int
-    """Always swapped: all else can be recomputed from it (the papers' A_interBlock)."""
+    """The input [batch, tokens, hidden_size]; always offloaded, since all else can be recomputed from it (the papers'
+    A_interBlock)."""
     saved_bytes: int
-    """All that autograd would keep, the input included (the papers' A_all)."""
+    """Everything that autograd would save, the input included (the papers' A_all)."""
     flops_forward: int
     flops_recomputed: int
-    """With nothing but the input swapped; dead work is left out."""
+    """FLOPs that backward recomputes when nothing but the input is offloaded; dead work is left out."""
     candidates: tuple[SwapCandidate, ...]
     forward_seconds: float | None = None
     recomputed_seconds: float | None = None
@@ -57,13 +60,13 @@ class ModelProfile:
 
     source: Source
     profiles: tuple[LayerProfile, ...]
-    """Those that differ."""
+    """One for each kind of layer."""
     layers: tuple[int, ...]
     """For each layer, in forward order, its place in `profiles`."""
     micro_batch_tokens: int
     sequence_len: int
     flops_head: int
-    """Forward, final norm and head, one micro-batch."""
+    """Forward of the final norm and the head."""
     embedding_seconds: float | None = None
     """Forward and backward."""
     head_seconds: float | None = None
@@ -75,94 +78,47 @@ class ModelProfile:
 
     @classmethod
     def from_json(cls, content: object) -> Self:
-        """What `to_json` gave. Raises ValueError."""
-        row = _Row(content)
-        if row.integer("format_version") != FORMAT_VERSION:
+        """The profile that `to_json` gave this content for. Raises ValueError."""
+        fields = JsonFields(content)
+        if fields.integer("format_version") != FORMAT_VERSION:
             raise ValueError("made by another version")
         sources: dict[str, Source] = {"analytic": "analytic", "recorded": "recorded"}
-        if row.text("source") not in sources:
-            raise ValueError(f"source is {row.text('source')!r}")
-        profiles = tuple(_layer(item) for item in row.items("profiles"))
-        layers = tuple(row.integers("layers"))
+        if fields.text("source") not in sources:
+            raise ValueError(f"source is {fields.text('source')!r}")
+        profiles = tuple(_layer(JsonFields(item)) for item in fields.items("profiles"))
+        layers = tuple(fields.integers("layers"))
         if not set(layers) <= set(range(len(profiles))):
             raise ValueError("layers without a profile")
         return cls(
-            source=sources[row.text("source")],
+            source=sources[fields.text("source")],
             profiles=profiles,
             layers=layers,
-            micro_batch_tokens=row.integer("micro_batch_tokens"),
-            sequence_len=row.integer("sequence_len"),
-            flops_head=row.integer("flops_head"),
-            embedding_seconds=row.seconds("embedding_seconds"),
-            head_seconds=row.seconds("head_seconds"),
+            micro_batch_tokens=fields.integer("micro_batch_tokens"),
+            sequence_len=fields.integer("sequence_len"),
+            flops_head=fields.integer("flops_head"),
+            embedding_seconds=fields.optional_number("embedding_seconds"),
+            head_seconds=fields.optional_number("head_seconds"),
         )
 
 
-def _layer(content: object) -> LayerProfile:
-    row = _Row(content)
+def _layer(fields: JsonFields) -> LayerProfile:
     return LayerProfile(
-        input_bytes=row.integer("input_bytes"),
-        saved_bytes=row.integer("saved_bytes"),
-        flops_forward=row.integer("flops_forward"),
-        flops_recomputed=row.integer("flops_recomputed"),
-        candidates=tuple(_candidate(item) for item in row.items("candidates")),
-        forward_seconds=row.seconds("forward_seconds"),
-        recomputed_seconds=row.seconds("recomputed_seconds"),
-        backward_seconds=row.seconds("backward_seconds"),
+        input_bytes=fields.integer("input_bytes"),
+        saved_bytes=fields.integer("saved_bytes"),
+        flops_forward=fields.integer("flops_forward"),
+        flops_recomputed=fields.integer("flops_recomputed"),
+        candidates=tuple(_candidate(JsonFields(item)) for item in fields.items("candidates")),
+        forward_seconds=fields.optional_number("forward_seconds"),
+        recomputed_seconds=fields.optional_number("recomputed_seconds"),
+        backward_seconds=fields.optional_number("backward_seconds"),
     )
 
 
-def _candidate(content: object) -> SwapCandidate:
-    row = _Row(content)
+def _candidate(fields: JsonFields) -> SwapCandidate:
     return SwapCandidate(
-        operator=row.text("operator"),
-        key=row.text("key"),
-        num_bytes=row.integer("num_bytes"),
-        flops=row.integer("flops"),
-        seconds=row.seconds("seconds"),
+        operator=fields.text("operator"),
+        key=fields.text("key"),
+        num_bytes=fields.integer("num_bytes"),
+        flops=fields.integer("flops"),
+        seconds=fields.optional_number("seconds"),
     )
-
-
-class _Row:
-    """Typed access to a JSON object; raises ValueError naming the key."""
-
-    def __init__(self, values: object) -> None:
-        if not isinstance(values, Mapping):
-            raise ValueError("expected an object")
-        self._values: Mapping[str, object] = values
-
-    def integer(self, key: str) -> int:
-        return _checked_integer(self._value(key), key)
-
-    def integers(self, key: str) -> list[int]:
-        return [_checked_integer(item, key) for item in self.items(key)]
-
-    def text(self, key: str) -> str:
-        value = self._value(key)
-        if not isinstance(value, str):
-            raise ValueError(f"{key} is not a text")
-        return value
-
-    def seconds(self, key: str) -> float | None:
-        """None if they were not measured."""
-        value = self._value(key)
-        if value is not None and not isinstance(value, int | float):
-            raise ValueError(f"{key} is not a number")
-        return value
-
-    def items(self, key: str) -> Sequence[object]:
-        value = self._value(key)
-        if not isinstance(value, list | tuple):
-            raise ValueError(f"{key} is not a list")
-        return value
-
-    def _value(self, key: str) -> object:
-        if key not in self._values:
-            raise ValueError(f"{key} is missing")
-        return self._values[key]
-
-
-def _checked_integer(value: object, name: str) -> int:
-    if not isinstance(value, int):
-        raise ValueError(f"{name} is not a whole number")
-    return value

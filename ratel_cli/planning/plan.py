@@ -1,7 +1,6 @@
-"""The frozen decision about a run: what goes where, and what that will cost. Printed, saved, carried out.
+"""The plan of a run: what goes where, and what that is predicted to cost. A value, printed and saved. Pure.
 
-`run.finetune` makes it and prints it before anything is written; training reports against it. Pure.
-Invariant: a plan fits; what does not is refused by `make_plan`.
+Invariant: a plan fits into the limits that it was made for.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES, HardwareProfile
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import OffloadedActivations
 from ratel_cli.planning.capacity import HostMemory, check_device_memory
-from ratel_cli.planning.choose import Case, Choice, choose, curve
-from ratel_cli.planning.costs import StageTime, StepTime
+from ratel_cli.planning.choose import choose, curve
 from ratel_cli.planning.model_profile import ModelProfile, Source
 from ratel_cli.planning.placement import ActivationPolicy, Overlap, Placement, StateBytes, Workload
-from ratel_cli.planning.swap import Order, Swap
+from ratel_cli.planning.problem import Evaluation, Problem
+from ratel_cli.planning.step_time import StepTime
+from ratel_cli.planning.swap import SwapOrder, SwapPrefix
 from ratel_cli.planning.traffic import Traffic, gradient_bytes, store_bytes
 
 FORMAT_VERSION = 1
@@ -27,42 +27,46 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decisions:
-    """What the user's configuration and the limits leave to carry out."""
+    """What the user's config and limits decide before the plan is made."""
 
     holds_gradients: bool
-    """No update before the last gradient: the norm may have to be clipped, or the store is written in place."""
+    """No block is updated before the last gradient is there: the norm may have to be clipped, or the store is written
+    in place."""
     num_slots: int
+    """Generations that the store has space for."""
     host_limit_bytes: int
+    """Host memory that the run may take, the process included."""
     activations: ActivationPolicy = "auto"
     overlap: Overlap = "optimized"
     device_limit_bytes: int | None = None
-    """Memory of the compute device that the run may take: of a CPU, a budget for what computes."""
+    """Memory of the compute device that the run may take; for a CPU, a budget for what computes. None is no limit."""
 
     @property
     def in_place(self) -> bool:
-        """What is written cannot be taken back, so nothing is written before the step is decided."""
+        """Whether the only generation is overwritten, so that nothing is written before the step is decided."""
         return self.num_slots == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwappedOperator:
-    """One operator's output, swapped in one or more layers."""
+    """One operator's output, swapped in one or more layers. A row of `swap_set` in plan.json."""
 
     operator: str
     blocks: int
-    """In so many layers."""
+    """Number of layers in which it is swapped."""
     bytes: int
-    """Of all of them and all micro-batches."""
+    """Bytes of all of them and of all micro-batches."""
     flops: int
-    """What they save."""
+    """FLOPs that need not be recomputed."""
     seconds: float | None
+    """The same as measured time; None if it was not measured."""
     benefit: float
     """FLOPs per byte (Eq. 6)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Everything that training needs to know of the plan, and all that the user is told."""
+    """Everything that training needs to know of the plan, and that the user is shown. Numbers are for one step."""
 
     model_name: str
     num_parameters: int
@@ -73,20 +77,23 @@ class Plan:
     """Whether operators' costs were recorded, or estimated from shapes."""
     flops_forward: int
     flops_recomputed: int
-    """What backward runs again."""
+    """FLOPs that backward runs again."""
     swappable_bytes: int
-    """Layers' inputs and all outputs that could be swapped, of all micro-batches."""
+    """Layers' inputs and all outputs that could be swapped."""
     swapped: tuple[SwappedOperator, ...]
-    swap: Swap
+    """The greatest benefit first."""
+    swap: SwapPrefix
     offloaded: OffloadedActivations
     inter_block_bytes: int
+    """Layers' inputs, which are always offloaded."""
     curve: tuple[tuple[int, float], ...]
     """Bytes offloaded, and the step's seconds then."""
     placement: Placement
     memory: HostMemory
     spilled_blocks: int
-    """Held gradients of this many blocks (the first in forward order) lie on NVMe."""
+    """Held gradients of this many blocks, the first in forward order, lie on NVMe."""
     spilled_bytes: int
+    """Bytes of those gradients."""
     nvme_bytes: int
     """The store, the spilled gradients and the spilled activations."""
     traffic: Traffic
@@ -94,24 +101,24 @@ class Plan:
 
     @property
     def held_in_memory_bytes(self) -> int | None:
-        """The limit on held gradients in memory; None when all of them fit."""
+        """The limit on held gradients in memory; None if all of them fit."""
         return self.memory.held_gradients if self.spilled_blocks else None
 
     @property
     def device_allocation_bytes(self) -> int | None:
-        """What of the limit on a GPU's memory is left to allocate."""
+        """What the limit on a GPU's memory leaves to torch's allocator; None if there is no limit."""
         limit_bytes = self.decisions.device_limit_bytes
         return None if limit_bytes is None else max(0, limit_bytes - GPU_CONTEXT_BYTES)
 
     @property
     def case(self) -> Literal[1, 2, 3]:
-        """Of the paper (section IV-D): 1 swap nothing but inputs, 2 all there is, 3 something in between."""
+        """The paper's case (section IV-D): 1 swaps nothing but inputs, 2 swaps everything, 3 something in between."""
         if not self.swap.num_outputs:
             return 1
         return 2 if self.offloaded.total_bytes == self.swappable_bytes else 3
 
     def to_json(self) -> dict[str, object]:
-        """The keys of `plan --json` that are known so far, and memory in detail."""
+        """The content of run/plan.json."""
         time, traffic, placement, tokens = self.time, self.traffic, self.placement, self.workload.tokens
         flops_model = 3 * self.flops_forward
         return {
@@ -144,9 +151,9 @@ class Plan:
                 "deferred": sorted(placement.deferred),
             },
             "time": {
-                "forward": _stage_json(time.forward),
-                "backward": _stage_json(time.backward),
-                "update": _stage_json(time.update),
+                "forward": time.forward.to_json(),
+                "backward": time.backward.to_json(),
+                "update": time.update.to_json(),
                 "forward_seconds": time.forward.total,
                 "backward_seconds": time.backward.total + time.update.total,
                 "case": self.case,
@@ -189,9 +196,12 @@ def make_plan(
     *,
     process_bytes: int,
 ) -> Plan:
-    """Decide what stays where and predict the rest. Raises DoesNotFit."""
+    """Choose what stays where and predict what follows. Raises DoesNotFit.
+
+    `process_bytes` is what the process takes before training.
+    """
     assert decisions.holds_gradients or not decisions.in_place, "what is written in place cannot be taken back"
-    case = Case(
+    problem = Problem(
         spec=spec,
         state=state,
         workload=workload,
@@ -204,8 +214,8 @@ def make_plan(
         limit_bytes=decisions.host_limit_bytes,
         device_limit_bytes=decisions.device_limit_bytes,
     )
-    choice = _choose(case)
-    spilled_bytes = gradient_bytes(spec, state, num_blocks=choice.spilled_blocks)
+    chosen = _choose(problem)
+    spilled_bytes = gradient_bytes(spec, state, num_blocks=chosen.spilled_blocks)
     number, layers = workload.num_micro_batches, [profile.profiles[index] for index in profile.layers]
     inter_block_bytes = number * sum(layer.input_bytes for layer in layers)
     return Plan(
@@ -216,47 +226,47 @@ def make_plan(
         decisions=decisions,
         profile_source=profile.source,
         flops_forward=number * (sum(layer.flops_forward for layer in layers) + profile.flops_head),
-        flops_recomputed=number * (sum(layer.flops_recomputed for layer in layers) - choice.swap.flops),
-        swappable_bytes=inter_block_bytes + number * case.order.at(case.order.num_outputs).num_bytes,
-        swapped=tuple(_swapped_operators(case.order, choice.swap, number)),
-        swap=choice.swap,
-        offloaded=choice.offloaded,
+        flops_recomputed=number * (sum(layer.flops_recomputed for layer in layers) - chosen.swap.flops),
+        swappable_bytes=inter_block_bytes + number * problem.order.prefix(problem.order.num_outputs).num_bytes,
+        swapped=tuple(_swapped_operators(problem.order, chosen.swap, number)),
+        swap=chosen.swap,
+        offloaded=chosen.offloaded,
         inter_block_bytes=inter_block_bytes,
-        curve=tuple(curve(case, choice)),
-        placement=choice.placement,
-        memory=choice.memory,
-        spilled_blocks=choice.spilled_blocks,
+        curve=tuple(curve(problem, chosen)),
+        placement=chosen.placement,
+        memory=chosen.memory,
+        spilled_blocks=chosen.spilled_blocks,
         spilled_bytes=spilled_bytes,
         nvme_bytes=store_bytes(spec, state, num_slots=decisions.num_slots)
         + spilled_bytes
-        + choice.offloaded.written_bytes,
-        traffic=choice.traffic,
-        time=choice.time,
+        + chosen.offloaded.written_bytes,
+        traffic=chosen.traffic,
+        time=chosen.time,
     )
 
 
-def _choose(case: Case) -> Choice:
-    """The best choice, or, if a GPU has no room for what that swaps, the best that swaps nothing but inputs."""
-    choice = choose(case)
+def _choose(problem: Problem) -> Evaluation:
+    """The best placement, or, if what it swaps does not fit into the GPU, the best that swaps nothing but inputs."""
+    chosen = choose(problem)
     try:
-        check_device_memory(choice.memory, case.device_limit_bytes)
+        check_device_memory(chosen.memory, problem.device_limit_bytes)
     except DoesNotFit:
-        if case.hardware.link is None or case.activations != "auto":
+        if problem.hardware.link is None or problem.activations != "auto":
             raise
-        choice = choose(replace(case, activations="recompute"))
-        check_device_memory(choice.memory, case.device_limit_bytes)
-    return choice
+        chosen = choose(replace(problem, activations="recompute"))
+        check_device_memory(chosen.memory, problem.device_limit_bytes)
+    return chosen
 
 
-def _swapped_operators(order: Order, swap: Swap, num_micro_batches: int) -> Iterator[SwappedOperator]:
+def _swapped_operators(order: SwapOrder, swap: SwapPrefix, num_micro_batches: int) -> Iterator[SwappedOperator]:
     """By benefit, as they were chosen."""
     left = swap.num_outputs
-    for run in order.runs:
-        blocks = min(left, len(run.blocks))
+    for group in order.groups:
+        blocks = min(left, len(group.blocks))
         left -= blocks
         if not blocks:
             return
-        number, candidate = blocks * num_micro_batches, run.candidate
+        number, candidate = blocks * num_micro_batches, group.candidate
         yield SwappedOperator(
             operator=candidate.operator,
             blocks=blocks,
@@ -265,14 +275,3 @@ def _swapped_operators(order: Order, swap: Swap, num_micro_batches: int) -> Iter
             seconds=None if candidate.seconds is None else number * candidate.seconds,
             benefit=candidate.flops / max(1, candidate.num_bytes),
         )
-
-
-def _stage_json(stage: StageTime) -> dict[str, float]:
-    return {
-        "compute": stage.compute,
-        "up": stage.up,
-        "down": stage.down,
-        "nvme": stage.nvme,
-        "optimizer": stage.optimizer,
-        "memory": stage.memory,
-    }

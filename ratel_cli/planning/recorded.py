@@ -1,8 +1,8 @@
-"""Makes a model's profile of what the engine noted while it ran one step (`engine.replay.recording`). Pure.
+"""The profile of a model from what the engine recorded in one step (`engine.replay.recording`). Pure.
 
-Layers whose units ran the same operators with outputs of the same sizes share a profile; its times are medians
-over them. What swapping an output saves follows from liveness: its own operator need not run again, nor
-anything that only it needed. Candidates are taken one by one, each time the one that saves most per byte.
+Layers whose units ran the same operators with outputs of the same sizes share a profile; its times are medians over
+them. What swapping an output saves follows from liveness (planning/liveness.py): its own operator need not run again,
+nor any operator that only it needed. Candidates are chosen one by one, each time the one that saves most per byte.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from ratel_cli.planning.liveness import Decision, decide
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
 
 _LEAST_SHARE = 0.002
-"""Of what a layer's recomputation takes: what is worth less is no candidate."""
+"""The share of a layer's recomputation that a candidate must save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorRecord:
-    """One operator of one unit, as it ran. Fields as in `planning.liveness.Recorded`."""
+    """One operator of one unit, as it ran. A `planning.liveness.Recorded`."""
 
     name: str
+    """For people: `mlp.up_proj mm`."""
     key: str
+    """For the engine: `aten.mm.default#5`."""
     flops: int
     seconds: float
     num_bytes: int
-    """Of its outputs; 0 where they cannot be swapped."""
+    """Bytes of its outputs; 0 where they cannot be swapped."""
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     is_needed: bool
@@ -37,11 +39,12 @@ class OperatorRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitRecord:
-    """One layer and micro-batch."""
+    """The forward of one layer and one micro-batch."""
 
     operators: tuple[OperatorRecord, ...]
+    """In the order in which they ran."""
     saved: frozenset[int]
-    """Storages that autograd would have kept."""
+    """Storages that autograd would have saved."""
     saved_bytes: int
 
 
@@ -51,7 +54,7 @@ class BlockSeconds:
 
     forward: float
     backward: float
-    """With what was recomputed."""
+    """Recomputation included."""
 
 
 def recorded_profile(
@@ -64,9 +67,10 @@ def recorded_profile(
     micro_batch_tokens: int,
     sequence_len: int,
 ) -> ModelProfile:
-    """The profile of a model with `num_blocks` blocks, of whose layers `units` holds every micro-batch.
+    """The profile of a model with `num_blocks` blocks.
 
-    `input_bytes` is one micro-batch's input of a layer, as it is packed; `seconds` are by block.
+    `units` are by block and micro-batch, and hold every micro-batch of each layer. `seconds` are by block.
+    `input_bytes` is one micro-batch's input of a layer as it is packed.
     """
     by_block: dict[int, list[UnitRecord]] = {}
     for (block, _), unit in units.items():
@@ -102,7 +106,7 @@ def recorded_profile(
 
 
 def _typical(alike: Sequence[UnitRecord]) -> UnitRecord:
-    """The first of them, with the median times of all that ran as many operators."""
+    """The first unit, with the median times of all units that ran the same number of operators."""
     first = alike[0]
     same = [unit for unit in alike if len(unit.operators) == len(first.operators)]
     operators = tuple(
@@ -115,7 +119,7 @@ def _typical(alike: Sequence[UnitRecord]) -> UnitRecord:
 def _layer_profile(
     unit: UnitRecord, *, forward_seconds: float, backward_seconds: float, input_bytes: int
 ) -> LayerProfile:
-    again = _run_again(unit)
+    again = _recomputation(unit)
     return LayerProfile(
         input_bytes=input_bytes,
         saved_bytes=unit.saved_bytes,
@@ -130,22 +134,23 @@ def _layer_profile(
 
 
 def _candidates(unit: UnitRecord) -> list[SwapCandidate]:
-    """Those that save enough, greedily.
+    """The outputs that save enough, chosen greedily.
 
-    The heap holds what each saved when it was last looked at. That seldom grows as others are swapped: only where
-    two need something that nobody keeps. So the first that still saves more than the next is said to is taken.
+    The heap holds what each output saved when it was last evaluated. Swapping others seldom makes that larger: only
+    where two outputs need something that is not available. So the first output that still saves more than the heap's
+    next one is taken.
     """
     chosen: set[int] = set()
     candidates = []
-    left = _run_again(unit)
+    left = _recomputation(unit)
     least_seconds = _LEAST_SHARE * left.seconds
 
     def saved_by(position: int) -> _Cost:
-        then = _run_again(unit, chosen | {position})
+        then = _recomputation(unit, chosen | {position})
         return _Cost(
             flops=left.flops - then.flops,
             seconds=left.seconds - then.seconds,
-            aside_bytes=left.aside_bytes - then.aside_bytes,
+            offloaded_bytes=left.offloaded_bytes - then.offloaded_bytes,
         )
 
     heap = [
@@ -159,17 +164,17 @@ def _candidates(unit: UnitRecord) -> list[SwapCandidate]:
         operator, saved = unit.operators[position], saved_by(position)
         if saved.seconds <= least_seconds:
             continue
-        benefit = saved.seconds / max(1, -saved.aside_bytes)
+        benefit = saved.seconds / max(1, -saved.offloaded_bytes)
         if heap and benefit < -heap[0][0]:
             heapq.heappush(heap, (-benefit, position))
             continue
         chosen.add(position)
-        left = _run_again(unit, chosen)
+        left = _recomputation(unit, chosen)
         candidates.append(
             SwapCandidate(
                 operator=operator.name,
                 key=operator.key,
-                num_bytes=-saved.aside_bytes,
+                num_bytes=-saved.offloaded_bytes,
                 flops=saved.flops,
                 seconds=saved.seconds,
             )
@@ -179,20 +184,22 @@ def _candidates(unit: UnitRecord) -> list[SwapCandidate]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cost:
+    """What backward recomputes, and what forward offloads for it."""
+
     flops: int
     seconds: float
-    aside_bytes: int
+    offloaded_bytes: int
 
 
-def _run_again(unit: UnitRecord, swapped: Collection[int] = ()) -> _Cost:
-    """What backward recomputes when the outputs at these positions are swapped, and what that offloads.
+def _recomputation(unit: UnitRecord, swapped: Collection[int] = ()) -> _Cost:
+    """What backward recomputes when the outputs at the positions `swapped` are swapped, and what that offloads.
 
-    Of outputs that only another swapped one was made of, nothing: nobody needs them any more.
+    An output that only other swapped outputs need is not offloaded.
     """
     decided = list(zip(unit.operators, decide(unit.operators, unit.saved, swapped), strict=True))
     again = [operator for operator, decision in decided if decision is Decision.EXEC]
     return _Cost(
         flops=sum(operator.flops for operator in again),
         seconds=sum(operator.seconds for operator in again),
-        aside_bytes=sum(operator.num_bytes for operator, decision in decided if decision is Decision.SWAP),
+        offloaded_bytes=sum(operator.num_bytes for operator, decision in decided if decision is Decision.SWAP),
     )

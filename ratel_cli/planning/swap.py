@@ -1,12 +1,11 @@
-"""Which operators' outputs to swap: the prefixes of all candidates, by benefit. Used by `planning.choose`. Pure.
+"""Which operators' outputs to swap: the prefixes of all candidates, sorted by benefit. Pure.
 
-Ratel section IV-D, Eq. 6-8 and Algorithm 1, as mended in papers.md section 2: layers' inputs are always offloaded;
-what else there is is sorted by what a byte saves (measured seconds, else FLOPs), and for a prefix of that order the
-step is predicted. The time is convex over prefixes, so the least is next to the least of those prefixes that
-take whole runs: one candidate in all layers that are alike. Within a run the last layers come first, which are
-never spilled.
+Ratel section IV-D, Eq. 6-8 and Algorithm 1, changed as docs/planning.md says. Layers' inputs are always offloaded. The
+other outputs are sorted by what a byte saves (measured seconds, else FLOPs), and the step is predicted for prefixes of
+that order. The time is convex over prefixes, so the best prefix lies next to the best of those that take whole groups:
+one candidate in all layers that are alike. Within a group the last layers come first, because they are never spilled.
 
-Invariant: `Order.at(k + 1)` swaps what `Order.at(k)` does and one output more.
+Invariant: `SwapOrder.prefix(k + 1)` swaps what `prefix(k)` does and one output more.
 """
 
 from __future__ import annotations
@@ -20,65 +19,66 @@ from itertools import accumulate
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
 
 _SCANNED = 32
-"""So many prefixes are tried one by one."""
+"""Up to this many prefixes are tried one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One candidate in all layers of a profile."""
+class CandidateGroup:
+    """One candidate in all layers that share a profile."""
 
     candidate: SwapCandidate
     profile: int
+    """The place of that profile in `ModelProfile.profiles`."""
     blocks: tuple[int, ...]
-    """Of those layers, the last first."""
+    """The blocks of those layers, the last one first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Swap:
-    """A prefix. Numbers are of one micro-batch."""
+class SwapPrefix:
+    """The first `num_outputs` outputs of the order. All numbers are for one micro-batch."""
 
     num_outputs: int
     num_bytes: int
-    """Without layers' inputs."""
+    """Bytes swapped, layers' inputs left out."""
     flops: int
-    """What need not be recomputed."""
+    """FLOPs that need not be recomputed."""
     seconds: float
-    """The same, where it was measured; else 0."""
+    """The same as measured seconds; 0 where nothing was measured."""
 
 
-class Order:
+class SwapOrder:
     """All candidates of a model, in the order in which they are swapped."""
 
     def __init__(self, profile: ModelProfile) -> None:
         self.profile = profile
-        runs = []
+        ranked = []
         for number, layer in enumerate(profile.profiles):
             blocks = tuple(i + 1 for i in reversed(range(len(profile.layers))) if profile.layers[i] == number)
-            runs += [
-                (rank, number, Run(candidate=candidate, profile=number, blocks=blocks))
+            ranked += [
+                (rank, number, CandidateGroup(candidate=candidate, profile=number, blocks=blocks))
                 for rank, candidate in zip(_ranks(layer), layer.candidates, strict=True)
                 if blocks
             ]
-        self.runs = tuple(run for _, _, run in sorted(runs, key=lambda item: (-item[0], item[1])))
-        self._ends = list(accumulate(len(run.blocks) for run in self.runs))
+        self.groups = tuple(group for _, _, group in sorted(ranked, key=lambda item: (-item[0], item[1])))
+        self._ends = list(accumulate(len(group.blocks) for group in self.groups))
 
     @property
     def num_outputs(self) -> int:
-        """Of one micro-batch: the length of the longest prefix."""
+        """Outputs of one micro-batch: the length of the longest prefix."""
         return self._ends[-1] if self._ends else 0
 
     @cached_property
     def boundaries(self) -> tuple[int, ...]:
-        """Prefixes of whole runs, the empty one first."""
+        """Lengths of the prefixes of whole groups, the empty one first."""
         return (0, *self._ends)
 
-    def at(self, num_outputs: int) -> Swap:
-        """The prefix of so many outputs."""
+    def prefix(self, num_outputs: int) -> SwapPrefix:
+        """The prefix of this length."""
         whole, rest = self._split(num_outputs)
-        taken = [(run.candidate, len(run.blocks)) for run in self.runs[:whole]]
+        taken = [(group.candidate, len(group.blocks)) for group in self.groups[:whole]]
         if rest:
-            taken.append((self.runs[whole].candidate, rest))
-        return Swap(
+            taken.append((self.groups[whole].candidate, rest))
+        return SwapPrefix(
             num_outputs=num_outputs,
             num_bytes=sum(candidate.num_bytes * number for candidate, number in taken),
             flops=sum(candidate.flops * number for candidate, number in taken),
@@ -86,41 +86,41 @@ class Order:
         )
 
     def keys(self, num_outputs: int) -> Mapping[int, frozenset[str]]:
-        """The operators that a prefix swaps, by block."""
+        """The keys of the operators that a prefix swaps, by block."""
         whole, rest = self._split(num_outputs)
         keys: dict[int, set[str]] = {}
-        for position, run in enumerate(self.runs[: whole + bool(rest)]):
-            for block in run.blocks[: rest if position == whole else None]:
-                keys.setdefault(block, set()).add(run.candidate.key)
+        for position, group in enumerate(self.groups[: whole + bool(rest)]):
+            for block in group.blocks[: rest if position == whole else None]:
+                keys.setdefault(block, set()).add(group.candidate.key)
         return {block: frozenset(names) for block, names in keys.items()}
 
     def unit_bytes(self, num_outputs: int) -> list[int]:
-        """For each layer, what one unit takes, its input included."""
+        """The size of a unit for each layer when a prefix is swapped, the layer's input included."""
         whole, rest = self._split(num_outputs)
         sizes = [layer.input_bytes for layer in self.profile.profiles]
-        for run in self.runs[:whole]:
-            sizes[run.profile] += run.candidate.num_bytes
+        for group in self.groups[:whole]:
+            sizes[group.profile] += group.candidate.num_bytes
         by_layer = [sizes[number] for number in self.profile.layers]
-        for block in self.runs[whole].blocks[:rest] if rest else ():
-            by_layer[block - 1] += self.runs[whole].candidate.num_bytes
+        for block in self.groups[whole].blocks[:rest] if rest else ():
+            by_layer[block - 1] += self.groups[whole].candidate.num_bytes
         return by_layer
 
     def reaching(self, num_bytes: int) -> int:
-        """The shortest prefix that swaps so many bytes of one micro-batch; all of them if there are fewer."""
+        """The shortest prefix that swaps `num_bytes` of one micro-batch; all outputs if there are fewer bytes."""
         low, high = 0, self.num_outputs
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if self.at(middle).num_bytes >= num_bytes else (middle + 1, high)
+            low, high = (low, middle) if self.prefix(middle).num_bytes >= num_bytes else (middle + 1, high)
         return low
 
     def least(self, seconds: Callable[[int], float]) -> int:
-        """The prefix with the least time, the shortest among equals. Times are infinite where there is no room."""
+        """The prefix with the least time, the shortest among equals. A prefix that does not fit takes infinite time."""
         best = min(self.boundaries, key=seconds)
         place = self.boundaries.index(best)
         low = self.boundaries[max(0, place - 1)]
         high = self.boundaries[min(len(self.boundaries) - 1, place + 1)]
-        # Coarsely first where there are many layers. Units are spilled whole, so that the time is convex but for
-        # one unit: of so many layers, next to nothing.
+        # Coarsely first where there are many layers. Units are spilled whole, so that the time is convex except for
+        # one unit, which is next to nothing among this many layers.
         while high - low > _SCANNED:
             stride = (high - low) // 8
             best = min((*range(low, high, stride), high), key=seconds)
@@ -128,14 +128,17 @@ class Order:
         return min(range(low, high + 1), key=seconds)
 
     def _split(self, num_outputs: int) -> tuple[int, int]:
-        """Whole runs, and outputs of the next one."""
+        """The number of whole groups in a prefix, and of outputs of the next one."""
         assert 0 <= num_outputs <= self.num_outputs
         whole = bisect_right(self._ends, num_outputs)
         return whole, num_outputs - (self._ends[whole - 1] if whole else 0)
 
 
 def _ranks(layer: LayerProfile) -> list[float]:
-    """What a byte of each candidate saves, never more than one before it: a layer's candidates stay in their order."""
+    """What a byte of each candidate saves, at most what the one before it saves.
+
+    So a layer's candidates stay in their order: the saving of each is counted with those before it swapped.
+    """
     benefits = [
         (candidate.flops if candidate.seconds is None else candidate.seconds) / max(1, candidate.num_bytes)
         for candidate in layer.candidates

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ratel_cli.planning.forecast.advice import Advice
-from ratel_cli.planning.forecast.forecast import Forecast, Stage, Tier
+from ratel_cli.planning.forecast.forecast import Forecast, Tier
 from ratel_cli.planning.plan import SwappedOperator
+from ratel_cli.planning.step_time import StageTime
 from ratel_cli.units import GIB, format_bytes, format_count, format_flops, format_seconds
 
 _CASES = {
@@ -106,7 +107,7 @@ def _verdict(forecast: Forecast) -> str:
     return f"no, for want of {named}; with enough of it:"
 
 
-def _stage(stage: Stage) -> str:
+def _stage(stage: StageTime) -> str:
     """The whole, and each resource, the busiest first."""
     busy = {
         "compute": stage.compute,
@@ -144,8 +145,8 @@ def _swapped(forecast: Forecast) -> str:
     fact = f"{format_bytes(forecast.swapped_bytes)} of {format_bytes(forecast.swappable_bytes)} of activations"
     if forecast.swapped_to_nvme_bytes:
         fact += f", {format_bytes(forecast.swapped_to_nvme_bytes)} of it to NVMe"
-    if forecast.kept_on_gpu_bytes:
-        fact += f", {format_bytes(forecast.kept_on_gpu_bytes)} of it kept on the GPU"
+    if forecast.gpu_activation_bytes:
+        fact += f", {format_bytes(forecast.gpu_activation_bytes)} of it kept on the GPU"
     return (
         f"{fact}; {format_bytes(forecast.inter_block_bytes)} are layers' inputs, which always are; "
         f"{_CASES[forecast.case]} (case {forecast.case})"

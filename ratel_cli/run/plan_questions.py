@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.planning.forecast.advice import with_drives
+from ratel_cli.planning.forecast.advice import server_dollars, with_drives
 from ratel_cli.planning.forecast.forecast import Forecast, Forecaster
-from ratel_cli.planning.papers.largest import Tiers, largest, paper_models
-from ratel_cli.planning.papers.peers import flash_neuron_parameters
+from ratel_cli.planning.papers.largest import TierBytes, largest, paper_models
 from ratel_cli.planning.papers.prefix import Point
-from ratel_cli.planning.papers.prices import server_dollars, tokens_per_second_per_thousand_dollars
-from ratel_cli.planning.papers.strategies import Outcome, compare
+from ratel_cli.planning.papers.strategies import Outcome, compare, flash_neuron_parameters
 from ratel_cli.report.plan import aligned
 from ratel_cli.units import format_bytes, format_count, format_seconds
 
@@ -110,7 +108,7 @@ def _strategy_json(outcome: Outcome, tokens: int) -> dict[str, object]:
 def _largest(forecaster: Forecaster, forecast: Forecast) -> Answer:
     setting = forecast.setting
     hardware, workload = setting.hardware, setting.workload
-    have = Tiers(
+    have = TierBytes(
         gpu_bytes=hardware.gpu.memory_bytes,
         host_bytes=setting.host_limit_bytes or hardware.host.memory_bytes,
         nvme_bytes=hardware.nvme.free_bytes,
@@ -148,7 +146,7 @@ def _prices(forecaster: Forecaster, forecast: Forecast) -> Answer:
             rows.append((str(count), f"${dollars}", "", "does not fit"))
             content.append({"num_ssds": count, "dollars": dollars, "fits": False})
             continue
-        bought = tokens_per_second_per_thousand_dollars(each.tokens_per_second, dollars=dollars)
+        bought = 1000 * each.tokens_per_second / dollars
         rows.append((str(count), f"${dollars}", f"{each.tokens_per_second:.4g}", f"{bought:.3g} tokens/s"))
         content.append(
             {

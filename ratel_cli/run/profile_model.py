@@ -26,9 +26,10 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import input_bytes, offload
+from ratel_cli.planning.activations import NOTHING_OFFLOADED, input_bytes
 from ratel_cli.planning.analytic import head_flops
-from ratel_cli.planning.capacity import host_memory
+from ratel_cli.planning.capacity import StepMemory
+from ratel_cli.planning.gpu_memory import GpuMemory
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Placement, Workload
 from ratel_cli.planning.recorded import recorded_profile
@@ -76,18 +77,17 @@ def _activation_room_bytes(config: RunConfig, spec: ModelSpec, hardware: Hardwar
     """What the limit leaves beside a step that runs ahead and puts nothing offloaded."""
     limit_bytes = config.limits.host_memory or default_limit_bytes()
     decisions = decisions_of(config, host_limit_bytes=limit_bytes)
-    memory, _ = host_memory(
+    state, workload = state_bytes(config), workload_of(config)
+    step = StepMemory(
         spec,
-        state_bytes(config),
-        workload_of(config),
-        Placement(prefetch_blocks=2, pending_updates=2),
-        offload([0], num_micro_batches=1, spilled_units=0),
+        state,
+        workload,
         holds_gradients=decisions.holds_gradients,
         process_bytes=resident_bytes(),
-        limit_bytes=sys.maxsize,
         overlap=decisions.overlap,
-        on_gpu=hardware.link is not None,
+        gpu=None if hardware.link is None else GpuMemory(spec, state, workload),
     )
+    memory, _ = step.fit(Placement(prefetch_blocks=2, pending_updates=2), NOTHING_OFFLOADED, limit_bytes=sys.maxsize)
     return max(0, limit_bytes - memory.total)
 
 

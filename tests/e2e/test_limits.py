@@ -44,7 +44,7 @@ def test_peaks_stay_inside_limits(make_config: MakeConfig, larger_base: Path, ma
 
     refused = config_with(300 * MIB)
     code, told = run(refused)
-    shortfall = re.search(r"error: host memory: .*: ([\d.]+) MiB too few", told)
+    shortfall = re.search(r"error: host memory: .* available \(short by ([\d.]+) MiB\)", told)
     assert code == 3 and shortfall, told
     assert not store_of(refused).exists() and not (output_of(refused) / "run" / "plan.json").exists()
     just_enough = 300 * MIB + int(float(shortfall[1]) * MIB)
@@ -67,6 +67,6 @@ def test_a_budget_for_the_compute_device_is_kept(make_config: MakeConfig, larger
     config = make_config(base=larger_base, limits={"host_memory": "8GiB", "gpu_memory": "16MiB"})
     code, told = run(config)
     assert code == 3
-    assert re.search(r"error: gpu memory: need .* for one block and its working set, have 16.0 MiB: .* too few", told)
+    assert re.search(r"error: GPU memory: one block .* need .*, 16.0 MiB available \(short by .*\)", told)
     assert "limits.gpu_memory" in told
     assert not store_of(config).exists()

@@ -71,7 +71,7 @@ def test_bad_input_leaves_a_store_as_it_was(make_config: MakeConfig, tmp_path: P
 def test_too_little_memory_is_known_before_anything_is_written(make_config: MakeConfig) -> None:
     config = make_config(limits={"host_memory": "200MiB"})
     ended = finetune(config)
-    refused(ended, 3, "host memory: need", "have 200 MiB", "too few")
+    refused(ended, 3, "host memory: a step needs", "200 MiB available (short by")
     assert "hint: raise limits.host_memory" in ended.told
     assert not store_of(config).parent.exists()
 

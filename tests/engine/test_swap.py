@@ -17,7 +17,7 @@ from ratel_cli.planning.activations import offload
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
-from ratel_cli.planning.swap import Order
+from ratel_cli.planning.swap import SwapOrder
 from ratel_cli.planning.traffic import step_traffic
 from ratel_cli.sizes import PACKED_ALIGNMENT
 from ratel_cli.units import align_up
@@ -75,7 +75,7 @@ def test_planned_bytes_are_moved_bytes(tmp_path: Path, architecture: str) -> Non
     with machine(tmp_path / "first", config, recipe, dtype="bfloat16", weights=weights) as ratel:
         steps = random_steps(3, NUM_MICRO_BATCHES, packed=ratel.model.packs)
         profile = recorded(ratel, recipe, steps[0])
-    order = Order(profile)
+    order = SwapOrder(profile)
     assert order.num_outputs > 0
     for _ in range(2):
         num_outputs = choice.randint(1, order.num_outputs)

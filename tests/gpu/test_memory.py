@@ -15,7 +15,7 @@ from ratel_cli.engine.telemetry import Span
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.planning import gpu_memory
-from ratel_cli.planning.gpu_memory import gpu_memory_bytes, weight_bytes_of
+from ratel_cli.planning.gpu_memory import GpuMemory, weight_bytes_of
 from ratel_cli.planning.placement import Placement, StateBytes, Workload
 from ratel_cli.units import MIB
 from tests.engine.architectures import VOCAB_SIZE, tiny_config
@@ -97,7 +97,7 @@ def test_a_step_takes_no_more_than_was_planned(
         units = ratel.model.spec.num_layers * num_micro_batches
         workload = Workload(micro_batch_size=rows, num_micro_batches=num_micro_batches, sequence_len=tokens)
         unit_bytes = outcome.swapped_bytes // units
-        planned = gpu_memory_bytes(ratel.model.spec, STATE, workload, largest_unit_bytes=unit_bytes)
+        planned = GpuMemory(ratel.model.spec, STATE, workload).needed_bytes(largest_unit_bytes=unit_bytes)
         planned += kept_layers * num_micro_batches * unit_bytes
         planned += weight_bytes_of(ratel.model.spec, STATE, gpu_weights)
     assert found <= planned - GPU_CONTEXT_BYTES - (gpu_memory._WORKSPACE_BYTES if is_simulated() else 0)

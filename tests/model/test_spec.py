@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.model.spec import LayerTraits, ModelSpec, decays, lay_out_block, name_in_layer
 from tests.engine.architectures import ARCHITECTURES, tiny_config
+from tests.tiers import examples
 
 SPEC = ModelSpec(
     name="tiny",
@@ -104,7 +105,7 @@ def test_a_block_that_is_none_is_rejected(changes: dict[str, object], message: s
         ModelSpec.from_json(content)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(100)
 @given(data=st.data(), value=VALUES)
 def test_any_value_gives_a_spec_or_a_value_error(data: st.DataObject, value: object) -> None:
     content = json.loads(json.dumps(SPEC.to_json()))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+from hypothesis import strategies as st
+
 from ratel_cli.hardware.spec import ComputeDevice, HardwareProfile, Host, Link, Nvme, alternating_bytes_per_second
 from ratel_cli.model.spec import ModelSpec, lay_out_block
 from ratel_cli.planning.placement import StateBytes, Workload
@@ -11,6 +13,8 @@ from ratel_cli.planning.placement import StateBytes, Workload
 BFLOAT16 = StateBytes(compute=2, record=12, num_fields=4, gradient=2)
 FLOAT32 = StateBytes(compute=4, record=12, num_fields=3, gradient=4)
 FLOAT16 = StateBytes(compute=2, record=14, num_fields=4, gradient=2)
+SEEDS = st.integers(0, (1 << 32) - 1)
+"""For `random.Random`, which builds what a strategy would build too slowly."""
 WORKLOAD = Workload(micro_batch_size=2, num_micro_batches=3, sequence_len=64)
 
 

@@ -7,11 +7,12 @@ from collections import deque
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
 
 from ratel_cli.model.spec import lay_out_block
 from ratel_cli.planning.activations import (
     OffloadedActivations,
-    Units,
+    SpilledUnits,
     block_activation_bytes,
     fewest_spilled_units,
     offload,
@@ -19,8 +20,8 @@ from ratel_cli.planning.activations import (
 )
 from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, StateBytes
 from ratel_cli.units import align_up
-from tests.planning.shapes import BFLOAT16, FLOAT32, gpt
-from tests.tiers import sample
+from tests.planning.shapes import BFLOAT16, FLOAT32, SEEDS, gpt
+from tests.tiers import examples
 
 
 @pytest.mark.parametrize(("state", "bytes_per_element"), [(BFLOAT16, 2), (FLOAT32, 4)])
@@ -74,10 +75,10 @@ def walk(unit_bytes: list[int], num_micro_batches: int, spilled_units: int) -> O
         if len(window) == SPILL_WINDOW_UNITS:
             to_read.append(window.popleft())
         lease(number)
-    read: list[Units] = []
+    read: list[SpilledUnits] = []
     for number in reversed(range(spilled_units)):
         while to_read and len(window) < SPILL_WINDOW_UNITS:
-            read.append(Units(1, spilled[to_read[-1]]))
+            read.append(SpilledUnits(1, spilled[to_read[-1]]))
             lease(to_read.pop())
         window.remove(number)
     assert not window
@@ -88,20 +89,21 @@ def walk(unit_bytes: list[int], num_micro_batches: int, spilled_units: int) -> O
         host_bytes=sum(units[spilled_units:]),
         window_bytes=found.window_bytes if len(set(spilled)) > 1 else most_leased,
         num_units=len(units),
-        written_units=tuple(Units(1, size) for size in spilled),
+        written_units=tuple(SpilledUnits(1, size) for size in spilled),
         read_units=tuple(reversed(read)),
         largest_unit_bytes=max(unit_bytes),
     )
 
 
 def one_by_one(offloaded: OffloadedActivations) -> OffloadedActivations:
-    def singles(groups: tuple[Units, ...]) -> tuple[Units, ...]:
-        return tuple(Units(1, units.unit_bytes) for units in groups for _ in range(units.number))
+    def singles(groups: tuple[SpilledUnits, ...]) -> tuple[SpilledUnits, ...]:
+        return tuple(SpilledUnits(1, units.unit_bytes) for units in groups for _ in range(units.number))
 
     return replace(offloaded, written_units=singles(offloaded.written_units), read_units=singles(offloaded.read_units))
 
 
-@pytest.mark.parametrize("seed", sample(range(100), every=5))
+@examples(100)
+@given(seed=SEEDS)
 def test_what_is_put_aside_is_what_the_engine_moves(seed: int) -> None:
     choice = random.Random(seed)
     num_micro_batches = choice.randint(1, 5)
@@ -113,7 +115,8 @@ def test_what_is_put_aside_is_what_the_engine_moves(seed: int) -> None:
         assert found.memory_bytes == found.host_bytes + found.window_bytes
 
 
-@pytest.mark.parametrize("seed", sample(range(50), every=4))
+@examples(50)
+@given(seed=SEEDS)
 def test_what_a_gpu_keeps_is_neither_in_memory_nor_on_the_link(seed: int) -> None:
     choice = random.Random(seed)
     num_micro_batches = choice.randint(1, 5)
@@ -136,22 +139,27 @@ def test_the_last_units_are_not_read() -> None:
     assert (found.total_bytes, found.host_bytes, found.window_bytes) == (36_000, 18_000, 3 * 8192)
 
 
-@pytest.mark.parametrize("seed", sample(range(200), every=8))
+@examples(200)
+@given(seed=SEEDS)
 def test_as_few_units_are_spilled_as_fit(seed: int) -> None:
-    """Against trying every number; where none fits, it is one that takes the least."""
+    """Compared with trying every number; where none fits, it is one that takes the least."""
     choice = random.Random(seed)
     num_micro_batches = choice.randint(1, 6)
     sizes = choice.choice([[8192], [4096, 40_960], range(1, 50_000)])
     unit_bytes = [choice.choice(sizes) for _ in range(choice.randint(1, 12))]
     if choice.random() < 0.5:
         unit_bytes.sort(reverse=choice.random() < 0.5)
+    spillable = num_micro_batches * (len(unit_bytes) - 1)
+    most_units = choice.choice([None, choice.randint(0, spillable + num_micro_batches)])
     taken_bytes = [
         offload(unit_bytes, num_micro_batches=num_micro_batches, spilled_units=number).memory_bytes
-        for number in range(num_micro_batches * (len(unit_bytes) - 1) + 1)
+        for number in range(min(spillable, spillable if most_units is None else most_units) + 1)
     ]
-    rooms = {size + more for size in taken_bytes for more in (-1, 0, 1)}
-    for available_bytes in rooms | {choice.randint(0, max(taken_bytes)) for _ in range(20)}:
-        found = fewest_spilled_units(unit_bytes, num_micro_batches=num_micro_batches, available_bytes=available_bytes)
+    limits = {size + more for size in taken_bytes for more in (-1, 0, 1)}
+    for available_bytes in limits | {choice.randint(0, max(taken_bytes)) for _ in range(20)}:
+        found = fewest_spilled_units(
+            unit_bytes, num_micro_batches=num_micro_batches, available_bytes=available_bytes, most_units=most_units
+        )
         if min(taken_bytes) > available_bytes:
             assert taken_bytes[found] == min(taken_bytes)
         else:

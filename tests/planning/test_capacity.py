@@ -6,46 +6,46 @@ import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
 
 from ratel_cli.engine.loss import tokens_per_chunk
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning import capacity
-from ratel_cli.planning.activations import OffloadedActivations, block_activation_bytes, head_chunk_tokens, offload
-from ratel_cli.planning.capacity import HostMemory, check_device_memory, host_memory
+from ratel_cli.planning.activations import (
+    NOTHING_OFFLOADED,
+    OffloadedActivations,
+    block_activation_bytes,
+    head_chunk_tokens,
+    offload,
+)
+from ratel_cli.planning.capacity import HostMemory, StepMemory, check_device_memory
 from ratel_cli.planning.placement import Overlap, Placement, StateBytes, Workload
 from ratel_cli.sizes import GROUP_ELEMENTS
 from ratel_cli.units import GIB, MIB
-from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, WORKLOAD, gpt
+from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, WORKLOAD, gpt
+from tests.tiers import examples
 
 PROCESS_BYTES = 400 * MIB
 RUNTIME_BYTES = 64 * MIB
 DEEP = Placement(prefetch_blocks=2, pending_updates=2)
-NOTHING_ASIDE = offload([0], num_micro_batches=1, spilled_units=0)
 
 
 def need(
     spec: ModelSpec,
     *,
     placement: Placement = DEEP,
-    offloaded: OffloadedActivations = NOTHING_ASIDE,
+    offloaded: OffloadedActivations = NOTHING_OFFLOADED,
     state: StateBytes = BFLOAT16,
     workload: Workload = WORKLOAD,
     holds_gradients: bool = False,
     overlap: Overlap = "optimized",
     limit_bytes: int = 1 << 50,
 ) -> tuple[HostMemory, int]:
-    return host_memory(
-        spec,
-        state,
-        workload,
-        placement,
-        offloaded,
-        holds_gradients=holds_gradients,
-        process_bytes=PROCESS_BYTES,
-        limit_bytes=limit_bytes,
-        overlap=overlap,
+    step = StepMemory(
+        spec, state, workload, holds_gradients=holds_gradients, process_bytes=PROCESS_BYTES, overlap=overlap
     )
+    return step.fit(placement, offloaded, limit_bytes=limit_bytes)
 
 
 def walk(
@@ -95,7 +95,7 @@ def walk(
     # Backward: so many before each block are being updated; the ones before those are held, if they are to be.
     arrived = [num_blocks - 1]
     for number, i in enumerate(range(num_layers, -1, -1)):
-        pending = set(arrived[len(arrived) - placement.pending_updates :]) if placement.pending_updates else set()
+        pending = set(arrived[max(0, len(arrived) - placement.pending_updates) :])
         window = weights(set(uses[position + num_open + number :][: 1 + ahead]))
         block = max(6 * size[i], 6 * size[i] + 4 * largest[i]) + (tied if i else 0)
         resting = gradients((set(arrived) - pending) & kept)
@@ -120,9 +120,10 @@ def walk(
     return stages
 
 
-@pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("overlap", ["optimized", "separate"])
+@examples(30)
+@given(seed=SEEDS)
 def test_as_many_gradients_stay_in_memory_as_fit(seed: int, tied: bool, overlap: Overlap) -> None:
     choice = random.Random(seed)
     spec = gpt(
@@ -185,7 +186,7 @@ def test_what_does_not_fit_is_refused_by_the_byte() -> None:
     with pytest.raises(DoesNotFit) as raised:
         need(spec, limit_bytes=total - 1)
     assert raised.value.shortfall_bytes == 1
-    assert "1 B too few" in raised.value.message
+    assert "(short by 1 B)" in raised.value.message
     assert "activations" not in raised.value.message
     assert "resident" not in raised.value.message
     assert raised.value.hint is not None and "limits.host_memory" in raised.value.hint
@@ -203,7 +204,7 @@ def test_the_device_takes_what_passes_through() -> None:
     assert memory.device == memory.block + memory.working_set
     check_device_memory(memory, None)
     check_device_memory(memory, memory.device)
-    with pytest.raises(DoesNotFit, match=r"gpu memory: need .* 1 B too few") as raised:
+    with pytest.raises(DoesNotFit, match=r"GPU memory: .* need .* available \(short by 1 B\)") as raised:
         check_device_memory(memory, memory.device - 1)
     assert raised.value.shortfall_bytes == 1
     assert raised.value.hint is not None and "limits.gpu_memory" in raised.value.hint

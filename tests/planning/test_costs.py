@@ -6,30 +6,29 @@ import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
 
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import OffloadedActivations, offload
+from ratel_cli.planning.activations import NOTHING_OFFLOADED, OffloadedActivations, offload
 from ratel_cli.planning.analytic import head_flops
 from ratel_cli.planning.costs import (
     ComputeSeconds,
-    StageTime,
-    StepTime,
     compute_seconds,
     nvme_seconds,
     overlapped_step,
 )
 from ratel_cli.planning.placement import Overlap, Placement, Workload
+from ratel_cli.planning.step_time import StageTime, StepTime
 from ratel_cli.planning.traffic import Traffic, checksum_bytes, step_traffic
 from tests.planning.profiles import candidate, estimated, layer, model
-from tests.planning.shapes import BFLOAT16, WORKLOAD, gpt, machine
-from tests.tiers import sample
+from tests.planning.shapes import BFLOAT16, SEEDS, WORKLOAD, gpt, machine
+from tests.tiers import examples
 
 SPEC = gpt()
 ELEMENTS = sum(block.num_elements for block in SPEC.blocks)
 DEEP = Placement(prefetch_blocks=2, pending_updates=2)
 COMPUTE = ComputeSeconds(forward=0.5, backward=1.25, head=0.0, is_measured=False)
-NOTHING_ASIDE = offload([0], num_micro_batches=1, spilled_units=0)
 SPILLED = offload([40_960, 40_960, 8192], num_micro_batches=3, spilled_units=6)
 MOVED = (
     "forward_read_bytes",
@@ -129,7 +128,8 @@ def test_nvme_takes_both_at_the_mixed_rate_and_the_rest_alone(
     assert sum(nvme_seconds(nvme, read, written)) == pytest.approx(seconds, rel=1e-12)
 
 
-@pytest.mark.parametrize("seed", sample(range(50), every=4))
+@examples(50)
+@given(seed=SEEDS)
 def test_moving_more_never_takes_less(seed: int) -> None:
     choice = random.Random(seed)
     nvme = machine(
@@ -144,7 +144,7 @@ def test_moving_more_never_takes_less(seed: int) -> None:
 
 
 def traffic_of(
-    placement: Placement = DEEP, offloaded: OffloadedActivations = NOTHING_ASIDE, *, holds_gradients: bool = False
+    placement: Placement = DEEP, offloaded: OffloadedActivations = NOTHING_OFFLOADED, *, holds_gradients: bool = False
 ) -> Traffic:
     return step_traffic(SPEC, BFLOAT16, placement, offloaded, holds_gradients=holds_gradients)
 
@@ -153,7 +153,7 @@ def step_time(
     hardware: HardwareProfile,
     *,
     placement: Placement = DEEP,
-    offloaded: OffloadedActivations = NOTHING_ASIDE,
+    offloaded: OffloadedActivations = NOTHING_OFFLOADED,
     compute: ComputeSeconds = COMPUTE,
     not_recomputed_seconds: float = 0.0,
     holds_gradients: bool = False,
@@ -315,7 +315,7 @@ def test_spilled_activations_are_beneath_the_computing_of_their_own_layers(place
         SPEC,
         BFLOAT16,
         placement,
-        replace(traffic_of(), **dict.fromkeys(MOVED, 0)).beside(offloaded),
+        replace(traffic_of(), **dict.fromkeys(MOVED, 0)).with_offloaded(offloaded),
         machine(read_bytes_per_second=5 * 4096 / 0.9, write_bytes_per_second=8 * 4096 / 0.9),
         compute=ComputeSeconds(forward=1.0, backward=1.0, head=0.0, is_measured=False),
         offloaded=offloaded,
@@ -326,7 +326,8 @@ def test_spilled_activations_are_beneath_the_computing_of_their_own_layers(place
     assert time.backward.total == pytest.approx(0.9 + 15 / 20, rel=1e-3)
 
 
-@pytest.mark.parametrize("seed", sample(range(50), every=4))
+@examples(50)
+@given(seed=SEEDS)
 def test_spilling_more_never_takes_less_and_running_ahead_never_more(seed: int) -> None:
     choice = random.Random(seed)
     hardware = machine(

@@ -6,18 +6,17 @@ import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
 
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import block_activation_bytes, offload
-from ratel_cli.planning.capacity import HostMemory, host_memory
-from ratel_cli.planning.gpu_memory import gpu_memory_bytes, keep, weight_bytes_of
+from ratel_cli.planning.activations import NOTHING_OFFLOADED, block_activation_bytes, offload
+from ratel_cli.planning.capacity import HostMemory, StepMemory
+from ratel_cli.planning.gpu_memory import GpuMemory, weight_bytes_of
 from ratel_cli.planning.placement import Placement, StateBytes, Workload
 from ratel_cli.units import MIB
-from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, WORKLOAD, gpt
-from tests.tiers import sample
-
-NOTHING_ASIDE = offload([0], num_micro_batches=1, spilled_units=0)
+from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, WORKLOAD, gpt
+from tests.tiers import examples
 
 
 def walk(spec: ModelSpec, state: StateBytes, workload: Workload, unit_bytes: int) -> int:
@@ -77,8 +76,9 @@ def walk(spec: ModelSpec, state: StateBytes, workload: Workload, unit_bytes: int
     return GPU_CONTEXT_BYTES + 256 * MIB + hidden + max(stages)
 
 
-@pytest.mark.parametrize("seed", sample(range(60), every=4))
 @pytest.mark.parametrize("tied", [False, True])
+@examples(60)
+@given(seed=SEEDS)
 def test_it_is_the_most_that_a_use_takes(seed: int, tied: bool) -> None:
     choice = random.Random(seed)
     spec = gpt(
@@ -93,13 +93,13 @@ def test_it_is_the_most_that_a_use_takes(seed: int, tied: bool) -> None:
         sequence_len=choice.choice([64, 1024]),
     )
     state, unit_bytes = choice.choice([BFLOAT16, FLOAT16, FLOAT32]), choice.choice([0, 1, 10**6, 10**9])
-    found = gpu_memory_bytes(spec, state, workload, largest_unit_bytes=unit_bytes)
+    found = GpuMemory(spec, state, workload).needed_bytes(largest_unit_bytes=unit_bytes)
     assert found == walk(spec, state, workload, unit_bytes)
 
 
 def test_it_does_not_grow_with_the_number_of_layers() -> None:
     few, many = (
-        gpu_memory_bytes(gpt(num_layers=number), BFLOAT16, WORKLOAD, largest_unit_bytes=MIB) for number in (3, 96)
+        GpuMemory(gpt(num_layers=number), BFLOAT16, WORKLOAD).needed_bytes(largest_unit_bytes=MIB) for number in (3, 96)
     )
     assert few == many
 
@@ -107,50 +107,48 @@ def test_it_does_not_grow_with_the_number_of_layers() -> None:
 def test_micro_batches_cost_their_hidden_states_alone() -> None:
     spec = gpt()
     two, three = (
-        gpu_memory_bytes(spec, BFLOAT16, replace(WORKLOAD, num_micro_batches=number), largest_unit_bytes=MIB)
+        GpuMemory(spec, BFLOAT16, replace(WORKLOAD, num_micro_batches=number)).needed_bytes(largest_unit_bytes=MIB)
         for number in (2, 3)
     )
     tokens = WORKLOAD.micro_batch_tokens
     assert three - two == tokens * (2 * 2 * spec.hidden_size + WORKLOAD.sequence_len)
 
 
-@pytest.mark.parametrize("seed", sample(range(60), every=4))
+@examples(60)
+@given(seed=SEEDS)
 def test_units_and_then_weights_are_kept_while_there_is_room(seed: int) -> None:
     choice = random.Random(seed)
     spec = gpt(num_layers=choice.randint(1, 8), hidden_size=256)
     workload = replace(WORKLOAD, num_micro_batches=choice.randint(1, 4))
     unit_bytes = [choice.randint(1, 10 * MIB) for _ in range(spec.num_layers)]
-    needed = gpu_memory_bytes(spec, BFLOAT16, workload, largest_unit_bytes=max(unit_bytes))
+    needed = GpuMemory(spec, BFLOAT16, workload).needed_bytes(largest_unit_bytes=max(unit_bytes))
     limit_bytes = needed + choice.choice([-MIB, 0, choice.randint(0, 200 * MIB)])
-    kept = keep(spec, BFLOAT16, workload, unit_bytes, limit_bytes=limit_bytes)
+    resident = GpuMemory(spec, BFLOAT16, workload).resident(unit_bytes, limit_bytes=limit_bytes)
     units = [size for size in unit_bytes for _ in range(workload.num_micro_batches)]
     weights = [BFLOAT16.compute * block.num_elements for block in spec.blocks]
     available_bytes = 0.9 * max(0, limit_bytes - needed)
-    units_bytes = sum(units[kept.units_from :])
-    assert units_bytes + weight_bytes_of(spec, BFLOAT16, kept.weights) <= available_bytes
-    assert kept.weights == frozenset(range(spec.num_layers + 1 - len(kept.weights), spec.num_layers + 1))
-    if kept.units_from > 1:
-        assert units_bytes + units[kept.units_from - 1] > available_bytes - 1, "one unit more does not fit"
-    if len(kept.weights) < spec.num_layers:
-        one_more = weights[spec.num_layers - len(kept.weights)]
-        always_bytes = 0 if kept.units_from > 1 else units[0]
-        taken_bytes = units_bytes + weight_bytes_of(spec, BFLOAT16, kept.weights)
+    units_bytes = sum(units[resident.units_from :])
+    assert units_bytes + weight_bytes_of(spec, BFLOAT16, resident.weights) <= available_bytes
+    assert resident.weights == frozenset(range(spec.num_layers + 1 - len(resident.weights), spec.num_layers + 1))
+    if resident.units_from > 1:
+        assert units_bytes + units[resident.units_from - 1] > available_bytes - 1, "one unit more does not fit"
+    if len(resident.weights) < spec.num_layers:
+        one_more = weights[spec.num_layers - len(resident.weights)]
+        always_bytes = 0 if resident.units_from > 1 else units[0]
+        taken_bytes = units_bytes + weight_bytes_of(spec, BFLOAT16, resident.weights)
         assert taken_bytes + always_bytes + one_more > available_bytes - 1
 
 
-def need(spec: ModelSpec, *, on_gpu: bool, tokens: int = 128, num_micro_batches: int = 3) -> HostMemory:
-    offloaded = offload([MIB] * spec.num_layers, num_micro_batches=num_micro_batches, spilled_units=0)
-    return host_memory(
-        spec,
-        BFLOAT16,
-        Workload(micro_batch_size=1, num_micro_batches=num_micro_batches, sequence_len=tokens),
-        Placement(prefetch_blocks=2, pending_updates=2),
-        offloaded,
-        holds_gradients=True,
-        process_bytes=MIB,
-        limit_bytes=1 << 50,
-        on_gpu=on_gpu,
-    )[0]
+def workload_of(*, tokens: int, num_micro_batches: int = 3) -> Workload:
+    return Workload(micro_batch_size=1, num_micro_batches=num_micro_batches, sequence_len=tokens)
+
+
+def need(spec: ModelSpec, *, on_gpu: bool, tokens: int = 128) -> HostMemory:
+    workload = workload_of(tokens=tokens)
+    gpu = GpuMemory(spec, BFLOAT16, workload) if on_gpu else None
+    step = StepMemory(spec, BFLOAT16, workload, holds_gradients=True, process_bytes=MIB, gpu=gpu)
+    offloaded = offload([MIB] * spec.num_layers, num_micro_batches=3, spilled_units=0)
+    return step.fit(Placement(prefetch_blocks=2, pending_updates=2), offloaded, limit_bytes=1 << 50)[0]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -159,12 +157,7 @@ def test_host_memory_has_what_goes_up_and_comes_down_alone(tied: bool) -> None:
     on_gpu, on_cpu = need(spec, on_gpu=True), need(spec, on_gpu=False)
     assert on_gpu.total < on_cpu.total
     assert (on_gpu.hidden_states, on_gpu.activations) == (0, on_cpu.activations)
-    assert on_gpu.device == gpu_memory_bytes(
-        spec,
-        BFLOAT16,
-        Workload(micro_batch_size=1, num_micro_batches=3, sequence_len=128),
-        largest_unit_bytes=MIB,
-    )
+    assert on_gpu.device == GpuMemory(spec, BFLOAT16, workload_of(tokens=128)).needed_bytes(largest_unit_bytes=MIB)
 
 
 def test_host_memory_does_not_depend_on_tokens_where_a_gpu_computes() -> None:
@@ -175,9 +168,9 @@ def test_host_memory_does_not_depend_on_tokens_where_a_gpu_computes() -> None:
 
 
 def test_nothing_put_aside_is_nothing_on_the_way() -> None:
-    assert NOTHING_ASIDE.largest_unit_bytes == 0
+    assert NOTHING_OFFLOADED.largest_unit_bytes == 0
     spec = gpt()
     without, with_some = (
-        gpu_memory_bytes(spec, BFLOAT16, WORKLOAD, largest_unit_bytes=number) for number in (0, 5 * MIB)
+        GpuMemory(spec, BFLOAT16, WORKLOAD).needed_bytes(largest_unit_bytes=number) for number in (0, 5 * MIB)
     )
     assert with_some - without == 2 * 5 * MIB

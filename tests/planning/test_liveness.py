@@ -6,9 +6,11 @@ import random
 from dataclasses import dataclass, replace
 
 import pytest
+from hypothesis import given
 
 from ratel_cli.planning.liveness import Decision, decide
-from tests.tiers import sample
+from tests.planning.shapes import SEEDS
+from tests.tiers import examples
 
 EXEC, SWAP, DEAD = Decision.EXEC, Decision.SWAP, Decision.DEAD
 
@@ -51,7 +53,8 @@ def wanted_of(operators: list[Operator], position: int, saved: set[int], swapped
     )
 
 
-@pytest.mark.parametrize("seed", sample(range(300), every=10))
+@examples(300)
+@given(seed=SEEDS)
 def test_an_operator_runs_if_and_only_if_its_value_is_needed(seed: int) -> None:
     choice = random.Random(seed)
     operators = by_chance(choice)

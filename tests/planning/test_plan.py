@@ -9,8 +9,9 @@ import pytest
 
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.planning.capacity import host_memory
+from ratel_cli.planning.capacity import StepMemory
 from ratel_cli.planning.costs import compute_seconds, overlapped_step
+from ratel_cli.planning.gpu_memory import GpuMemory
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import ActivationPolicy, Overlap
 from ratel_cli.planning.plan import Decisions, Plan, make_plan
@@ -56,18 +57,16 @@ def plan(
 @pytest.mark.parametrize("limit_bytes", [TIGHT, GIB, ROOMY])
 def test_all_parts_are_those_of_its_placement(overlap: Overlap, holds_gradients: bool, limit_bytes: int) -> None:
     made = plan(overlap=overlap, holds_gradients=holds_gradients, limit_bytes=limit_bytes)
-    memory, spilled_blocks = host_memory(
+    step = StepMemory(
         SPEC,
         BFLOAT16,
         WORKLOAD,
-        made.placement,
-        made.offloaded,
         holds_gradients=holds_gradients,
         process_bytes=200 * MIB,
-        limit_bytes=limit_bytes,
         overlap=overlap,
-        on_gpu=True,
+        gpu=GpuMemory(SPEC, BFLOAT16, WORKLOAD),
     )
+    memory, spilled_blocks = step.fit(made.placement, made.offloaded, limit_bytes=limit_bytes)
     assert (made.memory, made.spilled_blocks) == (memory, spilled_blocks)
     assert made.memory.total <= limit_bytes
     assert made.traffic == step_traffic(
@@ -173,14 +172,14 @@ def test_the_curve_is_told_in_order() -> None:
 
 @pytest.mark.parametrize("activations", ["auto", "keep", "recompute"])
 def test_what_does_not_fit_has_no_plan(activations: ActivationPolicy) -> None:
-    with pytest.raises(DoesNotFit, match="host memory: need"):
+    with pytest.raises(DoesNotFit, match="host memory: a step needs"):
         plan(limit_bytes=200 * MIB, activations=activations)
 
 
 def test_what_the_device_has_no_room_for_has_no_plan() -> None:
     needed = plan().memory.device
     assert plan(device_limit_bytes=needed).memory.device == needed
-    with pytest.raises(DoesNotFit, match="gpu memory: need"):
+    with pytest.raises(DoesNotFit, match="GPU memory: one block and its working set need"):
         plan(device_limit_bytes=needed - 1)
 
 

@@ -10,11 +10,13 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
 
 from ratel_cli.planning.liveness import Decision, decide
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
 from ratel_cli.planning.recorded import BlockSeconds, OperatorRecord, UnitRecord, recorded_profile
-from tests.tiers import sample
+from tests.planning.shapes import SEEDS
+from tests.tiers import examples
 
 
 def operator(
@@ -103,7 +105,8 @@ def benefit_of(each: UnitRecord, position: int, chosen: Collection[int]) -> floa
     return (seconds(chosen) - seconds(then)) / max(1, added_bytes)
 
 
-@pytest.mark.parametrize("seed", sample(range(60), every=4))
+@examples(60)
+@given(seed=SEEDS)
 def test_what_a_prefix_saves_is_what_liveness_leaves_out(seed: int) -> None:
     each = unit_by_chance(random.Random(seed), num_operators=20)
     found = only_layer(each)
@@ -131,7 +134,8 @@ def test_what_a_prefix_saves_is_what_liveness_leaves_out(seed: int) -> None:
     assert all(each.operators[at] not in run_again(each, chosen) for at in swappable - chosen)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@examples(20)
+@given(seed=SEEDS)
 def test_where_everything_is_saved_each_counts_for_itself(seed: int) -> None:
     each = unit_by_chance(random.Random(seed), num_operators=30, saves_everything=True)
     expected = [op for op in each.operators if op.num_bytes and op.can_be_skipped]

@@ -7,21 +7,21 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given
 
 from ratel_cli.model.spec import BlockSpec, ModelSpec
-from ratel_cli.planning.activations import OffloadedActivations, offload
+from ratel_cli.planning.activations import NOTHING_OFFLOADED, OffloadedActivations, offload
 from ratel_cli.planning.placement import Overlap, Placement, StateBytes
 from ratel_cli.planning.traffic import Traffic, checksum_bytes, gradient_bytes, step_traffic, store_bytes
 from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
 from ratel_cli.store.layout import ChunkMap, record_layout
-from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, gpt
-from tests.tiers import sample
+from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, gpt
+from tests.tiers import examples
 
 # Elements of the blocks, with the gaps: 512 * 64, then 12 * 64^2 + 2 * 64 up to a multiple of 2048, then 513 * 64.
 EMBEDDING, LAYER, HEAD = 32768, 51200, 34816
 TABLE = 4096  # of checksums: one of each field of each block, and one on top
 NOTHING = Placement()
-NOTHING_ASIDE = offload([0], num_micro_batches=1, spilled_units=0)
 
 
 @dataclass
@@ -102,9 +102,10 @@ class Walk:
             self.moved[stage, "read"] += block.num_elements * each
 
 
-@pytest.mark.parametrize("seed", sample(range(40), every=4))
 @pytest.mark.parametrize("overlap", ["optimized", "naive", "separate"])
 @pytest.mark.parametrize("tied", [False, True])
+@examples(40)
+@given(seed=SEEDS)
 def test_it_is_what_a_walk_through_a_run_counts(seed: int, overlap: Overlap, tied: bool) -> None:
     choice = random.Random(seed)
     spec = gpt(num_layers=choice.randint(1, 5), tied=tied)
@@ -154,27 +155,27 @@ def test_the_blocks_are_what_the_sums_assume() -> None:
 )
 @pytest.mark.parametrize("holds_gradients", [False, True])
 def test_bytes_per_parameter(state: StateBytes, layer: int, head: int, holds_gradients: bool) -> None:
-    traffic = step_traffic(gpt(), state, NOTHING, NOTHING_ASIDE, holds_gradients=holds_gradients)
+    traffic = step_traffic(gpt(), state, NOTHING, NOTHING_OFFLOADED, holds_gradients=holds_gradients)
     assert traffic.read_bytes + traffic.written_bytes == layer * (EMBEDDING + 3 * LAYER) + head * HEAD + TABLE
     assert traffic.written_bytes == state.record * (EMBEDDING + 3 * LAYER + HEAD) + TABLE
     assert (traffic.update_read_bytes, traffic.update_written_bytes, traffic.first_read_bytes) == (0, 0, 0)
 
 
 def test_updates_on_arrival_fall_in_backward() -> None:
-    traffic = step_traffic(gpt(), BFLOAT16, NOTHING, NOTHING_ASIDE, holds_gradients=False)
+    traffic = step_traffic(gpt(), BFLOAT16, NOTHING, NOTHING_OFFLOADED, holds_gradients=False)
     assert (traffic.forward_read_bytes, traffic.forward_written_bytes) == (2 * (EMBEDDING + 3 * LAYER), TABLE)
     assert traffic.backward_read_bytes == 12 * (EMBEDDING + 3 * LAYER + HEAD)
 
 
 def test_held_gradients_move_the_update_to_forward() -> None:
-    traffic = step_traffic(gpt(), BFLOAT16, NOTHING, NOTHING_ASIDE, holds_gradients=True)
+    traffic = step_traffic(gpt(), BFLOAT16, NOTHING, NOTHING_OFFLOADED, holds_gradients=True)
     every = EMBEDDING + 3 * LAYER + HEAD
     assert (traffic.forward_read_bytes, traffic.forward_written_bytes) == (12 * every, 12 * every + TABLE)
     assert (traffic.backward_read_bytes, traffic.backward_written_bytes) == (2 * (EMBEDDING + 3 * LAYER), 0)
 
 
 def test_a_separate_optimizer_reads_the_weights_once_more() -> None:
-    traffic = step_traffic(gpt(), BFLOAT16, NOTHING, NOTHING_ASIDE, holds_gradients=False, overlap="separate")
+    traffic = step_traffic(gpt(), BFLOAT16, NOTHING, NOTHING_OFFLOADED, holds_gradients=False, overlap="separate")
     every = EMBEDDING + 3 * LAYER + HEAD
     assert (traffic.update_read_bytes, traffic.update_written_bytes) == (12 * every, 12 * every)
     assert (traffic.forward_read_bytes, traffic.backward_read_bytes) == (2 * (every - HEAD), 2 * every)
@@ -185,7 +186,9 @@ def test_a_separate_optimizer_reads_the_weights_once_more() -> None:
 def test_a_layer_more_is_26_bytes_for_each_of_its_parameters(num_layers: int, prefetch_blocks: int) -> None:
     def moved(spec_layers: int) -> int:
         placement = Placement(prefetch_blocks=prefetch_blocks)
-        traffic = step_traffic(gpt(num_layers=spec_layers), BFLOAT16, placement, NOTHING_ASIDE, holds_gradients=False)
+        traffic = step_traffic(
+            gpt(num_layers=spec_layers), BFLOAT16, placement, NOTHING_OFFLOADED, holds_gradients=False
+        )
         return traffic.read_bytes + traffic.written_bytes
 
     assert moved(num_layers + 1) - moved(num_layers) == 26 * LAYER
@@ -194,7 +197,7 @@ def test_a_layer_more_is_26_bytes_for_each_of_its_parameters(num_layers: int, pr
 @pytest.mark.parametrize("holds_gradients", [False, True])
 def test_a_tied_embedding_is_read_for_the_head_too(holds_gradients: bool) -> None:
     spec = gpt(tied=True)
-    traffic = step_traffic(spec, BFLOAT16, NOTHING, NOTHING_ASIDE, holds_gradients=holds_gradients)
+    traffic = step_traffic(spec, BFLOAT16, NOTHING, NOTHING_OFFLOADED, holds_gradients=holds_gradients)
     norm = spec.blocks[-1].num_elements
     assert traffic.read_bytes + traffic.written_bytes == 28 * EMBEDDING + 26 * 3 * LAYER + 24 * norm + TABLE
 
@@ -205,8 +208,8 @@ def test_a_tied_embedding_is_read_for_the_head_too(holds_gradients: bool) -> Non
 )
 def test_spilled_gradients_go_and_come_back(num_blocks: int, elements: int) -> None:
     spec = gpt()
-    spilled = step_traffic(spec, BFLOAT16, NOTHING, NOTHING_ASIDE, holds_gradients=True, spilled_blocks=num_blocks)
-    none = step_traffic(spec, BFLOAT16, NOTHING, NOTHING_ASIDE, holds_gradients=True)
+    spilled = step_traffic(spec, BFLOAT16, NOTHING, NOTHING_OFFLOADED, holds_gradients=True, spilled_blocks=num_blocks)
+    none = step_traffic(spec, BFLOAT16, NOTHING, NOTHING_OFFLOADED, holds_gradients=True)
     assert gradient_bytes(spec, BFLOAT16, num_blocks=num_blocks) == 2 * elements
     assert spilled.backward_written_bytes - none.backward_written_bytes == 2 * elements
     assert spilled.forward_read_bytes - none.forward_read_bytes == 2 * elements
@@ -215,7 +218,7 @@ def test_spilled_gradients_go_and_come_back(num_blocks: int, elements: int) -> N
 def test_spilled_activations_go_in_forward_and_come_back_in_backward() -> None:
     offloaded = offload([8192] * 3, num_micro_batches=3, spilled_units=5)
     none, spilled = (
-        step_traffic(gpt(), BFLOAT16, NOTHING, each, holds_gradients=False) for each in (NOTHING_ASIDE, offloaded)
+        step_traffic(gpt(), BFLOAT16, NOTHING, each, holds_gradients=False) for each in (NOTHING_OFFLOADED, offloaded)
     )
     assert spilled.forward_written_bytes - none.forward_written_bytes == 5 * 8192
     assert spilled.backward_read_bytes - none.backward_read_bytes == 2 * 8192
@@ -226,7 +229,7 @@ def test_spilled_activations_go_in_forward_and_come_back_in_backward() -> None:
 def test_with_everything_in_memory_only_writing_is_left() -> None:
     every = frozenset(range(5))
     placement = Placement(resident_weights=every, resident_states=every)
-    traffic = step_traffic(gpt(), BFLOAT16, placement, NOTHING_ASIDE, holds_gradients=False)
+    traffic = step_traffic(gpt(), BFLOAT16, placement, NOTHING_OFFLOADED, holds_gradients=False)
     elements = EMBEDDING + 3 * LAYER + HEAD
     assert (traffic.read_bytes, traffic.written_bytes) == (0, 12 * elements + TABLE)
     assert traffic.first_read_bytes == 12 * elements

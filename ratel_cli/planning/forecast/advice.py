@@ -1,6 +1,6 @@
-"""What would help: a better machine or a larger batch, each by itself, planned anew. Called for `ratel plan`. Pure.
+"""What would help: a better machine or a larger batch, each planned anew by itself; and what a server costs. Pure.
 
-Invariant: only what gains more than 1 % and fits is told, the greatest gain first.
+Invariant: advice gains more than 1 % and fits. The greatest gain comes first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ from ratel_cli.planning.forecast.forecast import Setting
 from ratel_cli.units import format_bytes
 
 LEAST_GAIN = 0.01
-"""Of tokens per second."""
+"""The share of tokens per second that advice must gain."""
+
+_SERVER_DOLLARS = 14_098
+"""A commodity 4U server without GPUs and SSDs (Ratel, Table VII)."""
+_GPU_DOLLARS = 1_600
+"""An NVIDIA RTX 4090 (Table VII)."""
+_SSD_DOLLARS = 308
+"""An Intel P5510 of 3.84 TB (Table VII)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +30,11 @@ class Advice:
     change: str
     tokens_per_second: float
     gain: float
-    """As a share of what there is without it."""
+    """The gain as a share of the tokens per second without the change."""
 
 
 def advise(setting: Setting, tokens_per_second: Callable[[Setting], float | None]) -> tuple[Advice, ...]:
-    """What gains; `tokens_per_second` of a setting is None where it does not fit."""
+    """The changes that gain. `tokens_per_second` gives None for a setting that does not fit."""
     now = tokens_per_second(setting)
     if now is None:
         return ()
@@ -40,7 +47,7 @@ def advise(setting: Setting, tokens_per_second: Callable[[Setting], float | None
 
 
 def with_drives(hardware: HardwareProfile, count: int) -> HardwareProfile:
-    """The machine with so many drives of the kind it has, each of which adds its share of rates and space."""
+    """The machine with `count` drives of the kind that it has; each has its share of the rates and the space."""
     nvme = hardware.nvme
     times = count / nvme.num_devices
     return replace(
@@ -55,6 +62,11 @@ def with_drives(hardware: HardwareProfile, count: int) -> HardwareProfile:
             endurance_tb_written=None if nvme.endurance_tb_written is None else times * nvme.endurance_tb_written,
         ),
     )
+
+
+def server_dollars(*, num_gpus: int, num_ssds: int) -> int:
+    """The price of the Ratel paper's commodity server with this many RTX 4090 and SSDs (Table VII)."""
+    return _SERVER_DOLLARS + _GPU_DOLLARS * num_gpus + _SSD_DOLLARS * num_ssds
 
 
 def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:

@@ -1,10 +1,7 @@
-"""What a run is predicted to need and to take, under either cost model: what `ratel plan` tells.
+"""What a run is predicted to need and to take, under either cost model: the content of `ratel plan`. Pure.
 
-`ratel_forecast` and `paper_forecast` make them; `advice` asks for several, of settings that
-differ in one thing. Pure.
-
-Invariant: there is a forecast even of what does not fit; then it is the one for as much memory as it takes, and
-`shortfalls` says in which tiers that is too much.
+Invariant: there is a forecast even of a run that does not fit. It is made for as much memory as the run takes, and
+`shortfalls` names the tiers that have less.
 """
 
 from __future__ import annotations
@@ -17,6 +14,7 @@ from ratel_cli.planning.model_profile import Source
 from ratel_cli.planning.papers.prefix import Case, Equations
 from ratel_cli.planning.placement import Workload
 from ratel_cli.planning.plan import SwappedOperator
+from ratel_cli.planning.step_time import StageTime
 
 CostModel = Literal["ratel", "paper"]
 TierName = Literal["GPU", "RAM", "NVMe", "snapshot"]
@@ -24,19 +22,19 @@ TierName = Literal["GPU", "RAM", "NVMe", "snapshot"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a forecast is for, but for the model: all that advice may change."""
+    """Everything that a forecast is for, except the model: what advice may change."""
 
     workload: Workload
     hardware: HardwareProfile
     host_limit_bytes: int | None = None
-    """Of main memory, where the user gave one; else it follows from the machine's."""
+    """Host memory that the user allows; None takes it from the machine."""
     num_steps: int | None = None
-    """Of the run, where that is known without its data."""
+    """Steps of the run; None if that depends on the data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """One kind of memory: what is needed, what is there, and what to change."""
+    """One kind of memory: what is needed, what is available, and what to change if that is too little."""
 
     name: TierName
     need_bytes: int
@@ -45,26 +43,13 @@ class Tier:
 
     @property
     def shortfall_bytes(self) -> int:
+        """Bytes by which the tier is short; 0 if it is large enough."""
         return max(0, self.need_bytes - self.have_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """Seconds for which each resource is busy in forward or backward, and what that stage takes."""
-
-    compute: float
-    up: float
-    down: float
-    nvme: float
-    optimizer: float
-    memory: float
-    """Of main memory; 0 where the cost model leaves it out."""
-    total: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Of one step, and of the run."""
+    """A prediction of one step and of the run. Numbers are for one step unless they say otherwise."""
 
     cost_model: CostModel
     source: Source
@@ -75,15 +60,21 @@ class Forecast:
     flops_forward: int
     setting: Setting
     swappable_bytes: int
+    """Layers' inputs and all outputs that could be swapped."""
     inter_block_bytes: int
+    """Layers' inputs, which are always offloaded."""
     swapped_bytes: int
+    """Everything that is offloaded, inputs included."""
     swapped_to_nvme_bytes: int
-    kept_on_gpu_bytes: int
+    gpu_activation_bytes: int
+    """The part of `swapped_bytes` that stays on the GPU."""
     swap_set: tuple[SwappedOperator, ...]
+    """The greatest benefit first."""
     recompute_flops: int
     case: Case
-    forward: Stage
-    backward: Stage
+    forward: StageTime
+    backward: StageTime
+    """Includes a separate optimizer."""
     bottleneck: str
     nvme_read_bytes: int
     nvme_written_bytes: int
@@ -91,25 +82,28 @@ class Forecast:
     host_bytes: int
     nvme_bytes: int
     tiers: tuple[Tier, ...]
-    """Those that have a limit."""
+    """Tiers that have a limit."""
     curve: tuple[tuple[int, float], ...]
-    """Bytes swapped, and the step's seconds then."""
+    """Bytes offloaded, and the step's seconds then."""
 
     @property
     def step_seconds(self) -> float:
+        """Seconds of a step."""
         return self.forward.total + self.backward.total
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens of a step per second."""
         return self.setting.workload.tokens / self.step_seconds
 
     @property
     def tflops_model(self) -> float:
-        """Recomputation not counted."""
+        """10^12 FLOPs of the model per second, recomputation not counted."""
         return 3 * self.flops_forward / self.step_seconds / 1e12
 
     @property
     def tflops_hardware(self) -> float:
+        """10^12 FLOPs per second, recomputation included."""
         return (3 * self.flops_forward + self.recompute_flops) / self.step_seconds / 1e12
 
     @property
@@ -119,28 +113,29 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
+        """Whether every tier is large enough."""
         return not self.shortfalls
 
     @property
     def run_seconds(self) -> float | None:
-        """None where the number of steps is not known."""
+        """Seconds of the run; None if the number of steps is not known."""
         steps = self.setting.num_steps
         return None if steps is None else steps * self.step_seconds
 
     @property
     def run_tb_written(self) -> float | None:
-        """10^12 bytes; None where the number of steps is not known."""
+        """10^12 bytes written to NVMe in the run; None if the number of steps is not known."""
         steps = self.setting.num_steps
         return None if steps is None else steps * self.nvme_written_bytes / 1e12
 
     @property
     def endurance_share(self) -> float | None:
-        """Of what the drives are rated for, what the run writes; None where either is not known."""
+        """The share of the drives' rated endurance that the run writes; None if either is not known."""
         rated, written = self.setting.hardware.nvme.endurance_tb_written, self.run_tb_written
         return None if rated is None or written is None else written / rated
 
     def to_json(self) -> dict[str, object]:
-        """The keys of `ratel plan --json`."""
+        """The content of `ratel plan --json`."""
         return {
             "model": {
                 "name": self.model_name,
@@ -154,14 +149,14 @@ class Forecast:
                 "inter_block_bytes": self.inter_block_bytes,
                 "swapped_bytes": self.swapped_bytes,
                 "swapped_to_nvme_bytes": self.swapped_to_nvme_bytes,
-                "kept_on_gpu_bytes": self.kept_on_gpu_bytes,
+                "kept_on_gpu_bytes": self.gpu_activation_bytes,
                 "swap_set": [asdict(operator) for operator in self.swap_set],
                 "recompute_flops": self.recompute_flops,
                 "source": self.source,
             },
             "time": {
-                "forward": _stage_json(self.forward),
-                "backward": _stage_json(self.backward),
+                "forward": self.forward.to_json(),
+                "backward": self.backward.to_json(),
                 "forward_seconds": self.forward.total,
                 "backward_seconds": self.backward.total,
                 "step_seconds": self.step_seconds,
@@ -195,25 +190,23 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Depth:
-    """A model of another depth."""
+    """The number of layers of a model with another depth, and its parameters."""
 
     num_layers: int
     num_parameters: int
 
 
 class Forecaster(Protocol):
-    """A model under a cost model: forecasts for any setting."""
+    """One model under one cost model: makes a forecast for any setting."""
 
-    def forecast(self, setting: Setting) -> Forecast: ...
+    def forecast(self, setting: Setting) -> Forecast:
+        """The prediction for this setting. Raises BadInput if the cost model cannot handle it."""
+        ...
 
     def deepest(self, setting: Setting) -> Depth | None:
-        """Of its width, with as many layers as fit; None if not even one does."""
+        """The model of this width with the most layers that fit; None if not even one layer does."""
         ...
 
     def equations(self, setting: Setting) -> Equations:
-        """The same cost model, for `planning.papers.strategies`."""
+        """The same cost model in the form that other systems' choices are compared by (planning/papers)."""
         ...
-
-
-def _stage_json(stage: Stage) -> dict[str, float]:
-    return {name: seconds for name, seconds in asdict(stage).items() if name != "total"}

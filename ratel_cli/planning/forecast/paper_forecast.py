@@ -1,6 +1,6 @@
-"""Forecasts under the paper's equations (`cost_model: paper`): what `papers.paper` and `papers.largest` say. Pure.
+"""Forecasts under the paper's equations (`cost_model: paper`). Pure.
 
-Called by `cli.plan`. The paper knows no micro-batches: all rows of a step are one batch.
+The paper has no micro-batches: all rows of a step are one batch.
 """
 
 from __future__ import annotations
@@ -8,17 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ratel_cli.errors import BadInput
-from ratel_cli.planning.forecast.forecast import Depth, Forecast, Setting, Stage, Tier
-from ratel_cli.planning.papers.largest import Tiers, deepest, need
+from ratel_cli.planning.forecast.forecast import Depth, Forecast, Setting, Tier
+from ratel_cli.planning.papers.largest import TierBytes, deepest, need
 from ratel_cli.planning.papers.paper import (
     STATE_BYTES,
     WEIGHT_BYTES,
     PaperEquations,
     PaperHardware,
     PaperShape,
-    StageTerms,
 )
-from ratel_cli.planning.papers.prefix import Operator, Search, search
+from ratel_cli.planning.papers.prefix import Search, SwappableOperator, search
 from ratel_cli.planning.plan import SwappedOperator
 
 
@@ -28,12 +27,12 @@ class PaperForecaster:
 
     name: str
     shape: PaperShape
-    """The batch is each setting's."""
+    """Its batch is replaced by each setting's."""
     gpu_limit_bytes: int | None = None
-    """Where the user gave one; else it is all of the GPU's memory."""
+    """GPU memory that the user allows; None is all of it."""
 
     def forecast(self, setting: Setting) -> Forecast:
-        """The best prefix by benefit. Raises BadInput without a link, which the equations need."""
+        """The best prefix by benefit. Raises BadInput for a machine without a link, which the equations need."""
         equations = self.equations(setting)
         shape, found = equations.shape, search(equations)
         count = found.least()
@@ -57,13 +56,13 @@ class PaperForecaster:
             inter_block_bytes=shape.inter_block_bytes,
             swapped_bytes=point.swapped_bytes,
             swapped_to_nvme_bytes=point.spilled_bytes,
-            kept_on_gpu_bytes=0,
+            gpu_activation_bytes=0,
             swap_set=tuple(_swapped(operator) for operator in found.swapped(count)),
             recompute_flops=point.recomputed_flops,
             case=found.case,
-            forward=_stage(time.forward),
-            backward=_stage(time.backward),
-            bottleneck=time.bottleneck,
+            forward=time.forward,
+            backward=time.backward,
+            bottleneck="nvme" if time.bottleneck.startswith("nvme") else time.bottleneck,
             nvme_read_bytes=weight_bytes + state_bytes + point.spilled_bytes,
             nvme_written_bytes=state_bytes + point.spilled_bytes,
             gpu_bytes=needed.gpu_bytes,
@@ -74,17 +73,17 @@ class PaperForecaster:
         )
 
     def equations(self, setting: Setting) -> PaperEquations:
-        """Eq. 1 to 5. Raises BadInput without a link."""
+        """Eq. 1 to 5 of the paper. Raises BadInput for a machine without a link."""
         workload = setting.workload
         rows = workload.micro_batch_size * workload.num_micro_batches
         shape = replace(self.shape, batch_size=rows, sequence_len=workload.sequence_len)
         return PaperEquations(shape=shape, hardware=_hardware(shape, setting))
 
     def deepest(self, setting: Setting) -> Depth | None:
-        """By the rules of `planning.papers.largest`."""
+        """The depth by the rules of planning/papers/largest.py."""
         shape = self.equations(setting).shape
         have = {tier.name: tier.have_bytes for tier in self._tiers(shape, setting)}
-        found = deepest(shape, Tiers(gpu_bytes=have["GPU"], host_bytes=have["RAM"], nvme_bytes=have["NVMe"]))
+        found = deepest(shape, TierBytes(gpu_bytes=have["GPU"], host_bytes=have["RAM"], nvme_bytes=have["NVMe"]))
         return None if found is None else Depth(num_layers=found.num_layers, num_parameters=found.num_parameters)
 
     def _tiers(self, shape: PaperShape, setting: Setting) -> tuple[Tier, ...]:
@@ -112,7 +111,10 @@ class PaperForecaster:
 
 
 def _hardware(shape: PaperShape, setting: Setting) -> PaperHardware:
-    """MEM_avail is what the machine's profile says or, where the user gave a limit, what buffers leave of that."""
+    """The machine in the paper's words.
+
+    MEM_avail is what the profile has as available or, if the user set a limit, what buffers leave of the limit.
+    """
     hardware = setting.hardware
     if hardware.link is None:
         raise BadInput(
@@ -131,19 +133,7 @@ def _hardware(shape: PaperShape, setting: Setting) -> PaperHardware:
     )
 
 
-def _stage(terms: StageTerms) -> Stage:
-    return Stage(
-        compute=terms.compute,
-        up=terms.up,
-        down=terms.down,
-        nvme=terms.nvme,
-        optimizer=terms.optimizer,
-        memory=0.0,
-        total=terms.seconds,
-    )
-
-
-def _swapped(operator: Operator) -> SwappedOperator:
+def _swapped(operator: SwappableOperator) -> SwappedOperator:
     blocks = len(operator.blocks)
     return SwappedOperator(
         operator=operator.name,
@@ -156,7 +146,7 @@ def _swapped(operator: Operator) -> SwappedOperator:
 
 
 def _curve(found: Search, count: int) -> list[tuple[int, float]]:
-    """After each whole operator, and at the least."""
+    """Bytes swapped and seconds after each whole operator, and at the chosen point."""
     counts, end = {0, count}, 0
     for operator in found.operators:
         end += len(operator.blocks)

@@ -1,10 +1,10 @@
-"""Ratel's own cost model as the equations that `planning.papers.strategies` holds other systems' choices against. Pure.
+"""Ratel's own cost model as the equations by which other systems' choices are compared (`ratel plan --compare`). Pure.
 
-Made by `ratel_forecast` for `ratel plan --compare`. Transfers run as far ahead as in the plan, and what memory
-activations leave is for weights and states that stay, as in `planning.choose`: the same for every strategy. Bytes go
-to NVMe one by one here, and in whole units in the plan.
+Every strategy gets the same: transfers run as far ahead as in the plan, and the memory that activations leave holds
+resident weights and states, as in planning/choose.py. Here bytes go to NVMe one by one; in the plan they go in whole
+units.
 
-A measured time stands as so many FLOPs as the device does in it, since that is what strategies weigh.
+A measured time counts as the FLOPs that the device does in it, because strategies compare FLOPs.
 """
 
 from __future__ import annotations
@@ -14,109 +14,98 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from ratel_cli.planning.activations import OffloadedActivations, Units, offload
-from ratel_cli.planning.choose import Case
+from ratel_cli.planning.activations import NOTHING_OFFLOADED, OffloadedActivations, SpilledUnits
 from ratel_cli.planning.costs import overlapped_step
 from ratel_cli.planning.model_profile import SwapCandidate
-from ratel_cli.planning.papers.prefix import Operator
+from ratel_cli.planning.papers.prefix import SwappableOperator
 from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.problem import Problem
 from ratel_cli.planning.traffic import Traffic, step_traffic
-
-_NOTHING_OFFLOADED = offload([0], num_micro_batches=1, spilled_units=0)
-_NO_TRAFFIC = Traffic(
-    forward_read_bytes=0,
-    forward_written_bytes=0,
-    backward_read_bytes=0,
-    backward_written_bytes=0,
-    update_read_bytes=0,
-    update_written_bytes=0,
-    first_read_bytes=0,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RatelEquations:
-    """`planning.papers.prefix.Equations` of one case."""
+    """The `Equations` (planning/papers/prefix.py) of one problem."""
 
-    case: Case
+    problem: Problem
     placement: Placement
     """With nothing resident."""
-    host_room_bytes: int
-    """For activations, and then for what stays; and what the GPU keeps."""
-    kept_bytes: int = 0
-    """Of activations, on the GPU: as much for every strategy, if it leaves as much in memory."""
+    available_bytes: int
+    """Memory for activations, of the host and of the GPU together; resident weights and states get what is left."""
+    gpu_bytes: int = 0
+    """The GPU's part of that: the same for every strategy that leaves as much in memory."""
     spilled_blocks: int = 0
     moves_states: bool = True
 
     @cached_property
-    def operators(self) -> tuple[Operator, ...]:
-        """Of all micro-batches."""
-        number = self.case.workload.num_micro_batches
+    def operators(self) -> tuple[SwappableOperator, ...]:
+        """The operators that can be swapped, for all micro-batches."""
+        number = self.problem.workload.num_micro_batches
         return tuple(
-            Operator(
-                name=run.candidate.operator,
-                blocks=run.blocks,
-                num_bytes=number * run.candidate.num_bytes,
-                flops=number * self._flops(run.candidate),
+            SwappableOperator(
+                name=group.candidate.operator,
+                blocks=group.blocks,
+                num_bytes=number * group.candidate.num_bytes,
+                flops=number * self._flops(group.candidate),
             )
-            for run in self.case.order.runs
+            for group in self.problem.order.groups
         )
 
     @cached_property
     def inter_block_bytes(self) -> int:
         """Layers' inputs, of all micro-batches."""
-        return self.case.workload.num_micro_batches * sum(self.case.order.unit_bytes(0))
+        return self.problem.workload.num_micro_batches * sum(self.problem.order.unit_bytes(0))
 
     def seconds(self, *, swapped_bytes: int, spilled_bytes: int, recomputed_flops: int) -> float:
-        """Of one step."""
-        case, kept_bytes = self.case, min(self.kept_bytes, swapped_bytes - spilled_bytes)
-        spilled = (Units(spilled_bytes, 1),)
+        """Predicted seconds of one step."""
+        problem, gpu_bytes = self.problem, min(self.gpu_bytes, swapped_bytes - spilled_bytes)
+        spilled = (SpilledUnits(spilled_bytes, 1),)
         offloaded = OffloadedActivations(
             total_bytes=swapped_bytes,
-            host_bytes=swapped_bytes - spilled_bytes - kept_bytes,
+            host_bytes=swapped_bytes - spilled_bytes - gpu_bytes,
             window_bytes=0,
             num_units=max(1, swapped_bytes),
             written_units=spilled,
             read_units=spilled,
             largest_unit_bytes=0,
-            gpu_bytes=kept_bytes,
+            gpu_bytes=gpu_bytes,
         )
-        available_bytes = self.host_room_bytes - self.kept_bytes - offloaded.host_bytes
+        available_bytes = self.available_bytes - self.gpu_bytes - offloaded.host_bytes
         level = max(0, bisect_right(self._level_bytes, available_bytes) - 1)
         placement, traffic = self._at_level(level)
         return overlapped_step(
-            case.spec if self.moves_states else replace(case.spec, blocks=()),
-            case.state,
+            problem.spec if self.moves_states else replace(problem.spec, blocks=()),
+            problem.state,
             placement,
-            traffic.beside(offloaded),
-            case.hardware,
-            compute=case.compute,
+            traffic.with_offloaded(offloaded),
+            problem.hardware,
+            compute=problem.compute,
             offloaded=offloaded,
-            not_recomputed_seconds=(self._most_flops - recomputed_flops) / case.hardware.gpu.flops_per_second,
-            holds_gradients=case.holds_gradients,
-            overlap=case.overlap,
+            not_recomputed_seconds=(self._most_flops - recomputed_flops) / problem.hardware.gpu.flops_per_second,
+            holds_gradients=problem.holds_gradients,
+            overlap=problem.overlap,
         ).total
 
     def without_states(self) -> RatelEquations:
-        """As if the model's states lay in the device."""
+        """The same as if the model's states lay on the device."""
         return replace(self, moves_states=False)
 
     @cached_property
     def _most_flops(self) -> int:
-        """With nothing swapped but inputs."""
+        """FLOPs recomputed when nothing but inputs is swapped."""
         return sum(operator.flops * len(operator.blocks) for operator in self.operators)
 
     @cached_property
     def _level_bytes(self) -> list[int]:
-        """Nothing stays; the first block's weights; the first two's; ...; then states too."""
-        state, blocks = self.case.state, self.case.spec.blocks
+        """Bytes that stay at each level: none; the first block's weights; the first two's; ...; then states too."""
+        state, blocks = self.problem.state, self.problem.spec.blocks
         weights = [block.num_elements * state.compute for block in blocks]
         states = [block.num_elements * (state.record - state.compute) for block in blocks]
         return list(accumulate((*weights, *states), initial=0))
 
     def _at_level(self, level: int) -> tuple[Placement, Traffic]:
         if level not in self._levels:
-            num_blocks = len(self.case.spec.blocks)
+            num_blocks = len(self.problem.spec.blocks)
             placement = replace(
                 self.placement,
                 resident_weights=frozenset(range(min(level, num_blocks))),
@@ -127,23 +116,23 @@ class RatelEquations:
 
     @cached_property
     def _levels(self) -> dict[int, tuple[Placement, Traffic]]:
-        """Those that were asked for."""
+        """The levels that were evaluated."""
         return {}
 
     def _state_traffic(self, placement: Placement) -> Traffic:
         if not self.moves_states:
-            return _NO_TRAFFIC
+            return Traffic()
         return step_traffic(
-            self.case.spec,
-            self.case.state,
+            self.problem.spec,
+            self.problem.state,
             placement,
-            _NOTHING_OFFLOADED,
-            holds_gradients=self.case.holds_gradients,
+            NOTHING_OFFLOADED,
+            holds_gradients=self.problem.holds_gradients,
             spilled_blocks=self.spilled_blocks,
-            overlap=self.case.overlap,
+            overlap=self.problem.overlap,
         )
 
     def _flops(self, candidate: SwapCandidate) -> int:
-        if not self.case.compute.is_measured:
+        if not self.problem.compute.is_measured:
             return candidate.flops
-        return round((candidate.seconds or 0.0) * self.case.hardware.gpu.flops_per_second)
+        return round((candidate.seconds or 0.0) * self.problem.hardware.gpu.flops_per_second)

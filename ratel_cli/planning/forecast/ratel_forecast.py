@@ -1,7 +1,7 @@
-"""Forecasts of what Ratel itself does: `planning.plan` made for a machine that need not be here. Pure.
+"""Forecasts of what Ratel itself does: plans for a machine that need not be this one. Pure.
 
-Called by `cli.plan`. A plan for twice the micro-batch takes the profile twice: everything in it is proportional
-to the rows of a micro-batch, if the device is as busy with half of them.
+A plan for twice the micro-batch takes the profile twice: everything in it is taken to be proportional to the rows of a
+micro-batch, as if the device were as busy with half of them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import margin_bytes
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.capacity import check_device_memory
-from ratel_cli.planning.choose import Case, evaluate
-from ratel_cli.planning.costs import StageTime, StepTime
-from ratel_cli.planning.forecast.forecast import Depth, Forecast, Setting, Stage, Tier
+from ratel_cli.planning.forecast.forecast import Depth, Forecast, Setting, Tier
 from ratel_cli.planning.forecast.ratel_equations import RatelEquations
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
 from ratel_cli.planning.papers.prefix import Equations
 from ratel_cli.planning.placement import Placement, StateBytes
 from ratel_cli.planning.plan import Decisions, Plan, make_plan
+from ratel_cli.planning.problem import Problem
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.units import align_up
 
@@ -32,15 +31,15 @@ class RatelForecaster:
     profile: ModelProfile
     state: StateBytes
     decisions: Decisions
-    """Their `host_limit_bytes` is not looked at: it depends on the setting."""
+    """Their `host_limit_bytes` is not used: it depends on the setting."""
     process_bytes: int
 
     def forecast(self, setting: Setting) -> Forecast:
-        """As planned, or with just as much memory as it takes."""
+        """The plan as a forecast; of a run that does not fit, the plan for just as much memory as it takes."""
         return _forecast(self.plan(setting), setting, device_limit_bytes=self._device_limit_bytes(setting))
 
     def plan(self, setting: Setting) -> Plan:
-        """The plan that a forecast is made of."""
+        """The plan for this setting. Where the run does not fit, limits are raised until it does."""
         limit_bytes, device_limit_bytes = host_limit_bytes(setting), self._device_limit_bytes(setting)
         while True:
             decisions = replace(self.decisions, host_limit_bytes=limit_bytes, device_limit_bytes=device_limit_bytes)
@@ -62,9 +61,12 @@ class RatelForecaster:
                     limit_bytes += refusal.shortfall_bytes
 
     def equations(self, setting: Setting) -> Equations:
-        """With transfers as planned. Memory that the plan gives to what stays is activations', if they want it."""
+        """Equations whose transfers run as far ahead as planned.
+
+        Memory that the plan gives to resident weights and states is available to activations.
+        """
         plan = self.plan(setting)
-        case = self._case(setting, limit_bytes=plan.decisions.host_limit_bytes)
+        problem = self._problem(setting, limit_bytes=plan.decisions.host_limit_bytes)
         bare = replace(
             plan.placement,
             resident_weights=frozenset(),
@@ -72,17 +74,21 @@ class RatelForecaster:
             spilled_units=self._spillable_units(setting),
             gpu_units_from=None,
         )
-        memory, kept_bytes = evaluate(case, bare).memory, plan.offloaded.gpu_bytes
+        activation_bytes = problem.offload(0, spilled_units=bare.spilled_units).memory_bytes
+        try:
+            unused_bytes = problem.limit_bytes - problem.evaluate(bare).memory.total
+        except DoesNotFit as refusal:  # the plan fits because the last layer's activations are on the GPU
+            unused_bytes = -refusal.shortfall_bytes
         return RatelEquations(
-            case=case,
+            problem=problem,
             placement=bare,
-            host_room_bytes=case.limit_bytes - memory.total + memory.activations + kept_bytes,
-            kept_bytes=kept_bytes,
+            available_bytes=unused_bytes + activation_bytes + plan.offloaded.gpu_bytes,
+            gpu_bytes=plan.offloaded.gpu_bytes,
             spilled_blocks=plan.spilled_blocks,
         )
 
     def deepest(self, setting: Setting) -> Depth | None:
-        """With layers like the last one, and everything on NVMe that can be there: only NVMe bounds the depth."""
+        """The most layers like the last one that fit. Everything that can be lies on NVMe, so only NVMe bounds them."""
         if not self._has_memory(setting):
             return None
         state, number = self.state, setting.workload.num_micro_batches
@@ -100,21 +106,21 @@ class RatelForecaster:
         return Depth(num_layers=num_layers, num_parameters=parameters)
 
     def _has_memory(self, setting: Setting) -> bool:
-        """With the placement that takes the least, whatever the depth."""
-        case = self._case(setting, limit_bytes=host_limit_bytes(setting))
+        """Whether the placement that takes the least memory fits. It takes the same for every depth."""
+        problem = self._problem(setting, limit_bytes=host_limit_bytes(setting))
         try:
-            memory = evaluate(case, Placement(spilled_units=self._spillable_units(setting))).memory
+            memory = problem.evaluate(Placement(spilled_units=self._spillable_units(setting))).memory
             check_device_memory(memory, self._device_limit_bytes(setting))
         except DoesNotFit:
             return False
         return True
 
     def _spillable_units(self, setting: Setting) -> int:
-        """All but the last layer's."""
+        """The units of all layers but the last."""
         return (self.spec.num_layers - 1) * setting.workload.num_micro_batches
 
-    def _case(self, setting: Setting, *, limit_bytes: int) -> Case:
-        return Case(
+    def _problem(self, setting: Setting, *, limit_bytes: int) -> Problem:
+        return Problem(
             spec=self.spec,
             state=self.state,
             workload=setting.workload,
@@ -131,7 +137,7 @@ class RatelForecaster:
         return _times(self.profile, setting.workload.micro_batch_tokens // self.profile.micro_batch_tokens)
 
     def _device_limit_bytes(self, setting: Setting) -> int | None:
-        """What the user gave, else the GPU's memory less a margin; none for a CPU."""
+        """The limit that the user set, else the GPU's memory less a margin; None for a CPU."""
         if self.decisions.device_limit_bytes is not None or setting.hardware.link is None:
             return self.decisions.device_limit_bytes
         memory_bytes = setting.hardware.gpu.memory_bytes
@@ -139,7 +145,7 @@ class RatelForecaster:
 
 
 def host_limit_bytes(setting: Setting) -> int:
-    """What the user gave, else what is free less a margin."""
+    """The limit that the user set, else the available host memory less a margin."""
     if setting.host_limit_bytes is not None:
         return setting.host_limit_bytes
     host = setting.hardware.host
@@ -177,12 +183,12 @@ def _forecast(plan: Plan, setting: Setting, *, device_limit_bytes: int | None) -
         inter_block_bytes=plan.inter_block_bytes,
         swapped_bytes=plan.offloaded.total_bytes,
         swapped_to_nvme_bytes=plan.offloaded.written_bytes,
-        kept_on_gpu_bytes=plan.offloaded.gpu_bytes,
+        gpu_activation_bytes=plan.offloaded.gpu_bytes,
         swap_set=plan.swapped,
         recompute_flops=plan.flops_recomputed,
         case=plan.case,
-        forward=_stage(plan.time.forward),
-        backward=_after_forward(plan.time),
+        forward=plan.time.forward,
+        backward=plan.time.after_forward,
         bottleneck=plan.time.bottleneck,
         nvme_read_bytes=plan.traffic.read_bytes,
         nvme_written_bytes=plan.traffic.written_bytes,
@@ -194,33 +200,8 @@ def _forecast(plan: Plan, setting: Setting, *, device_limit_bytes: int | None) -
     )
 
 
-def _stage(time: StageTime) -> Stage:
-    return Stage(
-        compute=time.compute,
-        up=time.up,
-        down=time.down,
-        nvme=time.nvme,
-        optimizer=time.optimizer,
-        memory=time.memory,
-        total=time.total,
-    )
-
-
-def _after_forward(time: StepTime) -> Stage:
-    """Backward, and a separate optimizer after it."""
-    return Stage(
-        compute=time.backward.compute + time.update.compute,
-        up=time.backward.up + time.update.up,
-        down=time.backward.down + time.update.down,
-        nvme=time.backward.nvme + time.update.nvme,
-        optimizer=time.backward.optimizer + time.update.optimizer,
-        memory=time.backward.memory + time.update.memory,
-        total=time.backward.total + time.update.total,
-    )
-
-
 def _times(profile: ModelProfile, times: int) -> ModelProfile:
-    """Of a micro-batch of so many times the rows."""
+    """The profile of a micro-batch with `times` as many rows."""
     if times == 1:
         return profile
     return replace(

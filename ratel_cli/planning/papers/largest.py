@@ -1,19 +1,20 @@
-"""The largest model that a machine can train, tier by tier, with the paper's layout. Called for `ratel plan --largest`.
+"""The largest model that a machine can train, tier by tier, with the paper's layout (`ratel plan --largest`). Pure.
 
-Pure. Activations never decide: with the block inputs swapped, all that stays in the GPU is one block's, and they may
-go to NVMe. So the width is bounded by GPU and main memory, the depth by NVMe:
+Activations never decide: with the block inputs swapped, only one block's activations stay in the GPU, and the inputs
+may go to NVMe. So GPU and main memory bound the width, and NVMe bounds the depth. With width h, batch b, sequence
+length s, vocabulary V, L blocks and P parameters, in bytes:
 
-    GPU          96 h^2          four times a block's 12 h^2 parameters in 16 bits: weights in use, weights that
-                                 come next, gradients being made, gradients on their way down
+    GPU          96 h^2          four times a block's 12 h^2 parameters in 16 bit: weights in use, weights that
+                                 come next, gradients being computed, gradients being downloaded
                  + 34 b s h      one block's activations
     main memory  96 h^2          the same four
                  + 42 t          three tensors of states in flight, 14 bytes each per parameter (section IV-C);
-                                 t = max(4 h^2, V h), the largest tensor
+                                 t = max(4 h^2, V h) elements, the largest tensor
     NVMe         14 P            states
-                 + 2 b s h L     block inputs, if main memory has no room for them
+                 + 2 b s h L     block inputs, for which main memory may have no space
 
-The GPU's is the rule that fits what the paper could train on 24 and 16 GiB; main memory's follows from the pipeline,
-the paper gives none.
+The GPU's rule fits what the paper could train on 24 and 16 GiB. Main memory's rule follows from the pipeline; the paper
+gives none.
 """
 
 from __future__ import annotations
@@ -27,52 +28,52 @@ from ratel_cli.planning.papers.paper import STATE_BYTES, PaperShape
 MAX_LAYERS = 100_000
 """The end of the search over depth."""
 _STATE_TENSORS = 3
-"""In flight: read, updated, written."""
+"""In flight: one is read, one updated, one written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiers:
-    """Bytes in each tier: needed, present, or missing."""
+class TierBytes:
+    """Bytes in each tier: needed, available, or missing."""
 
     gpu_bytes: int
     host_bytes: int
     nvme_bytes: int
 
 
-def need(shape: PaperShape) -> Tiers:
-    """To train the shape at all."""
+def need(shape: PaperShape) -> TierBytes:
+    """What it takes to train the shape at all."""
     h = shape.hidden_size
     buffers = 96 * h**2
     largest_tensor = max(4 * h**2, shape.vocab_size * h)
-    return Tiers(
+    return TierBytes(
         gpu_bytes=buffers + shape.activation_bytes // shape.num_layers,
         host_bytes=buffers + _STATE_TENSORS * STATE_BYTES * largest_tensor,
         nvme_bytes=STATE_BYTES * shape.num_parameters + shape.inter_block_bytes,
     )
 
 
-def missing(shape: PaperShape, have: Tiers) -> Tiers:
-    """By how much each tier falls short; all zero if the shape fits."""
+def missing(shape: PaperShape, have: TierBytes) -> TierBytes:
+    """By how much each tier is short; all zero if the shape fits."""
     needed = need(shape)
-    return Tiers(
+    return TierBytes(
         gpu_bytes=max(0, needed.gpu_bytes - have.gpu_bytes),
         host_bytes=max(0, needed.host_bytes - have.host_bytes),
         nvme_bytes=max(0, needed.nvme_bytes - have.nvme_bytes),
     )
 
 
-def fits(shape: PaperShape, have: Tiers) -> bool:
-    """In every tier."""
-    return missing(shape, have) == Tiers(gpu_bytes=0, host_bytes=0, nvme_bytes=0)
+def fits(shape: PaperShape, have: TierBytes) -> bool:
+    """Whether the shape fits into every tier."""
+    return missing(shape, have) == TierBytes(gpu_bytes=0, host_bytes=0, nvme_bytes=0)
 
 
-def largest(shapes: Iterable[PaperShape], have: Tiers) -> PaperShape | None:
-    """The one with the most parameters among those that fit; None if none does."""
+def largest(shapes: Iterable[PaperShape], have: TierBytes) -> PaperShape | None:
+    """The shape with the most parameters among those that fit; None if none does."""
     return max((shape for shape in shapes if fits(shape, have)), key=lambda shape: shape.num_parameters, default=None)
 
 
-def deepest(shape: PaperShape, have: Tiers) -> PaperShape | None:
-    """The shape with as many layers as fit at its width; None if not even one does."""
+def deepest(shape: PaperShape, have: TierBytes) -> PaperShape | None:
+    """The shape with as many layers as fit at its width; None if not even one layer does."""
     num_layers = bisect_left(
         range(1, MAX_LAYERS + 1), True, key=lambda layers: not fits(with_layers(shape, layers), have)
     )
@@ -80,13 +81,13 @@ def deepest(shape: PaperShape, have: Tiers) -> PaperShape | None:
 
 
 def with_layers(shape: PaperShape, num_layers: int) -> PaperShape:
-    """Another depth, its parameters counted: 12 h^2 a layer, and the embedding, which is the head as well."""
+    """The shape with another depth. Its parameters are 12 h^2 for each layer, and the embedding, which is tied."""
     h = shape.hidden_size
     return replace(shape, num_layers=num_layers, num_parameters=12 * num_layers * h**2 + shape.vocab_size * h)
 
 
 def paper_models(*, batch_size: int, sequence_len: int = 1024) -> dict[str, PaperShape]:
-    """Table IV: the models of the evaluation, by their nominal size."""
+    """The models of the paper's evaluation (Table IV), by their nominal size."""
     return {
         f"{billions}B": PaperShape(
             num_layers=num_layers,

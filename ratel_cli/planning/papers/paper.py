@@ -1,30 +1,29 @@
-"""The paper's cost model (`cost_model: paper`): 14 bytes of state per parameter, 34 b s h of activations per block.
+"""The Ratel paper's cost model (`cost_model: paper`): 14 bytes of state per parameter, 34 b s h of activations per
+block. Pure.
 
-Section IV-D of the Ratel paper, with its notation in brackets. Gives `prefix` the equations it searches, `peers` and
-`largest` the shapes. Pure.
+Section IV-D, with its notation in brackets:
 
     T_iter = T_f + T_b                                                                                    Eq. 1
     T_f    = max(FLOP_f / THP_G, A / BW_G, 2 P / BW_G, 2 P / R + A_nvme / W)                              Eq. 2, 4
     A_nvme = max(0, A - MEM_avail)                                      Eq. 3, without the maximum in the paper
     T_b    = max((2 FLOP_f + FLOP_r) / THP_G, 2 P / BW_G, (2 P + A) / BW_G, (14 P + A_nvme) / R + 14 P / W)   Eq. 5
 
-Invariants: the link is duplex, NVMe is simplex (R = BW_S2M, W = BW_M2S); neither the embedding nor the logits count as
+Invariants: the link is duplex, NVMe is simplex (R = BW_S2M, W = BW_M2S). Neither the embedding nor the logits count as
 activations, and the head is never recomputed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from ratel_cli.planning.papers.prefix import Operator
+from ratel_cli.planning.papers.prefix import SwappableOperator
+from ratel_cli.planning.step_time import StageTime, StepTime
 
 WEIGHT_BYTES = 2
-"""Of a parameter: P16, read in forward and again in backward; G16 is as large."""
+"""Per parameter: P16, the compute weight, read in forward and again in backward. G16, the gradient, is as large."""
 STATE_BYTES = 14
-"""Of a parameter: P32, OS32 and P16 (Table II), read and written by the optimizer."""
-
-Resource = Literal["compute", "down", "up", "nvme", "optimizer"]
+"""Per parameter: P32 and OS32, the fp32 master weight and optimizer states, and P16 (Table II). The optimizer reads and
+writes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +57,13 @@ class PaperShape:
         return self.num_layers * self._output_bytes
 
     @property
-    def operators(self) -> tuple[Operator, ...]:
-        """Of every block, in forward order. Norms and GELU count no FLOPs, so that they are the last to be swapped."""
+    def operators(self) -> tuple[SwappableOperator, ...]:
+        """The operators of every block, in forward order. Norms and GELU count no FLOPs, so they are swapped last."""
         output_bytes, blocks = self._output_bytes, tuple(range(self.num_layers))
         square = 2 * self._tokens * self.hidden_size**2
         attention = 4 * self._tokens * self.sequence_len * self.hidden_size
         return tuple(
-            Operator(name=name, blocks=blocks, num_bytes=width * output_bytes, flops=flops)
+            SwappableOperator(name=name, blocks=blocks, num_bytes=width * output_bytes, flops=flops)
             for name, width, flops in (
                 ("ln1", 1, 0),
                 ("qkv", 3, 3 * square),
@@ -83,7 +82,7 @@ class PaperShape:
 
     @property
     def _output_bytes(self) -> int:
-        """Of an output as wide as the model, in 16 bits."""
+        """Bytes of an output as wide as the model, in 16 bit."""
         return 2 * self._tokens * self.hidden_size
 
 
@@ -96,56 +95,13 @@ class PaperHardware:
     link_bytes_per_second: float
     """One way [BW_G]."""
     read_bytes_per_second: float
-    """Of all SSDs together [BW_S2M]."""
+    """All SSDs together [BW_S2M]."""
     write_bytes_per_second: float
     """[BW_M2S]"""
     available_bytes: int
-    """Of main memory, for activations [MEM_avail]."""
+    """Main memory for activations [MEM_avail]."""
     adam_parameters_per_second: float | None = None
     """None leaves the optimizer's computing out, as the paper does; Fuyou has it [T_o]."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageTerms:
-    """The seconds for which each resource is busy in a stage, which takes as long as the busiest."""
-
-    compute: float
-    down: float
-    """From the GPU to main memory."""
-    up: float
-    nvme: float
-    """Reads and writes, one after the other."""
-    optimizer: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """All overlap fully."""
-        return max(self.compute, self.down, self.up, self.nvme, self.optimizer)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PaperTime:
-    """A step, term by term."""
-
-    forward: StageTerms
-    backward: StageTerms
-
-    @property
-    def seconds(self) -> float:
-        """Eq. 1."""
-        return self.forward.seconds + self.backward.seconds
-
-    @property
-    def bottleneck(self) -> Resource:
-        """What is busy longest over both stages."""
-        busy: dict[Resource, float] = {
-            "compute": self.forward.compute + self.backward.compute,
-            "down": self.forward.down + self.backward.down,
-            "up": self.forward.up + self.backward.up,
-            "nvme": self.forward.nvme + self.backward.nvme,
-            "optimizer": self.forward.optimizer + self.backward.optimizer,
-        }
-        return max(busy, key=lambda resource: busy[resource])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +112,7 @@ class PaperEquations:
     hardware: PaperHardware
 
     @property
-    def operators(self) -> tuple[Operator, ...]:
+    def operators(self) -> tuple[SwappableOperator, ...]:
         """All but the block inputs, in forward order."""
         return self.shape.operators
 
@@ -166,18 +122,18 @@ class PaperEquations:
         return self.shape.inter_block_bytes
 
     @property
-    def host_room_bytes(self) -> int:
-        """MEM_avail."""
+    def available_bytes(self) -> int:
+        """Main memory for activations [MEM_avail]."""
         return self.hardware.available_bytes
 
     def seconds(self, *, swapped_bytes: int, spilled_bytes: int, recomputed_flops: int) -> float:
-        """T_iter."""
+        """Predicted seconds of a step [T_iter]."""
         return self.time(
             swapped_bytes=swapped_bytes, spilled_bytes=spilled_bytes, recomputed_flops=recomputed_flops
-        ).seconds
+        ).total
 
-    def time(self, *, swapped_bytes: int, spilled_bytes: int, recomputed_flops: int) -> PaperTime:
-        """Every term, for A, A_nvme and FLOP_r."""
+    def time(self, *, swapped_bytes: int, spilled_bytes: int, recomputed_flops: int) -> StepTime:
+        """Every term, for the bytes swapped [A] and spilled [A_nvme] and the FLOPs recomputed [FLOP_r]."""
         hardware, flops_forward = self.hardware, self.shape.flops_forward
         weight_bytes = WEIGHT_BYTES * self.shape.num_parameters
         state_bytes = STATE_BYTES * self.shape.num_parameters
@@ -187,22 +143,39 @@ class PaperEquations:
             hardware.write_bytes_per_second,
         )
         adam = hardware.adam_parameters_per_second
-        return PaperTime(
-            forward=StageTerms(
+        return StepTime(
+            forward=_stage(
                 compute=flops_forward / hardware.flops_per_second,
                 down=swapped_bytes / link,
                 up=weight_bytes / link,
-                nvme=weight_bytes / read + spilled_bytes / write,
+                nvme_read=weight_bytes / read,
+                nvme_write=spilled_bytes / write,
             ),
-            backward=StageTerms(
+            backward=_stage(
                 compute=(2 * flops_forward + recomputed_flops) / hardware.flops_per_second,
                 down=weight_bytes / link,
                 up=(weight_bytes + swapped_bytes) / link,
-                nvme=(state_bytes + spilled_bytes) / read + state_bytes / write,
+                nvme_read=(state_bytes + spilled_bytes) / read,
+                nvme_write=state_bytes / write,
                 optimizer=self.shape.num_parameters / adam if adam is not None else 0.0,
             ),
         )
 
     def without_states(self) -> PaperEquations:
-        """The same with no parameters to move: P stands in no term but those of traffic and of the optimizer."""
+        """The same with no parameters to move: P stands only in the terms of traffic and of the optimizer."""
         return replace(self, shape=replace(self.shape, num_parameters=0))
+
+
+def _stage(
+    *, compute: float, down: float, up: float, nvme_read: float, nvme_write: float, optimizer: float = 0.0
+) -> StageTime:
+    """A stage that takes as long as its busiest resource: all overlap fully, reads and writes of NVMe do not."""
+    return StageTime(
+        compute=compute,
+        down=down,
+        up=up,
+        nvme_read=nvme_read,
+        nvme_write=nvme_write,
+        optimizer=optimizer,
+        total=max(compute, down, up, nvme_read + nvme_write, optimizer),
+    )

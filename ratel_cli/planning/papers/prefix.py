@@ -1,14 +1,14 @@
-"""The search for the swap set: block inputs pinned, all else by benefit, the step's time over every prefix.
+"""The papers' search for the swap set. Pure.
 
-Any cost model that gives `Equations` can be searched: `planning.papers.paper` has those of the paper. Used by
-`planning.papers.strategies`, which holds the result against what other systems would do. Pure.
+Block inputs are always in the set. The other operators are sorted by benefit, and the step is predicted for every
+prefix of that order. Any cost model that gives `Equations` can be searched.
 
-The paper's Algorithm 1 stops at the first prefix that is slower, compares the size of the set with that of the
-block inputs where it means the inputs themselves, and can return less than them. Here the inputs are in the set
+The Ratel paper's Algorithm 1 stops at the first prefix that is slower. It also compares the size of the set with that
+of the block inputs where it means the inputs themselves, and can return less than them. Here the inputs are in the set
 before the search begins, every prefix is tried, and the least is taken.
 
 Invariant: `Search.points` has one point more than there are elements (an element is one operator in one block), in
-the order of bytes swapped; the time over it is convex if the equations are (Theorems 1 to 4).
+the order of bytes swapped. The time over it is convex if the equations are (Theorems 1 to 4).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 Case = Literal[1, 2, 3]
-"""Of section IV-D. 1: swapping never helps; 2: all that costs FLOPs is swapped; 3: the optimum lies between."""
+"""Section IV-D. 1: swapping never helps. 2: everything that costs FLOPs is swapped. 3: the optimum lies between."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operator:
-    """An operator whose outputs may be swapped out in forward and fetched in backward, in place of running again."""
+class SwappableOperator:
+    """An operator whose outputs may be offloaded in forward and fetched in backward, instead of running again."""
 
     name: str
     blocks: tuple[int, ...]
-    """Which have it; in a swap set, in which it is swapped."""
+    """The blocks that have it; in a swap set, the blocks in which it is swapped."""
     num_bytes: int
-    """Of its output in one block; more than 0."""
+    """Bytes of its output in one block; more than 0."""
     flops: int
-    """To run it again in one block."""
+    """FLOPs to run it again in one block."""
 
     @property
     def benefit(self) -> float:
@@ -43,22 +43,22 @@ class Equations(Protocol):
     """A cost model of one model on one machine."""
 
     @property
-    def operators(self) -> Sequence[Operator]:
-        """All but the block inputs, in forward order."""
+    def operators(self) -> Sequence[SwappableOperator]:
+        """All operators, in forward order; the block inputs are not among them."""
 
     @property
     def inter_block_bytes(self) -> int:
-        """The block inputs: always swapped."""
+        """Bytes of the block inputs, which are always swapped."""
 
     @property
-    def host_room_bytes(self) -> int:
-        """What main memory has for activations; the rest is spilled to NVMe."""
+    def available_bytes(self) -> int:
+        """Main memory for activations; the rest of them is spilled to NVMe."""
 
     def seconds(self, *, swapped_bytes: int, spilled_bytes: int, recomputed_flops: int) -> float:
-        """Of one step."""
+        """Predicted seconds of one step."""
 
     def without_states(self) -> Equations:
-        """The same, as if the model states lay in the GPU and moved nowhere."""
+        """The same cost model as if the model states lay in the GPU and moved nowhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +76,13 @@ class Point:
 class Search:
     """Every prefix, and the least."""
 
-    operators: tuple[Operator, ...]
+    operators: tuple[SwappableOperator, ...]
     """The greatest benefit first."""
     points: tuple[Point, ...]
     """After 0, 1, 2, ... elements."""
 
     def least(self, *, limit_bytes: int | None = None) -> int:
-        """How many elements to swap; the fewest among equals. At most `limit_bytes` are swapped, but for the inputs."""
+        """How many elements to swap, the fewest among equals; at most `limit_bytes`, or the block inputs alone."""
         allowed = [
             count
             for count, point in enumerate(self.points)
@@ -90,7 +90,7 @@ class Search:
         ]
         return min(allowed, key=lambda count: self.points[count].seconds)
 
-    def swapped(self, count: int) -> tuple[Operator, ...]:
+    def swapped(self, count: int) -> tuple[SwappableOperator, ...]:
         """The first `count` elements, as operators with the blocks in which they are swapped."""
         taken = []
         for operator in self.operators:
@@ -102,31 +102,32 @@ class Search:
 
     @property
     def case(self) -> Case:
-        """Of the least. Outputs that cost no FLOPs never help, so that case 2 is to recompute none."""
+        """The case of the least prefix. Outputs that cost no FLOPs never help, so that case 2 recomputes nothing."""
         count = self.least()
         if not count:
             return 1
         return 3 if self.points[count].recomputed_flops else 2
 
 
-def search(equations: Equations, *, host_room_bytes: int | None = None) -> Search:
-    """Evaluate every prefix, with another room in main memory than the equations' if one is given."""
+def search(equations: Equations, *, available_bytes: int | None = None) -> Search:
+    """Evaluate every prefix, with `available_bytes` of main memory if given, else with the equations' own."""
     operators = tuple(sorted(equations.operators, key=lambda operator: -operator.benefit))
-    available_bytes = equations.host_room_bytes if host_room_bytes is None else host_room_bytes
+    if available_bytes is None:
+        available_bytes = equations.available_bytes
     swapped_bytes = equations.inter_block_bytes
     recomputed_flops = sum(operator.flops * len(operator.blocks) for operator in operators)
-    points = [evaluate(equations, swapped_bytes, recomputed_flops, host_room_bytes=available_bytes)]
+    points = [evaluate(equations, swapped_bytes, recomputed_flops, available_bytes=available_bytes)]
     for operator in operators:
         for _ in operator.blocks:
             swapped_bytes += operator.num_bytes
             recomputed_flops -= operator.flops
-            points.append(evaluate(equations, swapped_bytes, recomputed_flops, host_room_bytes=available_bytes))
+            points.append(evaluate(equations, swapped_bytes, recomputed_flops, available_bytes=available_bytes))
     return Search(operators=operators, points=tuple(points))
 
 
-def evaluate(equations: Equations, swapped_bytes: int, recomputed_flops: int, *, host_room_bytes: int) -> Point:
-    """Main memory takes what it has room for, NVMe the rest: Eq. 3, which the paper prints without the maximum."""
-    spilled_bytes = max(0, swapped_bytes - host_room_bytes)
+def evaluate(equations: Equations, swapped_bytes: int, recomputed_flops: int, *, available_bytes: int) -> Point:
+    """One swap set. Main memory takes `available_bytes` of it, NVMe the rest: Eq. 3, printed without the maximum."""
+    spilled_bytes = max(0, swapped_bytes - available_bytes)
     return Point(
         swapped_bytes=swapped_bytes,
         spilled_bytes=spilled_bytes,

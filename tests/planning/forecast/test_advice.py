@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ratel_cli.planning.forecast.advice import Advice, advise, with_drives
+from ratel_cli.planning.forecast.advice import Advice, advise, server_dollars, with_drives
 from ratel_cli.planning.forecast.forecast import Setting
 from ratel_cli.planning.placement import Workload
 from ratel_cli.units import GIB
@@ -78,3 +78,9 @@ def test_drives_have_their_share(count: int) -> None:
 def test_an_unknown_rating_stays_unknown() -> None:
     unrated = replace(WITH_GPU, nvme=replace(WITH_GPU.nvme, endurance_tb_written=None))
     assert with_drives(unrated, 5).nvme.endurance_tb_written is None
+
+
+@pytest.mark.parametrize(("num_gpus", "num_ssds"), [(0, 0), (1, 12), (4, 1), (4, 6), (4, 12)])
+def test_price_of_a_server(num_gpus: int, num_ssds: int) -> None:
+    """Ratel, Table VII."""
+    assert server_dollars(num_gpus=num_gpus, num_ssds=num_ssds) == 14_098 + 1_600 * num_gpus + 308 * num_ssds

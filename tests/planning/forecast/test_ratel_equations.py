@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 
 import pytest
+from hypothesis import given
 
 from ratel_cli.planning.forecast.ratel_equations import RatelEquations
 from ratel_cli.planning.papers.strategies import compare
 from ratel_cli.units import MIB
 from tests.planning.forecast.test_ratel_forecast import recorded
 from tests.planning.forecasters import ratel_forecaster, setting
-from tests.planning.shapes import machine
-from tests.tiers import sample
+from tests.planning.shapes import SEEDS, machine
+from tests.tiers import examples
 
 
 def by_chance(seed: int) -> RatelEquations:
@@ -45,7 +46,8 @@ def by_chance(seed: int) -> RatelEquations:
     return equations
 
 
-@pytest.mark.parametrize("seed", sample(range(150), every=6))
+@examples(150)
+@given(seed=SEEDS)
 def test_ours_is_never_slower(seed: int) -> None:
     pytest.importorskip("scipy")
     ours, *others = compare(by_chance(seed))

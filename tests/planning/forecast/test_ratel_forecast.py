@@ -42,7 +42,7 @@ def test_a_forecast_is_the_plan_of_a_run() -> None:
         plan.traffic.written_bytes,
     )
     assert (forecast.swap_set, forecast.curve) == (plan.swapped, plan.curve)
-    assert forecast.kept_on_gpu_bytes == plan.offloaded.gpu_bytes > 0
+    assert forecast.gpu_activation_bytes == plan.offloaded.gpu_bytes > 0
     told, planned = forecast.to_json(), plan.to_json()
     assert told["activations"] == planned["activations"]
     assert told["throughput"] == planned["throughput"]

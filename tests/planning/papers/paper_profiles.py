@@ -9,7 +9,7 @@ import yaml
 from hypothesis import strategies as st
 
 from ratel_cli.planning.papers.paper import PaperEquations, PaperHardware, PaperShape
-from ratel_cli.planning.papers.prefix import Operator
+from ratel_cli.planning.papers.prefix import SwappableOperator
 from ratel_cli.units import MIB
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -45,13 +45,13 @@ def paper_equations(
 class Graph:
     """Any operators at all, under the paper's equations."""
 
-    operators: tuple[Operator, ...]
+    operators: tuple[SwappableOperator, ...]
     inter_block_bytes: int
     equations: PaperEquations
 
     @property
-    def host_room_bytes(self) -> int:
-        return self.equations.host_room_bytes
+    def available_bytes(self) -> int:
+        return self.equations.available_bytes
 
     def seconds(self, *, swapped_bytes: int, spilled_bytes: int, recomputed_flops: int) -> float:
         return self.equations.seconds(
@@ -93,7 +93,7 @@ def graphs(draw: st.DrawFn, *, most_operators: int = 6, equal_bytes: bool = Fals
     """Operators of one block each, whose transfers and FLOPs take times alike."""
     shared = draw(st.integers(1, 30)) if equal_bytes else None
     operators = tuple(
-        Operator(
+        SwappableOperator(
             name=f"operator {number}",
             blocks=(0,),
             num_bytes=(shared or draw(st.integers(1, 30))) * MIB,

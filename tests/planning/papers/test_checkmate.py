@@ -8,22 +8,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratel_cli.planning.papers.checkmate import store_within
-from ratel_cli.planning.papers.prefix import Operator
+from ratel_cli.planning.papers.prefix import SwappableOperator
+from ratel_cli.planning.papers.strategies import store_within
 from tests.tiers import examples
 
 pytest.importorskip("scipy")
 
 
-def saved_flops(stored: tuple[Operator, ...]) -> int:
+def saved_flops(stored: tuple[SwappableOperator, ...]) -> int:
     return sum(operator.flops * len(operator.blocks) for operator in stored)
 
 
-def stored_bytes(stored: tuple[Operator, ...]) -> int:
+def stored_bytes(stored: tuple[SwappableOperator, ...]) -> int:
     return sum(operator.num_bytes * len(operator.blocks) for operator in stored)
 
 
-def brute_force(operators: list[Operator], available_bytes: int) -> int:
+def brute_force(operators: list[SwappableOperator], available_bytes: int) -> int:
     """The most FLOPs that may be saved."""
     best = 0
     for counts in product(*(range(len(operator.blocks) + 1) for operator in operators)):
@@ -33,10 +33,10 @@ def brute_force(operators: list[Operator], available_bytes: int) -> int:
     return best
 
 
-def operators_of(*sizes: tuple[int, int, int]) -> list[Operator]:
+def operators_of(*sizes: tuple[int, int, int]) -> list[SwappableOperator]:
     """Each is bytes, FLOPs and the number of blocks."""
     return [
-        Operator(name=f"operator {number}", blocks=tuple(range(num_blocks)), num_bytes=num_bytes, flops=flops)
+        SwappableOperator(name=f"operator {number}", blocks=tuple(range(num_blocks)), num_bytes=num_bytes, flops=flops)
         for number, (num_bytes, flops, num_blocks) in enumerate(sizes)
     ]
 

@@ -10,7 +10,7 @@ import yaml
 
 from ratel_cli.planning.papers.largest import (
     MAX_LAYERS,
-    Tiers,
+    TierBytes,
     deepest,
     fits,
     largest,
@@ -26,9 +26,9 @@ from tests.planning.papers.paper_profiles import CONFIGS, paper_shape
 MODELS = paper_models(batch_size=1)
 
 
-def server(*, gpu_gib: int = 24, host_gib: int = 768, num_ssds: int = 12) -> Tiers:
+def server(*, gpu_gib: int = 24, host_gib: int = 768, num_ssds: int = 12) -> TierBytes:
     """The paper's, with 3.84 TB a drive."""
-    return Tiers(
+    return TierBytes(
         gpu_bytes=gpu_gib * GIB,
         host_bytes=host_gib * GIB,
         nvme_bytes=num_ssds * 3_840_000_000_000,
@@ -71,13 +71,13 @@ def test_what_is_missing_is_told_to_the_byte(tier: str) -> None:
     assert fits(shape, exact)
     less = replace(exact, **{tier: getattr(exact, tier) - 1})
     assert not fits(shape, less)
-    nothing = Tiers(gpu_bytes=0, host_bytes=0, nvme_bytes=0)
+    nothing = TierBytes(gpu_bytes=0, host_bytes=0, nvme_bytes=0)
     assert missing(shape, less) == replace(nothing, **{tier: 1})
     assert missing(shape, nothing) == exact
 
 
 def test_nothing_fits_on_nothing() -> None:
-    nothing = Tiers(gpu_bytes=0, host_bytes=0, nvme_bytes=0)
+    nothing = TierBytes(gpu_bytes=0, host_bytes=0, nvme_bytes=0)
     assert largest(MODELS.values(), nothing) is None
     assert largest([], server()) is None
     assert deepest(MODELS["6B"], nothing) is None

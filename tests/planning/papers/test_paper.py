@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.planning.papers.paper import PaperEquations, PaperHardware, PaperShape, PaperTime, StageTerms
+from ratel_cli.planning.papers.paper import PaperEquations, PaperHardware, PaperShape
 from ratel_cli.planning.papers.prefix import Point, search
+from ratel_cli.planning.step_time import StepTime
 from tests.planning.papers.paper_profiles import CONFIGS, paper_equations, paper_hardware, paper_shape
 
 THP, LINK, READ, WRITE = 164e12, 22.6e9, 32.7e9, 24.5e9
@@ -69,12 +70,12 @@ def test_terms_of_block_inputs_only_with_algorithm_1s_full_recomputation() -> No
     assert (backward.compute, backward.down, backward.up, backward.nvme) == pytest.approx(
         (3 * compute, WEIGHTS / LINK, (WEIGHTS + inputs) / LINK, (STATES + inputs) / READ + STATES / WRITE), rel=1e-9
     )
-    assert time.seconds == pytest.approx(4 * compute, rel=1e-9)
+    assert time.total == pytest.approx(4 * compute, rel=1e-9)
     printed = (forward.compute, forward.down, forward.up, forward.nvme)
     assert [round(term, 4) for term in printed] == [5.2987, 0.5939, 1.1504, 1.3429]
     printed = (backward.compute, backward.down, backward.up, backward.nvme)
     assert printed == pytest.approx((15.896, 1.1504, 1.7443, 13.405), abs=5e-4)
-    assert round(time.seconds, 4) == 21.1948
+    assert round(time.total, 4) == 21.1948
 
 
 def test_the_head_is_never_recomputed() -> None:
@@ -146,15 +147,15 @@ FAST = PaperHardware(
 )
 
 
-def tiny_time(hardware: PaperHardware, *, swapped_bytes: int = 5000, spilled_bytes: int = 3000) -> PaperTime:
+def tiny_time(hardware: PaperHardware, *, swapped_bytes: int = 5000, spilled_bytes: int = 3000) -> StepTime:
     equations = PaperEquations(shape=TINY, hardware=hardware)
     return equations.time(swapped_bytes=swapped_bytes, spilled_bytes=spilled_bytes, recomputed_flops=7000)
 
 
 def test_computing_can_decide() -> None:
     time = tiny_time(replace(FAST, flops_per_second=10.0))
-    assert time.forward.seconds == TINY.flops_forward / 10
-    assert time.backward.seconds == (2 * TINY.flops_forward + 7000) / 10
+    assert time.forward.total == TINY.flops_forward / 10
+    assert time.backward.total == (2 * TINY.flops_forward + 7000) / 10
     assert time.bottleneck == "compute"
 
 
@@ -164,36 +165,37 @@ def test_the_link_can_decide(swapped_bytes: int, forward_bytes: int, bottleneck:
     time = tiny_time(replace(FAST, link_bytes_per_second=10.0), swapped_bytes=swapped_bytes)
     assert (time.forward.down, time.forward.up) == (swapped_bytes / 10, 200)
     assert (time.backward.down, time.backward.up) == (200, (2000 + swapped_bytes) / 10)
-    assert time.forward.seconds == forward_bytes / 10
-    assert time.backward.seconds == (2000 + swapped_bytes) / 10
+    assert time.forward.total == forward_bytes / 10
+    assert time.backward.total == (2000 + swapped_bytes) / 10
     assert time.bottleneck == bottleneck
 
 
 def test_reading_can_decide() -> None:
     time = tiny_time(replace(FAST, read_bytes_per_second=10.0))
-    assert time.forward.seconds == pytest.approx(2000 / 10)
-    assert time.backward.seconds == pytest.approx((14_000 + 3000) / 10)
-    assert time.bottleneck == "nvme"
+    assert time.forward.total == pytest.approx(2000 / 10)
+    assert time.backward.total == pytest.approx((14_000 + 3000) / 10)
+    assert time.bottleneck == "nvme read"
 
 
 def test_writing_can_decide() -> None:
     time = tiny_time(replace(FAST, write_bytes_per_second=10.0))
-    assert time.forward.seconds == pytest.approx(3000 / 10)
-    assert time.backward.seconds == pytest.approx(14_000 / 10)
-    assert time.bottleneck == "nvme"
+    assert time.forward.total == pytest.approx(3000 / 10)
+    assert time.backward.total == pytest.approx(14_000 / 10)
+    assert time.bottleneck == "nvme write"
 
 
 def test_the_optimizer_decides_only_where_its_rate_is_given() -> None:
     slow = tiny_time(replace(FAST, adam_parameters_per_second=10.0))
-    assert (slow.forward.optimizer, slow.backward.seconds, slow.bottleneck) == (0, 100, "optimizer")
+    assert (slow.forward.optimizer, slow.backward.total, slow.bottleneck) == (0, 100, "optimizer")
     without = tiny_time(replace(FAST, adam_parameters_per_second=None))
     assert without.backward.optimizer == 0
 
 
-def test_a_stage_takes_as_long_as_its_busiest_resource() -> None:
-    terms = {"compute": 1.0, "down": 2.0, "up": 3.0, "nvme": 4.0, "optimizer": 5.0}
-    for name in terms:
-        assert StageTerms(**(terms | {name: 9.0})).seconds == 9.0
+def test_reads_and_writes_of_nvme_follow_each_other() -> None:
+    """Where everything takes the same time alone, the two directions together take twice that."""
+    time = tiny_time(replace(FAST, read_bytes_per_second=17.0, write_bytes_per_second=14.0))
+    assert time.backward.nvme_read == time.backward.nvme_write == 1000
+    assert time.backward.total == time.backward.nvme == 2000
 
 
 def test_without_states_only_activations_move() -> None:
@@ -203,7 +205,7 @@ def test_without_states_only_activations_move() -> None:
     assert time.forward.down == time.backward.up == 5000 / 1e15
     assert time.forward.compute == TINY.flops_forward / 1e15
     assert time.backward.optimizer == 0
-    assert equations.host_room_bytes == 77
+    assert equations.available_bytes == 77
 
 
 def test_rates_of_the_written_profiles() -> None:

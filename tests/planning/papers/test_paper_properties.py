@@ -90,4 +90,4 @@ def test_block_inputs_are_always_in_the_set(equations: PaperEquations) -> None:
 def test_main_memory_is_filled_before_nvme(equations: PaperEquations) -> None:
     for point in search(equations).points:
         in_memory = point.swapped_bytes - point.spilled_bytes
-        assert in_memory == min(point.swapped_bytes, equations.host_room_bytes)
+        assert in_memory == min(point.swapped_bytes, equations.available_bytes)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from ratel_cli.planning.papers.paper import PaperEquations, PaperHardware, PaperShape
-from ratel_cli.planning.papers.prefix import Equations, Operator, Point, search
+from ratel_cli.planning.papers.prefix import Equations, Point, SwappableOperator, search
 from tests.planning.papers.paper_profiles import EQUATIONS, Graph, graphs, paper_equations
 from tests.tiers import examples
 
@@ -32,7 +32,7 @@ def seconds_with(equations: Equations, chosen: list[tuple[str, int, int, int]]) 
     recomputed = [element for element in elements(equations) if element not in chosen]
     return equations.seconds(
         swapped_bytes=swapped_bytes,
-        spilled_bytes=max(0, swapped_bytes - equations.host_room_bytes),
+        spilled_bytes=max(0, swapped_bytes - equations.available_bytes),
         recomputed_flops=sum(flops for _, _, _, flops in recomputed),
     )
 
@@ -117,8 +117,8 @@ def test_a_limit_keeps_the_set_small_but_never_without_the_inputs() -> None:
 
 def tiny(*, flops: int = 10, num_bytes: int = 1, hardware: PaperHardware) -> Graph:
     operators = (
-        Operator(name="product", blocks=(0, 1), num_bytes=num_bytes, flops=flops),
-        Operator(name="norm", blocks=(0, 1), num_bytes=num_bytes, flops=0),
+        SwappableOperator(name="product", blocks=(0, 1), num_bytes=num_bytes, flops=flops),
+        SwappableOperator(name="norm", blocks=(0, 1), num_bytes=num_bytes, flops=0),
     )
     shape = PaperShape(
         num_layers=2, num_heads=1, hidden_size=1, vocab_size=1, num_parameters=0, batch_size=1, sequence_len=1
@@ -161,13 +161,14 @@ def test_among_equals_the_fewest_are_swapped() -> None:
 def test_another_room_in_main_memory_may_be_assumed() -> None:
     equations = paper_equations(batch_size=8, available_bytes=10**15)
     assert all(point.spilled_bytes == 0 for point in search(equations).points)
-    assert all(point.spilled_bytes == point.swapped_bytes for point in search(equations, host_room_bytes=0).points)
+    assert all(point.spilled_bytes == point.swapped_bytes for point in search(equations, available_bytes=0).points)
 
 
 @pytest.mark.full
 def test_a_thousand_elements_are_searched_in_under_50_ms() -> None:
     operators = tuple(
-        Operator(name=f"operator {n}", blocks=tuple(range(100)), num_bytes=1000 + n, flops=n << 30) for n in range(10)
+        SwappableOperator(name=f"operator {n}", blocks=tuple(range(100)), num_bytes=1000 + n, flops=n << 30)
+        for n in range(10)
     )
     graph = Graph(operators=operators, inter_block_bytes=1 << 30, equations=paper_equations(batch_size=32))
     taken = []

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 
 from ratel_cli.planning.papers.paper import PaperEquations
-from ratel_cli.planning.papers.prefix import Equations, Operator, search
-from ratel_cli.planning.papers.strategies import Outcome, Strategy, compare
+from ratel_cli.planning.papers.prefix import Equations, SwappableOperator, search
+from ratel_cli.planning.papers.strategies import Outcome, Strategy, compare, flash_neuron_parameters
 from ratel_cli.units import GIB, MIB
 from tests.planning.papers.paper_profiles import EQUATIONS, Graph, graphs, paper_equations
 from tests.tiers import examples
@@ -83,8 +83,8 @@ def test_whole_elements_may_pack_better_than_any_prefix() -> None:
     slow = replace(equations, hardware=replace(equations.hardware, flops_per_second=1e12, write_bytes_per_second=1e3))
     graph = Graph(
         operators=(
-            Operator(name="large", blocks=(0,), num_bytes=10 * MIB, flops=40 << 40),
-            Operator(name="small", blocks=(0,), num_bytes=5 * MIB, flops=10 << 40),
+            SwappableOperator(name="large", blocks=(0,), num_bytes=10 * MIB, flops=40 << 40),
+            SwappableOperator(name="small", blocks=(0,), num_bytes=5 * MIB, flops=10 << 40),
         ),
         inter_block_bytes=0,
         equations=slow.without_states(),
@@ -123,7 +123,7 @@ def test_host_only_stops_where_main_memory_is_full() -> None:
 def test_block_inputs_that_main_memory_cannot_hold_fail_what_never_uses_nvme(strategy: Strategy) -> None:
     equations = paper_equations(batch_size=32, available_bytes=13_421_772_800 - GIB)
     outcome = outcomes(equations)[strategy]
-    assert outcome.why_not == "main memory is 1.00 GiB short of the block inputs"
+    assert outcome.why_not == "the block inputs do not fit into main memory (short by 1.00 GiB)"
     assert (outcome.swapped, outcome.point.spilled_bytes) == ((), GIB)
     assert outcome.point.swapped_bytes == equations.inter_block_bytes
     enough = replace(equations, hardware=replace(equations.hardware, available_bytes=13_421_772_800))
@@ -157,3 +157,8 @@ def test_checkmate_without_scipy_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     found = outcomes(paper_equations(batch_size=32, available_bytes=30 * 10**9))
     assert found["checkmate"].why_not == "its solver needs scipy: pip install scipy"
     assert [name for name, outcome in found.items() if outcome.why_not] == ["checkmate"]
+
+
+def test_flash_neuron_on_24_gib() -> None:
+    """The paper measured 1.55 B."""
+    assert flash_neuron_parameters(24 * GIB) == 1_610_612_736

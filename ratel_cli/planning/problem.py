@@ -1,0 +1,229 @@
+"""One planning problem: a model, its costs, a step, a machine and its limits; and what follows from a placement. Pure.
+
+`planning.choose` searches; everything that it compares comes from here. "Swapping a prefix" means to offload the first
+outputs of the problem's order (planning/swap.py).
+
+Invariant: an `Evaluation` fits into the limit of host memory, and all its parts belong to its placement. That it fits
+into the GPU is for the caller to check.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ratel_cli.errors import DoesNotFit
+from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.activations import OffloadedActivations, fewest_spilled_units, offload
+from ratel_cli.planning.capacity import HostMemory, StepMemory
+from ratel_cli.planning.costs import ComputeSeconds, compute_seconds, overlapped_step
+from ratel_cli.planning.gpu_memory import GpuMemory, GpuResident
+from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.planning.placement import ActivationPolicy, Overlap, Placement, StateBytes, Workload
+from ratel_cli.planning.step_time import StepTime
+from ratel_cli.planning.swap import SwapOrder, SwapPrefix
+from ratel_cli.planning.traffic import Traffic, step_traffic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """A placement that fits, and everything that follows from it."""
+
+    placement: Placement
+    swap: SwapPrefix
+    offloaded: OffloadedActivations
+    memory: HostMemory
+    spilled_blocks: int
+    """Held gradients of this many blocks, the first in forward order, lie on NVMe."""
+    traffic: Traffic
+    time: StepTime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpilledPrefix:
+    """A swapped prefix in a given amount of host memory: which units go to NVMe, and what that takes."""
+
+    spilled_units: int
+    offloaded: OffloadedActivations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Everything that the choice of a placement depends on."""
+
+    spec: ModelSpec
+    state: StateBytes
+    workload: Workload
+    profile: ModelProfile
+    hardware: HardwareProfile
+    holds_gradients: bool
+    """No block is updated before the last gradient is there."""
+    overlap: Overlap
+    activations: ActivationPolicy
+    process_bytes: int
+    limit_bytes: int
+    """Host memory that the run may take, the process included."""
+    device_limit_bytes: int | None = None
+    """Memory of a GPU that the run may take; None leaves nothing on the GPU from forward to backward."""
+
+    @cached_property
+    def order(self) -> SwapOrder:
+        """The outputs that can be swapped, by benefit."""
+        return SwapOrder(self.profile)
+
+    @cached_property
+    def compute(self) -> ComputeSeconds:
+        """Computing of a step that swaps nothing but layers' inputs."""
+        return compute_seconds(self.profile, self.workload, self.hardware)
+
+    @cached_property
+    def wanted_outputs(self) -> int | None:
+        """The length of the prefix that the user's choice of `activations` asks for; None leaves it to the plan."""
+        match self.activations:
+            case "auto":
+                return None
+            case "recompute" | "static":
+                return 0
+            case "keep" | "swap_all":
+                return self.order.num_outputs
+            case fraction:
+                return self.order.reaching(int(fraction * self.order.prefix(self.order.num_outputs).num_bytes))
+
+    def evaluate(self, placement: Placement, *, num_outputs: int = 0) -> Evaluation:
+        """What follows from a placement when a prefix is swapped. Raises DoesNotFit."""
+        placement = self._with_gpu_resident(placement, num_outputs)
+        offloaded = self.offload(num_outputs, spilled_units=placement.spilled_units)
+        memory, spilled_blocks = self.fit(placement, offloaded)
+        swap = self.order.prefix(num_outputs)
+        traffic = self.traffic(placement, offloaded, spilled_blocks=spilled_blocks)
+        return Evaluation(
+            placement=replace(placement, swapped=self.order.keys(num_outputs)),
+            swap=swap,
+            offloaded=offloaded,
+            memory=memory,
+            spilled_blocks=spilled_blocks,
+            traffic=traffic,
+            time=self._time(placement, traffic, swap, offloaded),
+        )
+
+    def evaluate_in_least_memory(self, placement: Placement, num_outputs: int) -> Evaluation:
+        """The same with as few spilled units as fit, held gradients going to NVMe before them. Raises DoesNotFit."""
+        placement = replace(placement, spilled_units=0)
+        try:
+            return self.evaluate(placement, num_outputs=num_outputs)
+        except DoesNotFit as refusal:
+            if self.activations == "keep":
+                raise
+            shortfall_bytes = refusal.shortfall_bytes
+        offloaded = self.offload(num_outputs)
+        spilled_units = self._fewest_spilled(num_outputs, offloaded.host_bytes - shortfall_bytes, offloaded)
+        return self.evaluate(replace(placement, spilled_units=spilled_units), num_outputs=num_outputs)
+
+    def attempt(self, placement: Placement, num_outputs: int) -> Evaluation | None:
+        """`evaluate_in_least_memory`, or None if the placement does not fit."""
+        try:
+            return self.evaluate_in_least_memory(placement, num_outputs)
+        except DoesNotFit:
+            return None
+
+    def fit(self, placement: Placement, offloaded: OffloadedActivations) -> tuple[HostMemory, int]:
+        """Host memory, and how many blocks' held gradients go to NVMe. Raises DoesNotFit."""
+        return self._step_memory.fit(placement, offloaded, limit_bytes=self.limit_bytes)
+
+    def traffic(self, placement: Placement, offloaded: OffloadedActivations, *, spilled_blocks: int = 0) -> Traffic:
+        """NVMe bytes of a step."""
+        return step_traffic(
+            self.spec,
+            self.state,
+            placement,
+            offloaded,
+            holds_gradients=self.holds_gradients,
+            spilled_blocks=spilled_blocks,
+            overlap=self.overlap,
+        )
+
+    def seconds(
+        self, placement: Placement, traffic: Traffic, offloaded: OffloadedActivations, *, num_outputs: int
+    ) -> float:
+        """Predicted seconds of a step that swaps a prefix; `traffic` and `offloaded` belong to it."""
+        placement = self._with_gpu_resident(placement, num_outputs)
+        return self._time(placement, traffic, self.order.prefix(num_outputs), offloaded).total
+
+    def spill_into(self, available_bytes: int, *, num_outputs: int) -> SpilledPrefix | None:
+        """A prefix in `available_bytes` of host memory; None if it does not fit whatever is spilled."""
+        spilled_units, offloaded = 0, self.offload(num_outputs)
+        if self.activations != "keep":
+            spilled_units = self._fewest_spilled(num_outputs, available_bytes, offloaded)
+            offloaded = self.offload(num_outputs, spilled_units=spilled_units)
+        if offloaded.memory_bytes > available_bytes:
+            return None
+        return SpilledPrefix(spilled_units=spilled_units, offloaded=offloaded)
+
+    def offload(self, num_outputs: int, *, spilled_units: int = 0) -> OffloadedActivations:
+        """What a step offloads when a prefix is swapped and its first `spilled_units` units go to NVMe."""
+        resident = self._gpu_resident(num_outputs)
+        return offload(
+            self.order.unit_bytes(num_outputs),
+            num_micro_batches=self.workload.num_micro_batches,
+            spilled_units=spilled_units,
+            gpu_units_from=None if resident is None else max(spilled_units, resident.units_from),
+        )
+
+    def _fewest_spilled(self, num_outputs: int, available_bytes: int, unspilled: OffloadedActivations) -> int:
+        """Units that must go to NVMe for the others to fit into `available_bytes` of host memory, if they can."""
+        resident = self._gpu_resident(num_outputs)
+        return fewest_spilled_units(
+            self.order.unit_bytes(num_outputs),
+            num_micro_batches=self.workload.num_micro_batches,
+            available_bytes=available_bytes + unspilled.gpu_bytes,
+            most_units=None if resident is None else resident.units_from,
+        )
+
+    def _with_gpu_resident(self, placement: Placement, num_outputs: int) -> Placement:
+        """The placement with what stays on the GPU when a prefix is swapped."""
+        resident = self._gpu_resident(num_outputs)
+        if resident is None:
+            return placement
+        units_from = max(placement.spilled_units, resident.units_from)
+        return replace(placement, gpu_units_from=units_from, gpu_weights=resident.weights)
+
+    def _gpu_resident(self, num_outputs: int) -> GpuResident | None:
+        """What stays on the GPU when a prefix is swapped; None where the GPU has no memory to spare for that."""
+        if self._gpu is None or self.device_limit_bytes is None:
+            return None
+        return self._gpu.resident(self.order.unit_bytes(num_outputs), limit_bytes=self.device_limit_bytes)
+
+    def _time(
+        self, placement: Placement, traffic: Traffic, swap: SwapPrefix, offloaded: OffloadedActivations
+    ) -> StepTime:
+        saved = swap.seconds if self.compute.is_measured else swap.flops / self.hardware.gpu.flops_per_second
+        return overlapped_step(
+            self.spec,
+            self.state,
+            placement,
+            traffic,
+            self.hardware,
+            compute=self.compute,
+            offloaded=offloaded,
+            not_recomputed_seconds=self.workload.num_micro_batches * saved,
+            holds_gradients=self.holds_gradients,
+            overlap=self.overlap,
+        )
+
+    @cached_property
+    def _gpu(self) -> GpuMemory | None:
+        """None where the CPU computes."""
+        return None if self.hardware.link is None else GpuMemory(self.spec, self.state, self.workload)
+
+    @cached_property
+    def _step_memory(self) -> StepMemory:
+        return StepMemory(
+            self.spec,
+            self.state,
+            self.workload,
+            holds_gradients=self.holds_gradients,
+            process_bytes=self.process_bytes,
+            overlap=self.overlap,
+            gpu=self._gpu,
+        )
