@@ -192,7 +192,7 @@ class Ring:
             unowned = (ctypes.c_char * place[1]).from_address(place[0])
             iovec = self._iovecs[place] = liburing.Iovec([memoryview(unowned).cast("B")])
         entry = liburing.io_uring_get_sqe(self._ring)
-        assert entry is not None, "the ring is larger than the lane is deep"
+        assert entry is not None, "the ring has an entry for every request and for the timer"
         prepare = liburing.io_uring_prep_readv if request.direction == "read" else liburing.io_uring_prep_writev
         prepare(entry, request.fd, iovec, request.offset)
         entry.user_data = key
@@ -201,7 +201,7 @@ class Ring:
         """Put a timer on the ring, which completes after `seconds`. One at a time."""
         self._timer = liburing.timespec(seconds)
         entry = liburing.io_uring_get_sqe(self._ring)
-        assert entry is not None, "the ring is larger than the lane is deep"
+        assert entry is not None, "the ring has an entry for every request and for the timer"
         liburing.io_uring_prep_timeout(entry, self._timer, 0, 0)
         entry.user_data = key
 

@@ -26,7 +26,7 @@ from ratel_cli.errors import IntegrityFailure
 from ratel_cli.sizes import CHECKSUM_BYTES
 from ratel_cli.store.layout import ChunkMap
 
-assert sys.byteorder == "little", "the table is stored as it lies in memory"
+assert sys.byteorder == "little", "the table is stored in the byte order of this machine"
 _SEED: Final = Struct("<16sQIII")
 _HINT: Final = "resume from a saved step with --resume STEP, or restore a snapshot with `ratel restore`"
 

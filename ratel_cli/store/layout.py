@@ -191,7 +191,7 @@ class Geometry:
     """Elements of a field that share a checksum. 0: the store has no checksums."""
 
     def __post_init__(self) -> None:
-        assert self.num_slots == 1 if self.in_place else self.num_slots >= 2, "a step needs a slot besides the current"
+        assert self.num_slots == 1 if self.in_place else self.num_slots >= 2, "a step needs a slot of its own"
         assert self.stripe_bytes > 0
         assert self.stripe_bytes % PAGE_BYTES == 0
 
