@@ -1,9 +1,9 @@
 """`ratel plan CONFIG`: will it fit, how long does it take and why, and what would help.
 
-Called by `cli.app`. No torch, no weights, nothing is measured or written but the picture that was asked for. The
-forecast goes to stdout, everything else to stderr.
+Nothing is measured, no weights are read, and nothing is written but the picture that `--plot` asks for and the
+description of a model in the user's cache. The forecast goes to stdout, everything else to stderr.
 
-Invariant: what does not fit is told as far as it is known, and ends with exit code 3.
+Invariant: a run that does not fit is shown whole, and the command then ends with exit code 3.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ def _block(page: RunLog, title: str, lines: list[str]) -> None:
 def _check(forecast: Forecast) -> None:
     if forecast.fits:
         return
-    named = [f"{tier.name} {format_bytes(tier.shortfall_bytes)}" for tier in forecast.shortfalls]
+    named = [f"{tier.name} by {format_bytes(tier.shortfall_bytes)}" for tier in forecast.shortfalls]
     raise DoesNotFit(
-        f"this does not fit; too few: {', '.join(named)}",
+        f"the run does not fit: short of {', '.join(named)}",
         "; ".join(tier.remedy for tier in forecast.shortfalls),
         shortfall_bytes=sum(tier.shortfall_bytes for tier in forecast.shortfalls),
     )

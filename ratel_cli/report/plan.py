@@ -1,7 +1,6 @@
-"""The words of a forecast: what is needed and there, how long a step takes and why, what is swapped, what would help.
+"""The rows of `ratel plan`: what is needed, how long a step takes and why, what is swapped, and what would help.
 
-`cli.plan` prints what these functions return. Invariant: nothing is computed here but how it reads; nothing heavy is
-imported.
+Invariant: nothing is computed here except how a number reads, and nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from ratel_cli.planning.forecast.advice import Advice
 from ratel_cli.planning.forecast.forecast import Forecast, Tier
 from ratel_cli.planning.plan import SwappedOperator
 from ratel_cli.planning.step_time import StageTime
-from ratel_cli.units import GIB, format_bytes, format_count, format_flops, format_seconds
+from ratel_cli.units import GIB, counted, format_bytes, format_count, format_flops, format_seconds
 
 _CASES = {
     1: "swapping more would only cost time",
@@ -22,11 +21,11 @@ _CASES = {
 
 
 def forecast_rows(forecast: Forecast, *, dtype: str) -> list[tuple[str, str]]:
-    """Up to the prediction of a step."""
+    """The table, from the model to what is swapped: a name and a fact for each row."""
     workload, gpu, nvme = forecast.setting.workload, forecast.setting.hardware.gpu, forecast.setting.hardware.nvme
-    micro_batches = _counted(workload.num_micro_batches, "micro-batch", "micro-batches")
+    micro_batches = counted(workload.num_micro_batches, "micro-batch", "micro-batches")
     size = f"{workload.micro_batch_size} x {workload.sequence_len}"
-    drives = _counted(nvme.num_devices, "drive", "drives")
+    drives = counted(nvme.num_devices, "drive")
     rates = f"{nvme.read_bytes_per_second / 1e9:.3g} GB/s read, {nvme.write_bytes_per_second / 1e9:.3g} GB/s written"
     parameters = f"{format_count(forecast.num_parameters)} parameters in {forecast.num_blocks} blocks"
     return [
@@ -59,9 +58,9 @@ def swap_lines(forecast: Forecast) -> list[str]:
 
 
 def advice_lines(advices: Sequence[Advice]) -> list[str]:
-    """What would help, by how much."""
+    """What would help, and by how much."""
     if not advices:
-        return ["nothing that was tried would gain more than 1 %: one more SSD, twice the RAM, a larger batch"]
+        return ["none of these gains more than 1 %: one more SSD, twice the RAM, a larger batch"]
     return aligned(
         [(f"+{advice.gain:.0%}", f"{advice.tokens_per_second:.4g} tokens/s", advice.change) for advice in advices]
     )
@@ -81,7 +80,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _benefit(swapped: SwappedOperator) -> tuple[str, str]:
-    """What swapping saves, in all and by the byte: time, where it was measured."""
+    """What swapping saves, in all and by the byte: time if it was measured, else FLOPs."""
     if swapped.seconds is None:
         return format_flops(swapped.flops), f"{swapped.benefit:.0f} FLOP/B"
     return format_seconds(swapped.seconds), f"{swapped.seconds / swapped.bytes * GIB:.3g} s/GiB"
@@ -96,19 +95,19 @@ def _estimate(forecast: Forecast) -> str:
 
 
 def _tier(tier: Tier) -> str:
-    fact = f"need {format_bytes(tier.need_bytes)}, have {format_bytes(tier.have_bytes)}"
-    return f"{fact}: {format_bytes(tier.shortfall_bytes)} too few; {tier.remedy}" if tier.shortfall_bytes else fact
+    fact = f"needs {format_bytes(tier.need_bytes)}, {format_bytes(tier.have_bytes)} available"
+    return f"{fact} (short by {format_bytes(tier.shortfall_bytes)}); {tier.remedy}" if tier.shortfall_bytes else fact
 
 
 def _verdict(forecast: Forecast) -> str:
     if forecast.fits:
         return "yes"
     named = " and ".join(tier.name for tier in forecast.shortfalls)
-    return f"no, for want of {named}; with enough of it:"
+    return f"no: not enough {named}; the prediction is for a machine with enough"
 
 
 def _stage(stage: StageTime) -> str:
-    """The whole, and each resource, the busiest first."""
+    """The stage's time, and how long each resource is busy, the busiest first."""
     busy = {
         "compute": stage.compute,
         "up": stage.up,
@@ -117,23 +116,23 @@ def _stage(stage: StageTime) -> str:
         "optimizer": stage.optimizer,
         "memory": stage.memory,
     }
-    told = [f"{name} {format_seconds(each)}" for name, each in sorted(busy.items(), key=lambda item: -item[1]) if each]
-    return f"{format_seconds(stage.total)}: {', '.join(told)}"
+    shown = [f"{name} {format_seconds(each)}" for name, each in sorted(busy.items(), key=lambda item: -item[1]) if each]
+    return f"{format_seconds(stage.total)}: {', '.join(shown)}"
 
 
 def _prediction(forecast: Forecast) -> str:
     return (
-        f"{format_seconds(forecast.step_seconds)} a step, most of it {forecast.bottleneck}; "
+        f"{format_seconds(forecast.step_seconds)} per step, mostly {forecast.bottleneck}; "
         f"{forecast.tokens_per_second:.4g} tokens/s; "
         f"{forecast.tflops_model:.3g} TFLOP/s of the model, {forecast.tflops_hardware:.3g} with recomputation"
     )
 
 
 def _run(forecast: Forecast) -> str:
-    written = f"{forecast.nvme_written_bytes / 1e12:.3g} TB written a step"
+    written = f"{forecast.nvme_written_bytes / 1e12:.3g} TB written per step"
     if forecast.run_seconds is None or forecast.run_tb_written is None:
-        return f"{written}; set max_steps to know what the whole run takes"
-    steps = _counted(forecast.setting.num_steps or 0, "step", "steps")
+        return f"{written}; set max_steps to predict the whole run"
+    steps = counted(forecast.setting.num_steps or 0, "step")
     fact = f"{steps}: {format_seconds(forecast.run_seconds)}, {forecast.run_tb_written:.3g} TB written"
     if forecast.endurance_share is not None:
         fact += f", {forecast.endurance_share:.2%} of what the drives are rated for"
@@ -141,17 +140,13 @@ def _run(forecast: Forecast) -> str:
 
 
 def _swapped(forecast: Forecast) -> str:
-    """Inputs included."""
+    """What is offloaded, layers' inputs included."""
     fact = f"{format_bytes(forecast.swapped_bytes)} of {format_bytes(forecast.swappable_bytes)} of activations"
     if forecast.swapped_to_nvme_bytes:
         fact += f", {format_bytes(forecast.swapped_to_nvme_bytes)} of it to NVMe"
     if forecast.gpu_activation_bytes:
-        fact += f", {format_bytes(forecast.gpu_activation_bytes)} of it kept on the GPU"
+        fact += f", {format_bytes(forecast.gpu_activation_bytes)} of it stays on the GPU"
     return (
-        f"{fact}; {format_bytes(forecast.inter_block_bytes)} are layers' inputs, which always are; "
+        f"{fact}; {format_bytes(forecast.inter_block_bytes)} are layers' inputs, which are always swapped; "
         f"{_CASES[forecast.case]} (case {forecast.case})"
     )
-
-
-def _counted(count: int, singular: str, plural: str) -> str:
-    return f"{count} {singular if count == 1 else plural}"

@@ -1,8 +1,8 @@
 """What `ratel plan` reads: the model from its shape or its config.json, the machine from a file or from the cache.
 
-Called by `cli.plan`. No weights, no torch, no network, nothing is measured.
+No weights are read, nothing is downloaded and nothing is measured.
 
-Invariant: the machine that is planned for is told, and free memory and space of this one are as they are now.
+Invariant: the user is told which machine the plan is for, and free memory and space of this one are current.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PROCESS_BYTES = 460 * MIB
 
 
 def setting_of(config: RunConfig, hardware: HardwareProfile) -> Setting:
-    """What is planned for."""
+    """What to plan for: the config's step, on this machine."""
     return Setting(
         workload=workload_of(config),
         hardware=hardware,

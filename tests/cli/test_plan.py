@@ -112,13 +112,11 @@ def test_the_paper_s_13b(ask: Ask) -> None:
     assert told.row("step") == "1 micro-batch of 32 x 1024 = 32768 tokens"
     assert told.row("machine").startswith("NVIDIA GeForce RTX 4090, 164 TFLOP/s; 12 drives, 32.7 GB/s read, 24.5 GB/s")
     assert told.row("estimate").startswith("analytic, by the paper's equations")
-    assert told.row("GPU") == "need 7.66 GiB, have 24.0 GiB"
+    assert told.row("GPU") == "needs 7.66 GiB, 24.0 GiB available"
     assert told.row("fits") == "yes"
     assert told.row("forward") == "5.30 s: compute 5.30 s, NVMe 2.10 s, down 1.41 s, up 1.15 s"
     assert told.row("backward") == "14.0 s: NVMe 14.0 s, compute 14.0 s, up 2.56 s, down 1.15 s"
-    assert told.row("predicted").startswith(
-        "19.3 s a step, most of it compute; 1701 tokens/s; 135 TFLOP/s of the model"
-    )
+    assert told.row("predicted").startswith("19.3 s per step, mostly compute; 1701 tokens/s; 135 TFLOP/s of the model")
     assert told.row("run") == "100 steps: 32 min 07 s, 21.4 TB written"
     assert told.row("swapped").startswith("29.7 GiB of 212 GiB of activations, 29.7 GiB of it to NVMe; 12.5 GiB are")
     assert told.row("swapped").endswith("(case 3)")
@@ -136,12 +134,12 @@ def test_a_llama_of_which_there_is_only_its_config(ask: Ask, config: Path, machi
     assert "GPU" not in told.out, "a CPU computes, and no limit was set"
     assert told.row("fits") == "yes"
     assert told.row("run").startswith("10 steps: ")
-    assert ask(config, "--hardware", machine, "limits.gpu_memory=1GiB").row("GPU").endswith("have 1.00 GiB")
+    assert ask(config, "--hardware", machine, "limits.gpu_memory=1GiB").row("GPU").endswith("1.00 GiB available")
 
 
 def test_without_max_steps_the_run_is_not_known(ask: Ask, config: Path, machine: Path) -> None:
     told = ask(config, "--hardware", machine)
-    assert told.row("run").endswith("TB written a step; set max_steps to know what the whole run takes")
+    assert told.row("run").endswith("TB written per step; set max_steps to predict the whole run")
 
 
 def test_the_drives_rating_is_taken_into_account(ask: Ask, config: Path, here: Path) -> None:
@@ -160,12 +158,12 @@ def test_what_does_not_fit_is_told_whole_and_ends_with_3(ask: Ask, config: Path,
     )
     assert told.code == 3
     for tier, key in (("GPU", "limits.gpu_memory"), ("RAM", "limits.host_memory"), ("NVMe", "storage.paths")):
-        assert " too few; " in told.row(tier)
+        assert " available (short by " in told.row(tier)
         assert key in told.row(tier)
-    assert told.row("fits") == "no, for want of GPU and RAM and NVMe; with enough of it:"
+    assert told.row("fits") == "no: not enough GPU and RAM and NVMe; the prediction is for a machine with enough"
     assert "tokens/s" in told.row("predicted")
     assert "what would help" not in told.out
-    assert told.err.startswith("error: this does not fit; too few: GPU ")
+    assert told.err.startswith("error: the run does not fit: short of GPU by ")
     assert "hint: raise limits.gpu_memory" in told.err
 
 

@@ -89,7 +89,7 @@ def test_the_plan_tells_of_it(here: Path, capsys: pytest.CaptureFixture[str]) ->
     (here / "machine.json").write_text(to_text(WITHOUT_GPU))
     assert main(["plan", "run.yaml"]) == 0
     [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("snapshot ")]
-    assert "need " in row and "have " in row
+    assert "needs " in row and " available" in row
     assert main(["plan", "run.yaml", "--json"]) == 0
     tiers = json.loads(capsys.readouterr().out)["memory"]["tiers"]
     assert [tier["name"] for tier in tiers] == ["RAM", "NVMe", "snapshot"]
@@ -103,5 +103,5 @@ def test_a_plan_whose_snapshot_does_not_fit(here: Path, capsys: pytest.CaptureFi
     (here / "outputs" / "run" / "run" / "hardware.json").write_text(to_text(WITHOUT_GPU))
     assert main(["plan", "run.yaml"]) == 3
     captured = capsys.readouterr()
-    assert "this does not fit; too few: snapshot " in captured.err
+    assert "the run does not fit: short of snapshot by " in captured.err
     assert "hint: set storage.snapshot.path to a device with more room" in captured.err
