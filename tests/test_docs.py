@@ -298,3 +298,13 @@ def test_samples_have_the_labels_of_today(sample: str) -> None:
     labels = re.findall(r"^([a-zA-Z][\w ]*?)  +\S", sample, flags=re.MULTILINE)
     assert len(labels) >= 4 or sample.startswith("what")
     assert [label for label in labels if label not in words and not re.match(r"step \d|model\.|> ", label)] == []
+
+
+def test_the_sample_of_a_plan_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    [arguments] = {tuple(each) for each in called("ratel") if "configs/models/gpt-13b.yaml" in each}
+    assert main([str(ROOT / word) if word.startswith("configs/") else word for word in arguments]) == 0
+    printed = capsys.readouterr().out
+    [whole] = [block for block in blocks("text", "docs/guide.md") if block.startswith("model      gpt-13b")]
+    [beginning] = [block for block in blocks("text", "README.md") if block.startswith("model      gpt-13b")]
+    assert printed == whole, "paste what the command prints into docs/guide.md"
+    assert printed.startswith(beginning), "paste what the command prints into README.md, up to the curve"
