@@ -1,4 +1,4 @@
-"""The command line: exit codes, and what is said on the way out."""
+"""The command line: exit codes, and messages of failures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Install = Callable[[Run], None]
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Puts a function in the place of the finetune command."""
+    """Replaces the finetune command by a function."""
 
     def place(run: Run) -> None:
         module = ModuleType("ratel_cli.cli.finetune")
@@ -113,7 +113,7 @@ def test_control_c(install: Install, capsys: pytest.CaptureFixture[str]) -> None
 def test_sigterm(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
     def run(config_path: Path, overrides: list[str], resume: str, dry_run: bool) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        raise AssertionError("goes on")
+        raise AssertionError("the signal did nothing")
 
     install(run)
     assert main(["finetune", "a.yaml"]) == 143
@@ -134,25 +134,25 @@ def test_a_bug_leaves_its_trace_in_a_file(
     [trace] = tmp_path.iterdir()
     assert "Traceback" in trace.read_text()
     assert type(error).__name__ in trace.read_text()
-    told = capsys.readouterr().err.lstrip()
-    assert "Traceback" not in told
-    assert told.startswith("error: this is a bug in Ratel: ")
-    assert told.splitlines()[1] == f"hint: please report it with the trace in {trace}"
+    stderr = capsys.readouterr().err.lstrip()
+    assert "Traceback" not in stderr
+    assert stderr.startswith("error: this is a bug in Ratel: ")
+    assert stderr.splitlines()[1] == f"hint: please report it with the trace in {trace}"
 
 
-def test_a_bug_with_nowhere_to_write_shows_its_trace(
+def test_a_bug_whose_trace_cannot_be_written_prints_it(
     install: Install, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
     install(raising(ValueError("odd")))
     assert main(["finetune", "a.yaml"]) == 1
-    told = capsys.readouterr().err
-    assert "ValueError: odd" in told.splitlines()
-    assert told.splitlines()[-1] == "error: this is a bug in Ratel: ValueError: odd"
+    stderr = capsys.readouterr().err
+    assert "ValueError: odd" in stderr.splitlines()
+    assert stderr.splitlines()[-1] == "error: this is a bug in Ratel: ValueError: odd"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ([], "error: missing command"),
         (["finetune"], "error: missing argument"),
@@ -163,11 +163,13 @@ def test_a_bug_with_nowhere_to_write_shows_its_trace(
         (["finetune", "a.yaml", "--resume"], "error: option '--resume' requires an argument"),
     ],
 )
-def test_wrong_arguments(install: Install, capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
+def test_wrong_arguments(
+    install: Install, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     install(raising(AssertionError("must not run")))
     assert main(arguments) == 2
     captured = capsys.readouterr()
-    assert told in captured.err
+    assert message in captured.err
     assert captured.out == ""
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM to the commands that train nothing: an exit code, a line, and no trace."""
+"""Ctrl-C and SIGTERM end the commands that do not train with an exit code and one line, without a trace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STOPPED = "Stopped. Run the same command again."
 
 
 def start(*arguments: str, cache: Path) -> subprocess.Popen[str]:
-    """`ratel`, with a cache of its own so that everything is measured."""
+    """Start `ratel` with its own cache directory, so that nothing is cached."""
     environment = os.environ | {"XDG_CACHE_HOME": str(cache)}
     command = [sys.executable, "-m", "ratel_cli", *arguments]
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
@@ -37,7 +37,7 @@ def wait_until_it_sleeps(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def held_up(fifo: Path, reader: subprocess.Popen[str]) -> Iterator[None]:
-    """Once the process reads there: it waits for what is never written."""
+    """Hold up a process while it reads a pipe that nobody writes to."""
     deadline = time.monotonic() + 300
     while True:
         try:
@@ -55,33 +55,33 @@ def held_up(fifo: Path, reader: subprocess.Popen[str]) -> Iterator[None]:
 
 @pytest.mark.parametrize(("number", "code"), CODES)
 def test_plan(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    """While it waits for a config that does not come."""
+    """A signal while the command reads its config."""
     config = tmp_path / "run.yaml"
     os.mkfifo(config)
     with start("plan", str(config), cache=tmp_path) as process, held_up(config, process):
         wait_until_it_sleeps(process)  # a signal between opening and reading is noticed only when something was read
         process.send_signal(number)
-        _, told = process.communicate(timeout=300)
-    assert (process.returncode, told.splitlines()) == (code, [STOPPED])
+        _, stderr = process.communicate(timeout=300)
+    assert (process.returncode, stderr.splitlines()) == (code, [STOPPED])
 
 
 @pytest.mark.parametrize(("number", "code"), CODES)
 def test_profile(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    """While it measures."""
+    """A signal while the command measures."""
     with start("profile", "--storage", str(tmp_path), cache=tmp_path / "cache") as process:
         assert process.stderr is not None
         while "measuring" not in process.stderr.readline():
             assert process.poll() is None
         time.sleep(0.2)
         process.send_signal(number)
-        told = process.stderr.read()
+        stderr = process.stderr.read()
         assert process.wait(timeout=300) == code
-    assert "Traceback" not in told
-    assert told.splitlines()[-1] == STOPPED
-    assert list(tmp_path.iterdir()) == [], "nothing was kept, and nothing is left"
+    assert "Traceback" not in stderr
+    assert stderr.splitlines()[-1] == STOPPED
+    assert list(tmp_path.iterdir()) == [], "nothing was cached, and nothing is left"
 
 
-def test_the_handler_of_before_works_again(tmp_path: Path) -> None:
+def test_the_earlier_handler_is_installed_again(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     assert main(["plan", str(tmp_path / "none.yaml")]) == 2
     assert signal.getsignal(signal.SIGTERM) == before

@@ -179,7 +179,7 @@ def test_a_config_decides_what_is_measured(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "message"),
     [
         (["none.yaml"], 2, "error: none.yaml: no such file"),
         (["--storage", "none", "--storage", "nil"], 2, "error: argument '--storage none': there is no such directory"),
@@ -190,16 +190,16 @@ def test_a_config_decides_what_is_measured(
     ],
 )
 def test_wrong_arguments(
-    cached: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, told: str
+    cached: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
 ) -> None:
     assert main(["profile", *arguments]) == code
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_measuring_reports_what_is_measured(target: ProfileTarget) -> None:
-    told = io.StringIO()
-    profile = measure_machine(replace(target, device="cpu"), RunLog(told), budget=SMALL)
-    *measuring, done = told.getvalue().splitlines()
+    log = io.StringIO()
+    profile = measure_machine(replace(target, device="cpu"), RunLog(log), budget=SMALL)
+    *measuring, done = log.getvalue().splitlines()
     assert measuring[-3:] == [
         f"measuring {target.paths[0]}",
         "measuring matrix products",

@@ -1,4 +1,4 @@
-"""The base models and the data, made once, and configs to train them with."""
+"""Base models and data, made once, and configs that train with them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def plain_run(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Path:
-    """The config of a run that nothing disturbed, and that tests only look at."""
+    """The config of an undisturbed run. Tests must not change it."""
     config = write_config(tmp_path_factory.mktemp("plain"), base=base, rows=rows)
     succeed(config)
     return config
@@ -50,7 +50,7 @@ def plain_run(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) 
 
 @pytest.fixture
 def make_config(tmp_path: Path, base: Path, rows: Path) -> MakeConfig:
-    """Writes a config into a directory of its own; changes are keys of the config."""
+    """Writes a config in a new directory; changes are keys of the config."""
 
     def make(name: str = "run", /, **changes: object) -> Path:
         return write_config(tmp_path / name, **{"base": base, "rows": rows, **changes})  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def signal_at(monkeypatch: pytest.MonkeyPatch) -> SignalAt:
-    """Sends this process a signal as the command looks for one the n-th time."""
+    """Sends this process a signal when the command checks for signals the n-th time."""
     look = StopRequest.check
 
     def arrange(call: int, number: int) -> None:
@@ -94,7 +94,7 @@ def signal_at(monkeypatch: pytest.MonkeyPatch) -> SignalAt:
 
 @pytest.fixture(autouse=True)
 def _deterministic_like_a_run() -> Iterator[None]:
-    """A run sets it; what the tests compute beside it must have the same, and other tests what they had."""
+    """The tests compute with deterministic kernels, as a run does. Afterwards the earlier setting is restored."""
     before = torch.are_deterministic_algorithms_enabled()
     filled = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,8 +1,8 @@
 """Tiny base models, tiny data, and the three ways in which the tests run the command line.
 
-`finetune` runs it in this process, which costs no imports; `start` in a forked process that can be
-killed and signalled, whose server has imported everything once; `ratel_command` is the installed
-program itself, for what only a fresh process can show.
+`finetune` runs it in this process, which costs no imports. `start` runs it in a forked process that can be killed and
+signalled; the fork server has imported everything once. `ratel_command` is the installed program, for tests that need
+a fresh process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.store import Store
 from tests.simulated_gpu import install_if_asked
 
-install_if_asked()  # in processes of their own, too
+install_if_asked()  # also in the processes that `start` forks
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
@@ -84,19 +84,19 @@ HARDLY = MeasurementBudget(seconds=1e-6, span_bytes=2 * PAGE_BYTES, buffer_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How a command line ended, what it wrote to stderr and what to stdout."""
+    """The exit code of a command line, and what it wrote to stderr and stdout."""
 
     code: int
-    told: str
-    out: str = ""
+    stderr: str
+    stdout: str = ""
 
     @property
     def errors(self) -> list[str]:
-        return [line for line in self.told.splitlines() if line.startswith("error: ")]
+        return [line for line in self.stderr.splitlines() if line.startswith("error: ")]
 
 
 def save_base(directory: Path, *, tied: bool = False, num_layers: int = 2, hidden_size: int = 32) -> Path:
-    """A Llama, of two layers and 32 hidden units, with its tokenizer, chat template and generation config."""
+    """Save a small Llama with its tokenizer, chat template and generation config."""
     tokenizer = _tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -145,7 +145,7 @@ def write_rows(path: Path) -> Path:
 
 
 def write_config(directory: Path, *, base: Path, rows: Path, **changes: object) -> Path:
-    """`run.yaml` in `directory`, whose output and store lie beside it; a change to None leaves the key out."""
+    """Write `run.yaml` in `directory`; the run's output and store are next to it. A change to None removes the key."""
     directory.mkdir(parents=True, exist_ok=True)
     settings: dict[str, object] = {
         "base_model": str(base),
@@ -160,80 +160,96 @@ def write_config(directory: Path, *, base: Path, rows: Path, **changes: object) 
 
 
 def ratel(*arguments: object) -> Ended:
-    """`ratel ...` in this process."""
-    told, out = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stderr(told), contextlib.redirect_stdout(out):
+    """Run `ratel ...` in this process."""
+    stderr, stdout = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(stdout):
         code = main([str(argument) for argument in arguments])
-    return Ended(code=code, told=told.getvalue(), out=out.getvalue())
+    return Ended(code=code, stderr=stderr.getvalue(), stdout=stdout.getvalue())
 
 
 def finetune(config: Path, *arguments: str) -> Ended:
-    """`ratel finetune CONFIG ...` in this process."""
+    """Run `ratel finetune CONFIG ...` in this process."""
     return ratel("finetune", config, *arguments)
 
 
+def assert_rejected(ended: Ended, code: int, *parts: str, num_errors: int = 1) -> None:
+    """The command ended with this exit code and no traceback; its first `error:` line has all these parts."""
+    assert ended.code == code, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert len(ended.errors) == num_errors, ended.stderr
+    assert [part for part in parts if part not in ended.errors[0]] == [], ended.errors[0]
+
+
+def assert_same_result(config: Path, other: Path) -> None:
+    """Two runs have left the same weights, and the same losses and norms."""
+    assert export_hash(config) == export_hash(other)
+    assert curve(config) == curve(other)
+
+
 def succeed(config: Path, *arguments: str) -> str:
-    """The same for a run that must succeed; what it told."""
+    """Run it, and return what it wrote to stderr. It must succeed."""
     ended = finetune(config, *arguments)
-    assert ended.code == 0, ended.told
-    return ended.told
+    assert ended.code == 0, ended.stderr
+    return ended.stderr
 
 
-def start(config: Path, *arguments: str, kill_at: str | None = None, hasty: bool = False) -> ForkServerProcess:
-    """The same in a process of its own, which writes to `told.txt` beside the config.
+def start(
+    config: Path, *arguments: str, kill_at: str | None = None, measures_little: bool = False
+) -> ForkServerProcess:
+    """Run it in a forked process, which writes to `stderr.txt` next to the config.
 
-    A hasty one hardly measures the machine, which takes the better part of a short run: its plans are odd, its bits
-    are not.
+    `measures_little`: do not spend most of a short run on measuring the machine. The plans are odd then, the bits are
+    the same.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ratel_cli.run.finetune", "tests.e2e.runs"])
-    process = context.Process(target=_run_child, args=(str(config), arguments, kill_at, hasty))
+    process = context.Process(target=_run_child, args=(str(config), arguments, kill_at, measures_little))
     process.start()
     return process
 
 
-def run_to_the_kill(config: Path, *arguments: str, kill_at: str) -> None:
-    """Start a run that must be killed at this point of the store's protocol."""
-    assert wait(start(config, *arguments, kill_at=kill_at)) == -9, told_by(config)
+def run_until_killed(config: Path, *arguments: str, kill_at: str) -> None:
+    """Run it until it is killed at this failpoint of the store."""
+    assert wait(start(config, *arguments, kill_at=kill_at)) == -9, stderr_of(config)
 
 
 def wait(process: ForkServerProcess) -> int:
     """The exit code, negative for a signal."""
     process.join(300)
-    assert process.exitcode is not None, "the run goes on and on"
+    assert process.exitcode is not None, "the run does not end"
     return process.exitcode
 
 
-def told_by(config: Path) -> str:
-    """What the process that `start` started last has written."""
-    return config.with_name("told.txt").read_text(encoding="utf-8")
+def stderr_of(config: Path) -> str:
+    """What the last process of `start` wrote to stderr."""
+    return config.with_name("stderr.txt").read_text(encoding="utf-8")
 
 
-def _run_child(config: str, arguments: Sequence[str], kill_at: str | None, hasty: bool) -> None:
+def _run_child(config: str, arguments: Sequence[str], kill_at: str | None, measures_little: bool) -> None:
     torch.set_num_threads(1)
     if kill_at is not None:
         os.environ["RATEL_KILL_AT"] = kill_at
-    with Path(config).with_name("told.txt").open("w", encoding="utf-8", buffering=1) as told:
-        sys.stderr = told
-        if hasty:
+    with Path(config).with_name("stderr.txt").open("w", encoding="utf-8", buffering=1) as stderr:
+        sys.stderr = stderr
+        if measures_little:
             profile_machine.measure = functools.partial(measure, budget=HARDLY)
         code = main(["finetune", config, *arguments])
-        for number in (signal.SIGINT, signal.SIGTERM):  # the command is over: what comes now is not meant for it
+        for number in (signal.SIGINT, signal.SIGTERM):  # the command is over: later signals are not meant for it
             signal.signal(number, signal.SIG_IGN)
         sys.exit(code)
 
 
 def wait_for_step(config: Path, step: int, process: ForkServerProcess) -> None:
-    """Return when the run's log holds that step."""
+    """Return when the run's log has that step."""
     path = output_of(config) / "run" / "metrics.jsonl"
     wait_until(lambda: path.exists() and len(path.read_text(encoding="utf-8").splitlines()) >= step, config, process)
 
 
 def wait_until(condition: Callable[[], bool], config: Path, process: ForkServerProcess) -> None:
-    """Return when the run has come so far."""
+    """Return when the condition holds. The run must still be alive."""
     deadline = time.monotonic() + 300
     while not condition():
-        assert process.is_alive() and time.monotonic() < deadline, told_by(config)
+        assert process.is_alive() and time.monotonic() < deadline, stderr_of(config)
         time.sleep(0.002)
 
 
@@ -243,7 +259,7 @@ def ratel_command() -> Path:
 
 
 def output_of(config: Path) -> Path:
-    """Where `write_config` put the output."""
+    """The output directory that `write_config` chose."""
     return config.parent / "out"
 
 
@@ -253,7 +269,7 @@ def store_of(config: Path) -> Path:
 
 
 def committed_step(config: Path) -> int:
-    """The step at which the store stands; NO_STORE if no import was committed."""
+    """The step of the store's current generation; NO_STORE if no import was committed."""
     paths = [store_of(config).parent]
     if not Store.exists(paths):
         return NO_STORE
@@ -270,7 +286,7 @@ def exported(config: Path) -> Tensors:
 
 
 def export_hash(config: Path) -> str:
-    """Of the bytes of the weights' file."""
+    """The hash of the export's weight file."""
     return file_hash(output_of(config) / "model.safetensors")
 
 
@@ -285,12 +301,12 @@ def metrics(config: Path) -> list[dict[str, float]]:
 
 
 def curve(config: Path) -> list[tuple[float, float, float]]:
-    """What a resumed run must share with an undisturbed one: step, loss, norm."""
+    """Step, loss and norm of each step: the same for a resumed run as for an undisturbed one."""
     return [(line["step"], line["loss"], line["grad_norm"]) for line in metrics(config)]
 
 
 def load_data(config: Path) -> TrainingData:
-    """The training data of a config, loaded as the run loads it."""
+    """The training data of a config, loaded as its run loads it."""
     settings = load_config(config).config
     assert settings.base_model is not None
     return load_training_data(

@@ -1,4 +1,4 @@
-"""Inputs that are fine alone and not together are refused before anything is written."""
+"""Inputs that are valid alone, but not together, are rejected before anything is written."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import Ended, file_hash, finetune, output_of, store_of, succeed
-
-
-def refused(ended: Ended, code: int, part: str) -> None:
-    assert (ended.code, "Traceback" in ended.told) == (code, False), ended.told
-    assert any(part in line for line in ended.errors), ended.told
+from tests.e2e.runs import assert_rejected, file_hash, finetune, output_of, store_of, succeed
 
 
 def changed_base(base: Path, directory: Path, **values: object) -> Path:
@@ -30,7 +25,7 @@ def test_output_over_the_base_model(make_config: MakeConfig, base: Path, tmp_pat
     copy = Path(shutil.copytree(base, tmp_path / "copy"))
     before = file_hash(copy / "model.safetensors")
     config = make_config(base=copy, output_dir=str(copy))
-    refused(finetune(config), 2, "output_dir and base_model are the same directory")
+    assert_rejected(finetune(config), 2, "output_dir and base_model are the same directory")
     assert file_hash(copy / "model.safetensors") == before
 
 
@@ -40,7 +35,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model(make_config: MakeConfig, ba
     tokenizer.add_tokens([f"<|extra{index}|>" for index in range(5)])
     tokenizer.save_pretrained(copy)
     config = make_config(base=copy)
-    refused(finetune(config), 2, "the tokenizer has")
+    assert_rejected(finetune(config), 2, "the tokenizer has")
     assert not store_of(config).exists()
 
 
@@ -55,33 +50,33 @@ def test_a_tokenizer_with_more_tokens_than_the_model(make_config: MakeConfig, ba
         ("rope_parameters", {"rope_type": "nosuch"}),
     ],
 )
-def test_a_model_config_that_makes_no_model(
+def test_a_model_config_that_describes_no_model(
     make_config: MakeConfig, base: Path, tmp_path: Path, key: str, value: object
 ) -> None:
     config = make_config(base=changed_base(base, tmp_path / "changed", **{key: value}))
-    refused(finetune(config), 2, "config.json")
+    assert_rejected(finetune(config), 2, "config.json")
 
 
 def test_a_damaged_tokenizer(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(base, tmp_path / "copy"))
     (copy / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE"}}')
-    refused(finetune(make_config(base=copy)), 2, "no usable tokenizer")
+    assert_rejected(finetune(make_config(base=copy)), 2, "no usable tokenizer")
 
 
 def test_a_store_made_for_another_durability(make_config: MakeConfig) -> None:
     config = make_config(max_steps=2)
     succeed(config)
     before = file_hash(store_of(config))
-    refused(finetune(config, "storage.durability=none"), 2, "the store was made with storage.durability: step")
+    assert_rejected(finetune(config, "storage.durability=none"), 2, "the store was made with storage.durability: step")
     assert file_hash(store_of(config)) == before
 
 
-def test_more_saved_generations_than_the_store_has_room_for(make_config: MakeConfig) -> None:
+def test_more_saved_generations_than_the_store_has_space_for(make_config: MakeConfig) -> None:
     config = make_config(max_steps=2)
     succeed(config)
-    refused(finetune(config, "save_steps=1"), 2, "the store has space for 0 saved generations")
-    refused(finetune(config, "--resume", "1"), 2, "that step is not saved")
-    refused(finetune(config, "--resume", "1", "--dry-run"), 2, "that step is not saved")
+    assert_rejected(finetune(config, "save_steps=1"), 2, "the store has space for 0 saved generations")
+    assert_rejected(finetune(config, "--resume", "1"), 2, "that step is not saved")
+    assert_rejected(finetune(config, "--resume", "1", "--dry-run"), 2, "that step is not saved")
     assert (output_of(config) / "model.safetensors").exists()
 
 
@@ -92,5 +87,5 @@ def test_training_data_that_changed_is_named(make_config: MakeConfig, rows: Path
     succeed(config)
     path.write_bytes(rows.read_bytes().splitlines(keepends=True)[0] + rows.read_bytes())
     ended = finetune(config)
-    refused(ended, 2, f"the training data changed since this run began ({path})")
-    assert "hint: use the earlier data to resume the run, or start over with --resume no" in ended.told
+    assert_rejected(ended, 2, f"the training data changed since this run began ({path})")
+    assert "hint: use the earlier data to resume the run, or start over with --resume no" in ended.stderr

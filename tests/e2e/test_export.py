@@ -1,4 +1,4 @@
-"""`ratel export`: any step that the store keeps as a Hugging Face directory, and what it refuses."""
+"""`ratel export`: any saved step becomes a Hugging Face directory; wrong arguments are rejected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ratel_cli.io.queue import open_queue
 from ratel_cli.store.store import Store
 from tests.e2e.conftest import MakeConfig, SignalAt
-from tests.e2e.runs import Ended, file_hash, output_of, ratel, store_of, succeed, write_config
+from tests.e2e.runs import assert_rejected, file_hash, output_of, ratel, store_of, succeed, write_config
 
 SAVING: dict[str, object] = {"max_steps": 6, "save_steps": 2, "save_total_limit": 2, "dtype": "bfloat16"}
 WEIGHTS = "model.safetensors"
@@ -21,25 +21,18 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Path:
-    """The config of a run that keeps steps 4 and 6. Tests only look at it."""
+    """The config of a run that has saved steps 4 and 6. Tests must not change it."""
     config = write_config(tmp_path_factory.mktemp("saved"), base=base, rows=rows, **SAVING)
     succeed(config)
     return config
 
 
-def refused(ended: Ended, code: int, *parts: str) -> None:
-    assert ended.code == code, ended.told
-    assert "Traceback" not in ended.told
-    assert len(ended.errors) == 1, ended.told
-    assert [part for part in parts if part not in ended.errors[0]] == [], ended.errors[0]
-
-
 @pytest.mark.parametrize("by", ["config", "directory"])
-def test_the_last_step_is_what_the_run_left(saved: Path, tmp_path: Path, by: str) -> None:
+def test_the_last_step_is_the_runs_own_export(saved: Path, tmp_path: Path, by: str) -> None:
     before = file_hash(store_of(saved))
     ended = ratel("export", saved if by == "config" else output_of(saved), "-o", tmp_path / "new" / "out")
-    assert (ended.code, ended.out) == (0, "")
-    assert ended.told == f"saved step 6 in {tmp_path / 'new' / 'out'}; load it with transformers' from_pretrained\n"
+    assert (ended.code, ended.stdout) == (0, "")
+    assert ended.stderr == f"saved step 6 in {tmp_path / 'new' / 'out'}; load it with transformers' from_pretrained\n"
     names = {path.name for path in (tmp_path / "new" / "out").iterdir()}
     assert names == {path.name for path in output_of(saved).iterdir()} - {"run"}
     for name in names:
@@ -47,9 +40,7 @@ def test_the_last_step_is_what_the_run_left(saved: Path, tmp_path: Path, by: str
     assert file_hash(store_of(saved)) == before
 
 
-def test_a_saved_step_is_what_a_run_of_so_many_steps_leaves(
-    saved: Path, make_config: MakeConfig, tmp_path: Path
-) -> None:
+def test_a_saved_step_is_the_export_of_a_shorter_run(saved: Path, make_config: MakeConfig, tmp_path: Path) -> None:
     shorter = make_config("shorter", **{**SAVING, "max_steps": 4})
     succeed(shorter)
     assert ratel("export", output_of(saved), "--step", 4, "-o", tmp_path / "four").code == 0
@@ -62,7 +53,7 @@ def test_a_saved_step_is_what_a_run_of_so_many_steps_leaves(
     assert len(AutoTokenizer.from_pretrained(tmp_path / "four")) == 300
 
 
-def test_a_tied_model_and_drawn_weights(tied_base: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_tied_model_and_random_weights(tied_base: Path, make_config: MakeConfig, tmp_path: Path) -> None:
     for name, changes in (("tied", {"base": tied_base}), ("drawn", {"random_init": True})):
         config = make_config(name, max_steps=1, **changes)
         succeed(config)
@@ -70,8 +61,8 @@ def test_a_tied_model_and_drawn_weights(tied_base: Path, make_config: MakeConfig
         assert file_hash(tmp_path / f"{name}-out" / WEIGHTS) == file_hash(output_of(config) / WEIGHTS)
 
 
-def test_what_is_refused(saved: Path, base: Path, tmp_path: Path) -> None:
-    """One after another; afterwards neither the store nor the run's export has changed, and nothing was written."""
+def test_wrong_arguments_are_rejected(saved: Path, base: Path, tmp_path: Path) -> None:
+    """Afterwards neither the store nor the run's export has changed, and nothing was written."""
     before = file_hash(store_of(saved)), file_hash(output_of(saved) / WEIGHTS), file_hash(base / WEIGHTS)
     (tmp_path / "file").write_text("mine")
     (tmp_path / "empty").mkdir()
@@ -89,21 +80,23 @@ def test_what_is_refused(saved: Path, base: Path, tmp_path: Path) -> None:
         ([run, "-o", base], 2, ("-o and base_model are the same directory",)),
         ([run, "-o", tmp_path / "file"], 2, ("file is not a directory",)),
     ):
-        refused(ratel("export", *arguments), code, *parts)
+        assert_rejected(ratel("export", *arguments), code, *parts)
         assert not out.exists()
     after = file_hash(store_of(saved)), file_hash(output_of(saved) / WEIGHTS), file_hash(base / WEIGHTS)
     assert after == before
 
 
-def test_a_store_that_is_gone_or_of_another_model(
+def test_a_store_that_is_missing_or_of_another_model(
     saved: Path, tied_base: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     lost = make_config("lost", **SAVING)
-    refused(ratel("export", lost, "-o", tmp_path / "out"), 2, "there is no store in", str(store_of(lost).parent))
+    assert_rejected(
+        ratel("export", lost, "-o", tmp_path / "out"), 2, "there is no store in", str(store_of(lost).parent)
+    )
     paths = {"engine": "threads", "paths": [str(store_of(saved).parent)]}
     for name, changes in (("tied", {"base": tied_base}), ("wide", {"dtype": "float32"})):
         other = make_config(name, **{**SAVING, "storage": paths, **changes})
-        refused(ratel("export", other, "-o", tmp_path / "out"), 2, "was made for another model than")
+        assert_rejected(ratel("export", other, "-o", tmp_path / "out"), 2, "was made for another model than")
     assert not (tmp_path / "out").exists()
 
 
@@ -116,13 +109,13 @@ def test_a_damaged_chunk_is_not_exported(make_config: MakeConfig, tmp_path: Path
     content[3 * 4096 :] = bytes(byte ^ 1 for byte in content[3 * 4096 :])
     data.write_bytes(content)
     for output in (tmp_path / "out", output_of(config)):
-        refused(ratel("export", config, "-o", output), 4, "damaged")
+        assert_rejected(ratel("export", config, "-o", output), 4, "damaged")
     assert not list((tmp_path / "out").iterdir())
     assert file_hash(output_of(config) / WEIGHTS) == before
 
 
-def test_a_disk_without_room_and_one_that_may_not_be_written(saved: Path, small_disk: Path) -> None:
-    refused(ratel("export", saved, "-o", small_disk / "out"), 3, str(small_disk / "out"), "needs", "are free")
+def test_a_full_disk_and_a_read_only_disk(saved: Path, small_disk: Path) -> None:
+    assert_rejected(ratel("export", saved, "-o", small_disk / "out"), 3, str(small_disk / "out"), "needs", "are free")
     assert not list((small_disk / "out").glob("*"))
 
 
@@ -131,18 +124,18 @@ def test_a_store_in_use(saved: Path, tmp_path: Path) -> None:
         open_queue("threads", notice=pytest.fail) as queue,
         Store.open([store_of(saved).parent], queue=queue, identity=None),
     ):
-        refused(ratel("export", saved, "-o", tmp_path / "out"), 3, "is in use by process")
+        assert_rejected(ratel("export", saved, "-o", tmp_path / "out"), 3, "is in use by process")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("call", [1, 3])
-def test_a_signal_leaves_what_was_there(
+def test_a_signal_leaves_the_earlier_export(
     saved: Path, tmp_path: Path, signal_at: SignalAt, call: int, number: int, code: int
 ) -> None:
     out = Path(shutil.copytree(output_of(saved), tmp_path / "out"))
     before = {path.name: file_hash(path) for path in out.iterdir() if path.is_file()}
     signal_at(call, number)
     ended = ratel("export", saved, "--step", 4, "-o", out)
-    assert (ended.code, ended.told.splitlines()[-1]) == (code, "Stopped. Run the same command again.")
+    assert (ended.code, ended.stderr.splitlines()[-1]) == (code, "Stopped. Run the same command again.")
     assert {path.name: file_hash(path) for path in out.iterdir() if path.is_file()} == before
     assert not (out / ".export-in-progress").exists()

@@ -1,4 +1,4 @@
-"""Host memory from comfortable to just enough: peaks stay inside the limit, bits stay the same; less is refused."""
+"""Limits on host memory, from ample to just enough: peaks stay inside, and bits are the same. Less is rejected."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import export_hash, metrics, output_of, ratel_command, save_base, store_of
 
 MORE_MIB = (16, 48, 128, 256, 2048)
-"""What the limits leave beyond what is just enough. The process itself takes up to 9 MiB more or less each time."""
+"""Memory beyond just enough. The process itself takes up to 9 MiB more or less each time."""
 
 
 def run(config: Path, *arguments: str) -> tuple[int, str]:
-    """In a process of its own, whose peak is the run's."""
+    """Run it in a new process, whose peak memory is that of the run."""
     command = [str(ratel_command()), "finetune", str(config), *arguments]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=600, check=False)
     return done.returncode, done.stderr
@@ -43,30 +43,30 @@ def test_peaks_stay_inside_limits(make_config: MakeConfig, larger_base: Path, ma
         )
 
     refused = config_with(300 * MIB)
-    code, told = run(refused)
-    shortfall = re.search(r"error: host memory: .* available \(short by ([\d.]+) MiB\)", told)
-    assert code == 3 and shortfall, told
+    code, stderr = run(refused)
+    shortfall = re.search(r"error: host memory: .* available \(short by ([\d.]+) MiB\)", stderr)
+    assert code == 3 and shortfall, stderr
     assert not store_of(refused).exists() and not (output_of(refused) / "run" / "plan.json").exists()
     just_enough = 300 * MIB + int(float(shortfall[1]) * MIB)
     hashes, swapped = set(), []
     for more_mib in MORE_MIB:
         config = config_with(just_enough + more_mib * MIB)
-        code, told = run(config)
-        assert code == 0, told
+        code, stderr = run(config)
+        assert code == 0, stderr
         lines = metrics(config)
         assert max(line["host_peak_bytes"] for line in lines) <= just_enough + more_mib * MIB
         hashes.add(export_hash(config))
         swapped.append(lines[-1]["swapped_bytes"])
     assert len(hashes) == 1
-    # How much more depends on rates that are measured anew for each run.
+    # How much more depends on rates that each run measures.
     assert swapped[0] < max(swapped)
 
 
 @pytest.mark.full
-def test_a_budget_for_the_compute_device_is_kept(make_config: MakeConfig, larger_base: Path) -> None:
+def test_the_budget_of_the_compute_device_is_a_limit(make_config: MakeConfig, larger_base: Path) -> None:
     config = make_config(base=larger_base, limits={"host_memory": "8GiB", "gpu_memory": "16MiB"})
-    code, told = run(config)
+    code, stderr = run(config)
     assert code == 3
-    assert re.search(r"error: GPU memory: one block .* need .*, 16.0 MiB available \(short by .*\)", told)
-    assert "limits.gpu_memory" in told
+    assert re.search(r"error: GPU memory: one block .* need .*, 16.0 MiB available \(short by .*\)", stderr)
+    assert "limits.gpu_memory" in stderr
     assert not store_of(config).exists()

@@ -1,4 +1,4 @@
-"""A plan before a run, the run's own plans and a plan after it: one model, one set of bytes, other times."""
+"""A plan before a run, the run's own plans and a plan after it differ only by measured times."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_file(directory: Path, model_type: str, *, base: Path, rows: Path) -> Path:
-    """A run that starts from random weights: its model is a config.json and a tokenizer."""
+    """The config of a run with random weights: its model is only a config.json and a tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(base)
     own = directory / "own"
     tokenizer.save_pretrained(own)
@@ -55,14 +55,14 @@ def config_file(directory: Path, model_type: str, *, base: Path, rows: Path) -> 
 
 def plan(config: Path, hardware: Path) -> dict[str, Any]:
     ended = ratel("plan", config, "--hardware", hardware, "--json")
-    assert ended.code == 0, ended.told
-    content: dict[str, Any] = json.loads(ended.out)
+    assert ended.code == 0, ended.stderr
+    content: dict[str, Any] = json.loads(ended.stdout)
     return content
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_plans_differ_by_what_is_measured_alone(model_type: str, tmp_path: Path, base: Path, rows: Path) -> None:
-    """With everything recomputed, since which outputs there are to swap is a thing that is measured."""
+def test_plans_differ_only_by_what_is_measured(model_type: str, tmp_path: Path, base: Path, rows: Path) -> None:
+    """With everything recomputed, because only a recorded step knows which outputs can be swapped."""
     config = config_file(tmp_path, model_type, base=base, rows=rows)
     succeed(config)
     run = output_of(config) / "run"
@@ -79,7 +79,7 @@ def test_plans_differ_by_what_is_measured_alone(model_type: str, tmp_path: Path,
 
 
 def bytes_of(plan: dict[str, Any]) -> dict[str, object]:
-    """What does not depend on how long anything takes."""
+    """The parts of a plan that do not depend on times."""
     activations, traffic = plan["activations"], plan["traffic"]
     return {
         "num_parameters": plan["model"]["num_parameters"],

@@ -1,4 +1,4 @@
-"""A model that `ratel profile` has measured, or an earlier run has recorded, is planned for before its first step."""
+"""A run uses the costs that `ratel profile` measured, or an earlier run recorded, from its first step on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.planning.shapes import machine
 from tests.tiers import sample
 
 
-def test_costs_are_measured_once_and_kept(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
+def test_costs_are_measured_once_and_cached(make_config: MakeConfig, capsys: pytest.CaptureFixture[str]) -> None:
     config = load_config(make_config()).config
     costs = record_model(config, machine(), RunLog(), refresh=False)
     assert "measuring the model" in capsys.readouterr().err
@@ -41,18 +41,18 @@ def test_the_table_names_each_operator(make_config: MakeConfig) -> None:
     assert rows.keys() == {"micro-batch", "layers", "other blocks", "activations", "available"}
 
 
-def test_a_directory_that_cannot_be_written_is_told(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_reported(make_config: MakeConfig, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
     config = load_config(make_config(output_dir=str(tmp_path / "out" / "below"))).config
     with pytest.raises(EnvironmentFailure, match=r"model.json: cannot be written"):
         record_model(config, machine(), RunLog(), refresh=False)
 
 
-def test_a_kept_profile_is_planned_from_and_changes_no_bit(make_config: MakeConfig, plain_run: Path) -> None:
-    """A second run in the same place does not record again; a longer row is another model to plan for."""
+def test_a_cached_profile_is_used_and_changes_no_bit(make_config: MakeConfig, plain_run: Path) -> None:
+    """A second run in the same directory does not record again. Longer rows need a new profile."""
     config = make_config()
-    told = succeed(config)
-    assert "plan updated from step 1" in told and "until step 1 is recorded" in told
+    stderr = succeed(config)
+    assert "plan updated from step 1" in stderr and "until step 1 is recorded" in stderr
     again = succeed(config, "--resume", "no")
     assert "plan updated from step 1" not in again and "until step 1 is recorded" not in again
     assert export_hash(config) == export_hash(plain_run)

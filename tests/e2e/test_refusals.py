@@ -1,4 +1,4 @@
-"""Whatever is wrong with what a run is given: the right exit code, lines and no traceback, and nothing is touched."""
+"""Wrong inputs of a run: the right exit code, `error:` lines, no traceback, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import ROWS, Ended, committed_step, curve, file_hash, finetune, output_of, store_of, succeed
+from tests.e2e.runs import (
+    ROWS,
+    assert_rejected,
+    committed_step,
+    curve,
+    file_hash,
+    finetune,
+    output_of,
+    store_of,
+    succeed,
+)
 from tests.model.tiny import file_size_limit
-
-
-def refused(ended: Ended, code: int, *parts: str) -> None:
-    """Told in lines that begin with `error:`, the first of which has these parts."""
-    assert ended.code == code, ended.told
-    assert ended.errors, ended.told
-    assert "Traceback" not in ended.told
-    assert [part for part in parts if part not in ended.errors[0]] == [], ended.errors[0]
 
 
 def copy_base(base: Path, directory: Path) -> Path:
@@ -39,17 +41,17 @@ def copy_base(base: Path, directory: Path) -> Path:
     ],
     ids=["unknown key", "wrong type", "foreign key", "twice"],
 )
-def test_configs(make_config: MakeConfig, line: str, parts: tuple[str, ...]) -> None:
+def test_wrong_configs_are_rejected(make_config: MakeConfig, line: str, parts: tuple[str, ...]) -> None:
     config = make_config(learning_rate=None, seed=None)
     config.write_text(f"{config.read_text()}{line}\n")
     ended = finetune(config)
-    refused(ended, 2)
-    assert all(part in ended.told for part in parts), ended.told
+    assert_rejected(ended, 2)
+    assert all(part in ended.stderr for part in parts), ended.stderr
     assert list(config.parent.iterdir()) == [config]
 
 
-def test_bad_input_leaves_a_store_as_it_was(make_config: MakeConfig, tmp_path: Path) -> None:
-    """One store, and after each refusal it has the bytes that it had."""
+def test_bad_input_does_not_change_a_store(make_config: MakeConfig, tmp_path: Path) -> None:
+    """After each rejection the store has the same bytes as before."""
     config = make_config()
     succeed(config)
     before = file_hash(store_of(config)), file_hash(output_of(config) / "model.safetensors")
@@ -64,24 +66,24 @@ def test_bad_input_leaves_a_store_as_it_was(make_config: MakeConfig, tmp_path: P
         (["sequence_len=32", "seed=1"], 2, "sequence_len was 64, is 32; seed was 42, is 1"),
         (["--resume", "1"], 2, "--resume 1: that step is not saved; saved steps: none"),
     ):
-        refused(finetune(config, *arguments), code, part)
+        assert_rejected(finetune(config, *arguments), code, part)
     assert (file_hash(store_of(config)), file_hash(output_of(config) / "model.safetensors")) == before
 
 
-def test_too_little_memory_is_known_before_anything_is_written(make_config: MakeConfig) -> None:
+def test_too_little_memory_is_reported_before_anything_is_written(make_config: MakeConfig) -> None:
     config = make_config(limits={"host_memory": "200MiB"})
     ended = finetune(config)
-    refused(ended, 3, "host memory: a step needs", "200 MiB available (short by")
-    assert "hint: raise limits.host_memory" in ended.told
+    assert_rejected(ended, 3, "host memory: a step needs", "200 MiB available (short by")
+    assert "hint: raise limits.host_memory" in ended.stderr
     assert not store_of(config).parent.exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_gpu_that_is_not_there(make_config: MakeConfig) -> None:
+def test_a_missing_gpu(make_config: MakeConfig) -> None:
     config = make_config(device="cuda")
     ended = finetune(config)
-    refused(ended, 3, "device: cuda, but PyTorch finds no CUDA device")
-    assert "hint: set device: cpu" in ended.told
+    assert_rejected(ended, 3, "device: cuda, but PyTorch finds no CUDA device")
+    assert "hint: set device: cpu" in ended.stderr
     assert not store_of(config).parent.exists()
 
 
@@ -95,8 +97,8 @@ def test_pickles_are_never_loaded(make_config: MakeConfig, base: Path, tmp_path:
     (directory / "model.safetensors").unlink()
     torch.save({"weight": Payload()}, directory / "pytorch_model.bin")
     ended = finetune(make_config(base=directory))
-    refused(ended, 2, "pytorch_model.bin", "never loaded")
-    assert "save_pretrained" in ended.told
+    assert_rejected(ended, 2, "pytorch_model.bin", "never loaded")
+    assert "save_pretrained" in ended.stderr
     assert not canary.exists()
 
 
@@ -105,7 +107,7 @@ def test_damaged_weights(make_config: MakeConfig, base: Path, tmp_path: Path) ->
     weights = directory / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
     config = make_config(base=directory)
-    refused(finetune(config), 2, "model.safetensors")
+    assert_rejected(finetune(config), 2, "model.safetensors")
     assert not store_of(config).parent.exists()
 
 
@@ -116,8 +118,8 @@ def test_too_many_bad_rows(make_config: MakeConfig, tmp_path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
     config = make_config(rows=path)
     ended = finetune(config)
-    refused(ended, 2)
-    assert f"{path}:21" in ended.told
+    assert_rejected(ended, 2, num_errors=2)
+    assert f"{path}:21" in ended.stderr
     rejects = (output_of(config) / "run" / "rejects.jsonl").read_text().splitlines()
     assert len(rejects) == 1
     assert json.loads(rejects[0])["line"] == 21
@@ -130,7 +132,7 @@ def test_infinite_weights_diverge_at_once(make_config: MakeConfig, base: Path, t
     weights["model.norm.weight"][0] = float("inf")
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     config = make_config(base=directory)
-    refused(
+    assert_rejected(
         finetune(config), 5, "step 1 (samples ", "): the loss is", "also when it was computed again", "step 0 is saved"
     )
     assert committed_step(config) == 0
@@ -140,50 +142,48 @@ def test_infinite_weights_diverge_at_once(make_config: MakeConfig, base: Path, t
 def test_a_run_that_diverges_stops_at_its_last_good_step(make_config: MakeConfig) -> None:
     config = make_config(learning_rate=1e30, max_grad_norm=0)
     ended = finetune(config)
-    refused(ended, 5, "step 2 (samples ", "): the ", "also when it was computed again", "step 1 is saved")
-    assert "hint: lower learning_rate" in ended.told
+    assert_rejected(ended, 5, "step 2 (samples ", "): the ", "also when it was computed again", "step 1 is saved")
+    assert "hint: lower learning_rate" in ended.stderr
     assert committed_step(config) == 1
     assert [step for step, _, _ in curve(config)] == [1]
     assert not (output_of(config) / "model.safetensors").exists()
-    assert "resuming at step 1" in finetune(config).told
+    assert "resuming at step 1" in finetune(config).stderr
     assert committed_step(config) == 1
 
 
 def test_a_disk_that_is_too_small(make_config: MakeConfig, small_disk: Path) -> None:
     config = make_config(storage={"engine": "threads", "paths": [str(small_disk / "store")]})
     ended = finetune(config)
-    refused(ended, 3, "need", "have", str(small_disk))
+    assert_rejected(ended, 3, "need", "have", str(small_disk))
     assert list(small_disk.iterdir()) == []
 
 
 def test_an_output_that_is_too_small(make_config: MakeConfig, small_disk: Path, tmp_path: Path) -> None:
-    """The store is whole; when there is room again, the run ends as it should have."""
+    """The store is whole. Once there is space again, the run ends normally."""
     config = make_config(
         output_dir=str(small_disk / "out"), storage={"engine": "threads", "paths": [str(tmp_path / "s")]}
     )
     ended = finetune(config)
-    refused(ended, 3, str(small_disk))
+    assert_rejected(ended, 3, str(small_disk))
     assert not list((small_disk / "out").glob("*.safetensors"))
     subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
     assert "all 4 steps are done" in succeed(config)
     assert (small_disk / "out" / "model.safetensors").exists()
 
 
-def test_files_that_may_not_grow(make_config: MakeConfig) -> None:
+def test_a_limit_on_file_size(make_config: MakeConfig) -> None:
     config = make_config()
     with file_size_limit(1 << 20):
         ended = finetune(config)
-    refused(ended, 3)
+    assert_rejected(ended, 3)
     assert not store_of(config).exists()
 
 
 @pytest.mark.parametrize("key", ["storage", "output_dir"])
-def test_a_directory_that_may_not_be_written(
-    make_config: MakeConfig, small_disk: Path, tmp_path: Path, key: str
-) -> None:
-    """A disk mounted read-only: that holds for root as well."""
+def test_a_read_only_directory(make_config: MakeConfig, small_disk: Path, tmp_path: Path, key: str) -> None:
+    """On a disk that is mounted read-only, which also stops root."""
     store = {"engine": "threads", "paths": [str(small_disk / "store")]}
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     config = make_config(**({"storage": store} if key == "storage" else {"output_dir": str(small_disk / "out")}))
-    refused(finetune(config), 3, str(small_disk))
+    assert_rejected(finetune(config), 3, str(small_disk))
     assert not store_of(config).exists()

@@ -1,4 +1,4 @@
-"""Stopped anywhere and started again, a run ends as if nothing had happened: same bytes, same losses."""
+"""A run that is stopped anywhere and resumed ends with the same bytes and losses as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import pytest
 
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (
+    assert_same_result,
     curve,
     export_hash,
     file_hash,
     finetune,
     output_of,
-    run_to_the_kill,
+    run_until_killed,
     start,
+    stderr_of,
     store_of,
     succeed,
-    told_by,
     wait,
     wait_for_step,
     wait_until,
@@ -48,24 +49,19 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path
     return config
 
 
-def check_as_if_nothing_had_happened(config: Path, undisturbed: Path) -> None:
-    assert export_hash(config) == export_hash(undisturbed)
-    assert curve(config) == curve(undisturbed)
-
-
 def test_killed_again_and_again(make_config: MakeConfig, undisturbed: Path) -> None:
-    """SIGKILL while the store is made, and at every point of a commit, each time a few steps further."""
+    """SIGKILL while the store is created, and at every failpoint of a commit, each time a few steps later."""
     config = make_config(**CHANGES)
     for point in ("create.filled:1", "commit.written:1"):
-        run_to_the_kill(config, kill_at=point)
+        run_until_killed(config, kill_at=point)
         assert not (output_of(config) / "run" / "metrics.jsonl").exists()
-    run_to_the_kill(config, kill_at="commit.written:4")  # the import is the first, so this is step 3
-    assert [step for step, _, _ in curve(config)] == [1, 2, 3], "the third was announced, and not committed"
+    run_until_killed(config, kill_at="commit.written:4")  # the first commit is that of the import, so this is step 3
+    assert [step for step, _, _ in curve(config)] == [1, 2, 3], "the third step was announced, but not committed"
     for point in ("commit.synced:4", "manifest.ready:4", "manifest.published:6", "commit.published:5"):
-        run_to_the_kill(config, kill_at=point)
-        assert "resuming at step" in told_by(config)
+        run_until_killed(config, kill_at=point)
+        assert "resuming at step" in stderr_of(config)
     assert "resuming at step" in succeed(config)
-    check_as_if_nothing_had_happened(config, undisturbed)
+    assert_same_result(config, undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -83,14 +79,14 @@ def test_stopped_by_a_signal(make_config: MakeConfig, undisturbed: Path, number:
     assert 5 <= num_steps < NUM_STEPS
     if code > 0:
         stopped = f"Stopped at step {num_steps} (saved). Run the same command to continue."
-        assert told_by(config).splitlines()[-1] == stopped
+        assert stderr_of(config).splitlines()[-1] == stopped
     assert not (output_of(config) / "model.safetensors").exists()
     assert f"resuming at step {num_steps}" in succeed(config) or code == -9
-    check_as_if_nothing_had_happened(config, undisturbed)
+    assert_same_result(config, undisturbed)
 
 
 @pytest.mark.parametrize(("phase", "number"), rotating(["import", "export"], [signal.SIGINT, signal.SIGTERM]))
-def test_stopped_while_it_imports_or_exports(
+def test_stopped_while_importing_or_exporting(
     make_config: MakeConfig, undisturbed: Path, phase: str, number: signal.Signals
 ) -> None:
     config = make_config(**CHANGES)
@@ -101,9 +97,9 @@ def test_stopped_while_it_imports_or_exports(
         wait_for_step(config, NUM_STEPS, process)
     assert process.pid is not None
     os.kill(process.pid, number)
-    assert wait(process) in (128 + number, 0)  # 0: it had just ended
+    assert wait(process) in (128 + number, 0)  # 0: the run had just ended
     succeed(config)
-    check_as_if_nothing_had_happened(config, undisturbed)
+    assert_same_result(config, undisturbed)
 
 
 def test_going_back_to_a_saved_step(make_config: MakeConfig, undisturbed: Path) -> None:
@@ -116,11 +112,11 @@ def test_going_back_to_a_saved_step(make_config: MakeConfig, undisturbed: Path) 
         ["error: --resume 11: that step is not saved; saved steps: 20, 30"],
     )
     assert file_hash(store_of(config)) == before
-    told = succeed(config, "--resume", "20")
-    assert "resuming at step 20" in told
-    assert "step 20/30" not in told
-    assert "step 21/30" in told
-    check_as_if_nothing_had_happened(config, undisturbed)
+    stderr = succeed(config, "--resume", "20")
+    assert "resuming at step 20" in stderr
+    assert "step 20/30" not in stderr
+    assert "step 21/30" in stderr
+    assert_same_result(config, undisturbed)
 
 
 def test_a_finished_run_exports_again(make_config: MakeConfig, plain_run: Path) -> None:
@@ -128,14 +124,14 @@ def test_a_finished_run_exports_again(make_config: MakeConfig, plain_run: Path) 
     succeed(config)
     before = file_hash(store_of(config))
     (output_of(config) / "model.safetensors").unlink()
-    told = succeed(config)
-    assert "all 4 steps are done" in told
-    assert "step 4/4" not in told
-    check_as_if_nothing_had_happened(config, plain_run)
+    stderr = succeed(config)
+    assert "all 4 steps are done" in stderr
+    assert "step 4/4" not in stderr
+    assert_same_result(config, plain_run)
     assert file_hash(store_of(config)) == before
 
 
-def test_starting_again(make_config: MakeConfig, plain_run: Path) -> None:
+def test_starting_over(make_config: MakeConfig, plain_run: Path) -> None:
     config = make_config()
     succeed(config, "seed=7")
     assert export_hash(config) != export_hash(plain_run)
@@ -147,7 +143,7 @@ def test_starting_again(make_config: MakeConfig, plain_run: Path) -> None:
     )
     assert file_hash(store_of(config)) == before
     succeed(config, "--resume", "no")
-    check_as_if_nothing_had_happened(config, plain_run)
+    assert_same_result(config, plain_run)
 
 
 def test_going_back_without_a_store(make_config: MakeConfig) -> None:
@@ -159,7 +155,7 @@ def test_going_back_without_a_store(make_config: MakeConfig) -> None:
 
 
 def test_two_runs_on_one_store(make_config: MakeConfig) -> None:
-    """The second one waits for ten seconds, and then says who is in the way."""
+    """The second one waits ten seconds, and then reports which process uses the store."""
     config = make_config(max_steps=10**6)
     process = start(config)
     wait_for_step(config, 1, process)

@@ -1,4 +1,4 @@
-"""`ratel verify`: what is whole is found whole, and whatever is changed is found, with its place, and exit code 4."""
+"""`ratel verify`: a whole run passes, and every change is reported with its place and exit code 4."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Path:
-    """The config of a run that keeps steps 2 and 4. Tests only look at it."""
+    """The config of a run that has saved steps 2 and 4. Tests must not change it."""
     config = write_config(tmp_path_factory.mktemp("saved"), base=base, rows=rows, **SAVING)
     succeed(config)
     return config
@@ -32,7 +32,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> P
 
 @pytest.fixture
 def copied(saved: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be damaged."""
+    """A copy of `saved`, which a test may damage."""
     Path(shutil.copytree(saved.parent, tmp_path / "copied"))
     config = tmp_path / "copied" / "run.yaml"
     for file in (config, output_of(config) / "run" / "config.yaml"):
@@ -41,8 +41,8 @@ def copied(saved: Path, tmp_path: Path) -> Path:
 
 
 def rows_of(ended: Ended) -> dict[str, str]:
-    """The table: what, and all that stands behind it."""
-    lines = [line for line in ended.out.splitlines()[1:] if line]
+    """The table: the first column, and the rest of each row."""
+    lines = [line for line in ended.stdout.splitlines()[1:] if line]
     return {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in lines}
 
 
@@ -72,11 +72,11 @@ def damage(config: Path, step: int, block: int, field: str) -> None:
 
 
 @pytest.mark.parametrize("by", ["config", "directory"])
-def test_a_run_as_it_was_left(saved: Path, by: str) -> None:
+def test_a_whole_run(saved: Path, by: str) -> None:
     before = file_hash(store_of(saved))
     ended = ratel("verify", saved if by == "config" else output_of(saved))
-    assert ended.code == 0, ended.told + ended.out
-    assert ended.out.splitlines()[0].split() == ["what", "bytes", "checked", "verdict"]
+    assert ended.code == 0, ended.stderr + ended.stdout
+    assert ended.stdout.splitlines()[0].split() == ["what", "bytes", "checked", "verdict"]
     rows = rows_of(ended)
     assert list(rows) == ["step 4, current", "step 2, saved", WEIGHTS, "transformers", "weights", "logits"]
     assert all("every chunk" in rows[name] and rows[name].endswith("whole") for name in list(rows)[:2])
@@ -84,12 +84,12 @@ def test_a_run_as_it_was_left(saved: Path, by: str) -> None:
     assert "loads: LlamaForCausalLM" in rows["transformers"]
     assert rows["weights"].endswith("every bit  equal to step 4")
     assert rows["logits"].endswith("16 tokens  equal to those from step 4, bit for bit")
-    assert "GB/s" in ended.told
+    assert "GB/s" in ended.stderr
     assert file_hash(store_of(saved)) == before
 
 
 def test_json(saved: Path) -> None:
-    found = json.loads(ratel("verify", saved, "--json").out)
+    found = json.loads(ratel("verify", saved, "--json").stdout)
     assert found["whole"] is True
     assert [check["what"] for check in found["checks"]][:3] == ["step 4, current", "step 2, saved", WEIGHTS]
     assert all(check.keys() == {"what", "num_bytes", "checked", "verdict", "is_wrong"} for check in found["checks"])
@@ -110,7 +110,7 @@ def test_other_runs(make_config: MakeConfig, tied_base: Path, changes: dict[str,
     config = make_config(max_steps=2, **({"base": tied_base} if "base" in changes else changes))
     succeed(config)
     ended = ratel("verify", config)
-    assert ended.code == 0, ended.out
+    assert ended.code == 0, ended.stdout
     assert rows_of(ended)["logits"].endswith("bit for bit")
 
 
@@ -128,18 +128,18 @@ def test_a_flipped_bit_in_the_store(copied: Path, step: int, block: int, field: 
     if step == 2:
         assert rows["logits"].endswith("bit for bit")
     else:
-        assert "equal to step 4" not in ended.out, "what is damaged is no measure"
+        assert "equal to step 4" not in ended.stdout, "what is damaged is no measure"
 
 
-def test_an_export_of_a_step_that_is_kept(copied: Path) -> None:
+def test_an_export_of_another_saved_step(copied: Path) -> None:
     assert ratel("export", copied, "--step", 2, "-o", output_of(copied)).code == 0
     ended = ratel("verify", copied)
-    assert ended.code == 0, ended.out
+    assert ended.code == 0, ended.stdout
     assert rows_of(ended)["weights"].endswith("equal to step 2")
     assert rows_of(ended)["logits"].endswith("equal to those from step 2, bit for bit")
 
 
-def test_an_export_of_no_step_that_is_kept(copied: Path) -> None:
+def test_an_export_of_no_saved_step(copied: Path) -> None:
     def change(tensors: Tensors) -> None:
         tensors["model.layers.1.mlp.up_proj.weight"].view(torch.int16)[3, 4] ^= 1
 
@@ -162,24 +162,22 @@ def drop(tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "row", "told"),
+    ("change", "row", "found"),
     [
         (nan, WEIGHTS, "tensor model.norm.weight has values that are NaN or infinite"),
         (drop, "transformers", "tensor model.norm.weight is missing"),
     ],
 )
-def test_an_export_that_is_wrong_in_itself(
-    copied: Path, change: Callable[[Tensors], None], row: str, told: str
-) -> None:
+def test_an_export_with_wrong_files(copied: Path, change: Callable[[Tensors], None], row: str, found: str) -> None:
     change_weights(copied, change)
     ended = ratel("verify", copied)
     assert ended.code == 4
-    assert told in rows_of(ended)[row]
+    assert found in rows_of(ended)[row]
     assert ended.errors[0].startswith(f"error: {row}: ")
     assert rows_of(ended)["step 4, current"].endswith("whole")
     alone = ratel("verify", shutil.copytree(output_of(copied), copied.parent / "alone", ignore=lambda *_: ["run"]))
     assert alone.code == 4
-    assert told in rows_of(alone)[row]
+    assert found in rows_of(alone)[row]
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, -4])
@@ -198,27 +196,27 @@ def test_a_run_without_an_export(copied: Path) -> None:
     ended = ratel("verify", copied)
     assert ended.code == 0
     assert list(rows_of(ended)) == ["step 4, current", "step 2, saved"]
-    assert "there is no export in" in ended.told
+    assert "there is no export in" in ended.stderr
 
 
 def test_an_export_whose_store_was_deleted(copied: Path) -> None:
     shutil.rmtree(store_of(copied).parent)
     ended = ratel("verify", output_of(copied))
     assert ended.code == 0
-    assert "there is no store in" in ended.told
+    assert "there is no store in" in ended.stderr
     assert list(rows_of(ended)) == [WEIGHTS, "transformers"]
     by_config = ratel("verify", copied)
     assert (by_config.code, "there is no store in" in by_config.errors[0]) == (2, True)
 
 
-def test_a_model_by_itself(base: Path) -> None:
+def test_a_model_without_a_run(base: Path) -> None:
     ended = ratel("verify", base)
-    assert ended.code == 0, ended.out
+    assert ended.code == 0, ended.stdout
     assert list(rows_of(ended)) == [WEIGHTS, "transformers"]
     assert "loads: LlamaForCausalLM" in rows_of(ended)["transformers"]
 
 
-def test_what_is_neither(tmp_path: Path, saved: Path) -> None:
+def test_directories_that_are_neither_run_nor_model(tmp_path: Path, saved: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "config.json").write_text("{}")
@@ -230,7 +228,7 @@ def test_what_is_neither(tmp_path: Path, saved: Path) -> None:
         ("run.yaml", "unknown key `seeed`"),
     ):
         ended = ratel("verify", tmp_path / path)
-        assert (ended.code, ended.out) == (2, "")
+        assert (ended.code, ended.stdout) == (2, "")
         assert part in ended.errors[0]
 
 
@@ -239,5 +237,5 @@ def test_what_is_neither(tmp_path: Path, saved: Path) -> None:
 def test_a_signal(saved: Path, signal_at: SignalAt, call: int, number: int, code: int) -> None:
     signal_at(call, number)
     ended = ratel("verify", saved)
-    assert (ended.code, ended.out) == (code, "")
-    assert ended.told.splitlines()[-1] == "Stopped. Run the same command again."
+    assert (ended.code, ended.stdout) == (code, "")
+    assert ended.stderr.splitlines()[-1] == "Stopped. Run the same command again."

@@ -1,4 +1,4 @@
-"""What a run leaves behind: from the installed program down to the last file."""
+"""Everything that a run prints and leaves behind, by the installed program too."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPENING = ["model", "data", "step", "compute", "memory", "NVMe", "predicted", "o
 
 @pytest.fixture(scope="module")
 def program_run(tmp_path_factory: pytest.TempPathFactory, plain_run: Path) -> tuple[Path, str]:
-    """The plain run once more, by the installed program: its config, and what it told."""
+    """The plain run by the installed program: its config, and what it wrote to stderr."""
     directory = tmp_path_factory.mktemp("program")
     config = directory / "run.yaml"
     config.write_text(plain_run.read_text().replace(str(plain_run.parent), str(directory)))
@@ -44,9 +44,9 @@ def test_a_fresh_process_does_the_same(program_run: tuple[Path, str], plain_run:
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
 
 
-def test_it_says_what_it_will_do_and_what_it_did(program_run: tuple[Path, str]) -> None:
-    config, told = program_run
-    lines = [line for line in told.splitlines() if not line.startswith("note: ")]
+def test_it_reports_its_plan_and_its_result(program_run: tuple[Path, str]) -> None:
+    config, stderr = program_run
+    lines = [line for line in stderr.splitlines() if not line.startswith("note: ")]
     assert [line.split()[0] for line in lines[: len(OPENING)]] == OPENING
     first, planned, *others = lines[len(OPENING) : len(OPENING) + 5]
     steps, summary = [first, *others], lines[len(OPENING) + 5 : -2]
@@ -57,7 +57,7 @@ def test_it_says_what_it_will_do_and_what_it_did(program_run: tuple[Path, str]) 
     assert {line.split()[0] for line in summary[1:]} == {"step", "compute", "NVMe", "optimizer", "stalled"}
     assert lines[-2].startswith(f"saved {output_of(config)}")
     assert str(store_of(config).parent) in lines[-1]
-    assert "\x1b" not in told
+    assert "\x1b" not in stderr
 
 
 def test_transformers_loads_it_with_everything_that_belongs_to_it(plain_run: Path, base: Path) -> None:
@@ -90,11 +90,11 @@ def test_the_metrics_are_those_of_the_interface(plain_run: Path) -> None:
     assert all(line["learning_rate"] == 0.01 and line["gpu_peak_bytes"] == 0 for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"]
     plan = json.loads((output_of(plain_run) / "run" / "plan.json").read_text())["traffic"]
-    # A step's update runs beneath the next one, so only sums are exact. What stays in memory is read twice: for
+    # A step's update overlaps with the next step, so only sums are exact. What stays in memory is read twice: for
     # the step that is recorded, and for those that follow its plan.
     first_bytes = 2 * plan["nvme_first_read_bytes"]
     assert sum(line["nvme_read_bytes"] for line in lines) == 4 * plan["nvme_read_bytes"] + first_bytes
-    # Steps 1 and 4 are told before their own commits, which write a page of checksums each.
+    # Steps 1 and 4 are reported before their own commits, which write a page of checksums each.
     assert sum(line["nvme_written_bytes"] for line in lines) == 4 * plan["nvme_written_bytes"] - 2 * 4096
 
 
@@ -112,7 +112,7 @@ def test_a_trace_has_a_track_for_each_resource(make_config: MakeConfig) -> None:
     assert any(event["ph"] == "s" for event in events)
 
 
-def test_the_run_directory_tells_how_it_was_done(plain_run: Path) -> None:
+def test_the_run_directory_has_config_machine_and_plan(plain_run: Path) -> None:
     run = output_of(plain_run) / "run"
     assert load_config(run / "config.yaml").config == load_config(plain_run).config
     hardware, plan, model = (json.loads((run / f"{name}.json").read_text()) for name in ("hardware", "plan", "model"))
@@ -125,18 +125,18 @@ def test_the_run_directory_tells_how_it_was_done(plain_run: Path) -> None:
 
 def test_a_dry_run_writes_neither_store_nor_weights(make_config: MakeConfig) -> None:
     config = make_config()
-    told = succeed(config, "--dry-run")
-    assert [name for name in OPENING if f"\n{name} " not in f"\n{told}"] == []
+    stderr = succeed(config, "--dry-run")
+    assert [name for name in OPENING if f"\n{name} " not in f"\n{stderr}"] == []
     assert not store_of(config).parent.exists()
     assert not list(output_of(config).glob("*"))[1:], "nothing but run/, which holds the tokens"
 
 
 def test_held_out_loss_is_that_of_the_exported_model(make_config: MakeConfig, base: Path) -> None:
     config = make_config(val_set_size=8, eval_steps=2, max_steps=3)
-    told = succeed(config)
+    stderr = succeed(config)
     lines = metrics(config)
     assert [line["step"] for line in lines if "eval_loss" in line] == [2, 3]
-    assert told.count("eval loss") == 2
+    assert stderr.count("eval loss") == 2
     model = AutoModelForCausalLM.from_pretrained(output_of(config)).eval()
     total, num_targets = 0.0, 0
     for batch in load_data(config).eval_batches():
@@ -149,7 +149,7 @@ def test_held_out_loss_is_that_of_the_exported_model(make_config: MakeConfig, ba
     assert lines[-1]["eval_loss"] == pytest.approx(total / num_targets, rel=1e-6)
 
 
-def test_the_demo_lets_it_answer(plain_run: Path, base: Path) -> None:
+def test_the_demo_prints_an_answer(plain_run: Path, base: Path) -> None:
     question = ROWS[4]["messages"][0]["content"]
     before, after = answer(base, question), answer(output_of(plain_run), question)
     assert before != after

@@ -17,7 +17,7 @@ from tests.e2e.runs import (
     finetune,
     metrics,
     output_of,
-    run_to_the_kill,
+    run_until_killed,
     save_base,
     store_of,
     succeed,
@@ -78,7 +78,7 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, base: Path, rows: 
     plain = write_config(tmp_path / "plain", base=base, rows=rows, **BFLOAT16)
     killed = write_config(tmp_path / "killed", base=base, rows=rows, **BFLOAT16)
     succeed(plain)
-    run_to_the_kill(killed, kill_at="commit.written:3")
+    run_until_killed(killed, kill_at="commit.written:3")
     assert "resuming at step" in succeed(killed)
     assert curve(plain) == curve(killed)
     assert export_hash(plain) == export_hash(killed)
@@ -89,10 +89,10 @@ def test_too_little_gpu_memory_is_reported_before_anything_is_written(tmp_path: 
         tmp_path, base=base, rows=rows, limits={"gpu_memory": "300MiB", "host_memory": "20GiB"}, **BFLOAT16
     )
     ended = finetune(config)
-    assert ended.code == 3, ended.told
+    assert ended.code == 3, ended.stderr
     [error] = ended.errors
     assert "GPU memory: one block" in error and "300 MiB available" in error
-    assert "hint: raise limits.gpu_memory" in ended.told
+    assert "hint: raise limits.gpu_memory" in ended.stderr
     assert not store_of(config).parent.exists()
 
 
@@ -101,10 +101,10 @@ def test_too_little_host_memory_is_reported_with_the_need(tmp_path: Path, base: 
     """Even if the limit is below what this process has, so that nothing is left for measuring the drives."""
     config = write_config(tmp_path, base=base, rows=rows, limits={"host_memory": "200MiB"}, **BFLOAT16)
     ended = finetune(config)
-    assert ended.code == 3, ended.told
+    assert ended.code == 3, ended.stderr
     [error] = ended.errors
     assert "host memory: a step needs" in error and "200 MiB available" in error
-    assert "hint: raise limits.host_memory" in ended.told
+    assert "hint: raise limits.host_memory" in ended.stderr
     assert not store_of(config).parent.exists()
 
 

@@ -27,11 +27,11 @@ def test_a_run_with_damaged_files_resumes(tmp_path: Path, base: Path, rows: Path
     for name in RUN_FILES:
         (output_of(config) / "run" / name).write_bytes(GARBAGE[garbage])
     ended = finetune(config, "seed=7")
-    assert ended.code == 2, ended.told
+    assert ended.code == 2, ended.stderr
     assert "changed since the store in" in ended.errors[0], "the changed setting is not known"
     ended = finetune(config)
-    assert (ended.code, ended.errors) == (0, []), ended.told
-    assert "all 2 steps are done" in ended.told
+    assert (ended.code, ended.errors) == (0, []), ended.stderr
+    assert "all 2 steps are done" in ended.stderr
     assert export_hash(config) == before
     assert curve(config) == [], "the steps of the lost log must not be reported again"
     assert json.loads((output_of(config) / "run" / "plan.json").read_bytes())

@@ -1,4 +1,4 @@
-"""Hardware files: what was written is read again, and a person's file may leave out what has an honest default."""
+"""Hardware files: reading gives the profile that was written, and a hand-written file may omit keys with a default."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ host:
 
 
 @pytest.mark.parametrize("profile", [WITH_GPU, WITHOUT_GPU], ids=["gpu", "cpu"])
-def test_what_was_written_is_read_again(tmp_path: Path, profile: HardwareProfile) -> None:
+def test_reading_gives_the_profile_that_was_written(tmp_path: Path, profile: HardwareProfile) -> None:
     path = tmp_path / "hardware.json"
     path.write_text(to_text(profile), encoding="utf-8")
     assert load_hardware(path) == profile
@@ -48,13 +48,13 @@ def test_what_was_written_is_read_again(tmp_path: Path, profile: HardwareProfile
     assert load_hardware(path) == profile
 
 
-def test_names_of_any_script_are_read_again(tmp_path: Path) -> None:
+def test_names_in_any_script(tmp_path: Path) -> None:
     path = tmp_path / "hardware.json"
     path.write_text(to_text(WITHOUT_GPU).replace("a CPU", 'Zuse \\"Z3\\" \U0001f600: \u00fc #1'), encoding="utf-8")
     assert load_hardware(path).gpu.name == 'Zuse "Z3" \U0001f600: \u00fc #1'
 
 
-def test_a_file_by_hand(tmp_path: Path) -> None:
+def test_a_hand_written_file(tmp_path: Path) -> None:
     path = tmp_path / "paper.yaml"
     path.write_text(BY_HAND)
     assert load_hardware(path) == HardwareProfile(
@@ -78,14 +78,14 @@ def test_a_file_by_hand(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_left_out_where_paths_are_given(tmp_path: Path) -> None:
+def test_keys_that_may_be_omitted_if_paths_are_given(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(BY_HAND.replace("num_devices: 12", "paths: [/a, /b]"))
     nvme = load_hardware(path).nvme
     assert (nvme.paths, nvme.num_devices, nvme.weights, nvme.alone) == (("/a", "/b"), 2, (1, 1), ())
 
 
-def test_a_drive_that_does_one_thing_at_a_time() -> None:
+def test_a_drive_that_reads_or_writes() -> None:
     """Four bytes read in 2 seconds and four written in 4: eight in 6."""
     assert alternating_bytes_per_second(2.0, 1.0) == pytest.approx(8 / 6)
 
@@ -97,7 +97,7 @@ def test_the_machines_in_the_repository(path: Path) -> None:
     assert profile.nvme.num_devices >= 1
 
 
-def test_a_missing_file_is_told_with_its_neighbour(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_with_a_similar_name(tmp_path: Path) -> None:
     (tmp_path / "hardware.json").write_text("{}")
     with pytest.raises(BadInput, match=r"hardwar\.json: no such file") as caught:
         load_hardware(tmp_path / "hardwar.json")

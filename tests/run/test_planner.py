@@ -1,4 +1,4 @@
-"""What a recorded step says of a model's times, given to the planner as spans."""
+"""The times of a model that the planner takes from the spans of a recorded step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def span(label: str, seconds: float, *, block: int, stage: Stage, resource: Reso
 
 
 def spans() -> list[Span]:
-    """A step whose first micro-batch takes ten times as long as the others, in every block."""
+    """A step whose first micro-batch takes ten times longer than the others, in every block."""
     found = []
     for number in range(NUM_MICRO_BATCHES):
         times = 10 if number == 0 else 1
@@ -43,10 +43,8 @@ def spans() -> list[Span]:
 
 
 @pytest.mark.parametrize(("num_cores", "optimizing", "left"), [(None, 99.0, 1.0), (4, 0.0, 1.0), (2, 18.7, 0.5)])
-def test_times_are_of_micro_batches_that_find_nothing_cold(
-    num_cores: int | None, optimizing: float, left: float
-) -> None:
-    """And less what the optimizer's thread took of the CPU that computes: here a half at most."""
+def test_the_slow_first_micro_batch_does_not_count(num_cores: int | None, optimizing: float, left: float) -> None:
+    """On the CPU, the share of the optimizer's thread is subtracted from backward: at most a half."""
     planner = Planner(
         spec=SPEC,
         state=BFLOAT16,

@@ -1,4 +1,4 @@
-"""Which run a path means, and what is said where it means none."""
+"""Which run a path names, and the message if it names none."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def output(here: Path) -> Path:
-    """A run's output directory that was moved since."""
+    """A run's output directory that has moved since the run."""
     (here / "moved" / "run").mkdir(parents=True)
     (here / "moved" / "run" / "config.yaml").write_text(TEXT)
     return here / "moved"
 
 
-def test_a_directory_means_itself(output: Path) -> None:
+def test_a_directory_names_the_run_that_it_holds(output: Path) -> None:
     assert is_output_of_run(output)
     config = find_run(output, RunLog())
     assert (config.output_dir, config.storage.paths) == (output, (Path("s"),))
 
 
-def test_a_file_means_what_it_says(output: Path) -> None:
+def test_a_file_names_the_run_of_its_config(output: Path) -> None:
     file = output / "run" / "config.yaml"
     assert not is_output_of_run(file)
     config = find_run(file, RunLog(), ["storage.paths=[a, b]"])
@@ -42,7 +42,7 @@ def test_a_file_means_what_it_says(output: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "text", "told"),
+    ("path", "text", "message"),
     [
         ("none", None, r"^none: no such file$"),
         (".", None, r"not the output directory of a run: it has no run/config\.yaml"),
@@ -54,21 +54,21 @@ def test_a_file_means_what_it_says(output: Path) -> None:
         ),
     ],
 )
-def test_what_means_no_run(here: Path, path: str, text: str | None, told: str) -> None:
+def test_paths_that_name_no_run(here: Path, path: str, text: str | None, message: str) -> None:
     if text is not None:
         (here / path).write_text(text)
-    with pytest.raises(BadInput, match=told):
+    with pytest.raises(BadInput, match=message):
         find_run(Path(path), RunLog())
 
 
-def test_notices_are_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_notices_are_printed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "a.yaml").write_text(TEXT + "lr: 1.0\n")
     find_run(here / "a.yaml", RunLog())
     assert "`lr` is read as `learning_rate`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["export", "x.yaml"], "missing option '--output'"),
         (["export", "-o", "d"], "missing argument"),
@@ -83,8 +83,8 @@ def test_notices_are_told(here: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["restore", "x.yaml", "seed=1"], "x.yaml: no such file"),
     ],
 )
-def test_wrong_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
+def test_wrong_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert main(arguments) == 2
     captured = capsys.readouterr()
-    assert told in captured.err
+    assert message in captured.err
     assert captured.out == ""

@@ -1,4 +1,4 @@
-"""What a snapshot takes on its device: with what is there, beside the store, and in `ratel plan`."""
+"""The space that a snapshot needs and has: on an empty device, next to the store, and in `ratel plan`."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def free_bytes() -> int:
     return free.f_bavail * free.f_frsize
 
 
-def test_without_a_snapshot_there_is_nothing_to_tell() -> None:
+def test_without_a_snapshot_no_space_is_needed() -> None:
     assert snapshot_space(config_of(), SPEC, nvme_bytes=0) is None
     assert num_slots(config_of()) == 2
 
 
-def test_two_generations_are_needed_and_a_slot_in_the_store() -> None:
+def test_a_snapshot_needs_two_generations_and_a_slot_in_the_store() -> None:
     space = space_of()
     assert space.path == Path("there")
     assert 2 * 12 * ELEMENTS < space.need_bytes < 2 * 12 * ELEMENTS + 20_000
     assert num_slots(config_of("  snapshot: {path: there, every: 3}\n")) == 3
 
 
-def test_what_goes_to_the_same_device_is_not_there_twice(here: Path) -> None:
+def test_the_stores_space_on_the_same_device_is_subtracted(here: Path) -> None:
     have, beside = space_of().have_bytes, space_of(nvme_bytes=GIB).have_bytes
     assert have == pytest.approx(free_bytes(), abs=100 << 20)
     assert have - beside == pytest.approx(GIB, abs=100 << 20)
@@ -68,21 +68,21 @@ def test_what_goes_to_the_same_device_is_not_there_twice(here: Path) -> None:
     assert space_of(nvme_bytes=GIB).have_bytes == pytest.approx(have, abs=100 << 20)
 
 
-def test_an_earlier_snapshot_has_its_space(here: Path) -> None:
+def test_the_space_of_an_earlier_snapshot_is_available(here: Path) -> None:
     (here / "there").mkdir()
     with (here / "there" / "ratel.store").open("wb") as file:
         file.truncate(4 * GIB)
     assert space_of().have_bytes == pytest.approx(free_bytes() + 4 * GIB, abs=100 << 20)
 
 
-def test_another_device_is_counted_by_itself() -> None:
+def test_another_device_has_its_own_space() -> None:
     if not Path("/dev/shm").is_dir() or os.stat("/dev/shm").st_dev == os.stat(".").st_dev:
         pytest.skip("there is one file system only")
     assert space_of(nvme_bytes=1 << 60, path="/dev/shm/none").have_bytes > 0
 
 
-def test_the_plan_tells_of_it(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On this machine; what a snapshot has on another one is not known."""
+def test_the_plan_has_a_row_for_the_snapshot(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On this machine. The space on another machine is not known."""
     config_of("  snapshot: {path: there, every: 3}\n")
     (here / "outputs" / "run" / "run").mkdir(parents=True)
     (here / "outputs" / "run" / "run" / "hardware.json").write_text(to_text(WITHOUT_GPU))

@@ -49,7 +49,7 @@ def test_without_a_ceiling_there_is_no_result(tmp_path: Path) -> None:
     assert "nothing to compare with" in run.stderr and "Traceback" not in run.stderr
 
 
-def test_a_directory_without_room_is_said_in_a_line(tmp_path: Path) -> None:
+def test_a_directory_without_space_is_reported_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", SCRIPT, "--directory", tmp_path, "--span-gib", str(1 << 20)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert run.returncode == 1

@@ -1,4 +1,4 @@
-"""The benchmarks of steps and of the optimizer run, and keep their promises on a model of next to nothing."""
+"""The benchmarks of steps and of the optimizer run on a tiny model, and report what they promise."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(script: str, *arguments: str) -> tuple[str, dict[str, dict[str, float]]]
 
 
 @pytest.mark.parametrize("clip", sample([(), ("--clip",)], every=2, offset=1), ids=["unclipped", "clipped"])
-def test_a_step_beside_plain_pytorch(tmp_path: Path, clip: tuple[str, ...]) -> None:
+def test_a_step_next_to_plain_pytorch(tmp_path: Path, clip: tuple[str, ...]) -> None:
     output, summary = run("bench.step", *TINY, *clip, "--contestants", "plain", "ratel", "--directory", str(tmp_path))
     assert "ratel against plain:" in output
     assert summary["ratel"]["moved_of_predicted"] == 1
@@ -38,8 +38,8 @@ def test_a_step_beside_plain_pytorch(tmp_path: Path, clip: tuple[str, ...]) -> N
 @pytest.mark.full
 @pytest.mark.timeout(1200)  # the first time, DeepSpeed compiles its extensions
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
-def test_a_step_beside_deepspeed(tmp_path: Path) -> None:
-    """In `small`, unlike in `tiny`, there are parameters so large that DeepSpeed keeps them on NVMe."""
+def test_a_step_next_to_deepspeed(tmp_path: Path) -> None:
+    """`small`, unlike `tiny`, has parameters that are large enough for DeepSpeed to put them on NVMe."""
     names = ("plain", "ratel", "zero", "zero-optimizer")
     shape = ("--shape", "small", "--micro-batches", "1", "--steps", "3", "--directory", str(tmp_path))
     output, summary = run("bench.step", *TINY, *shape, "--contestants", *names)
@@ -52,7 +52,7 @@ def test_a_step_beside_deepspeed(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.skipif(find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
-def test_without_deepspeed_it_is_said_what_to_install() -> None:
+def test_a_missing_deepspeed_is_reported_with_how_to_install_it() -> None:
     command = [sys.executable, "-m", "scripts.bench.step", *TINY, "--contestants", "zero"]
     refused = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert refused.returncode == 1
@@ -70,7 +70,7 @@ def test_the_overlap_modes_give_the_same_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_plan_beside_what_was_measured(tmp_path: Path) -> None:
+def test_the_plan_next_to_measured_steps(tmp_path: Path) -> None:
     picture, store = tmp_path / "plan.svg", tmp_path / "store"
     store.mkdir()
     shape = ("--shape", "narrow", "--tokens", "8", "16", "--micro-batches", "4")
@@ -87,7 +87,7 @@ def test_the_plan_beside_what_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_what_durability_costs(tmp_path: Path) -> None:
+def test_the_cost_of_durability(tmp_path: Path) -> None:
     output, summary = run("bench.durability", *TINY[:-2], "--turn", "2", "--directory", str(tmp_path))
     assert "for durability and checksums" in output
     assert len(summary["durable_seconds"]) == len(summary["bare_seconds"]) > 0  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ def test_what_durability_costs(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_benchmark_of_a_gpu_runs(tmp_path: Path) -> None:
-    """On the CPU, which shows that all its parts are there."""
+    """On the CPU, which only shows that it runs."""
     shape = ("--shape", "tiny", "--tokens", "32", "--rows", "2", "--micro-batches", "1", "--steps", "1")
     where = ("--device", "cpu", "--directory", str(tmp_path), "--host-memory-gib", "3")
     output, summary = run("bench.gpu", *shape, *where)
@@ -109,7 +109,7 @@ def test_the_benchmark_of_a_gpu_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_the_benchmark_of_a_gpu_leaves_out_what_it_has_no_time_for(tmp_path: Path) -> None:
+def test_the_benchmark_of_a_gpu_leaves_out_parts_when_time_is_up(tmp_path: Path) -> None:
     shape = ("--shape", "tiny", "--tokens", "32", "--rows", "2", "--micro-batches", "1", "--minutes", "0")
     where = ("--device", "cpu", "--directory", str(tmp_path), "--host-memory-gib", "3")
     output, summary = run("bench.gpu", *shape, *where)
@@ -119,7 +119,7 @@ def test_the_benchmark_of_a_gpu_leaves_out_what_it_has_no_time_for(tmp_path: Pat
 
 @pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_the_benchmark_of_a_gpu_wants_one() -> None:
+def test_the_benchmark_of_a_gpu_needs_a_gpu() -> None:
     command = [sys.executable, "-m", "scripts.bench.gpu"]
     refused = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert refused.returncode == 1
@@ -134,7 +134,7 @@ def test_the_optimizer_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_results_are_kept_with_the_notes_on_them(tmp_path: Path) -> None:
+def test_notes_survive_when_results_are_written_again(tmp_path: Path) -> None:
     def run_all() -> str:
         command = [sys.executable, "-m", "scripts.bench.all", "optimizer", "--smoke", "--results", str(tmp_path)]
         subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT)
@@ -150,7 +150,7 @@ def test_results_are_kept_with_the_notes_on_them(tmp_path: Path) -> None:
     assert run_all().endswith("## Notes\nThe drive was shared.\n")
 
 
-def test_an_unknown_benchmark_is_refused() -> None:
+def test_an_unknown_benchmark_is_rejected() -> None:
     command = [sys.executable, "-m", "scripts.bench.all", "optimiser"]
     refused = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert refused.returncode == 2

@@ -1,4 +1,4 @@
-"""The throttled queue moves the same bytes, no faster than it was told, and fails as the real one does."""
+"""The throttled queue moves the same bytes, no faster than its rate, and fails as the real queue does."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def queue() -> Iterator[IoQueue]:
 
 
 @pytest.mark.full
-def test_bytes_come_back_no_sooner_than_the_drive_could(queue: IoQueue, pool: BufferPool, tmp_path: Path) -> None:
+def test_transfers_are_no_faster_than_the_rate(queue: IoQueue, pool: BufferPool, tmp_path: Path) -> None:
     throttled = ThrottledQueue(queue, read_bytes_per_second=20 * MIB, write_bytes_per_second=10 * MIB)
     contents = bytes(range(256)) * (MIB // 256)
     with Scratch([tmp_path], 2 * MIB, throttled) as scratch:

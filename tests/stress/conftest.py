@@ -1,4 +1,4 @@
-"""The base model and the data of the end-to-end tests, one run that nothing disturbed, and lives to disturb."""
+"""The base model and the data of the end-to-end tests, one undisturbed run, and lives to disturb."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Begin(Protocol):
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Outcome:
-    """What a run leaves that ends in one go."""
+    """The outcome of an undisturbed run."""
     config = write_config(tmp_path_factory.mktemp("undisturbed"), base=base, rows=rows, **CHANGES)
     succeed(config)
     return outcome_of(config)
@@ -30,7 +30,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path
 
 @pytest.fixture
 def begin(tmp_path: Path, base: Path, rows: Path) -> Begin:
-    """Begins a life in a directory of its own."""
+    """Starts a life in a new directory."""
     numbers = itertools.count()
 
     def new_life(random: Random) -> Life:

@@ -1,8 +1,8 @@
-"""The life of one run: begun, disturbed somewhere, begun again, until it is left in peace and ends.
+"""The life of one run: started, disturbed by a signal, started again, and at last left to end.
 
-For the tests beside this. After each disturbance the store is opened, and must stand no earlier than it
-stood before, and no earlier than what the run had said of it. Invariant: nothing here depends on how long
-a phase takes; disturbances are aimed at what the run leaves on the disk, and counted by what they hit.
+After each disturbance the store is opened. Its step must be at least the step from before, and at least what the run
+had reported. Invariant: nothing here depends on how long a phase takes. Disturbances are timed by the files that the
+run writes, and counted by the phase that they hit.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ AIMS: Mapping[Phase, tuple[float, float]] = {
     "training": (0.0, 0.15),
     "exporting": (0.0, 0.01),
 }
-"""For each phase how many seconds after its first sign the disturbance comes, at least and at most."""
+"""For each phase, the least and the most seconds from its first sign to the disturbance."""
 _TIMELESS = ("step", "loss", "learning_rate", "grad_norm", "tokens", "applied")
 _POLL_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """All of what a run leaves that does not speak of time."""
+    """Everything that a run leaves and that does not depend on time."""
 
     state: str
     """Hash of the current generation: master weights and moments."""
-    kept_steps: tuple[int, ...]
+    saved_steps: tuple[int, ...]
     exported: Mapping[str, str]
     """Hash of every file of the model's directory."""
     loss_log: tuple[Mapping[str, object], ...]
@@ -66,37 +66,37 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbance:
-    """One signal, and what came of it."""
+    """One signal, and its effect."""
 
     phase: Phase
-    """In which it hit."""
+    """The phase that it hit."""
     code: int
     exit_seconds: float
-    """From the signal until the process was gone."""
+    """From the signal until the process had ended."""
     recovery_seconds: float | None
-    """From the start of the process until it went on from the last commit, if it came so far."""
-    told: str
+    """From the start of the process until it resumed at the last commit; None if that did not happen."""
+    stderr: str
 
 
 class Life:
-    """One run in a directory of its own."""
+    """One run in its own directory."""
 
     def __init__(self, config: Path, random: Random) -> None:
         self.config = config
         self._random = random
         self._committed = NO_STORE
-        self._begun = 0.0
-        """When the process that runs now was started, by the clock of the file system."""
+        self._started = 0.0
+        """When the current process was started, by the clock of the file system."""
 
     @property
     def directory(self) -> Path:
         return self.config.parent
 
     def disturb(self, number: int, aim: Phase) -> Disturbance:
-        """Begin, or begin again, and send the signal where it is aimed at; or somewhere after it."""
-        self._told.unlink(missing_ok=True)
-        self._begun, begun = time.time(), time.monotonic()
-        process = start(self.config, hasty=True)
+        """Start or resume the run, and send the signal in the phase `aim`, or later."""
+        self._stderr.unlink(missing_ok=True)
+        self._started, started = time.time(), time.monotonic()
+        process = start(self.config, measures_little=True)
         recovered = self._wait_for(aim, process)
         time.sleep(self._random.uniform(*AIMS[aim]))
         sent = time.monotonic()
@@ -105,19 +105,19 @@ class Life:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, number)
         code = wait(process)
-        gone = time.monotonic()
+        ended = time.monotonic()
         self._check()
         return Disturbance(
             phase=self._phase(code),
             code=code,
-            exit_seconds=gone - sent,
-            recovery_seconds=None if recovered is None else recovered - begun,
-            told=self._told.read_text(encoding="utf-8") if self._told.exists() else "",
+            exit_seconds=ended - sent,
+            recovery_seconds=None if recovered is None else recovered - started,
+            stderr=self._stderr.read_text(encoding="utf-8") if self._stderr.exists() else "",
         )
 
     def kill_at(self, point: str, count: int) -> None:
-        """The same at a named point of the store's protocol, when the run comes by for the `count`-th time."""
-        code = wait(start(self.config, kill_at=f"{point}:{count}", hasty=True))
+        """Start or resume the run, and kill it at a failpoint of the store, the `count`-th time it gets there."""
+        code = wait(start(self.config, kill_at=f"{point}:{count}", measures_little=True))
         assert code == -signal.SIGKILL, (point, count, code)
         self._check()
 
@@ -126,8 +126,8 @@ class Life:
         return NUM_STEPS - max(self._committed, 0)
 
     def end(self) -> Outcome:
-        """Leave the run in peace until it has ended, and its directory behind."""
-        assert wait(start(self.config, hasty=True)) == 0, self._told.read_text(encoding="utf-8")
+        """Let the run end, check it, remove its directory, and return its outcome."""
+        assert wait(start(self.config, measures_little=True)) == 0, self._stderr.read_text(encoding="utf-8")
         self._check()
         assert self._committed == NUM_STEPS
         outcome = outcome_of(self.config)
@@ -135,18 +135,18 @@ class Life:
         return outcome
 
     @property
-    def _told(self) -> Path:
-        return self.directory / "told.txt"
+    def _stderr(self) -> Path:
+        return self.directory / "stderr.txt"
 
     def _wait_for(self, aim: Phase, process: ForkServerProcess) -> float | None:
-        """Until there is a sign of the phase. When the run went on from its last commit, if that was seen."""
+        """Wait for a sign of the phase. Returns when the run resumed at its last commit, if that was seen."""
         recovered = None
         wanted_lines = max(self._committed, 0) + self._random.randint(1, 5)
         while process.is_alive() and not self._shows(aim, wanted_lines):
             if (
                 recovered is None
-                and self._told.exists()
-                and "resuming at step" in self._told.read_text(encoding="utf-8")
+                and self._stderr.exists()
+                and "resuming at step" in self._stderr.read_text(encoding="utf-8")
             ):
                 recovered = time.monotonic()
             time.sleep(_POLL_SECONDS)
@@ -162,30 +162,30 @@ class Life:
             case "exporting":
                 return any(map(self._is_touched, output_of(self.config).glob(".export*")))
             case _:
-                return self._told.exists()
+                return self._stderr.exists()
 
     def _is_touched(self, path: Path) -> bool:
-        """Whether the process has written there: what was left from before is no sign."""
+        """True if the current process has written the file. A file from before is no sign."""
         try:
-            return path.stat().st_mtime >= self._begun
+            return path.stat().st_mtime >= self._started
         except FileNotFoundError:
             return False
 
     def _check(self) -> None:
-        """No committed step is lost: neither one that stood before, nor one that the next step was built on."""
+        """No committed step is lost: not the last one that was seen, and not one that another step was built on."""
         step, num_announced = committed_step(self.config), len(_log_lines(self.config))
         assert self._committed <= step, "the store went back"
-        assert num_announced - 1 <= step, "a step had begun on top of one that is lost"
+        assert num_announced - 1 <= step, "a step was built on one that is lost"
         assert step <= num_announced, "a step was committed before it was announced"
         self._committed = step
 
     def _phase(self, code: int) -> Phase:
-        """What the run was doing when it ended."""
+        """The phase in which the process ended."""
         if code == 0:
             return "over"
         if self._committed == NO_STORE:
             return "importing" if store_of(self.config).exists() else "reading"
-        lines = self._told.read_text(encoding="utf-8").splitlines() if self._told.exists() else []
+        lines = self._stderr.read_text(encoding="utf-8").splitlines() if self._stderr.exists() else []
         if not any(line.startswith("output ") for line in lines):
             return "reading"
         # The summary of the steps comes between the last of them and the export.
@@ -194,11 +194,11 @@ class Life:
 
 
 def outcome_of(config: Path) -> Outcome:
-    """What the run has left."""
-    state, kept_steps = _state(config)
+    """What the run left."""
+    state, saved_steps = _state(config)
     return Outcome(
         state=state,
-        kept_steps=kept_steps,
+        saved_steps=saved_steps,
         exported={path.name: file_hash(path) for path in output_of(config).iterdir() if path.is_file()},
         loss_log=tuple(
             {key: value for key, value in json.loads(line).items() if key in _TIMELESS} for line in _log_lines(config)
@@ -207,18 +207,18 @@ def outcome_of(config: Path) -> Outcome:
 
 
 def report(disturbances: Iterable[Disturbance]) -> str:
-    """How many there were in each phase, and how long recovering took."""
+    """How many disturbances hit each phase, and how long exits and recoveries took."""
     disturbances = list(disturbances)
     phases = Counter(each.phase for each in disturbances)
     seconds = sorted(each.recovery_seconds for each in disturbances if each.recovery_seconds is not None)
     exits = sorted(each.exit_seconds for each in disturbances)
     lines = [
         f"{sum(phases.values())} disturbances: " + ", ".join(f"{phases[phase]} {phase}" for phase in (*AIMS, "over")),
-        f"gone after {median(exits):.3f} s (median), {exits[-1]:.3f} s at most",
+        f"ended after {median(exits):.3f} s (median), {exits[-1]:.3f} s at most",
     ]
     if seconds:
         lines.append(
-            f"recovered {len(seconds)} times after {median(seconds):.2f} s (median), {seconds[-1]:.2f} s at most"
+            f"resumed {len(seconds)} times after {median(seconds):.2f} s (median), {seconds[-1]:.2f} s at most"
         )
     return "\n".join(lines)
 
@@ -231,7 +231,7 @@ def _log_lines(config: Path) -> list[bytes]:
 
 
 def _state(config: Path) -> tuple[str, tuple[int, ...]]:
-    """The hash of every field of every block of the current generation, and the steps that are kept."""
+    """The hash of every field of every block of the current generation, and the saved steps."""
     digest = hashlib.sha256()
     with (
         open_queue("threads", notice=lambda text: None) as queue,

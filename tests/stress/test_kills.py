@@ -1,6 +1,6 @@
-"""SIGKILL at any time of a run's life and at every named point of a commit: no committed step is lost, ever.
+"""SIGKILL at any time of a run's life, and at every failpoint of a commit: no committed step is ever lost.
 
-`RATEL_STRESS_KILLS` says how many; `make stress` asks for a thousand, the other tests for fifty.
+`RATEL_STRESS_KILLS` is the number of kills: a thousand for `make stress`, by default fifty.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_COUNTS = 3
 
 @pytest.mark.timeout(900 + 8 * NUM_KILLS)
 def test_killed_at_any_time(begin: Begin, undisturbed: Outcome) -> None:
-    """In this order, again and again; every life is left in peace at last, and ends as if nothing had happened."""
+    """The phases in this order, in one life after another. Every life ends with the undisturbed outcome."""
     random = Random(NUM_KILLS)
     disturbances: list[Disturbance] = []
     while _num_kills(disturbances) < NUM_KILLS:
@@ -50,13 +50,13 @@ def test_killed_at_any_time(begin: Begin, undisturbed: Outcome) -> None:
 
 
 def _num_kills(disturbances: list[Disturbance]) -> int:
-    """Those that came before the run was over."""
+    """The kills that hit a run which had not ended."""
     return sum(each.code == -signal.SIGKILL for each in disturbances)
 
 
 @pytest.mark.timeout(900 + 8 * NUM_KILLS)
-def test_killed_at_every_named_point(begin: Begin, undisturbed: Outcome) -> None:
-    """Points of the store's making first, each on the first time; those of its commits on a random one."""
+def test_killed_at_every_failpoint(begin: Begin, undisturbed: Outcome) -> None:
+    """First the failpoints of creating a store, each the first time; then those of commits, at a random time."""
     random = Random(NUM_KILLS)
     for _ in range(max(1, NUM_KILLS // 100)):
         life = begin(random)

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM at any time of a run's life: it ends soon, with their exit code, and nothing comes of it."""
+"""SIGINT and SIGTERM at any time of a run's life: it ends soon, with the right exit code, and loses nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from tests.e2e.runs import start, told_by, wait, wait_for_step
+from tests.e2e.runs import start, stderr_of, wait, wait_for_step
 from tests.stress.conftest import Begin
 from tests.stress.lives import Disturbance, Outcome, Phase, report
 
@@ -42,32 +42,30 @@ def test_stopped_at_any_time(begin: Begin, undisturbed: Outcome) -> None:
             stopped = life.disturb(number, aim)
             disturbances.append(stopped)
             assert stopped.code in (CODES[number], 0), stopped
-            assert "Traceback" not in stopped.told
+            assert "Traceback" not in stopped.stderr
             assert stopped.exit_seconds < AT_MOST_SECONDS
-            last_line = stopped.told.splitlines()[-1]
+            last_line = stopped.stderr.splitlines()[-1]
             message = re.fullmatch(
                 r"Stopped(\.| at step \d+ \(saved\)\.) Run the same command (again|to continue)\.", last_line
             )
-            assert (message is not None) == (stopped.code != 0), stopped.told
+            assert (message is not None) == (stopped.code != 0), stopped.stderr
             if stopped.phase == "over":
                 break
         assert life.end() == undisturbed
     print(f"\n{report(disturbances)}")
     phases = {each.phase for each in disturbances}
     assert phases >= {"reading", "importing", "training"}
-    assert phases & {"exporting", "over"}, (
-        "the last looks for a signal are at the blocks, and the rest of an export is short"
-    )
+    assert phases & {"exporting", "over"}, "signals are checked between blocks, and the rest of an export is short"
 
 
 def test_a_second_signal_ends_it_at_once(begin: Begin, undisturbed: Outcome) -> None:
-    """Both are there before the run can look: what the first asks for is not waited for."""
+    """Both arrive before the run can check: the second does not wait for an orderly end."""
     life = begin(Random(2))
-    process = start(life.config, hasty=True)
+    process = start(life.config, measures_little=True)
     wait_for_step(life.config, 3, process)
     assert process.pid is not None
     for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
         os.kill(process.pid, number)
     assert wait(process) == 143
-    assert "Stopped" not in told_by(life.config)
+    assert "Stopped" not in stderr_of(life.config)
     assert life.end() == undisturbed
