@@ -34,7 +34,7 @@ def run(
     *,
     as_json: bool,
 ) -> None:
-    """Show the forecast. Raises RatelError; DoesNotFit after all was shown."""
+    """Show the forecast. Raises RatelError; DoesNotFit only after everything was shown."""
     log = RunLog()
     loaded = load_config(config_path, overrides)
     for notice in loaded.notices:
@@ -68,7 +68,7 @@ def run(
 
 
 def _advices(forecaster: Forecaster, forecast: Forecast) -> tuple[Advice, ...]:
-    """None for what does not fit: tiers say what to change."""
+    """Advice for a run that fits; none for one that does not, whose tiers say what to change."""
 
     def tokens_per_second(setting: Setting) -> float | None:
         each = forecast if setting is forecast.setting else forecaster.forecast(setting)

@@ -1,6 +1,6 @@
 """The curve of a forecast, step time against bytes swapped: in the terminal, or as a picture.
 
-Called by `cli.plan`. Imports of what draws are inside the functions: 0.15 s for the terminal, far more for pictures.
+Imports of plotting libraries are inside the functions: 0.15 s for the terminal, far more for pictures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _COLUMNS, _ROWS = 78, 16
 
 
 def terminal_curve(forecast: Forecast) -> list[str]:
-    """The lines of a plot; none where there is only one point."""
+    """The lines of a plot in the terminal; none if the curve has only one point."""
     if len(forecast.curve) < 2:
         return []
     figure = import_module("plotext").figure
@@ -29,13 +29,13 @@ def terminal_curve(forecast: Forecast) -> list[str]:
     figure.draw(curve)
     figure.draw(figure.signal(*_chosen(forecast), marker="X"))
     chosen = f"X: {format_bytes(forecast.swapped_bytes)}, as planned"
-    figure.label(f"seconds a step against {_unit(forecast)[0]} swapped; {chosen}", "x")
+    figure.label(f"seconds per step against {_unit(forecast)[0]} swapped; {chosen}", "x")
     text: str = figure.build().string(colorless=True)
     return [line.rstrip() for line in text.splitlines() if line.strip()]
 
 
 def check_picture(path: Path) -> None:
-    """Before anything is planned. Raises BadInput, and EnvironmentFailure where matplotlib is missing."""
+    """Check that a picture can be drawn at `path`. Raises BadInput, or EnvironmentFailure without matplotlib."""
     if path.suffix not in _SUFFIXES:
         raise BadInput(f"argument '--plot {path}': must end in .svg or .png")
     # Not by methods of Path: they raise for names that are too long.
@@ -48,13 +48,13 @@ def check_picture(path: Path) -> None:
 
 
 def draw_picture(forecast: Forecast, path: Path) -> None:
-    """Write the curve. Raises EnvironmentFailure where it cannot be written."""
+    """Write the curve as a picture. Raises EnvironmentFailure if it cannot be written."""
     import_module("matplotlib").use("Agg")
     figure = import_module("matplotlib.figure").Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     axes.plot(*_coordinates(forecast), marker=".", label="predicted")
     axes.plot(*_chosen(forecast), "x", markersize=10, label="planned")
-    axes.set(title=forecast.model_name, xlabel=f"swapped, {_unit(forecast)[0]}", ylabel="seconds a step")
+    axes.set(title=forecast.model_name, xlabel=f"swapped, {_unit(forecast)[0]}", ylabel="seconds per step")
     axes.legend()
     axes.grid(alpha=0.3)
     try:
@@ -74,5 +74,5 @@ def _chosen(forecast: Forecast) -> tuple[list[float], list[float]]:
 
 
 def _unit(forecast: Forecast) -> tuple[str, int]:
-    """Of bytes swapped, so that the numbers are neither huge nor tiny."""
+    """A unit of bytes in which the numbers of the axis are neither huge nor tiny."""
     return ("GiB", GIB) if forecast.swappable_bytes >= GIB else ("MiB", MIB)

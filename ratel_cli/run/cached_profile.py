@@ -1,6 +1,6 @@
 """What an earlier run recorded of a model's operators, in `run/model.json` of its output directory.
 
-`run.finetune` reads and writes it, `run.plan_inputs` reads it. Imports nothing heavy.
+Nothing heavy is imported.
 
 Invariant: a profile that comes from here was recorded with these layers and this batch, on this machine.
 """
@@ -18,7 +18,7 @@ from ratel_cli.run.run_directory import run_directory
 
 
 class CachedProfile:
-    """The file of one run."""
+    """The profile in the directory of one run."""
 
     def __init__(self, config: RunConfig, spec: ModelSpec, hardware: HardwareProfile) -> None:
         self.path = run_directory(config.output_dir) / "model.json"
@@ -28,7 +28,7 @@ class CachedProfile:
         self._made_for = hashlib.sha256(json.dumps([values, machine]).encode()).hexdigest()
 
     def read(self) -> ModelProfile | None:
-        """None if there is none, or it was made for something else, or it cannot be read."""
+        """The profile; None if there is none, if it was made for something else, or if it cannot be read."""
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))["profile"]
             if content["made_for"] != self._made_for:
@@ -38,6 +38,6 @@ class CachedProfile:
             return None
 
     def content(self, spec: ModelSpec, profile: ModelProfile | None) -> dict[str, object]:
-        """What the file is to hold."""
+        """The content of the file, with `profile` if there is one."""
         recorded = {} if profile is None else {"profile": {"made_for": self._made_for, **profile.to_json()}}
         return {**spec.to_json(), **recorded}

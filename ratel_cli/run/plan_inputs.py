@@ -43,7 +43,7 @@ def setting_of(config: RunConfig, hardware: HardwareProfile) -> Setting:
 
 
 def forecaster_of(config: RunConfig, hardware: HardwareProfile, *, name: str, log: RunLog) -> Forecaster:
-    """The config's model under its cost model; `name` is for a model that has none. Raises BadInput."""
+    """The config's model under its cost model; `name` is for a `model_shape`, which has none. Raises BadInput."""
     if config.cost_model == "paper":
         return _paper_forecaster(config, name)
     model = describe_model(config, name=name, log=log)
@@ -66,18 +66,18 @@ def forecaster_of(config: RunConfig, hardware: HardwareProfile, *, name: str, lo
 
 
 def snapshot_tiers(config: RunConfig, forecaster: Forecaster, *, nvme_bytes: int) -> tuple[Tier, ...]:
-    """The device of the snapshot, which is this machine's, if there is to be one."""
+    """The tier of the snapshot's device on this machine; empty if the config asks for no snapshot."""
     if not isinstance(forecaster, RatelForecaster):
         return ()
     space = snapshot_space(config, forecaster.spec, nvme_bytes=nvme_bytes)
     if space is None:
         return ()
-    remedy = "set storage.snapshot.path to a device with more room"
+    remedy = "set storage.snapshot.path to a device with more space"
     return (Tier(name="snapshot", need_bytes=space.need_bytes, have_bytes=space.have_bytes, remedy=remedy),)
 
 
 def paper_shape(shape: ModelShape, config: RunConfig) -> PaperShape:
-    """The same, as the papers count it."""
+    """A `model_shape` as the papers count it, with the config's micro-batch."""
     counted = PaperShape(
         num_layers=shape.num_layers,
         num_heads=shape.num_heads,
@@ -91,22 +91,25 @@ def paper_shape(shape: ModelShape, config: RunConfig) -> PaperShape:
 
 
 def find_hardware(config: RunConfig, file: Path | None, log: RunLog) -> HardwareProfile:
-    """The machine of `--hardware`, of the config's last run, or of the last `ratel profile`, in this order."""
+    """The machine of `--hardware`, of the config's last run, or of the last `ratel profile`, in this order.
+
+    Raises EnvironmentFailure if there is none of these.
+    """
     if file is not None:
         return load_hardware(file)
     target = profile_target(config)
     of_run = run_directory(config.output_dir) / "hardware.json"
     if of_run.is_file():
-        log.say(f"for this machine, as the run in {config.output_dir} measured it")
+        log.say(f"planning for this machine, as the run in {config.output_dir} measured it")
         hardware = refresh_free_space(load_hardware(of_run), target)
     else:
-        kept = cached_machine_profile(target, log)
-        if kept is None:
+        cached = cached_machine_profile(target, log)
+        if cached is None:
             raise EnvironmentFailure(
-                "this machine was not measured yet, and no hardware file is given",
+                "this machine has not been measured yet, and no hardware file is given",
                 "run `ratel profile` with this config first, or plan for another machine: --hardware FILE",
             )
-        hardware = kept
+        hardware = cached
     nvme = hardware.nvme
     return replace(hardware, nvme=replace(nvme, free_bytes=nvme.free_bytes + taken_bytes(config)))
 

@@ -1,6 +1,6 @@
-"""What else `ratel plan` answers when asked: other strategies, the largest model, what a price buys.
+"""The questions of `ratel plan`: other strategies (`--compare`), the largest model (`--largest`), prices (`--prices`).
 
-Called by `cli.plan`. Each answer is both lines for people and content for `--json`.
+Each answer has lines for people and content for `--json`. docs/planning.md says what the questions mean.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ratel_cli.report.plan import aligned
 from ratel_cli.units import format_bytes, format_count, format_seconds
 
 _DRIVE_COUNTS = (1, 2, 3, 6, 12)
-"""Of the paper's servers."""
+"""The numbers of SSDs in the paper's servers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:
-    """Which were asked."""
+    """Which questions the user asks."""
 
     compare: bool = False
     largest: bool = False
@@ -32,7 +32,7 @@ class Questions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """To one question."""
+    """The answer to one question."""
 
     key: str
     title: str
@@ -41,7 +41,7 @@ class Answer:
 
 
 def answers(questions: Questions, forecaster: Forecaster, forecast: Forecast) -> list[Answer]:
-    """To all that were asked."""
+    """The answers to all questions that the user asks."""
     asked = (
         (questions.compare, _compare),
         (questions.largest, _largest),
@@ -51,9 +51,9 @@ def answers(questions: Questions, forecaster: Forecaster, forecast: Forecast) ->
 
 
 def _compare(forecaster: Forecaster, forecast: Forecast) -> Answer:
-    """Under the forecast's cost model; and what FlashNeuron, whose states stay in the GPU, could train at all.
+    """Other strategies by the forecast's cost model, and the largest model of FlashNeuron.
 
-    Ours is as planned, unless the equations, which know no whole units, find better.
+    Ratel's own row is the plan, unless the equations find better: they split units, and the plan does not.
     """
     ours, *others = compare(forecaster.equations(forecast.setting))
     planned = Point(
@@ -73,7 +73,7 @@ def _compare(forecaster: Forecaster, forecast: Forecast) -> Answer:
         title=f"other strategies, by the same equations ({forecast.cost_model})",
         lines=[
             *aligned(rows),
-            f"FlashNeuron, whose states stay in the GPU: {format_count(most)} parameters at most",
+            f"FlashNeuron, whose states stay on the GPU: {format_count(most)} parameters at most",
         ],
         content={
             "strategies": [_strategy_json(outcome, tokens) for outcome in outcomes],
@@ -136,7 +136,7 @@ def _largest(forecaster: Forecaster, forecast: Forecast) -> Answer:
 
 
 def _prices(forecaster: Forecaster, forecast: Forecast) -> Answer:
-    """For the paper's server with one GPU; a number of drives has its share of the rates of all."""
+    """Plans for the paper's server with one GPU; each drive has its share of the rates of all."""
     rows = [("SSDs", "price", "tokens/s", "a thousand dollars buy")]
     content: list[dict[str, object]] = []
     for count, hardware in _machines(forecast.setting.hardware):

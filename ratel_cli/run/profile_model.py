@@ -1,9 +1,9 @@
 """Records what a config's model costs on this machine, operator by operator, for `ratel profile CONFIG`.
 
-Called by `cli.profile`, last. One micro-batch of any tokens, weights of any values: no base weights are read and no
-data is needed, only the model's config. The profile is kept where a run of the same config looks for it.
+One micro-batch of any tokens and weights of any values are enough: no base weights are read and no data is needed, only
+the model's config. The profile is cached where a run of the same config looks for it.
 
-Invariant: what is kept is what a recorded step of the run would give, but for the noise of its times.
+Invariant: the cached profile is the one that a recorded step of the run would give, except for noise in its times.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ratel_cli.run.settings import decisions_of, state_bytes, workload_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCosts:
-    """What is known of a model on this machine."""
+    """What a model costs on this machine."""
 
     profile: ModelProfile
     activation_available_bytes: int
@@ -48,33 +48,33 @@ class ModelCosts:
 
 
 def record_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *, refresh: bool) -> ModelCosts:
-    """The model's costs, measured unless a profile was kept. Raises RatelError."""
+    """The model's costs: cached ones, or measured ones if there are none or with `refresh`. Raises RatelError."""
     return_freed_memory()
     silence_transformers()
     model = build_base(config).model
-    kept = CachedProfile(config, model.spec, hardware)
-    available_bytes = _activation_room_bytes(config, model.spec, hardware)
-    profile = None if refresh else kept.read()
+    cache = CachedProfile(config, model.spec, hardware)
+    available_bytes = _activation_available_bytes(config, model.spec, hardware)
+    profile = None if refresh else cache.read()
     if profile is not None:
-        log.say(f"the model's costs are those kept in {kept.path}")
+        log.say(f"the model's costs come from {cache.path}; `ratel profile --refresh` measures again")
         return ModelCosts(profile=profile, activation_available_bytes=available_bytes)
     log.say("measuring the model, block by block")
     profile = _measured(config, model)
-    _keep(kept, model.spec, profile)
-    log.say(f"wrote {kept.path}; `ratel plan` and `ratel finetune` go by it")
+    _write(cache, model.spec, profile)
+    log.say(f"wrote {cache.path}; `ratel plan` and `ratel finetune` use it")
     return ModelCosts(profile=profile, activation_available_bytes=available_bytes)
 
 
-def _keep(kept: CachedProfile, spec: ModelSpec, profile: ModelProfile) -> None:
+def _write(cache: CachedProfile, spec: ModelSpec, profile: ModelProfile) -> None:
     try:
-        kept.path.parent.mkdir(parents=True, exist_ok=True)
-        kept.path.write_text(json.dumps(kept.content(spec, profile), indent=2) + "\n", encoding="utf-8")
+        cache.path.parent.mkdir(parents=True, exist_ok=True)
+        cache.path.write_text(json.dumps(cache.content(spec, profile), indent=2) + "\n", encoding="utf-8")
     except OSError as error:
-        raise EnvironmentFailure(f"{kept.path}: cannot be written: {error.strerror}") from error
+        raise EnvironmentFailure(f"{cache.path}: cannot be written: {error.strerror}") from error
 
 
-def _activation_room_bytes(config: RunConfig, spec: ModelSpec, hardware: HardwareProfile) -> int:
-    """What the limit leaves beside a step that runs ahead and puts nothing offloaded."""
+def _activation_available_bytes(config: RunConfig, spec: ModelSpec, hardware: HardwareProfile) -> int:
+    """What the limit leaves to activations next to a step that runs ahead and offloads nothing."""
     limit_bytes = config.limits.host_memory or default_limit_bytes()
     decisions = decisions_of(config, host_limit_bytes=limit_bytes)
     state, workload = state_bytes(config), workload_of(config)

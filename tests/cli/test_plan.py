@@ -238,7 +238,7 @@ def keep_profile(config: Path, hardware: HardwareProfile) -> None:
 def test_this_machine_as_its_run_or_its_profile_measured_it(ask: Ask, config: Path, here: Path) -> None:
     told = ask(config)
     assert (told.code, told.out) == (3, "")
-    assert "this machine was not measured yet" in told.err
+    assert "this machine has not been measured yet" in told.err
     assert "ratel profile" in told.err
     hardware_file(cache_file(profile_target(load_config(config).config)), WITHOUT_GPU)
     told = ask(config)
@@ -247,7 +247,7 @@ def test_this_machine_as_its_run_or_its_profile_measured_it(ask: Ask, config: Pa
     hardware_file(here / "outputs" / "run" / "run" / "hardware.json", WITH_GPU)
     told = ask(config)
     assert told.row("machine").startswith("a GPU, 164 TFLOP/s; 2 drives")
-    assert "for this machine, as the run in outputs/run measured it" in told.err
+    assert "planning for this machine, as the run in outputs/run measured it" in told.err
 
 
 def test_space_that_the_run_s_store_takes_counts_as_there(ask: Ask, config: Path, here: Path) -> None:
@@ -293,7 +293,7 @@ def test_other_strategies(ask: Ask, cost_model: str) -> None:
     names = ["ratel", "static", "host-only", "capuchin", "checkmate", "fuyou", "g10"]
     start = told.out.index("other strategies")
     assert [line.split()[0] for line in told.out[start:].splitlines()[2:9]] == names
-    assert "FlashNeuron, whose states stay in the GPU: 1.61B parameters at most" in told.out
+    assert "FlashNeuron, whose states stay on the GPU: 1.61B parameters at most" in told.out
     compared = json.loads(ask(*arguments, "--compare", "--json").out)["compare"]["strategies"]
     assert min(each["seconds"] for each in compared) == compared[0]["seconds"]
 

@@ -26,7 +26,7 @@ def test_costs_are_measured_once_and_cached(make_config: MakeConfig, capsys: pyt
     assert 0 < costs.activation_available_bytes < config.limits.host_memory
     again = record_model(config, machine(), RunLog(), refresh=False)
     assert again.profile == costs.profile
-    assert "are those kept in" in capsys.readouterr().err
+    assert "the model's costs come from" in capsys.readouterr().err
     record_model(config, machine(), RunLog(), refresh=True)
     assert "measuring the model" in capsys.readouterr().err
 

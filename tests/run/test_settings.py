@@ -104,4 +104,4 @@ def test_a_plan_whose_snapshot_does_not_fit(here: Path, capsys: pytest.CaptureFi
     assert main(["plan", "run.yaml"]) == 3
     captured = capsys.readouterr()
     assert "the run does not fit: short of snapshot by " in captured.err
-    assert "hint: set storage.snapshot.path to a device with more room" in captured.err
+    assert "hint: set storage.snapshot.path to a device with more space" in captured.err
