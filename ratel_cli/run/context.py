@@ -38,7 +38,7 @@ class RunContext:
     config: RunConfig
     log: RunLog
     stop: StopRequest
-    """Hears no signal before `listen` is called."""
+    """Receives no signal before `listen` is called."""
     device: torch.device
     """The device that computes."""
     queue: IoQueue
@@ -66,7 +66,7 @@ def open_context(config: RunConfig, log: RunLog, *, device: torch.device = CPU) 
     with ExitStack() as opened:
         queue = opened.enter_context(open_queue(config.storage.engine, notice=log.notice))
         limit_bytes = config.limits.host_memory or default_limit_bytes()
-        pool = opened.enter_context(open_pool(device, limit_bytes, notice=log.notice))
+        pool = opened.enter_context(_open_pool(device, limit_bytes, notice=log.notice))
         yield RunContext(
             config=config,
             log=log,
@@ -83,7 +83,7 @@ def open_context(config: RunConfig, log: RunLog, *, device: torch.device = CPU) 
 def stoppable_bar(log: RunLog, stop: StopRequest, what: str, total: float) -> Iterator[Advance]:
     """A progress bar over long work. Yields the callback for each part of the work that is done.
 
-    The callback raises Interrupted if a signal asked the command to stop, and else advances the bar.
+    The callback raises Interrupted if a signal asked the command to stop; otherwise it advances the bar.
     """
     with log.bar(what, total) as bar:
 
@@ -95,11 +95,11 @@ def stoppable_bar(log: RunLog, stop: StopRequest, what: str, total: float) -> It
 
 
 def no_bar(what: str, total: float) -> AbstractContextManager[Advance]:  # noqa: ARG001 - as OpenBar has it
-    """Stands for a progress bar where nobody watches."""
+    """A progress bar that is not shown, and that never stops."""
     return nullcontext(lambda amount: None)
 
 
-def open_pool(device: torch.device, limit_bytes: int, *, notice: Callable[[str], None]) -> BufferPool:
+def _open_pool(device: torch.device, limit_bytes: int, *, notice: Callable[[str], None]) -> BufferPool:
     """Host memory for a run on `device`; for a GPU it is pinned, so that copies to and from the GPU overlap with work.
 
     Pinned memory is not given back before the end, so the pool's limit is less by what the process has already.
