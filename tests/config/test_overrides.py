@@ -95,6 +95,7 @@ def test_an_argument_replaces_the_key_that_decides_the_same(load: Load) -> None:
         ("a..b=3", "not a `key=value` argument | write key=value, for example learning_rate=1e-4"),
         (".=3", "not a `key=value` argument | write key=value, for example learning_rate=1e-4"),
         ("sed=3", "unknown key `sed` | did you mean `seed`?"),
+        ("sedd=3", "unknown key `sedd` | did you mean `seed`?"),
         ("x.y=3", "unknown key `x`"),
         ("seed.x=3", "`seed` has no keys"),
         ("storage.engine.x=3", "`storage.engine` has no keys"),

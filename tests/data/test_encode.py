@@ -8,6 +8,8 @@ from typing import cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from ratel_cli.data.chat_child import ChatMessage
@@ -138,6 +140,22 @@ def test_a_turn_that_shares_a_token_with_its_header_is_rejected(make_tokenizer: 
     assert "one token contains text of an assistant turn and text next to" in str(answer)
 
 
+def test_a_turn_that_changes_the_tokens_before_it_is_rejected() -> None:
+    """At inference two line ends before an answer are one token. With the answer behind them they are two."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=257, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(["\n\n"] * 9, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)  # type: ignore[no-untyped-call]
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    assert [len(_ids(tokenizer, text)) for text in ("x\n\n", "x\n\ny")] == [2, 4]
+    messages: list[ChatMessage] = [{"role": "user", "content": "x\n\n"}, {"role": "assistant", "content": "y"}]
+    with _encoder(tokenizer) as encoder:
+        (answer,) = encoder.encode([ChatDraft(messages=messages, tools=None)])
+    assert isinstance(answer, Unusable), "it would be trained after tokens that no prompt has"
+
+
 def test_finding_turns_needs_a_fast_tokenizer(make_tokenizer: MakeTokenizer) -> None:
     class Slow(PreTrainedTokenizerFast):
         is_fast = False
@@ -225,6 +243,17 @@ def test_reasons(tokenizer: PreTrainedTokenizerFast, draft: Draft, reason: str) 
         (answer,) = encoder.encode([draft])
     assert isinstance(answer, Unusable)
     assert str(answer).startswith(reason)
+
+
+def test_the_last_token_of_the_vocabulary_is_accepted_and_the_next_one_rejected(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    last = len(tokenizer) - 1
+    drafts = [TokensDraft(input_ids=[1, token], labels=[1, token]) for token in (last, last + 1)]
+    with _encoder(tokenizer) as encoder:
+        accepted, rejected = encoder.encode(drafts)
+    assert _pairs(accepted) == [([1, last], [1, last])]
+    assert isinstance(rejected, Unusable) and f"'input_ids' contains {last + 1}" in str(rejected)
 
 
 def test_one_token_without_eos_is_all_masked(make_tokenizer: MakeTokenizer) -> None:

@@ -135,6 +135,25 @@ def test_a_speculation_that_was_wrong_is_done_again(tmp_path: Path, resident: fr
         assert_same_training([], ratel.weights(), replace(wanted, losses=(), norms=()))
 
 
+def test_after_a_clipped_step_updates_wait_for_the_norm_again(tmp_path: Path) -> None:
+    """The limit is so high that only step 10 is clipped: its loss is divided by 1, not by the number of targets."""
+    config = tiny_config("llama")
+    steps = random_steps(13, 1)
+    steps[9] = [replace(batch, num_targets=1) for batch in steps[9]]
+    recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=20.0)
+    written_before_settling = []
+    with machine(tmp_path, config, recipe, dtype="bfloat16", weights=initial_weights(config), placement=AHEAD) as ratel:
+        for step, batches in enumerate(steps):
+            before = ratel.queue.written_bytes
+            outcome = ratel.engine.run(batches, step=step, update=step + 1, learning_rate=1e-3)
+            assert (outcome.grad_norm > 20.0) == (step == 9)
+            written_before_settling.append(ratel.queue.written_bytes > before)
+            ratel.decided = step + 1
+            ratel.settle()
+    # Steps 1 to 8 wait, since nobody knows yet that clipping is rare; 9 and 10 do not; after 10 all wait again.
+    assert written_before_settling == [False] * 8 + [True] * 2 + [False] * 3
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_resumed_equals_undisturbed(tmp_path: Path, dtype: DtypeName) -> None:
     config = tiny_config("gpt2")
