@@ -1,10 +1,10 @@
 // The kernels, written once and compiled for each instruction set.
 //
-// For: isa_*.cpp, which include it after lanes.h and their own widen, narrow, multiply_add, correct_square_root,
+// Each isa_*.cpp includes it after lanes.h and its own widen, narrow, multiply_add, correct_square_root,
 // reciprocal_root_estimate, coarse_reciprocal_root_estimate, Divisor, has_nan, from_float16, to_float16,
-// multiply_low_words and swap_neighbours. Invariant: every instruction set computes the same bits, and those of
-// torch.optim.AdamW (single-tensor, fp32, CPU). So each rounding below is torch's, fused multiply-adds included, and
-// -ffp-contract=off keeps the compiler from adding its own.
+// multiply_low_words and swap_neighbours. Invariant: every instruction set computes the same bits, and they are those
+// of torch.optim.AdamW (single-tensor, fp32, CPU). So each rounding below is torch's, fused multiply-adds included,
+// and -ffp-contract=off keeps the compiler from adding its own.
 #pragma once
 
 #include "../checksum/stripes.h"
@@ -20,8 +20,8 @@ using ratel::Float32State;
 using ratel::Gradient;
 using ratel::SquareRoot;
 
-// One Newton step on the 14-bit estimate, as MKL does it, for values from 0 to below infinity; NaN for infinity
-// and NaN. Small values are scaled, or the residual underflows. The estimate for 0 is finite, so its root is 0.
+// One Newton step on the 14-bit estimate, as in MKL, for finite values from 0 on; NaN for infinity and NaN. Small
+// values are scaled, or the residual would underflow. The estimate for 0 is finite, so its root is 0.
 RATEL_INLINE Floats mkl_square_root(Floats value) {
   const auto is_small = value < all_lanes(0x1p-60f);
   const Floats scaled = is_small ? value * 0x1p64f : value;
@@ -32,8 +32,8 @@ RATEL_INLINE Floats mkl_square_root(Floats value) {
   return is_small ? refined * 0x1p-32f : refined;
 }
 
-// Goldschmidt's iteration from the 12-bit estimate and a last correction, without fused multiply-adds, as MKL's code
-// for any x86 does it. Zero, subnormal and the largest values, which that code leaves to another, are correct.
+// Goldschmidt's iteration from the 12-bit estimate and a last correction, without fused multiply-adds, as in MKL's
+// code for any x86. Roots of zero, subnormal and the largest values, which MKL treats apart, are correctly rounded.
 RATEL_INLINE Floats mkl_sse_square_root(Floats value) {
   const Floats estimate = coarse_reciprocal_root_estimate(value);
   const Floats rough = value * estimate;
@@ -58,7 +58,7 @@ RATEL_INLINE Floats finite_square_root(Floats value) {
   }
 }
 
-// For every value: negative ones, infinity and NaN are the processor's, which are the same in all kinds.
+// For every value. Roots of negative values, infinity and NaN are the processor's, which are the same in all kinds.
 template <SquareRoot kind>
 RATEL_INLINE Floats any_square_root(Floats value) {
   const auto is_ordinary = (value > all_lanes(0.0f)) & (value < all_lanes(__builtin_inff()));
@@ -71,14 +71,13 @@ struct Parameters {
   Floats v;
 };
 
-// torch/optim/adam.py, _single_tensor_adam, operation by operation. The way from v to the denominator is the
-// caller's.
+// torch/optim/adam.py, _single_tensor_adam, operation by operation. The caller computes the denominator from v.
 template <class Denominator>
 RATEL_INLINE Parameters updated(const Parameters& old, Floats raw_gradient, const AdamWScalars& scalars,
                                 Denominator denominator) {
   const Floats gradient = raw_gradient * scalars.gradient_scale;
   const Floats decayed = old.weight * scalars.decay_factor;
-  // lerp_: which end the fused multiply-add starts from depends on the weight.
+  // lerp_: the weight decides from which end the fused multiply-add starts.
   const bool near_start = __builtin_fabsf(scalars.one_minus_beta1) < 0.5f;
   const Floats share = all_lanes(scalars.one_minus_beta1 - (near_start ? 0.0f : 1.0f));
   const Floats m = multiply_add(share, gradient - old.m, near_start ? old.m : gradient);
@@ -87,7 +86,7 @@ RATEL_INLINE Parameters updated(const Parameters& old, Floats raw_gradient, cons
   return {decayed + m * scalars.negative_step_size / denominator(v), m, v};
 }
 
-// For finite v. Any other gives a weight of NaN here, and so does a NaN anywhere.
+// For finite v. Any other v, and a NaN anywhere, gives a weight of NaN here.
 template <SquareRoot kind>
 RATEL_INLINE Parameters quickly_updated(const Parameters& old, Floats gradient, const AdamWScalars& scalars,
                                         const Divisor& bias_correction2_sqrt) {
@@ -146,7 +145,7 @@ struct Float32Gradient {
   RATEL_INLINE Floats at(size_t at, size_t count) const { return load<Floats>(data + at, count); }
 };
 
-// `step(at, count)` for every full vector, then for the rest.
+// Call `step(at, count)` for every full vector, then for the rest.
 template <class Step>
 RATEL_INLINE void for_each_vector(size_t count, Step step) {
   size_t at = 0;
@@ -170,7 +169,7 @@ RATEL_INLINE void with_gradient(Gradient gradient, Call call) {
   }
 }
 
-// For anything, slowly: an infinite v is legal (its weight keeps still), and NaN becomes canonical.
+// For all values, slowly: an infinite v is legal (its weight does not move), and NaN becomes canonical.
 template <SquareRoot kind, class State, class TypedGradient>
 __attribute__((noinline, cold)) void careful_step(const State& state, TypedGradient gradient,
                                                   const AdamWScalars& scalars, size_t at, size_t count) {
@@ -210,7 +209,7 @@ void adamw(State state, Gradient gradient, const AdamWScalars& scalars, size_t c
   });
 }
 
-// Flips bits only: run twice, the memory is as before. All loads come before the stores, as in AdamW.
+// Flips bits only, so that two runs restore the memory. All loads come before the stores, as in AdamW.
 RATEL_INLINE void flip(const Bfloat16State& state, Words key, size_t at, size_t count) {
   const Halves key16 = narrow(key);
   const Halves hi16 = load<Halves>(state.hi16 + at, count) ^ key16;
@@ -286,8 +285,8 @@ void square_root(float* values, SquareRoot kind, size_t count) {
 
 }  // namespace
 
-#define RATEL_KERNELS(isa)                                                                                \
-  {                                                                                                       \
-    isa, adamw<Bfloat16State>, adamw<Float32State>, adamw<Float16State>, stream<Bfloat16State>,           \
-        stream<Float32State>, stream<Float16State>, split_bfloat16, join_bfloat16, square_root, absorb    \
+#define RATEL_KERNELS(isa)                                                                                       \
+  {                                                                                                              \
+    isa, {adamw<Bfloat16State>, stream<Bfloat16State>}, {adamw<Float32State>, stream<Float32State>},             \
+        {adamw<Float16State>, stream<Float16State>}, split_bfloat16, join_bfloat16, square_root, absorb          \
   }

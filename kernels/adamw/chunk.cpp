@@ -1,16 +1,17 @@
-// Tile by tile through a chunk; see ratel/chunk.h.
+// AdamW on a chunk, tile by tile; see ratel/chunk.h.
 
 #include "ratel/chunk.h"
 
 #include <algorithm>
 
 #include "ratel/checksum.h"
+#include "ratel/dispatch.h"
 
 namespace ratel {
 
 namespace {
 
-// Two tiles, with all fields and the gradient, fit into the first cache: one that is worked on, one that is fetched.
+// Two tiles with all fields and the gradient fit into the first-level cache: one is updated while the next is fetched.
 constexpr size_t kTileElements = 1024;
 
 static_assert(kTileElements % kChunkGrain == 0 && kChunkGrain * 2 % kBlockBytes == 0, "tiles are whole blocks");
@@ -30,13 +31,7 @@ Gradient from(const Gradient& gradient, size_t at) {
   return {static_cast<const uint8_t*>(gradient.data) + at * element_bytes, gradient.element};
 }
 
-auto adamw_of(const Kernels& kernels, const Bfloat16State&) { return kernels.adamw_bfloat16; }
-
-auto adamw_of(const Kernels& kernels, const Float32State&) { return kernels.adamw_float32; }
-
-auto adamw_of(const Kernels& kernels, const Float16State&) { return kernels.adamw_float16; }
-
-// One checksum of one field, if it is asked for.
+// One checksum of one field, if it is wanted.
 class Running {
  public:
   Running(const ChunkField& field, const std::optional<uint64_t>& seed) : field_(field), is_wanted_(seed.has_value()) {
@@ -45,7 +40,7 @@ class Running {
     }
   }
 
-  // Elements [first, last) of the arrays, the last ones of the chunk or not.
+  // Add elements [first, last) of the arrays. `is_end`: they are the last of the chunk.
   void take(const Kernels& kernels, size_t first, size_t last, bool is_end) {
     if (!is_wanted_) {
       return;
@@ -93,8 +88,8 @@ void update_chunk(const Kernels& kernels, State state, Gradient gradient, const 
     for (; segment != segments.end() && segment->first < last; ++segment) {
       const size_t begins = std::max(first, segment->first);
       const size_t ends = std::min(last, segment->last);
-      adamw_of(kernels, state)(from(state, begins), from(gradient, begins), segment->decays ? scalars : without_decay,
-                               ends - begins);
+      layout_of(kernels, state)
+          .adamw(from(state, begins), from(gradient, begins), segment->decays ? scalars : without_decay, ends - begins);
       if (segment->last > last) {
         break;  // the next tile has the rest
       }

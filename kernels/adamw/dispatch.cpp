@@ -1,6 +1,6 @@
 // Chooses one instruction set's kernels at run time; see ratel/dispatch.h.
 //
-// The processor is asked here, in code that every processor runs, not in the files compiled for wider ones.
+// The processor is asked here, in code that every processor runs, not in files compiled for wider instruction sets.
 
 #include "ratel/dispatch.h"
 
@@ -62,7 +62,7 @@ const Kernels& select_kernels(const std::optional<std::string>& isa) {
 
 SquareRoot native_square_root() {
 #if defined(__x86_64__)
-  // MKL takes its AVX-512 code on Intel's processors only, and its code for any x86 on AMD's.
+  // MKL runs its AVX-512 code on Intel processors only, and its code for any x86 on AMD processors.
   if (__builtin_cpu_is("intel") && runs_avx512()) {
     return SquareRoot::mkl_avx512;
   }

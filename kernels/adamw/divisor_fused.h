@@ -1,15 +1,15 @@
-// Exact division by one number, without the divider: for instruction sets with a fused multiply-add.
+// Exact division by one number without the divider, for instruction sets with a fused multiply-add.
 //
-// For: isa_*.cpp, after multiply_add. AdamW's other division and the memory traffic then fill the time that two
-// divisions would take together (AVX-512: 16 cycles for each 16 elements).
+// It is included after multiply_add. It leaves the divider free for AdamW's other division, which then, with the memory
+// traffic, fills the time that two divisions would take (AVX-512: 16 cycles for each 16 elements).
 #pragma once
 
 namespace {
 
-// The quotient is first found to half an ulp and a little, from a reciprocal in two parts; Markstein's step
-// (its exact remainder times the correctly rounded reciprocal) then rounds it correctly. That holds while
-// nothing underflows: dividends are square roots (0 or above 2^-75), and bindings/module.cpp keeps the divisor
-// within 2^-30 and 2^30. An infinite dividend gives NaN.
+// A reciprocal in two parts gives the quotient to little more than half an ulp. Markstein's step (the exact remainder
+// times the correctly rounded reciprocal) then rounds it correctly. That holds while nothing underflows: dividends are
+// square roots (0 or above 2^-75), and bindings/module.cpp checks that the divisor is between 2^-30 and 2^30. An
+// infinite dividend gives NaN.
 class Divisor {
  public:
   explicit Divisor(float divisor) : divisor_(all_lanes(divisor)), reciprocal_(all_lanes(1.0f / divisor)) {

@@ -33,7 +33,7 @@ RATEL_INLINE Longs multiply_low_words(Longs a, Longs b) {
 
 RATEL_INLINE Longs swap_neighbours(Longs longs) { return (Longs)vextq_u64((uint64x2_t)longs, (uint64x2_t)longs, 1); }
 
-// For a root that nobody may ask for here.
+// Never called: mkl_sse roots are rejected on this processor.
 RATEL_INLINE Floats coarse_reciprocal_root_estimate(Floats value) { return (Floats)vrsqrteq_f32((float32x4_t)value); }
 
 #else
@@ -43,7 +43,7 @@ RATEL_INLINE Words widen(Halves halves) {
   return (Words)_mm_unpacklo_epi16(low, _mm_setzero_si128());
 }
 
-// SSE2 packs signed numbers only: the low half goes through its sign extension, which fits.
+// SSE2 packs signed numbers only, so the low half is sign-extended first; it fits then.
 RATEL_INLINE Halves narrow(Words words) {
   const __m128i extended = _mm_srai_epi32(_mm_slli_epi32((__m128i)words, 16), 16);
   return (Halves)_mm_cvtsi128_si64(_mm_packs_epi32(extended, extended));
@@ -56,8 +56,8 @@ RATEL_INLINE bool has_nan(Floats floats) {
 typedef double Doubles __attribute__((vector_size(8 * RATEL_LANES)));
 typedef uint64_t LongWords __attribute__((vector_size(8 * RATEL_LANES)));
 
-// a * b + c with one rounding. The product is exact in double. The sum is rounded to odd there (its error
-// comes from Knuth's two-sum), so that rounding it once more, to float, is the only rounding that counts.
+// a * b + c with one rounding. The product is exact in double. The sum is rounded to odd there (Knuth's two-sum gives
+// its error), so that the rounding to float is the only one that matters.
 RATEL_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
   const Doubles product = __builtin_convertvector(a, Doubles) * __builtin_convertvector(b, Doubles);
   const Doubles addend = __builtin_convertvector(c, Doubles);

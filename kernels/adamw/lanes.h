@@ -1,9 +1,9 @@
 // Vectors of RATEL_LANES elements, and the conversions between the layouts' number formats.
 //
-// For: body.h. Included once by each isa_*.cpp, after RATEL_LANES is defined. Everything is arithmetic of the
-// GNU vector extensions (gcc, clang), so it means the same bits at every width. What those cannot say, or
-// gcc 12 compiles badly, each isa_*.cpp defines before it includes body.h. Internal linkage throughout: no
-// symbol leaves the object file.
+// Each isa_*.cpp includes it once, after it has defined RATEL_LANES. Everything is arithmetic of the GNU vector
+// extensions (gcc, clang), so it gives the same bits at every width. What those cannot express, or gcc 12 compiles
+// badly, each isa_*.cpp defines before it includes body.h. Invariant: internal linkage throughout, so that no symbol
+// leaves the object file.
 #pragma once
 
 #include <stddef.h>
@@ -23,9 +23,9 @@ typedef uint32_t Words __attribute__((vector_size(4 * RATEL_LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * RATEL_LANES)));
 typedef uint64_t Longs __attribute__((vector_size(4 * RATEL_LANES)));
 
-// How far ahead of each load its stream is fetched: without it the kernels are about a fifth slower, and 1 to 4 KiB
-// are alike within the noise (2-core Xeon with AVX-512, huge pages, 2026-11). So many elements are one tile of
-// adamw/chunk.cpp, which finds the next one in the caches. Past the end it does nothing.
+// How far ahead of each load its stream is fetched: one tile of adamw/chunk.cpp, so that the next tile is in the
+// caches. Without it the kernels are about a fifth slower; 1 to 4 KiB are equal within the noise (2-core Xeon with
+// AVX-512, huge pages, 2026-11). A prefetch past the end does nothing.
 constexpr size_t kPrefetchElements = 1024;
 
 // `count` is the constant kLanes in the main loop (one vector move) and less in the tail.
@@ -52,7 +52,7 @@ RATEL_INLINE Floats as_floats(Words words) { return (Floats)words; }
 
 RATEL_INLINE Words as_words(Floats floats) { return (Words)floats; }
 
-// One NaN for all, since instruction sets differ in the payload they pass on.
+// One NaN for all, since instruction sets differ in the payload that they pass on.
 RATEL_INLINE Floats canonical(Floats floats) {
   return as_floats(floats == floats ? as_words(floats) : Words{} + 0x7fc00000u);
 }
@@ -82,7 +82,7 @@ RATEL_INLINE Halves to_float16_in_software(Floats floats) {
   return narrow(half | (word >> 16 & 0x8000u));
 }
 
-// The fp32 master out of its halves. `tie` is v32's bits: its sign is set if a low half of 0x8000 was rounded up.
+// The fp32 master from its halves. `tie` holds v32's bits: the sign is set if a low half of 0x8000 was rounded up.
 RATEL_INLINE Floats join_master(Halves hi16, Halves lo16, Words tie) {
   const Words low = widen(lo16);
   const Words rounded_up = (low + (tie >> 31) + 0x7fffu) >> 16;

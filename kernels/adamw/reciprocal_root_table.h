@@ -1,7 +1,7 @@
 // Intel's 14-bit reciprocal square root (vrsqrt14ps), as the numbers that define it: 64 straight lines.
 //
-// For: lanes.h, which computes the instruction's result on processors that lack it. Row = parity of the
-// exponent * 32 + the upper 5 fraction bits; with i = the next 10 fraction bits the result's fraction is
+// With them lanes.h computes the instruction's result on processors that lack it. Row = parity of the exponent * 32 +
+// the upper 5 fraction bits. With i = the next 10 fraction bits, the result's fraction is
 // (intercept - slope * i) >> 9, in units of 2^-16 of [0.5, 1). Exact even powers of two are special: 1.0.
 //
 // The lines were fitted to the instruction's output for all 2^24 fractions and parities of an AVX-512 Xeon

@@ -1,7 +1,7 @@
-// The arrays of one kernel call: 1-D, contiguous, on the CPU, of the expected element types and one length.
+// The arrays of one kernel call: 1-D, contiguous, on the CPU, of the expected element types and of one length.
 //
-// For: the files beside it. Invariant: a kernel gets pointers only after every check has passed. No two arrays of
-// a call overlap, since kernels read and write whole vectors. Holds a reference to each array while it lives.
+// Invariant: a kernel gets pointers only after every check has passed. No two arrays of a call overlap, since kernels
+// read and write whole vectors. An `Arrays` holds a reference to each array while it lives.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <vector>
 
 #include "ratel/kernels.h"
@@ -29,19 +30,20 @@ class Arrays {
   size_t count() const { return count_; }
 
  private:
+  using Array = nanobind::ndarray<nanobind::ro>;
+  using Type = nanobind::dlpack::dtype;
+
   struct Range {
     const char* name;
     const char* begin;
     const char* end;
   };
 
-  template <class Array>
-  Array take(const char* name, nanobind::handle object);
-  void* take_writable(const char* name, nanobind::handle object, nanobind::dlpack::dtype_code code,
-                      unsigned bits, const char* expected);
+  const Array& take(const char* name, nanobind::handle object, bool is_writable, std::initializer_list<Type> types,
+                    const char* expected);
+  void* writable(const char* name, nanobind::handle object, std::initializer_list<Type> types, const char* expected);
 
-  std::vector<nanobind::ndarray<>> writable_;
-  std::vector<nanobind::ndarray<nanobind::ro>> readable_;
+  std::vector<Array> arrays_;
   std::vector<Range> ranges_;
   size_t count_ = 0;
 };

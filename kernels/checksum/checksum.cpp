@@ -1,4 +1,4 @@
-// How a checksum begins and ends, in code that every processor runs; see ratel/checksum.h.
+// The begin and the end of a checksum, in code that every processor runs; see ratel/checksum.h.
 
 #include "ratel/checksum.h"
 
@@ -12,7 +12,7 @@ constexpr uint64_t kPrimes32[] = {0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D};
 constexpr uint64_t kPrimes64[] = {0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63,
                                   0x27D4EB2F165667C5};
 
-// Bytes without a meaning, part of the algorithm.
+// Constant bytes of the algorithm, without a meaning.
 constexpr uint8_t kSecret[kSecretBytes] = {
     0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
     0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,

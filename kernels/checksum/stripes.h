@@ -1,20 +1,20 @@
 // The inner loop of a checksum, compiled for each instruction set.
 //
-// For: adamw/isa_*.cpp, which include it after lanes.h and their own multiply_low_words and swap_neighbours.
+// Each adamw/isa_*.cpp includes it after lanes.h and its own multiply_low_words and swap_neighbours.
 #pragma once
 
 #include "ratel/checksum.h"
 
 namespace {
 
-// `at` may be at any byte.
+// `at` needs no alignment.
 RATEL_INLINE Longs load_longs(const uint8_t* at) {
   Longs longs;
   __builtin_memcpy(&longs, at, sizeof longs);
   return longs;
 }
 
-// Whole blocks, none of them the last.
+// Add whole blocks, none of them the last.
 void absorb(ratel::Checksum* checksum, const uint8_t* data, size_t num_blocks) {
   constexpr size_t kParts = ratel::kStripeBytes / sizeof(Longs);
   constexpr size_t kStripes = ratel::kBlockBytes / ratel::kStripeBytes;

@@ -99,8 +99,17 @@ def _adam_rate(seconds: float) -> float:
     low = torch.zeros(_ADAM_PARAMETERS, dtype=torch.int16)
     m, v = torch.zeros(_ADAM_PARAMETERS), torch.zeros(_ADAM_PARAMETERS)
     gradient = torch.ones(_ADAM_PARAMETERS, dtype=torch.bfloat16)
-
     num_chunks = _ADAM_PARAMETERS // CHUNK_ELEMENTS
+    scalars = _native.AdamWScalars(
+        decay_factor=1.0,
+        one_minus_beta1=0.1,
+        beta2=0.999,
+        one_minus_beta2=0.001,
+        step_size=1e-5,
+        bias_correction2_sqrt=1.0,
+        epsilon=1e-8,
+        gradient_scale=1.0,
+    )
 
     def update() -> None:
         _native.update_bfloat16(
@@ -109,18 +118,11 @@ def _adam_rate(seconds: float) -> float:
             m,
             v,
             gradient,
+            scalars=scalars,
             segments=[(0, _ADAM_PARAMETERS, True)],
             chunk_elements=CHUNK_ELEMENTS,
             seeds_before=num_chunks * [None, 1, 1, 1],
             seeds_after=num_chunks * [1, 1, 1, 1],
-            decay_factor=1.0,
-            one_minus_beta1=0.1,
-            beta2=0.999,
-            one_minus_beta2=0.001,
-            step_size=1e-5,
-            bias_correction2_sqrt=1.0,
-            epsilon=1e-8,
-            gradient_scale=1.0,
         )
 
     return _ADAM_PARAMETERS / best_seconds(update, seconds)

@@ -114,22 +114,18 @@ def native(operation: str, layout: str, isa: str, tensors: tuple[torch.Tensor, .
     if operation == "stream":
         return lambda: stream(*tensors, isa=isa)
 
-    def update() -> None:
-        adamw(
-            *tensors,
-            decay_factor=1 - LEARNING_RATE * 0.01,
-            one_minus_beta1=1 - 0.9,
-            beta2=0.999,
-            one_minus_beta2=1 - 0.999,
-            step_size=LEARNING_RATE / (1 - 0.9**10),
-            bias_correction2_sqrt=(1 - 0.999**10) ** 0.5,
-            epsilon=1e-8,
-            gradient_scale=1.0,
-            square_root=square_root,
-            isa=isa,
-        )
-
-    return update
+    scalars = _native.AdamWScalars(
+        decay_factor=1 - LEARNING_RATE * 0.01,
+        one_minus_beta1=1 - 0.9,
+        beta2=0.999,
+        one_minus_beta2=1 - 0.999,
+        step_size=LEARNING_RATE / (1 - 0.9**10),
+        bias_correction2_sqrt=(1 - 0.999**10) ** 0.5,
+        epsilon=1e-8,
+        gradient_scale=1.0,
+        square_root=square_root,
+    )
+    return lambda: adamw(*tensors, scalars=scalars, isa=isa)
 
 
 def native_contestants(

@@ -1,8 +1,7 @@
-"""torch.optim.AdamW as the oracle of the kernels, and the states that they are given.
+"""torch.optim.AdamW as the oracle of the kernels, and states for both.
 
-For the tests beside it. torch's default path on the CPU (single-tensor, fp32) is what every kernel must equal
-bit for bit. That path is fused multiply-adds wherever torch runs on AVX2 or better; `needs_fused_torch` skips
-where it does not.
+Every kernel must equal torch's default path on the CPU (single-tensor, fp32) bit for bit. That path uses fused
+multiply-adds if torch runs on AVX2 or better; `needs_fused_torch` skips tests where it does not.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ needs_fused_torch = pytest.mark.skipif(
 
 
 class Scalars(TypedDict):
-    """The keyword arguments of adamw_*."""
+    """The keyword arguments of `AdamWScalars`."""
 
     decay_factor: float
     one_minus_beta1: float
@@ -49,7 +48,7 @@ class Scalars(TypedDict):
 def scalars(
     step: int, *, beta1: float = BETA1, beta2: float = BETA2, weight_decay: float = 0.0, gradient_scale: float = 1.0
 ) -> Scalars:
-    """What AdamW computes from its settings before update number `step`."""
+    """The scalars that AdamW computes from its settings before update number `step`, which counts from 1."""
     return {
         "decay_factor": 1 - LEARNING_RATE * weight_decay,
         "one_minus_beta1": 1 - beta1,
@@ -63,7 +62,7 @@ def scalars(
 
 
 class TorchAdamW:
-    """torch's optimizer on one fp32 parameter."""
+    """torch's optimizer with one fp32 parameter."""
 
     def __init__(
         self, weight: torch.Tensor, *, beta1: float = BETA1, beta2: float = BETA2, weight_decay: float = 0.0
@@ -108,25 +107,13 @@ class Ratel:
             _native.split_bfloat16(self.w32, self.compute, self.lo16, self.v32, isa=isa)
 
     def step(self, gradient: torch.Tensor, arguments: Scalars, square_root: _SquareRoot | None = None) -> None:
+        keywords = {"scalars": _native.AdamWScalars(**arguments, square_root=square_root), "isa": self.isa}
         if self.layout == "bfloat16":
-            _native.adamw_bfloat16(
-                self.compute,
-                self.lo16,
-                self.m32,
-                self.v32,
-                gradient,
-                **arguments,
-                square_root=square_root,
-                isa=self.isa,
-            )
+            _native.adamw_bfloat16(self.compute, self.lo16, self.m32, self.v32, gradient, **keywords)
         elif self.layout == "float32":
-            _native.adamw_float32(
-                self.w32, self.m32, self.v32, gradient, **arguments, square_root=square_root, isa=self.isa
-            )
+            _native.adamw_float32(self.w32, self.m32, self.v32, gradient, **keywords)
         else:
-            _native.adamw_float16(
-                self.compute, self.w32, self.m32, self.v32, gradient, **arguments, square_root=square_root, isa=self.isa
-            )
+            _native.adamw_float16(self.compute, self.w32, self.m32, self.v32, gradient, **keywords)
 
     def master(self) -> torch.Tensor:
         if self.layout == "bfloat16":
@@ -134,7 +121,7 @@ class Ratel:
         return self.w32
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Weight, m and v, as the oracle has them."""
+        """Weight, m and v, in the oracle's format."""
         v = self.v32.abs() if self.layout == "bfloat16" else self.v32
         return self.master(), self.m32, v
 

@@ -1,4 +1,4 @@
-"""AdamW: the bits of torch's optimizer, in every layout, on every instruction set."""
+"""AdamW has the bits of torch's optimizer, in every layout, on every instruction set."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def generator(seed: int) -> torch.Generator:
 
 
 def any_scale(size: int, dtype: torch.dtype, source: torch.Generator) -> torch.Tensor:
-    """Normal numbers times powers of ten over the dtype's range, with zeros and subnormals among them."""
+    """Normally distributed numbers times powers of ten over the dtype's range, with zeros and subnormals."""
     lowest, highest = {torch.float16: (-8, 4), torch.bfloat16: (-40, 12), torch.float32: (-44, 12)}[dtype]
     powers = torch.randint(lowest, highest, (size,), generator=source).double()
     values = torch.randn(size, generator=source, dtype=torch.float64) * 10**powers
@@ -78,7 +78,7 @@ def test_equals_torch_at_every_scale(layout: Layout, isa: str, beta1: float, bet
 @needs_fused_torch
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_infinite_second_moment_keeps_the_weight(layout: Layout, isa: str) -> None:
+def test_an_infinite_second_moment_does_not_move_the_weight(layout: Layout, isa: str) -> None:
     weight = torch.linspace(-1.0, 1.0, 37)
     oracle, ratel = TorchAdamW(weight), Ratel(layout, weight, isa=isa)
     gradient = torch.full((37,), 1e-3)
@@ -125,7 +125,7 @@ def test_a_bad_gradient_spoils_its_own_weight_only(layout: Layout, bad: float) -
 @pytest.mark.parametrize("square_root", SQUARE_ROOTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_bits_give_the_same_bits_on_every_isa(layout: Layout, square_root: _native._SquareRoot) -> None:
-    """Random patterns: NaN payloads, infinities and subnormals in every place."""
+    """Random bit patterns: NaN payloads, infinities and subnormals everywhere."""
     size = 50_021
     for dtype in GRADIENT_DTYPES:
         results = []
@@ -146,7 +146,7 @@ def test_any_bits_give_the_same_bits_on_every_isa(layout: Layout, square_root: _
 
 
 def test_division_is_exact_for_every_bias_correction() -> None:
-    """The fused division against the baseline's divider, through weight = 0 - m / (sqrt(v) / divisor)."""
+    """Compare the fused division with the baseline's divider, by weight = 0 - m / (sqrt(v) / divisor)."""
     source = generator(5)
     v = torch.rand(65_537, generator=source) + 1.0
     near_two = [1.0 - 2.0**-24 * k for k in range(1, 6)]

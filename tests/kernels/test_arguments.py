@@ -1,4 +1,4 @@
-"""What the kernels refuse, in which words, and that a refusal has changed nothing."""
+"""What the kernels reject, with which message, and that a rejected call changes nothing."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ratel_cli import _native
 from tests.kernels.oracle import scalars
 
 SIZE = 33
+ONE = _native.AdamWScalars(**scalars(1))
 
 
 class State(NamedTuple):
@@ -51,47 +52,47 @@ def state() -> State:
         ("gradient", lambda t: t.to("meta"), TypeError, r"^gradient: not a usable array"),
     ],
 )
-def test_refuses_an_array(
+def test_rejects_an_array(
     name: str, change: Callable[[torch.Tensor], torch.Tensor], error: type[Exception], message: str
 ) -> None:
     good = state()
     changed = {field: change(tensor) if field == name else tensor for field, tensor in good._asdict().items()}
     with pytest.raises(error, match=message):
-        _native.adamw_bfloat16(*State(**changed), **scalars(1))
+        _native.adamw_bfloat16(*State(**changed), scalars=ONE)
     assert not any(tensor.any() for tensor in good[:4])
 
 
-def test_refuses_overlap() -> None:
+def test_rejects_overlap() -> None:
     arrays = state()
     with pytest.raises(ValueError, match=r"^v32 and m32 overlap in memory$"):
-        _native.adamw_bfloat16(*arrays._replace(v32=arrays.m32), **scalars(1))
+        _native.adamw_bfloat16(*arrays._replace(v32=arrays.m32), scalars=ONE)
     memory = torch.zeros(2 * SIZE)
     first, last = memory[:SIZE], memory[SIZE:]
     with pytest.raises(ValueError, match=r"^v32 and m32 overlap in memory$"):
-        _native.adamw_bfloat16(*arrays._replace(m32=first, v32=memory[SIZE - 1 : -1]), **scalars(1))
-    _native.adamw_bfloat16(*arrays._replace(m32=first, v32=last), **scalars(1))
+        _native.adamw_bfloat16(*arrays._replace(m32=first, v32=memory[SIZE - 1 : -1]), scalars=ONE)
+    _native.adamw_bfloat16(*arrays._replace(m32=first, v32=last), scalars=ONE)
 
 
-def test_refuses_a_read_only_state_and_takes_a_read_only_gradient() -> None:
+def test_rejects_a_read_only_state_and_takes_a_read_only_gradient() -> None:
     weight, m32, v32, gradient = (np.ones(SIZE, dtype=np.float32) for _ in range(4))
     gradient.setflags(write=False)
-    _native.adamw_float32(weight, m32, v32, gradient, **scalars(1))
+    _native.adamw_float32(weight, m32, v32, gradient, scalars=ONE)
     m32.setflags(write=False)
     with pytest.raises(TypeError, match=r"^m32: not a usable array; .* writable"):
-        _native.adamw_float32(weight, m32, v32, gradient, **scalars(1))
+        _native.adamw_float32(weight, m32, v32, gradient, scalars=ONE)
 
 
 @pytest.mark.parametrize("divisor", [0.0, -1.0, float("nan"), 2.0**-31, 2.0**31])
-def test_refuses_an_impossible_bias_correction(divisor: float) -> None:
+def test_rejects_an_impossible_bias_correction(divisor: float) -> None:
     with pytest.raises(ValueError, match=r"^bias_correction2_sqrt: must lie between"):
-        _native.adamw_bfloat16(*state(), **(scalars(1) | {"bias_correction2_sqrt": divisor}))
+        _native.AdamWScalars(**(scalars(1) | {"bias_correction2_sqrt": divisor}))
 
 
-def test_refuses_an_unknown_square_root() -> None:
+def test_rejects_an_unknown_square_root() -> None:
     with pytest.raises(
         ValueError, match=r"^square_root: must be 'correct', 'mkl_avx512' or, on x86, 'mkl_sse', is 'fast'$"
     ):
-        _native.adamw_bfloat16(*state(), **scalars(1), square_root="fast")  # type: ignore[arg-type]
+        _native.AdamWScalars(**scalars(1), square_root="fast")  # type: ignore[arg-type]
 
 
 def test_every_kernel_checks_its_arrays() -> None:
@@ -100,8 +101,8 @@ def test_every_kernel_checks_its_arrays() -> None:
     lo16 = torch.zeros(4, dtype=torch.int16)
     wrong = torch.zeros(4, dtype=torch.float64)
     calls: list[Callable[[], None]] = [
-        lambda: _native.adamw_float16(w16, w32, m32, wrong, gradient, **scalars(1)),
-        lambda: _native.adamw_float32(w32, m32, wrong, gradient, **scalars(1)),
+        lambda: _native.adamw_float16(w16, w32, m32, wrong, gradient, scalars=ONE),
+        lambda: _native.adamw_float32(w32, m32, wrong, gradient, scalars=ONE),
         lambda: _native.stream_bfloat16(hi16, lo16, m32, wrong, gradient),
         lambda: _native.stream_float16(w16, w32, m32, wrong, gradient),
         lambda: _native.stream_float32(w32, m32, wrong, gradient),

@@ -1,4 +1,4 @@
-"""The choice of the instruction set: widest by default, by name, by environment, and never silently another."""
+"""The instruction set is the widest by default, or chosen by name or environment; never silently another."""
 
 from __future__ import annotations
 

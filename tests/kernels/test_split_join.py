@@ -1,4 +1,4 @@
-"""The fp32 master in two halves and one sign: lossless for every pattern, and hi16 is torch's bf16."""
+"""Splitting the fp32 master into two halves and a sign is lossless for every pattern, and hi16 is torch's bf16."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_CHUNKS = (1 << 32) // CHUNK
 
 
 def round_trip(word: torch.Tensor, isa: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """hi16, lo16 and v32 as split wrote them (v32 began as 1.5), and the master joined again."""
+    """hi16, lo16 and v32 as split wrote them (v32 was 1.5 before), and the master after join."""
     size = word.numel()
     hi16, lo16 = torch.empty(size, dtype=torch.bfloat16), torch.empty(size, dtype=torch.int16)
     v32, joined = torch.full((size,), 1.5), torch.empty(size)
@@ -35,7 +35,7 @@ def check(word: torch.Tensor, isa: str) -> None:
 
 
 def interesting_words() -> torch.Tensor:
-    """Every upper half with the lower halves where rounding changes."""
+    """Every upper half, with the lower halves at which rounding changes."""
     upper = torch.arange(1 << 16, dtype=torch.int64) << 16
     lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     return (upper[:, None] | lower[None, :]).flatten().int()
@@ -63,7 +63,7 @@ def test_lossless_for_all_patterns() -> None:
         _native.join_bfloat16(hi16, lo16, v32, joined)
         assert np.array_equal(joined.view(np.uint32), words)
         words += np.uint32(CHUNK)
-    assert words[0] == 0  # wrapped around: all were seen
+    assert words[0] == 0  # wrapped around: all patterns were seen
 
 
 def test_nothing_else_of_v_changes() -> None:

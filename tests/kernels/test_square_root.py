@@ -1,4 +1,4 @@
-"""Square roots: IEEE's, and the ones of torch's MKL on AVX-512, bit for bit on every instruction set."""
+"""Square roots are IEEE's or those of torch's MKL, bit for bit, on every instruction set."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SPECIAL = torch.tensor([0.0, -0.0, float("inf"), 1e-45, 1.1754944e-38, 3.4028235
 
 
 def every_fraction() -> torch.Tensor:
-    """[1, 4): all fractions with both parities of the exponent; other exponents only scale."""
+    """All floats in [1, 4): all fractions, with both parities of the exponent. Other exponents only scale the root."""
     return torch.arange(0x3F800000, 0x40800000, dtype=torch.int32).view(torch.float32)
 
 
 def every_scale() -> torch.Tensor:
-    """All positive patterns, thinned to 1 of 4001."""
+    """Every 4001st positive bit pattern."""
     return torch.arange(0, 0x7F800000, 4001, dtype=torch.int32).view(torch.float32)
 
 
@@ -38,7 +38,7 @@ def test_correct_is_rounded_once(isa: str) -> None:
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_native_is_torch(isa: str) -> None:
-    """If this fails, torch's MKL takes other code than native_square_root() expects of the processor."""
+    """If this fails, torch's MKL runs other code on this processor than native_square_root() expects."""
     for values in (every_fraction(), every_scale(), SPECIAL):
         assert_same_bits(native(values, None, isa), values.sqrt(), isa)
 

@@ -1,4 +1,4 @@
-"""AdamW on chunks: the bits of the plain kernels, segment by segment, and the checksums of the xxhash library."""
+"""AdamW on chunks has the bits of the plain kernels on each segment, and the checksums of the xxhash library."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ UPDATE = {
     "float16": _native.update_float16,
 }
 LARGEST_SEED = 2**64 - 1
+ONE = _native.AdamWScalars(**scalars(1))
 Segments = list[tuple[int, int, bool]]
 
 
 def arrays_of(layout: str, count: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """The record's fields; then a gradient. Some values that are not finite."""
+    """The record's fields, then a gradient. One gradient is infinite."""
     found = []
     for dtype in (*LAYOUTS[layout], random.Random(count).choice([torch.bfloat16, torch.float32])):
         if dtype is torch.int16:
@@ -45,14 +46,14 @@ def arrays_of(layout: str, count: int, generator: torch.Generator) -> list[torch
 
 
 def segments_of(choice: random.Random, count: int) -> Segments:
-    """Some lie next to each other, some are empty, some elements are in none."""
+    """Random segments: some are adjacent, some are empty, some elements are in none."""
     edges = sorted(choice.randint(0, count) for _ in range(2 * choice.randint(0, 5)))
     found = [(first, last, choice.random() < 0.5) for first, last in zip(edges[::2], edges[1::2], strict=True)]
     return found or [(0, count, True)]
 
 
 def digests_of(fields: Sequence[torch.Tensor], chunk_elements: int, seeds: Sequence[int | None]) -> list[int | None]:
-    """By the library, of every field of every chunk."""
+    """Checksums by the library of every field of every chunk."""
     chunks = [
         field[first : first + chunk_elements] for first in range(0, len(fields[0]), chunk_elements) for field in fields
     ]
@@ -83,8 +84,8 @@ def test_it_is_the_plain_kernel_on_each_segment_and_the_library_s_checksums(layo
     )
     digests_before = digests_of(expected[:-1], chunk_elements, before)
     for first, last, decays in segments:
-        plain = {**numbers, "decay_factor": numbers["decay_factor"] if decays else 1.0}
-        PLAIN[layout](*(array[first:last] for array in expected), isa=isa, **plain)
+        plain = _native.AdamWScalars(**{**numbers, "decay_factor": numbers["decay_factor"] if decays else 1.0})
+        PLAIN[layout](*(array[first:last] for array in expected), isa=isa, scalars=plain)
     digests = UPDATE[layout](
         *found,
         segments=segments,
@@ -92,7 +93,7 @@ def test_it_is_the_plain_kernel_on_each_segment_and_the_library_s_checksums(layo
         seeds_before=before,
         seeds_after=after,
         isa=isa,
-        **numbers,
+        scalars=_native.AdamWScalars(**numbers),
     )
     assert all(same(a, b) for a, b in zip(found, expected, strict=True))
     assert digests == (digests_before, digests_of(expected[:-1], chunk_elements, after))
@@ -103,17 +104,16 @@ def test_it_is_the_plain_kernel_on_each_segment_and_the_library_s_checksums(layo
 def test_without_checksums_arrays_may_have_any_length(layout: str, count: int) -> None:
     found = arrays_of(layout, count, torch.Generator().manual_seed(count))
     expected = [array.clone() for array in found]
-    numbers = scalars(1)
-    PLAIN[layout](*expected, **numbers)
+    PLAIN[layout](*expected, scalars=ONE)
     digests = UPDATE[layout](
-        *found, segments=[(0, count, False)], chunk_elements=512, seeds_before=[], seeds_after=[], **numbers
+        *found, segments=[(0, count, False)], chunk_elements=512, seeds_before=[], seeds_after=[], scalars=ONE
     )
     assert all(same(a, b) for a, b in zip(found, expected, strict=True))
     assert all(digest is None for of_pass in digests for digest in of_pass)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_flipped_bit_anywhere_is_another_checksum(layout: str) -> None:
+def test_one_flipped_bit_changes_the_checksum(layout: str) -> None:
     choice = random.Random(1)
     for _ in range(50):
         arrays = arrays_of(layout, 2048, torch.Generator().manual_seed(2))
@@ -123,7 +123,7 @@ def test_one_flipped_bit_anywhere_is_another_checksum(layout: str) -> None:
         octets = arrays[damaged].view(torch.uint8)
         octets[choice.randrange(len(octets))] ^= 1 << choice.randrange(8)
         found, _ = UPDATE[layout](
-            *arrays, segments=[(0, 2048, True)], chunk_elements=2048, seeds_before=seeds, seeds_after=[], **scalars(1)
+            *arrays, segments=[(0, 2048, True)], chunk_elements=2048, seeds_before=seeds, seeds_after=[], scalars=ONE
         )
         assert [a == b for a, b in zip(found, right, strict=True)] == [
             number != damaged for number in range(len(seeds))
@@ -143,7 +143,7 @@ def test_one_flipped_bit_anywhere_is_another_checksum(layout: str) -> None:
     ],
 )
 @pytest.mark.parametrize("when", ["seeds_before", "seeds_after"])
-def test_what_makes_no_sense_is_refused_and_changes_nothing(
+def test_invalid_arguments_are_rejected_and_change_nothing(
     count: int, segments: Segments, chunk_elements: int, seeds: list[int | None], message: str, when: str
 ) -> None:
     arrays = arrays_of("bfloat16", count, torch.Generator().manual_seed(3))
@@ -156,6 +156,6 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(
             chunk_elements=chunk_elements,
             seeds_before=both["seeds_before"],
             seeds_after=both["seeds_after"],
-            **scalars(1),
+            scalars=ONE,
         )
     assert all(same(a, b) for a, b in zip(arrays, before, strict=True))

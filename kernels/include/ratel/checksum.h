@@ -1,7 +1,7 @@
-// XXH3-64 with a seed, of memory that comes in blocks: the numbers of the xxhash library (`xxh3_64`).
+// XXH3-64 with a seed, of memory that comes in blocks: the checksums of the xxhash library (`xxh3_64`).
 //
-// For: adamw/chunk.cpp, which takes checksums of a chunk while AdamW has it in the caches. The published algorithm for
-// inputs of more than 240 bytes; here they are whole blocks. Plain C structs and no STL, as in kernels.h.
+// The published algorithm for inputs of more than 240 bytes; here they are whole blocks. Invariant: plain structs and
+// no STL, as in kernels.h.
 #pragma once
 
 #include <stddef.h>
@@ -13,7 +13,7 @@ constexpr size_t kStripeBytes = 64;
 constexpr size_t kBlockBytes = 1024;
 constexpr size_t kSecretBytes = 192;
 
-// Of one input: `begin`, then `Kernels::absorb` for all blocks but the last, then `finish`.
+// The checksum of one input: `begin`, then `Kernels::absorb` for all blocks but the last, then `finish`.
 struct Checksum {
   alignas(64) uint64_t sums[8];
   alignas(64) uint8_t secret[kSecretBytes];

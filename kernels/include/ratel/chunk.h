@@ -1,7 +1,7 @@
-// AdamW on a chunk of a block, its checksums taken in the same pass.
+// AdamW on a chunk of a block, with its checksums taken in the same pass.
 //
-// For: bindings/updates.cpp. A chunk goes through the caches once, tile by tile: what was read is summed up, the tile
-// is updated, what is to be written is summed up. Invariant: the bits are those of the kernels on each segment.
+// A chunk passes through the caches once, tile by tile: add what was read to the checksums, update the tile, add what
+// will be written to the checksums. Invariant: the bits are those of the kernels on each segment.
 #pragma once
 
 #include <cstddef>
@@ -13,14 +13,14 @@
 
 namespace ratel {
 
-// Elements [first, last) of the arrays, of one parameter.
+// Elements [first, last) of the arrays: one parameter, or a part of it.
 struct Segment {
   size_t first;
   size_t last;
   bool decays;
 };
 
-// One field of the record. A seed asks for the chunk's checksum, before the update or after it.
+// One field of the record. A seed asks for the chunk's checksum before or after the update.
 struct ChunkField {
   const void* data;
   size_t element_bytes;
@@ -30,10 +30,11 @@ struct ChunkField {
   std::optional<uint64_t> after = std::nullopt;
 };
 
-// Of a chunk with checksums: its elements are a multiple of this.
+// The number of elements of a chunk with checksums is a multiple of this.
 constexpr size_t kChunkGrain = 512;
 
-// Elements [start, stop) of the arrays. Segments are in order and do not overlap; `scalars` are for those that decay.
+// Update elements [start, stop) of the arrays. Segments are in order and do not overlap; `scalars` are for those that
+// decay.
 template <class State>
 void update_chunk(const Kernels& kernels, State state, Gradient gradient, const AdamWScalars& scalars,
                   const std::vector<Segment>& segments, std::vector<ChunkField>* fields, size_t start, size_t stop);

@@ -1,8 +1,7 @@
 // What the kernels compute on, and the table of one instruction set's kernels.
 //
-// For: adamw/isa_*.cpp (fill one table each), adamw/dispatch.cpp (chooses a table), adamw/chunk.cpp and bindings/
-// (check arrays, call). Plain C structs and no STL: files compiled for AVX-512 must not emit a weak
-// symbol that the linker could hand to code running on an older processor.
+// Each adamw/isa_*.cpp fills one table. Invariant: plain structs without member functions, and no STL: a file compiled
+// for AVX-512 must not emit a weak symbol that the linker could choose for code on an older processor.
 #pragma once
 
 #include <stddef.h>
@@ -14,11 +13,11 @@ namespace ratel {
 
 enum class Element { bfloat16, float16, float32 };
 
-// How a square root is rounded. AdamW's bits depend on it, see kernels/README.md.
+// How a square root is rounded. AdamW's bits depend on it (kernels/README.md).
 enum class SquareRoot {
   correct,     // IEEE 754
-  mkl_avx512,  // what torch's MKL computes on Intel's AVX-512 processors: 1 ulp low for 0.6 % of all values
-  mkl_sse      // what it computes on AMD's: 1 ulp off for 17 %, by the processor's own estimate; x86 only
+  mkl_avx512,  // as torch's MKL on Intel's AVX-512 processors: 1 ulp low for 0.6 % of all values
+  mkl_sse      // as torch's MKL on AMD's: 1 ulp off for 17 %, from the processor's own estimate; x86 only
 };
 
 struct Gradient {
@@ -26,7 +25,7 @@ struct Gradient {
   Element element;
 };
 
-// fp32 master split in two: hi16 is the bf16 weight, lo16 the low half; v32's sign says how a tie was rounded.
+// The fp32 master in two halves: hi16 is the bf16 weight, lo16 the low half. v32's sign says how a tie was rounded.
 struct Bfloat16State {
   uint16_t* hi16;
   uint16_t* lo16;
@@ -59,23 +58,26 @@ struct AdamWScalars {
   SquareRoot square_root;
 };
 
+// The kernels of one layout.
+template <class State>
+struct LayoutKernels {
+  void (*adamw)(State state, Gradient gradient, const AdamWScalars& scalars, size_t count);
+
+  // The loads and stores of `adamw` with almost no arithmetic: the limit that memory sets.
+  void (*stream)(State state, Gradient gradient, size_t count);
+};
+
 struct Kernels {
   const char* isa;
-
-  void (*adamw_bfloat16)(Bfloat16State state, Gradient gradient, const AdamWScalars& scalars, size_t count);
-  void (*adamw_float32)(Float32State state, Gradient gradient, const AdamWScalars& scalars, size_t count);
-  void (*adamw_float16)(Float16State state, Gradient gradient, const AdamWScalars& scalars, size_t count);
-
-  // The same loads and stores as adamw_* and next to no arithmetic: what memory allows.
-  void (*stream_bfloat16)(Bfloat16State state, Gradient gradient, size_t count);
-  void (*stream_float32)(Float32State state, Gradient gradient, size_t count);
-  void (*stream_float16)(Float16State state, Gradient gradient, size_t count);
+  LayoutKernels<Bfloat16State> bfloat16;
+  LayoutKernels<Float32State> float32;
+  LayoutKernels<Float16State> float16;
 
   void (*split_bfloat16)(const float* w32, Bfloat16State state, size_t count);
   void (*join_bfloat16)(Bfloat16State state, float* w32, size_t count);
   void (*square_root)(float* values, SquareRoot square_root, size_t count);
 
-  // Whole blocks into a checksum, none of them the last.
+  // Add whole blocks, none of them the last, to a checksum.
   void (*absorb)(Checksum* checksum, const uint8_t* data, size_t num_blocks);
 };
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypedDict, Unpack, cast
+from typing import Literal
 
 import torch
 
@@ -38,34 +38,10 @@ _Checksums = list[int | None]
 empty list wants none."""
 
 
-class _Scalars(TypedDict):
-    decay_factor: float
-    one_minus_beta1: float
-    beta2: float
-    one_minus_beta2: float
-    step_size: float
-    bias_correction2_sqrt: float
-    epsilon: float
-    gradient_scale: float
-    square_root: SquareRoot
-
-
-class _Kernel(Protocol):
-    def __call__(
-        self,
-        *arrays: torch.Tensor,
-        segments: list[tuple[int, int, bool]],
-        chunk_elements: int,
-        seeds_before: _Checksums,
-        seeds_after: _Checksums,
-        **scalars: Unpack[_Scalars],
-    ) -> tuple[_Checksums, _Checksums]: ...
-
-
-_KERNELS: dict[DtypeName, _Kernel] = {
-    "bfloat16": cast(_Kernel, _native.update_bfloat16),
-    "float32": cast(_Kernel, _native.update_float32),
-    "float16": cast(_Kernel, _native.update_float16),
+_KERNELS: dict[DtypeName, _native._Update] = {
+    "bfloat16": _native.update_bfloat16,
+    "float32": _native.update_float32,
+    "float16": _native.update_float16,
 }
 
 
@@ -158,6 +134,7 @@ class GroupAdamW(Closing):
         """
         fields = [view_field(memories[name], name, stop - start) for name in FIELD_DTYPES if name in memories]
         flat = gradient.flat
+        scalars = self._scalars(update)
 
         def update_part(part: tuple[int, int]) -> None:
             first, last = part
@@ -165,11 +142,11 @@ class GroupAdamW(Closing):
             found = self._kernel(
                 *(field[first - start : last - start] for field in fields),
                 flat[first:last],
+                scalars=scalars,
                 segments=_segments(gradient.block, gradient.present, first, last),
                 chunk_elements=_WITHOUT_CHECKSUMS if checksums is None else checksums.chunk_elements,
                 seeds_before=before,
                 seeds_after=after,
-                **self._scalars(update),
             )
             if checksums is not None:
                 checksums.take(first, last, *found)
@@ -188,21 +165,21 @@ class GroupAdamW(Closing):
         if self._threads is not None:
             self._threads.shutdown()
 
-    def _scalars(self, update: AdamWUpdate) -> _Scalars:
+    def _scalars(self, update: AdamWUpdate) -> _native.AdamWScalars:
         settings = self._settings
         bias_correction1 = 1 - settings.beta1**update.number
         bias_correction2 = 1 - settings.beta2**update.number
-        return {
-            "decay_factor": 1 - update.learning_rate * settings.weight_decay,
-            "one_minus_beta1": 1 - settings.beta1,
-            "beta2": settings.beta2,
-            "one_minus_beta2": 1 - settings.beta2,
-            "step_size": update.learning_rate / bias_correction1,
-            "bias_correction2_sqrt": bias_correction2**0.5,
-            "epsilon": settings.epsilon,
-            "gradient_scale": update.gradient_scale,
-            "square_root": self._square_root,
-        }
+        return _native.AdamWScalars(
+            decay_factor=1 - update.learning_rate * settings.weight_decay,
+            one_minus_beta1=1 - settings.beta1,
+            beta2=settings.beta2,
+            one_minus_beta2=1 - settings.beta2,
+            step_size=update.learning_rate / bias_correction1,
+            bias_correction2_sqrt=bias_correction2**0.5,
+            epsilon=settings.epsilon,
+            gradient_scale=update.gradient_scale,
+            square_root=self._square_root,
+        )
 
 
 def _parts(start: int, stop: int, number: int, alignment: int) -> list[tuple[int, int]]:
