@@ -1,4 +1,5 @@
-"""Puts the parts of the engine together: AdamW, the optimizer thread, the weight reader and the steps above them.
+"""Opens the device that computes, and puts the parts of the engine together: AdamW, the optimizer thread, the weight
+reader and the steps above them.
 
 Invariant: however the run ends, threads are joined and memory is given back, the parts opened last first.
 """
@@ -8,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
+
 from ratel_cli.engine.activations import ActivationOffloader
-from ratel_cli.engine.device.device import Device
+from ratel_cli.engine.device.cuda import CudaDevice
+from ratel_cli.engine.device.device import Device, HostDevice
 from ratel_cli.engine.host_weights import ResidentWeights
 from ratel_cli.engine.optimizer.adamw import AdamWSettings, GroupAdamW
 from ratel_cli.engine.optimizer.groups import GroupWork
@@ -24,6 +28,16 @@ from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.planning.placement import Placement
 from ratel_cli.sizes import GROUP_ELEMENTS
 from ratel_cli.store.store import Store
+
+
+@contextmanager
+def open_device(device: torch.device, timeline: Timeline, *, limit_bytes: int | None = None) -> Iterator[Device]:
+    """Open the device for an engine. `limit_bytes`: the most that torch may allocate on a GPU; None sets no limit."""
+    if device.type == "cpu":
+        yield HostDevice(timeline)
+        return
+    with CudaDevice(device, timeline, limit_bytes=limit_bytes) as opened:
+        yield opened
 
 
 @contextmanager

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
-from ratel_cli.engine.build import open_engine
+from ratel_cli.engine.build import open_device, open_engine
 from ratel_cli.engine.device.device import Device
-from ratel_cli.engine.device.open import open_device
 from ratel_cli.engine.optimizer.adamw import AdamWSettings
 from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.step import StepEngine

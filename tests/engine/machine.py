@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ratel_cli import _native
 from ratel_cli.data.packing import MicroBatch
+from ratel_cli.engine.build import open_device
 from ratel_cli.engine.device.device import Device
-from ratel_cli.engine.device.open import open_device
 from ratel_cli.engine.optimizer.adamw import AdamWSettings
 from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.state import StepOutcome

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from ratel_cli.engine.build import open_device
 from ratel_cli.engine.device.device import HostDevice, SpanLabel
-from ratel_cli.engine.device.open import open_device
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool, Lease
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import PretrainedConfig
 
+from ratel_cli.engine.build import open_device
 from ratel_cli.engine.device.device import Device
-from ratel_cli.engine.device.open import open_device
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import PinMemory
 from ratel_cli.io.pinning import CudaPinning
