@@ -55,7 +55,7 @@ _OPTIONS: dict[tuple[str, ...], str] = {
     ("--resume", ""): "must be `auto`, `no` or the number of a saved step",
     ("--resume", "9" * 5_000): "must be `auto`, `no` or the number of a saved step",
     ("--resume",): "requires an argument",
-    ("--resume", "3"): "no generation of that step is kept",
+    ("--resume", "3"): "that step is not saved",
     ("--no-such-option",): "no such option",
     ("--learning_rate=1",): "no such option",
     ("--dry-run=yes",): "does not take a value",

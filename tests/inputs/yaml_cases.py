@@ -215,7 +215,7 @@ def _files() -> Iterator[MalformedInput]:
         "a" * 300: "cannot be read: File name too long",
         "a/" * 3000: "cannot be read: File name too long",
         "run.yaml/x": "cannot be read: Not a directory",
-        "\udcff.yaml": r"\\u\{dcff\}.yaml: no such file",
+        "\udcff.yaml": r"\\udcff.yaml: no such file",
     }.items():
         shown = repr(file_name[:20])
         yield MalformedInput(
