@@ -2,7 +2,7 @@
 
 No weights are read, nothing is downloaded and nothing is measured.
 
-Invariant: the user is told which machine the plan is for, and free memory and space of this one are current.
+Invariants: the plan names its machine; free memory and free space of this machine are current.
 """
 
 from __future__ import annotations

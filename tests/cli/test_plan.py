@@ -50,7 +50,7 @@ LLAMA_70B = LLAMA | {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class PlanOutput:
     code: int
     out: str
     err: str
@@ -61,16 +61,16 @@ class Told:
         return found[len(name) :].strip()
 
 
-Ask = Callable[..., Told]
+Ask = Callable[..., PlanOutput]
 LAPTOP = replace(WITHOUT_GPU, host=replace(WITHOUT_GPU.host, memory_bytes=16 * GIB))
 
 
 @pytest.fixture
 def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
-    def plan(*arguments: object) -> Told:
+    def plan(*arguments: object) -> PlanOutput:
         code = main(["plan", *map(str, arguments)])
         captured = capsys.readouterr()
-        return Told(code=code, out=captured.out, err=captured.err)
+        return PlanOutput(code=code, out=captured.out, err=captured.err)
 
     return plan
 

@@ -305,8 +305,10 @@ def test_a_long_run_is_drawn_in_part(tmp_path: Path, limits: dict[str, int], dra
 
 
 def test_a_run_of_max_steps_is_drawn_whole(tmp_path: Path) -> None:
-    with TraceFile(tmp_path / "trace.json", warn=pytest.fail, max_steps=1) as trace:
+    path = tmp_path / "trace.json"
+    with TraceFile(path, warn=pytest.fail, max_steps=1) as trace:
         trace.write_step(1, [], start=0.0, end=1.0)
+    assert [each["cat"] for each in slices_of(events_of(path))] == ["step"]
 
 
 def test_a_full_disk_is_one_warning(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ def test_directories_get_their_shares(tmp_path: Path, pool: BufferPool, weights:
 def test_scratch_space_of_no_bytes(tmp_path: Path, queue: IoQueue) -> None:
     with Scratch([tmp_path], 0, queue) as scratch:
         scratch.write(0, memoryview(bytearray())).wait()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_address_past_the_end_is_a_bug(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
