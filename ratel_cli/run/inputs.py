@@ -21,7 +21,7 @@ from ratel_cli import _native
 from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.data.dataset import DatasetSource, Tokenizer, TrainingData, load_training_data
+from ratel_cli.data.dataset import DatasetSource, DataSettings, Tokenizer, TrainingData, load_training_data
 from ratel_cli.errors import BadInput, RatelError
 from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.model.blocks import DecoderModel
@@ -69,14 +69,16 @@ def read_inputs(config: RunConfig, resources: ExitStack, log: RunLog) -> Inputs:
         log.notice(f"{model_config.model_type} cannot separate packed samples; every sample gets a sequence of its own")
     data = load_training_data(
         [DatasetSource(**item.model_dump()) for item in config.datasets],
+        DataSettings(
+            sequence_len=config.sequence_len,
+            micro_batch_size=config.micro_batch_size,
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
+            packing=packing,
+            shuffle=config.shuffle,
+            seed=config.seed,
+            val_set_size=config.val_set_size,
+        ),
         tokenizer=tokenizer,
-        sequence_len=config.sequence_len,
-        micro_batch_size=config.micro_batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        packing=packing,
-        shuffle=config.shuffle,
-        seed=config.seed,
-        val_set_size=config.val_set_size,
         train_on_inputs=config.train_on_inputs,
         cache_dir=run_directory(config.output_dir) / "tokens",
         rejects_path=run_directory(config.output_dir) / "rejects.jsonl",

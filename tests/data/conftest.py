@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ratel_cli.data.dataset import DatasetSource, TrainingData, load_training_data
+from ratel_cli.data.dataset import DatasetSource, DataSettings, TrainingData, load_training_data
 from ratel_cli.data.encode import Tokenizer
 
 CHATML = (
@@ -35,7 +36,7 @@ class WriteRows(Protocol):
 
 
 class Load(Protocol):
-    """`load_training_data` with small defaults. `changes` are arguments of it."""
+    """`load_training_data` with small defaults. `changes` are arguments of it, or fields of its settings."""
 
     def __call__(self, *sources: DatasetSource | Path, **changes: object) -> TrainingData: ...
 
@@ -106,7 +107,7 @@ def load(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, notices: list[str])
     """Calls `load_training_data` with small defaults."""
 
     def run(*sources: DatasetSource | Path, **changes: object) -> TrainingData:
-        settings: dict[str, object] = {
+        arguments: dict[str, object] = {
             "tokenizer": cast(Tokenizer, tokenizer),
             "sequence_len": 64,
             "micro_batch_size": 1,
@@ -122,6 +123,7 @@ def load(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, notices: list[str])
             **changes,
         }
         items = [DatasetSource(path=str(item)) if isinstance(item, Path) else item for item in sources]
-        return load_training_data(items, **settings)  # type: ignore[arg-type]
+        settings = DataSettings(**{field.name: arguments.pop(field.name) for field in fields(DataSettings)})  # type: ignore[arg-type]
+        return load_training_data(items, settings, **arguments)  # type: ignore[arg-type]
 
     return run

@@ -31,7 +31,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForC
 
 from ratel_cli.cli.app import main
 from ratel_cli.config.load import load_config
-from ratel_cli.data.dataset import DatasetSource, TrainingData, load_training_data
+from ratel_cli.data.dataset import DatasetSource, DataSettings, TrainingData, load_training_data
 from ratel_cli.data.dataset import Tokenizer as EncodeTokenizer
 from ratel_cli.hardware.budget import MeasurementBudget
 from ratel_cli.hardware.measure import measure
@@ -311,14 +311,16 @@ def load_data(config: Path) -> TrainingData:
     assert settings.base_model is not None
     return load_training_data(
         [DatasetSource(**item.model_dump()) for item in settings.datasets],
+        DataSettings(
+            sequence_len=settings.sequence_len,
+            micro_batch_size=settings.micro_batch_size,
+            gradient_accumulation_steps=settings.gradient_accumulation_steps,
+            packing=settings.sample_packing,
+            shuffle=settings.shuffle,
+            seed=settings.seed,
+            val_set_size=settings.val_set_size,
+        ),
         tokenizer=cast(EncodeTokenizer, AutoTokenizer.from_pretrained(settings.base_model)),
-        sequence_len=settings.sequence_len,
-        micro_batch_size=settings.micro_batch_size,
-        gradient_accumulation_steps=settings.gradient_accumulation_steps,
-        packing=settings.sample_packing,
-        shuffle=settings.shuffle,
-        seed=settings.seed,
-        val_set_size=settings.val_set_size,
         train_on_inputs=settings.train_on_inputs,
         cache_dir=config.parent / "tokens",
         rejects_path=config.parent / "rejects.jsonl",
