@@ -31,12 +31,13 @@ from dataclasses import dataclass
 import torch
 
 from ratel_cli.engine.device.device import Device, DeviceBuffer, Download, SpanLabel, Upload
-from ratel_cli.engine.telemetry import Resource, Timeline
+from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.scratch import Checksum, Scratch
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Placement, Stage
+from ratel_cli.planning.step_time import Resource
 from ratel_cli.sizes import PACKED_ALIGNMENT, PAGE_BYTES
 from ratel_cli.units import align_up
 
@@ -62,7 +63,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _PackedTensor:
     """Where a tensor's storage lies in a unit's buffer, and how the tensor lies in its storage."""
 
     start: int
@@ -89,11 +90,11 @@ class _PackedUnit:
         """Where it lies in the scratch file, in bytes; None: it is not spilled."""
         position = 0
 
-        def place(tensor: torch.Tensor) -> _Place:
+        def place(tensor: torch.Tensor) -> _PackedTensor:
             nonlocal position
             storage = tensor.untyped_storage()
             start, position = position, position + align_up(storage.nbytes(), PACKED_ALIGNMENT)
-            return _Place(
+            return _PackedTensor(
                 start, storage.nbytes(), tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
             )
 
@@ -113,7 +114,7 @@ class _PackedUnit:
         self.upload: Upload | None = None
 
     @property
-    def places(self) -> list[_Place]:
+    def places(self) -> list[_PackedTensor]:
         """In the order of `Unit.tensors`."""
         return [self.leaf, *(place for each in self.offloaded.values() for place in each)]
 

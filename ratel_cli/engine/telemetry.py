@@ -14,13 +14,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from threading import Lock
 from time import perf_counter
-from typing import Literal, get_args
 
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.planning.placement import Stage
-
-Resource = Literal["compute", "up", "down", "nvme read", "nvme write", "optimizer"]
-RESOURCES: tuple[Resource, ...] = get_args(Resource)
+from ratel_cli.planning.step_time import RESOURCES, Resource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

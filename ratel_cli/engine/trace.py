@@ -9,7 +9,7 @@ resource. Arrows lead from work to the work that waited for it:
 
 Invariants: after every step the file is a whole array but for its closing bracket, which viewers do without, so that
 a killed run leaves its trace; slices of one track never overlap; both ends of an arrow lie in slices, and it never
-points back in time. If the trace cannot be written, training goes on without it, after one warning.
+points back in time. If the trace cannot be written, training continues without it, after one warning.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ratel_cli.closing import Closing
-from ratel_cli.engine.telemetry import RESOURCES, Resource, Span
+from ratel_cli.engine.telemetry import Span
 from ratel_cli.planning.placement import Stage
+from ratel_cli.planning.step_time import RESOURCES, Resource
 from ratel_cli.units import MIB
 
 _Event = dict[str, object]
@@ -90,7 +91,7 @@ class TraceFile(Closing):
         self.close()
         with contextlib.suppress(OSError):
             os.truncate(self._path, self._num_bytes)  # a full disk takes part of an event
-        self._warn(f"{self._path}: cannot be written ({error.strerror}); training goes on without it")
+        self._warn(f"{self._path}: cannot be written ({error.strerror}); training continues without it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

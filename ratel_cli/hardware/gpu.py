@@ -24,7 +24,7 @@ _LINK_BYTES = 256 * MIB
 _MATMUL_SIZES = {"cpu": 1024, "cuda": 8192}
 """By device. Large enough to use it fully, small enough to be quick: 4 ms on 2 cores, 2 ms on a fast GPU."""
 _GPU_ENVIRONMENT = (
-    # Without it, cuBLAS may use another algorithm at each call, and torch refuses to be deterministic.
+    # Without it, cuBLAS may use another algorithm at each call, and torch raises an error in deterministic mode.
     (("CUBLAS_WORKSPACE_CONFIG",), ":4096:8"),
     # Blocks differ in size. Without it, free memory is fragmented, and a plan that fits runs out of memory.
     (("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"),
@@ -97,7 +97,7 @@ def measure_link(device: torch.device, seconds: float) -> Link:
 
 def _link_rates(device: torch.device, seconds: float) -> Link:
     with (
-        BufferPool(None, pin=CudaPinning(lambda refusal: None)) as pool,
+        BufferPool(None, pin=CudaPinning(lambda message: None)) as pool,
         pool.lease(_LINK_BYTES, "copies from the GPU") as into,
         pool.lease(_LINK_BYTES, "copies to the GPU") as out_of,
     ):

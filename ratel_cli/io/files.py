@@ -56,10 +56,12 @@ def check_space(needs: Sequence[SpaceNeed]) -> None:
         here = [need for need in needs if nearest_existing(need.directory).stat().st_dev == drive]
         need_bytes = sum(need.num_bytes for need in here)
         free = os.statvfs(existing)
-        have_bytes = free.f_bavail * free.f_frsize + sum(min(need.held_bytes, need.num_bytes) for need in here)
-        if need_bytes > have_bytes:
+        available_bytes = free.f_bavail * free.f_frsize + sum(min(need.held_bytes, need.num_bytes) for need in here)
+        if need_bytes > available_bytes:
             raise EnvironmentFailure(
-                f"need {format_bytes(need_bytes)}, have {format_bytes(have_bytes)} on {directory}", SPACE_HINT
+                f"needs {format_bytes(need_bytes)} on {directory}, {format_bytes(available_bytes)} available "
+                f"(short by {format_bytes(need_bytes - available_bytes)})",
+                SPACE_HINT,
             )
 
 
@@ -85,8 +87,9 @@ def reserve(fd: int, path: Path, num_bytes: int) -> None:
     except OSError as exc:
         if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             free = os.statvfs(path.parent)
+            available_bytes = free.f_bavail * free.f_frsize
             raise EnvironmentFailure(
-                f"need {format_bytes(num_bytes)}, have {format_bytes(free.f_bavail * free.f_frsize)} on {path.parent}"
+                f"needs {format_bytes(num_bytes)} on {path.parent}, {format_bytes(available_bytes)} available"
                 f" ({exc.strerror})",
                 SPACE_HINT,
             ) from exc
@@ -95,14 +98,14 @@ def reserve(fd: int, path: Path, num_bytes: int) -> None:
 
 def use_direct_io(fds: Sequence[int], paths: Sequence[Path], notice: Callable[[str], None]) -> None:
     """Bypass the page cache where the file system can. One notice names the directories where it cannot."""
-    refused: list[str] = []
+    buffered: list[str] = []
     for fd, path in zip(fds, paths, strict=True):
         try:
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
         except OSError:
-            refused.append(str(path.parent))
-    if refused:
-        where = ", ".join(refused)
+            buffered.append(str(path.parent))
+    if buffered:
+        where = ", ".join(buffered)
         notice(f"direct I/O is not available on {where}; transfers use the page cache, with the same results")
 
 

@@ -2,8 +2,8 @@
 
 torch's own pinned memory has sizes that are powers of two, and no huge pages. Registering the pool's mappings has
 neither drawback. Registration locks every page into memory, so a buffer takes all of its size at once, and it takes as
-long as filling the buffer, so pinned buffers should be reused. Where CUDA refuses, copies are just as correct, but each
-one blocks the thread that asks for it. One notice says so.
+long as filling the buffer, so pinned buffers should be reused. Where CUDA cannot register memory, copies are just as
+correct, but each one blocks the thread that asks for it. One notice says so.
 
 Invariant: what was registered is unregistered before it is unmapped.
 """
@@ -24,15 +24,15 @@ class CudaPinning:
 
     def __init__(self, notice: Callable[[str], None]) -> None:
         self._notice = notice
-        self._is_refused = False
+        self._has_failed = False
 
     def __call__(self, address: int, num_bytes: int) -> Callable[[], None] | None:
-        """Register a mapping. Returns what unregisters it, or None if CUDA refuses it or refused one before."""
-        if self._is_refused:
+        """Register a mapping. Returns what unregisters it, or None if CUDA cannot, now or at an earlier call."""
+        if self._has_failed:
             return None
         code = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
         if code:
-            self._is_refused = True
+            self._has_failed = True
             _clear_error()
             self._notice(f"CUDA cannot pin host memory (error {code}); copies to and from the GPU will be slower")
             return None

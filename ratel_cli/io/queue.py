@@ -153,10 +153,10 @@ def open_queue(
     if engine != "threads":
         try:
             return _open_io_uring(request_bytes=request_bytes, depth=depth, timeout_seconds=timeout_seconds)
-        except EnvironmentFailure as refusal:
+        except EnvironmentFailure as failure:
             if engine == "io_uring":
                 raise
-            notice(f"{refusal.message}; transfers use threads, with the same results")
+            notice(f"{failure.message}; transfers use threads, with the same results")
     return LanedQueue(
         "threads",
         lambda direction: ThreadedLane(direction, depth=depth, timeout_seconds=timeout_seconds),

@@ -27,8 +27,8 @@ from ratel_cli.model.spec import BlockKind, BlockSpec, LayerTraits, ModelSpec, d
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """A place in the module tree that holds a parameter."""
+class _ModuleAttribute:
+    """An attribute of a module that holds a parameter: one place in the module tree."""
 
     module: nn.Module
     attribute: str
@@ -43,7 +43,7 @@ class _PlacedParameter:
     """One parameter and its places in the module tree. A tied embedding has two: the embedding first, then the head."""
 
     name: str
-    places: tuple[_Place, ...]
+    places: tuple[_ModuleAttribute, ...]
     unbound: nn.Parameter
     """What stands in these places while no weights are bound."""
 
@@ -207,7 +207,7 @@ def _placed_parameters(
 ) -> tuple[list[_PlacedParameter], list[list[_PlacedParameter]]]:
     """The parameters outside the layers, and those of each layer, in the order of the module tree."""
     layer_of = {id(module): index for index, layer in enumerate(layers) for module in layer.modules()}
-    places: dict[nn.Parameter, list[_Place]] = {}
+    places: dict[nn.Parameter, list[_ModuleAttribute]] = {}
     names: dict[nn.Parameter, str] = {}
     homes: dict[nn.Parameter, int | None] = {}
     for module_name, module in skeleton.named_modules():
@@ -225,7 +225,7 @@ def _placed_parameters(
                     f"{name} and {names[parameter]} are one tensor; layers that share weights are not supported"
                 )
             names.setdefault(parameter, name)
-            places.setdefault(parameter, []).append(_Place(module=module, attribute=attribute))
+            places.setdefault(parameter, []).append(_ModuleAttribute(module=module, attribute=attribute))
     outside: list[_PlacedParameter] = []
     inside: list[list[_PlacedParameter]] = [[] for _ in layers]
     for parameter, name in names.items():

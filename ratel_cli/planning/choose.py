@@ -84,7 +84,7 @@ def adamw_threads(hardware: HardwareProfile) -> int:
 def _choose_depth(problem: Problem) -> Evaluation:
     """The best depth, with the prefix that the user asks for, else the empty one; among equals the least traffic."""
     evaluations: list[Evaluation] = []
-    refusal: DoesNotFit | None = None
+    failure: DoesNotFit | None = None
     for prefetch_blocks, pending_updates in _DEPTHS:
         placement = Placement(
             prefetch_blocks=prefetch_blocks,
@@ -94,10 +94,10 @@ def _choose_depth(problem: Problem) -> Evaluation:
         try:
             evaluations.append(problem.evaluate_in_least_memory(placement, problem.wanted_outputs or 0))
         except DoesNotFit as does_not_fit:
-            refusal = does_not_fit
+            failure = does_not_fit
     if not evaluations:
-        assert refusal is not None
-        raise refusal
+        assert failure is not None
+        raise failure
     return min(evaluations, key=lambda each: (each.time.total, each.traffic.read_bytes + each.traffic.written_bytes))
 
 

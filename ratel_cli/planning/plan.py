@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
 
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES, HardwareProfile
@@ -16,6 +15,7 @@ from ratel_cli.planning.activations import OffloadedActivations
 from ratel_cli.planning.capacity import HostMemory, check_device_memory
 from ratel_cli.planning.choose import choose, curve
 from ratel_cli.planning.model_profile import ModelProfile, Source
+from ratel_cli.planning.papers.prefix import Case
 from ratel_cli.planning.placement import ActivationPolicy, Overlap, Placement, StateBytes, Workload
 from ratel_cli.planning.problem import Evaluation, Problem
 from ratel_cli.planning.step_time import StepTime
@@ -111,7 +111,7 @@ class Plan:
         return None if limit_bytes is None else max(0, limit_bytes - GPU_CONTEXT_BYTES)
 
     @property
-    def case(self) -> Literal[1, 2, 3]:
+    def case(self) -> Case:
         """The paper's case (section IV-D): 1 swaps nothing but inputs, 2 swaps everything, 3 something in between."""
         if not self.swap.num_outputs:
             return 1

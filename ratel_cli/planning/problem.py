@@ -112,10 +112,10 @@ class Problem:
         placement = replace(placement, spilled_units=0)
         try:
             return self.evaluate(placement, num_outputs=num_outputs)
-        except DoesNotFit as refusal:
+        except DoesNotFit as failure:
             if self.activations == "keep":
                 raise
-            shortfall_bytes = refusal.shortfall_bytes
+            shortfall_bytes = failure.shortfall_bytes
         offloaded = self.offload(num_outputs)
         spilled_units = self._fewest_spilled(num_outputs, offloaded.host_bytes - shortfall_bytes, offloaded)
         return self.evaluate(replace(placement, spilled_units=spilled_units), num_outputs=num_outputs)

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, get_args
 
-Bottleneck = Literal["compute", "up", "down", "nvme read", "nvme write", "optimizer", "memory"]
+Resource = Literal["compute", "up", "down", "nvme read", "nvme write", "optimizer"]
+"""What a step keeps busy, predicted and measured."""
+RESOURCES: tuple[Resource, ...] = get_args(Resource)
+Bottleneck = Literal[Resource, "memory"]
+"""The resource that is busy longest. "memory" is main memory, which is predicted but not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

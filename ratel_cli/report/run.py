@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ratel_cli.engine.telemetry import RESOURCES, Resource
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.plan import Plan
-from ratel_cli.planning.step_time import Bottleneck
+from ratel_cli.planning.step_time import RESOURCES, Bottleneck, Resource
 from ratel_cli.training.metrics import RunTotals, StepMetrics
 from ratel_cli.units import counted, format_bytes, format_count, format_seconds
 
-_NAMES: Mapping[Resource | Bottleneck, str] = {
+_NAMES: Mapping[Bottleneck, str] = {
     "compute": "compute",
     "up": "upload",
     "down": "download",

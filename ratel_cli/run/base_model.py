@@ -82,7 +82,7 @@ def open_weights(
     return source, buffers
 
 
-def refuse_as_output(output_dir: Path, base_dir: Path, *, name: str = "output_dir") -> None:
+def reject_as_output(output_dir: Path, base_dir: Path, *, name: str = "output_dir") -> None:
     """Raise BadInput if an export to `output_dir` would replace the base model; `name` is the option that set it."""
     if output_dir.resolve() == base_dir.resolve():
         raise BadInput(

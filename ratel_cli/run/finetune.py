@@ -134,10 +134,10 @@ def _check_space(config: RunConfig, plan: Plan, hardware: HardwareProfile) -> No
 
     Each directory is checked again when its file is made.
     """
-    have_bytes = hardware.nvme.free_bytes + taken_bytes(config)
-    if plan.nvme_bytes > have_bytes:
+    available_bytes = hardware.nvme.free_bytes + taken_bytes(config)
+    if plan.nvme_bytes > available_bytes:
         raise EnvironmentFailure(
             f"not enough space for the store: it needs {format_bytes(plan.nvme_bytes)} in {place_of(config)}, "
-            f"{format_bytes(have_bytes)} available",
+            f"{format_bytes(available_bytes)} available",
             "free some space, set storage.paths to other directories, or set storage.durability: none to need half",
         )

@@ -27,7 +27,7 @@ from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.checkpoint import CheckpointSource
 from ratel_cli.model.initialise import RandomSource
-from ratel_cli.run.base_model import hash_of, model_hash, open_weights, read_base, refuse_as_output
+from ratel_cli.run.base_model import hash_of, model_hash, open_weights, read_base, reject_as_output
 from ratel_cli.run.run_directory import run_directory
 from ratel_cli.store.store import StoreIdentity
 
@@ -57,7 +57,7 @@ class Inputs:
 def read_inputs(config: RunConfig, resources: ExitStack, log: RunLog) -> Inputs:
     """Read and check all inputs. `resources` closes the files that stay open. Raises BadInput, EnvironmentFailure."""
     base = read_base(config, log)
-    refuse_as_output(config.output_dir, base.directory)
+    reject_as_output(config.output_dir, base.directory)
     device = compute_device(config.device)
     source, buffers = open_weights(config, base, resources)
     model, model_config = base.model, base.config

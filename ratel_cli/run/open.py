@@ -19,7 +19,7 @@ from ratel_cli.run.base_model import (
     hub_id,
     open_weights,
     read_base,
-    refuse_as_output,
+    reject_as_output,
     silence_transformers,
 )
 from ratel_cli.run.context import RunContext
@@ -73,7 +73,7 @@ def _on_the_cpu(config: RunConfig) -> RunConfig:
 
 def write_export(run: OpenedRun, generation: Generation, output: Path) -> int:
     """Export a generation to the directory `output`. Returns the generation's step."""
-    refuse_as_output(output, run.base.directory, name="-o")
+    reject_as_output(output, run.base.directory, name="-o")
     context = run.context
     with ExitStack() as resources:
         _, buffers = open_weights(context.config, run.base, resources)

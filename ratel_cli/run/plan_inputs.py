@@ -73,7 +73,7 @@ def snapshot_tiers(config: RunConfig, forecaster: Forecaster, *, nvme_bytes: int
     if space is None:
         return ()
     remedy = "set storage.snapshot.path to a device with more space"
-    return (Tier(name="snapshot", need_bytes=space.need_bytes, have_bytes=space.have_bytes, remedy=remedy),)
+    return (Tier(name="snapshot", need_bytes=space.need_bytes, have_bytes=space.available_bytes, remedy=remedy),)
 
 
 def paper_shape(shape: ModelShape, config: RunConfig) -> PaperShape:

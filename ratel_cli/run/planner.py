@@ -56,9 +56,10 @@ class Planner:
         """The plan for a recorded profile. If the user's `activations` do not fit, warns and plans with `auto`."""
         try:
             return self.plan(profile)
-        except DoesNotFit as refusal:
+        except DoesNotFit as failure:
             log.warn(
-                f"activations: {self.decisions.activations} does not fit after all ({refusal.message}); using auto"
+                f"activations: {self.decisions.activations} does not fit with the recorded costs "
+                f"({failure.message}); using auto"
             )
             return self._plan(profile, replace(self.decisions, activations="auto"))
 

@@ -34,7 +34,7 @@ def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog)
     """Copy the snapshot in `directory` to the config's storage. Returns its step. Raises RatelError."""
     return_freed_memory()
     silence_transformers()
-    _refuse_same_directory(config, directory)
+    _reject_same_directory(config, directory)
     if not Store.exists([directory]):
         raise BadInput(f"there is no snapshot in {directory}", "give its directory: --from DIR")
     base = read_base(config, log)
@@ -44,7 +44,7 @@ def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog)
         check_model(snapshot, config, base.model.spec, directory)
         if Store.exists(config.storage.paths):
             if not overwrite:
-                _refuse_to_lose(context, snapshot)
+                _reject_loss(context, snapshot)
             with context.bar("verifying the snapshot", snapshot.slot_bytes) as advance:
                 snapshot.current().check_all(context.pool, progress=advance)
         with _make(context, snapshot) as store:
@@ -54,7 +54,7 @@ def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog)
         return snapshot.progress.step
 
 
-def _refuse_same_directory(config: RunConfig, directory: Path) -> None:
+def _reject_same_directory(config: RunConfig, directory: Path) -> None:
     if os.path.realpath(directory) in map(os.path.realpath, config.storage.paths):
         raise BadInput(f"the snapshot and the store to restore are in the same directory, {directory}")
 
@@ -69,7 +69,7 @@ def _open(context: RunContext, directory: Path) -> Store:
         ) from failure
 
 
-def _refuse_to_lose(context: RunContext, snapshot: Store) -> None:
+def _reject_loss(context: RunContext, snapshot: Store) -> None:
     """Raise BadInput unless the existing store belongs to the snapshot's run and is at an earlier step."""
     paths = context.config.storage.paths
     where, hint = place_of(context.config), "--overwrite replaces it by the snapshot"

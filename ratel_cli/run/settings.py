@@ -81,7 +81,7 @@ class SnapshotSpace:
 
     path: Path
     need_bytes: int
-    have_bytes: int
+    available_bytes: int
 
 
 def snapshot_space(config: RunConfig, spec: ModelSpec, *, nvme_bytes: int) -> SnapshotSpace | None:
@@ -94,11 +94,11 @@ def snapshot_space(config: RunConfig, spec: ModelSpec, *, nvme_bytes: int) -> Sn
     path = config.storage.snapshot.path
     existing, file = nearest_existing(path), path / DATA_FILE_NAME
     free = os.statvfs(existing)
-    have_bytes = free.f_bavail * free.f_frsize + (file.stat().st_size if file.is_file() else 0)
+    available_bytes = free.f_bavail * free.f_frsize + (file.stat().st_size if file.is_file() else 0)
     if existing.stat().st_dev in {nearest_existing(each).stat().st_dev for each in config.storage.paths}:
-        have_bytes -= max(0, nvme_bytes - taken_bytes(config))
+        available_bytes -= max(0, nvme_bytes - taken_bytes(config))
     return SnapshotSpace(
         path=path,
         need_bytes=store_bytes(spec, state_bytes(config), num_slots=SNAPSHOT_SLOTS),
-        have_bytes=max(0, have_bytes),
+        available_bytes=max(0, available_bytes),
     )

@@ -49,10 +49,10 @@ def find_snapshot(context: RunContext, identity: StoreIdentity, *, has_store: bo
 
 def check_space(space: SnapshotSpace | None) -> None:
     """Raise EnvironmentFailure if the device is too small."""
-    if space is not None and space.need_bytes > space.have_bytes:
+    if space is not None and space.need_bytes > space.available_bytes:
         raise EnvironmentFailure(
             f"not enough space for the snapshot: it needs {format_bytes(space.need_bytes)} in {space.path}, "
-            f"{format_bytes(space.have_bytes)} available",
+            f"{format_bytes(space.available_bytes)} available",
             "free some space there, or set storage.snapshot.path to another device",
         )
 
@@ -64,7 +64,7 @@ def snapshot_rows(config: RunConfig, space: SnapshotSpace | None, hardware: Hard
         return []
     every = f"{wanted.every} steps" if wanted.every > 1 else "step"
     row = (
-        f"needs {format_bytes(space.need_bytes)} in {wanted.path}, {format_bytes(space.have_bytes)} available; "
+        f"needs {format_bytes(space.need_bytes)} in {wanted.path}, {format_bytes(space.available_bytes)} available; "
         f"every {every}, at up to {_bytes_per_second(hardware) / 1e9:.2g} GB/s"
     )
     return [("snapshot", row)]

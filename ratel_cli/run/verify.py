@@ -156,9 +156,9 @@ def _load(directory: Path, *, dtype: torch.dtype | None, attention: str | None) 
     """The model, loaded by transformers; None if that fails, or there is not enough memory."""
     num_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     check = Check(what="transformers", num_bytes=num_bytes, checked="from_pretrained", verdict="")
-    have_bytes = default_limit_bytes()
-    if num_bytes > have_bytes:
-        verdict = f"not loaded: it needs {format_bytes(num_bytes)} of RAM, {format_bytes(have_bytes)} available"
+    available_bytes = default_limit_bytes()
+    if num_bytes > available_bytes:
+        verdict = f"not loaded: it needs {format_bytes(num_bytes)} of RAM, {format_bytes(available_bytes)} available"
         return None, replace(check, verdict=verdict)
     try:
         with ExitStack() as resources:

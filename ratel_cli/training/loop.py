@@ -28,10 +28,11 @@ from ratel_cli.data.dataset import MicroBatch, TrainingData
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.step import StepEngine
-from ratel_cli.engine.telemetry import RESOURCES, StepTimes, Timeline
+from ratel_cli.engine.telemetry import StepTimes, Timeline
 from ratel_cli.errors import EnvironmentFailure, Interrupted
 from ratel_cli.hardware.host import peak_resident_bytes
 from ratel_cli.io.queue import IoQueue
+from ratel_cli.planning.step_time import RESOURCES
 from ratel_cli.store.store import Progress, Store
 from ratel_cli.training.divergence import diagnose_nonfinite_step
 from ratel_cli.training.metrics import StepMetrics

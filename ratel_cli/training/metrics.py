@@ -17,7 +17,7 @@ from io import FileIO
 from pathlib import Path
 
 from ratel_cli.closing import Closing
-from ratel_cli.engine.telemetry import RESOURCES, Resource
+from ratel_cli.planning.step_time import RESOURCES, Resource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,8 +98,8 @@ class Measurements:
         try:
             plan = self.steps.plan(gpu_memory_gib=limit, activations=activations, overlap=overlap)
             return [self.steps.measure(name, plan, num_steps=self.num_steps)]
-        except DoesNotFit as refusal:
-            print(f"{name}: {refusal.message}; left out", flush=True)
+        except DoesNotFit as failure:
+            print(f"{name}: {failure.message}; left out", flush=True)
             return []
 
 
@@ -120,8 +120,8 @@ def main() -> None:
     time_limit = TimeLimit(start=time.perf_counter(), seconds=60 * arguments.minutes)
     try:
         compute_device(arguments.device)
-    except EnvironmentFailure as refusal:
-        sys.exit(f"{refusal.message}; {refusal.hint}")
+    except EnvironmentFailure as failure:
+        sys.exit(f"{failure.message}; {failure.hint}")
     task = _task(arguments)
     plain = _measure_plain(task, time_limit)
     host_bytes = _host_bytes(task)

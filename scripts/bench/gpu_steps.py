@@ -16,9 +16,9 @@ from statistics import median
 
 import torch
 
-from ratel_cli.engine.telemetry import RESOURCES, Resource
 from ratel_cli.planning.placement import ActivationPolicy, Overlap
 from ratel_cli.planning.plan import Plan
+from ratel_cli.planning.step_time import RESOURCES, Resource
 from ratel_cli.units import GIB
 from scripts.bench.contestants import batches_of
 from scripts.bench.ratel_run import RatelRun

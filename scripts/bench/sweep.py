@@ -106,8 +106,8 @@ def _least_bytes(run: RatelRun) -> int:
     """The least memory that a step needs."""
     try:
         _deciding(run.planner, host_limit_bytes=0).plan(run.estimate())
-    except DoesNotFit as refusal:
-        return refusal.shortfall_bytes
+    except DoesNotFit as failure:
+        return failure.shortfall_bytes
     raise AssertionError("a step needs memory")
 
 

@@ -154,7 +154,7 @@ def test_a_run_that_diverges_stops_at_its_last_good_step(make_config: MakeConfig
 def test_a_disk_that_is_too_small(make_config: MakeConfig, small_disk: Path) -> None:
     config = make_config(storage={"engine": "threads", "paths": [str(small_disk / "store")]})
     ended = finetune(config)
-    assert_rejected(ended, 3, "need", "have", str(small_disk))
+    assert_rejected(ended, 3, "needs", "available", str(small_disk))
     assert list(small_disk.iterdir()) == []
 
 

@@ -218,7 +218,9 @@ def test_a_snapshot_in_use_or_on_a_read_only_disk(copied: Path, small_disk: Path
 
 def test_a_disk_that_is_too_small_for_the_store(copied: Path, small_disk: Path) -> None:
     shutil.rmtree(store_of(copied).parent)
-    assert_rejected(ratel("restore", copied, f"storage.paths=[{small_disk}/s]"), 3, "need", "have", str(small_disk))
+    assert_rejected(
+        ratel("restore", copied, f"storage.paths=[{small_disk}/s]"), 3, "needs", "available", str(small_disk)
+    )
     assert list(small_disk.iterdir()) == []
 
 

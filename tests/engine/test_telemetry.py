@@ -8,8 +8,9 @@ from time import perf_counter
 
 import pytest
 
-from ratel_cli.engine.telemetry import RESOURCES, Resource, StepTimes, Timeline
+from ratel_cli.engine.telemetry import StepTimes, Timeline
 from ratel_cli.io.tickets import Ticket
+from ratel_cli.planning.step_time import RESOURCES, Resource
 
 
 def times(*spans: tuple[Resource, float, float]) -> StepTimes:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.engine.telemetry import RESOURCES, Resource, Span
+from ratel_cli.engine.telemetry import Span
 from ratel_cli.engine.trace import TraceFile
 from ratel_cli.planning.placement import Stage
+from ratel_cli.planning.step_time import RESOURCES, Resource
 from tests.model.tiny import file_size_limit
 
 Event = dict[str, object]
@@ -318,7 +319,7 @@ def test_a_full_disk_is_one_warning(tmp_path: Path) -> None:
     with TraceFile(path, warn=warnings.append) as trace:
         for step in (1, 2):
             trace.write_step(step, [], start=0.0, end=1.0)
-    assert warnings == [f"{path}: cannot be written (No space left on device); training goes on without it"]
+    assert warnings == [f"{path}: cannot be written (No space left on device); training continues without it"]
 
 
 def test_a_disk_that_takes_half_a_step_keeps_whole_steps(tmp_path: Path) -> None:
@@ -331,7 +332,7 @@ def test_a_disk_that_takes_half_a_step_keeps_whole_steps(tmp_path: Path) -> None
         with file_size_limit(int(whole.stat().st_size * 1.5)):
             trace.write_step(2, a_step(10.5), start=10.0, end=20.0)
             trace.write_step(3, a_step(20.5), start=20.0, end=30.0)
-    assert warnings == [f"{limited}: cannot be written (File too large); training goes on without it"]
+    assert warnings == [f"{limited}: cannot be written (File too large); training continues without it"]
     assert events_of(limited) == expected
 
 
@@ -341,4 +342,4 @@ def test_a_directory_that_cannot_be_made_is_one_warning(tmp_path: Path) -> None:
     with TraceFile(tmp_path / "file" / "run" / "trace.json", warn=warnings.append) as trace:
         trace.write_step(1, [], start=0.0, end=1.0)
     assert len(warnings) == 1
-    assert "training goes on without it" in warnings[0]
+    assert "training continues without it" in warnings[0]

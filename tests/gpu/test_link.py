@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratel_cli.engine.telemetry import Resource, Span
+from ratel_cli.engine.telemetry import Span
 from ratel_cli.errors import Interrupted
 from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.step_time import Resource
 from tests.engine.architectures import tiny_config
 from tests.engine.exactness import AHEAD, assert_same_training, check_training, reference
 from tests.engine.machine import random_steps

@@ -34,8 +34,8 @@ def queue(request: pytest.FixtureRequest) -> Iterator[IoQueue]:
     name: EngineName = request.param
     try:
         opened = open_queue(name, notice=pytest.fail)
-    except EnvironmentFailure as refusal:
-        pytest.skip(refusal.message)
+    except EnvironmentFailure as failure:
+        pytest.skip(failure.message)
     with opened:
         yield opened
 

@@ -131,5 +131,8 @@ def _places() -> Iterator[MalformedInput]:
                 inputs.arguments = [f"{key}={path}", *inputs.arguments]
 
             yield MalformedInput(
-                name=f"{key} that is {name}", damage=no_line(damage), message="cannot be|need .* have 0 B on", code=3
+                name=f"{key} that is {name}",
+                damage=no_line(damage),
+                message="cannot be|needs .* 0 B available",
+                code=3,
             )

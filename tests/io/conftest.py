@@ -19,8 +19,8 @@ def engine(request: pytest.FixtureRequest) -> EngineName:
     name: EngineName = request.param
     try:
         open_queue(name, notice=pytest.fail).close()
-    except EnvironmentFailure as refusal:
-        pytest.skip(refusal.message)
+    except EnvironmentFailure as failure:
+        pytest.skip(failure.message)
     return name
 
 

@@ -71,7 +71,7 @@ def test_close_waits_for_transfers_and_may_be_repeated(tmp_path: Path, pool: Buf
 
 
 def test_the_error_says_how_much_space_is_needed(tmp_path: Path, queue: IoQueue) -> None:
-    with pytest.raises(EnvironmentFailure, match=rf"need 1024 TiB, have .* on {tmp_path}/new"):
+    with pytest.raises(EnvironmentFailure, match=rf"needs 1024 TiB on {tmp_path}/new, .* available \(short by .*\)"):
         Scratch([tmp_path / "new"], 1 << 50, queue)
     assert list(tmp_path.iterdir()) == []
 

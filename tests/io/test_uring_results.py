@@ -27,8 +27,8 @@ NUM_PAGES = 6
 def _with_io_uring() -> None:
     try:
         open_queue("io_uring", notice=pytest.fail).close()
-    except EnvironmentFailure as refusal:
-        pytest.skip(refusal.message)
+    except EnvironmentFailure as failure:
+        pytest.skip(failure.message)
 
 
 def queue_with(results: Results) -> IoQueue:

@@ -169,8 +169,8 @@ def test_as_many_gradients_stay_in_memory_as_fit(seed: int, tied: bool, overlap:
                 overlap=overlap,
                 limit_bytes=limit_bytes,
             )
-        except DoesNotFit as refusal:
-            assert refusal.shortfall_bytes == totals[-1] - limit_bytes
+        except DoesNotFit as failure:
+            assert failure.shortfall_bytes == totals[-1] - limit_bytes
         assert found == best
         if found is not None:
             assert memory.total == totals[found]

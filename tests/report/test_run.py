@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.engine.telemetry import RESOURCES, Resource
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.placement import ActivationPolicy, Workload
 from ratel_cli.planning.plan import Decisions, Plan, make_plan
+from ratel_cli.planning.step_time import RESOURCES, Resource
 from ratel_cli.report.run import opening, plan_line, run_summary, step_line
 from ratel_cli.training.metrics import RunTotals, StepMetrics
 from ratel_cli.units import GIB, MIB, format_bytes, format_seconds

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.telemetry import Resource, Span
+from ratel_cli.engine.telemetry import Span
 from ratel_cli.planning.placement import Stage
 from ratel_cli.planning.plan import Decisions
 from ratel_cli.planning.recorded import UnitRecord
+from ratel_cli.planning.step_time import Resource
 from ratel_cli.run.planner import Planner
 from ratel_cli.units import GIB
 from tests.planning.shapes import BFLOAT16, WORKLOAD, gpt, machine

@@ -58,27 +58,27 @@ def test_a_snapshot_needs_two_generations_and_a_slot_in_the_store() -> None:
 
 
 def test_the_stores_space_on_the_same_device_is_subtracted(here: Path) -> None:
-    have, beside = space_of().have_bytes, space_of(nvme_bytes=GIB).have_bytes
-    assert have == pytest.approx(free_bytes(), abs=100 << 20)
-    assert have - beside == pytest.approx(GIB, abs=100 << 20)
-    assert space_of(nvme_bytes=1 << 60).have_bytes == 0
+    available, left = space_of().available_bytes, space_of(nvme_bytes=GIB).available_bytes
+    assert available == pytest.approx(free_bytes(), abs=100 << 20)
+    assert available - left == pytest.approx(GIB, abs=100 << 20)
+    assert space_of(nvme_bytes=1 << 60).available_bytes == 0
     (here / "store").mkdir()
     with (here / "store" / "ratel.store").open("wb") as file:
         file.truncate(GIB)  # the store has its bytes already
-    assert space_of(nvme_bytes=GIB).have_bytes == pytest.approx(have, abs=100 << 20)
+    assert space_of(nvme_bytes=GIB).available_bytes == pytest.approx(available, abs=100 << 20)
 
 
 def test_the_space_of_an_earlier_snapshot_is_available(here: Path) -> None:
     (here / "there").mkdir()
     with (here / "there" / "ratel.store").open("wb") as file:
         file.truncate(4 * GIB)
-    assert space_of().have_bytes == pytest.approx(free_bytes() + 4 * GIB, abs=100 << 20)
+    assert space_of().available_bytes == pytest.approx(free_bytes() + 4 * GIB, abs=100 << 20)
 
 
 def test_another_device_has_its_own_space() -> None:
     if not Path("/dev/shm").is_dir() or os.stat("/dev/shm").st_dev == os.stat(".").st_dev:
         pytest.skip("there is one file system only")
-    assert space_of(nvme_bytes=1 << 60, path="/dev/shm/none").have_bytes > 0
+    assert space_of(nvme_bytes=1 << 60, path="/dev/shm/none").available_bytes > 0
 
 
 def test_the_plan_has_a_row_for_the_snapshot(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

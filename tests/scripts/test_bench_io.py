@@ -53,5 +53,5 @@ def test_a_directory_without_space_is_reported_in_one_line(tmp_path: Path) -> No
     command = [sys.executable, "-m", SCRIPT, "--directory", tmp_path, "--span-gib", str(1 << 20)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert run.returncode == 1
-    assert "need 1024 TiB" in run.stderr and "Traceback" not in run.stderr
+    assert "needs 1024 TiB" in run.stderr and "Traceback" not in run.stderr
     assert list(tmp_path.iterdir()) == []

@@ -92,7 +92,7 @@ def test_missing_directories_are_made(tmp_path: Path, queue: IoQueue) -> None:
 
 
 def test_too_little_space_creates_nothing(tmp_path: Path, queue: IoQueue) -> None:
-    with pytest.raises(EnvironmentFailure, match=rf"need 769 TiB, have .* on {tmp_path}/new"):
+    with pytest.raises(EnvironmentFailure, match=rf"needs 769 TiB on {tmp_path}/new, .* available \(short by .*\)"):
         create_store([tmp_path / "new"], queue, block_elements=FAR_TOO_MANY)
     assert list(tmp_path.iterdir()) == []
 
@@ -119,10 +119,10 @@ def test_an_existing_store_survives_every_failed_check(
 ) -> None:
     before = contents_of(store_of_step_2)
     if failure == "space":
-        with pytest.raises(EnvironmentFailure, match="need 769 TiB"):
+        with pytest.raises(EnvironmentFailure, match="needs 769 TiB"):
             create_store(store_of_step_2, queue, overwrite=True, block_elements=FAR_TOO_MANY)
     elif failure == "reservation":
-        with files_no_larger_than(1 << 20), pytest.raises(EnvironmentFailure, match=r"need .*File too large"):
+        with files_no_larger_than(1 << 20), pytest.raises(EnvironmentFailure, match=r"needs .*File too large"):
             create_store(store_of_step_2, queue, overwrite=True, block_elements=MANY)
     elif failure == "lock":
         with open_store(store_of_step_2, queue), pytest.raises(EnvironmentFailure, match="in use"):

@@ -30,9 +30,10 @@ import torch
 
 from ratel_cli.closing import Closing
 from ratel_cli.engine.device.device import DeviceBuffer, Download, Moment, SpanLabel
-from ratel_cli.engine.telemetry import Resource, Timeline
+from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import BadInput, DoesNotFit
 from ratel_cli.io.views import view
+from ratel_cli.planning.step_time import Resource
 from ratel_cli.units import parse_bytes
 
 _NOT_DETERMINISTIC = ("does not have a deterministic implementation", "this operation is not deterministic")

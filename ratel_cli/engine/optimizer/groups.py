@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from ratel_cli.engine.host_weights import HostWeights
 from ratel_cli.engine.optimizer.adamw import AdamWUpdate, GroupAdamW, GroupChecksums
 from ratel_cli.engine.optimizer.gradients import BlockGradient
-from ratel_cli.engine.telemetry import Resource, Timeline
+from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.tickets import Ticket, join
 from ratel_cli.model.spec import BlockSpec
+from ratel_cli.planning.step_time import Resource
 from ratel_cli.store.store import Store
 
 

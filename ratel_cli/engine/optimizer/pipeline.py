@@ -25,8 +25,8 @@ from typing import Literal
 
 from ratel_cli.closing import Closing
 from ratel_cli.engine.optimizer.groups import BlockUpdate, Group, GroupWork
-from ratel_cli.engine.telemetry import Resource
 from ratel_cli.model.spec import BlockSpec
+from ratel_cli.planning.step_time import Resource
 from ratel_cli.sizes import BLOCK_ALIGNMENT, GROUP_ELEMENTS
 
 GroupOrder = Literal["optimized", "naive"]

@@ -53,12 +53,12 @@ class RatelForecaster:
                     setting.hardware,
                     process_bytes=self.process_bytes,
                 )
-            except DoesNotFit as refusal:
-                if refusal.is_gpu_memory:
+            except DoesNotFit as failure:
+                if failure.is_gpu_memory:
                     assert device_limit_bytes is not None
-                    device_limit_bytes += refusal.shortfall_bytes
+                    device_limit_bytes += failure.shortfall_bytes
                 else:
-                    limit_bytes += refusal.shortfall_bytes
+                    limit_bytes += failure.shortfall_bytes
 
     def equations(self, setting: Setting) -> Equations:
         """Equations whose transfers run as far ahead as planned.
@@ -77,8 +77,8 @@ class RatelForecaster:
         activation_bytes = problem.offload(0, spilled_units=bare.spilled_units).memory_bytes
         try:
             unused_bytes = problem.limit_bytes - problem.evaluate(bare).memory.total
-        except DoesNotFit as refusal:  # the plan fits because the last layer's activations are on the GPU
-            unused_bytes = -refusal.shortfall_bytes
+        except DoesNotFit as failure:  # the plan fits because the last layer's activations are on the GPU
+            unused_bytes = -failure.shortfall_bytes
         return RatelEquations(
             problem=problem,
             placement=bare,
