@@ -2,66 +2,81 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.test_layers import HEAVY
 
 ROOT = Path(__file__).parents[1]
-HEAVY = ("torch", "transformers", "datasets", "numpy", "pandas", "pyarrow", "ratel_cli._native")
 PAPER = ("configs/models/gpt-13b.yaml", "--hardware", "configs/hardware/paper-4090-12ssd.yaml")
+COMMANDS = [
+    (["--help"], 0),
+    (["--version"], 0),
+    (["finetune", "--help"], 0),
+    (["finetune"], 2),
+    (["finetune", "none.yaml", "--resume", "perhaps"], 2),
+    (["finetune", "there/is/no/such.yaml"], 2),
+    (["finetune", "{wrong}"], 2),
+    (["finetune", "{right}", "learning_rte=1"], 2),
+    (["export", "there/is/no/such", "-o", "out"], 2),
+    (["verify", "there/is/no/such"], 2),
+    (["restore", "{right}"], 2),
+    (["profile", "--help"], 0),
+    (["profile", "there/is/no/such.yaml"], 2),
+    (["profile", "{wrong}"], 2),
+    (["profile", "--storage", "there/is/no/such"], 2),
+    (["profile", "-o", "there/is/no/such.json"], 2),
+    (["plan", "--help"], 0),
+    (["plan", "there/is/no/such.yaml"], 2),
+    (["plan", "{right}", "--hardware", "configs/hardware/paper-4090-12ssd.yaml"], 2),
+    (["plan", *PAPER], 3),
+    (["plan", *PAPER, "cost_model=paper", "--largest", "--prices"], 0),
+]
+"""Arguments, and the exit code."""
 PROBE = f"""
-import sys
+import json, sys
 from ratel_cli.cli.app import main
-code = main(sys.argv[1:])
-print("heavy:", sorted(set({HEAVY!r}) & set(sys.modules)), "code:", code)
+results, heavy, before = [], set({HEAVY!r}), set()
+for arguments in json.loads(sys.argv[1]):
+    code = main(arguments)
+    loaded = heavy & set(sys.modules)
+    results.append([code, sorted(loaded - before)])
+    before = loaded
+print()
+print(json.dumps(results))
 """
 
 
-def run(*arguments: str, source: str = PROBE) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", source, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=600, check=False
+def run(commands: list[list[str]], *, source: str = PROBE) -> list[tuple[int, list[str]]]:
+    """Runs the commands in one process. For each: its exit code, and what it was the first to import of `HEAVY`."""
+    result = subprocess.run(
+        [sys.executable, "-c", source, json.dumps(commands)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=600,
+        check=False,
     )
+    assert (result.returncode, "Traceback" in result.stderr) == (0, False), result.stderr
+    return [(code, loaded) for code, loaded in json.loads(result.stdout.splitlines()[-1])]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["--help"], 0),
-        (["--version"], 0),
-        (["finetune", "--help"], 0),
-        (["finetune"], 2),
-        (["finetune", "none.yaml", "--resume", "perhaps"], 2),
-        (["finetune", "there/is/no/such.yaml"], 2),
-        (["finetune", "{wrong}"], 2),
-        (["finetune", "{right}", "learning_rte=1"], 2),
-        (["export", "there/is/no/such", "-o", "out"], 2),
-        (["verify", "there/is/no/such"], 2),
-        (["restore", "{right}"], 2),
-        (["profile", "--help"], 0),
-        (["profile", "there/is/no/such.yaml"], 2),
-        (["profile", "{wrong}"], 2),
-        (["profile", "--storage", "there/is/no/such"], 2),
-        (["profile", "-o", "there/is/no/such.json"], 2),
-        (["plan", "--help"], 0),
-        (["plan", "there/is/no/such.yaml"], 2),
-        (["plan", "{right}", "--hardware", "configs/hardware/paper-4090-12ssd.yaml"], 2),
-        (["plan", *PAPER], 3),
-        (["plan", *PAPER, "cost_model=paper", "--largest", "--prices"], 0),
-    ],
-)
-def test_nothing_heavy_is_imported(arguments: list[str], code: int, tmp_path: Path) -> None:
+def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
+    """In one process, so that starting Python is paid for once: what a command imports is found after that command."""
     wrong, right = tmp_path / "wrong.yaml", tmp_path / "right.yaml"
     wrong.write_text("base_modle: x\n")
     right.write_text("base_model: x\ndatasets: y\n")
-    result = run(*(argument.format(wrong=wrong, right=right) for argument in arguments))
-    assert result.stdout.splitlines()[-1:] == [f"heavy: [] code: {code}"], result.stderr
-    assert "Traceback" not in result.stderr
+    commands = [[argument.format(wrong=wrong, right=right) for argument in arguments] for arguments, _ in COMMANDS]
+    expected = [(arguments, code, []) for arguments, code in COMMANDS]
+    found = run(commands)
+    assert [(arguments, *result) for (arguments, _), result in zip(COMMANDS, found, strict=True)] == expected
 
 
 def test_the_probe_can_fail() -> None:
-    assert "heavy: ['numpy']" in run("--version", source="import numpy" + PROBE).stdout
+    source = PROBE.replace("main(arguments)\n", "main(arguments)\n    if arguments == ['--help']: import safetensors\n")
+    assert run([["--version"], ["--help"], ["--version"]], source=source) == [(0, []), (0, ["safetensors"]), (0, [])]
 
 
 def test_python_dash_m() -> None:

@@ -1,8 +1,9 @@
 """Three rules hold the house together, and every file's syntax tree is held against them.
 
-1. A part imports itself and the parts below it in `PARTS`, nothing above.
-2. The config and the console stop at `run`: what is below takes plain values and plain callables. (`report` may
-   use neither, and pydantic, which reads a person's text, stays in `config`.)
+1. A part imports itself and the parts below it in `PARTS`, nothing above. No modules import each other in a circle,
+   imports inside functions included.
+2. The config and the console stop at `run`: what is below takes plain values and plain callables. pydantic, which
+   reads a person's text, stays in `config`.
 3. What `ratel --help` or a planner loads is light: nothing that `cli` or `planning` imports when it is imported
    itself, however indirectly, costs seconds. Commands import what is heavy inside their functions.
 """
@@ -10,7 +11,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -22,17 +25,29 @@ PARTS = (
 )  # fmt: skip
 """From the ground up."""
 STOP_AT_RUN = ("config", "console")
+IN_CONFIG = ("pydantic", "pydantic_core")
 LIGHT = ("cli", "planning")
-HEAVY = ("torch", "transformers", "datasets", "numpy", "safetensors", "ratel_cli._native")
+HEAVY = ("torch", "transformers", "datasets", "numpy", "pandas", "pyarrow", "safetensors", "ratel_cli._native")
+"""Modules that take long to import, as in `sys.modules`."""
 
 
 def part_of(module: str) -> str:
     return module.split(".", maxsplit=1)[0]
 
 
-def imports(source: str, module: str, *, deferred: bool = True) -> Iterator[str]:
+@cache
+def imports(source: str, module: str, *, deferred: bool = True) -> tuple[str, ...]:
     """The modules and names that the source imports, absolute. `deferred`: also those imported inside functions."""
-    for node in _statements(ast.parse(source), deferred=deferred):
+    return tuple(_imported(_parsed(source), module, deferred=deferred))
+
+
+@cache
+def _parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
+def _imported(tree: ast.AST, module: str, *, deferred: bool) -> Iterator[str]:
+    for node in _statements(tree, deferred=deferred):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -43,19 +58,23 @@ def imports(source: str, module: str, *, deferred: bool = True) -> Iterator[str]
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def _statements(tree: ast.AST, *, deferred: bool) -> Iterator[ast.AST]:
+def _statements(tree: ast.AST, *, deferred: bool) -> Iterator[ast.stmt]:
+    """All statements of a module. Expressions hold none, so they are not walked."""
     for node in ast.iter_child_nodes(tree):
-        if not deferred and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, ast.expr) or (not deferred and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
             continue
-        yield node
+        if isinstance(node, ast.stmt):
+            yield node
         yield from _statements(node, deferred=deferred)
 
 
-def upward(source: str, module: str) -> list[str]:
-    """What the module imports of ours and may not: rules 1 and 2."""
+def forbidden(source: str, module: str) -> list[str]:
+    """What the module imports and may not: rules 1 and 2, without circles."""
     own = part_of(module)
     wrong = []
     for name in imports(source, module):
+        if name.split(".")[0] in IN_CONFIG and own != "config":
+            wrong.append(name)
         if not name.startswith("ratel_cli."):
             continue
         part = part_of(name.removeprefix("ratel_cli."))
@@ -66,12 +85,35 @@ def upward(source: str, module: str) -> list[str]:
     return wrong
 
 
-def modules() -> dict[str, Path]:
+def ours(name: str, sources: Mapping[str, str]) -> str | None:
+    """The module of ours that an imported name is, or belongs to; None if it is not ours."""
+    if not name.startswith("ratel_cli."):
+        return None
+    name = name.removeprefix("ratel_cli.")
+    return next((each for each in (name, name.rpartition(".")[0]) if each in sources), None)
+
+
+def circle(sources: Mapping[str, str]) -> list[str]:
+    """Modules that import each other in a circle, imports inside functions included; empty if there are none."""
+    graph = {
+        module: {found for name in imports(source, module) if (found := ours(name, sources)) is not None}
+        for module, source in sources.items()
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+@cache
+def product() -> dict[str, str]:
+    """The source of every module of the product."""
     paths = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
-    return {name: path for name, path in paths.items() if name not in ("__init__", "__main__")}
+    return {name: path.read_text() for name, path in paths.items() if name not in ("__init__", "__main__")}
 
 
-def loaded_with(module: str, sources: dict[str, str]) -> dict[str, str]:
+def loaded_with(module: str, sources: Mapping[str, str]) -> dict[str, str]:
     """Everything that is imported when `module` is, and by which of ours."""
     found: dict[str, str] = {}
     waiting = [module]
@@ -80,15 +122,14 @@ def loaded_with(module: str, sources: dict[str, str]) -> dict[str, str]:
         current = waiting.pop()
         for name in imports(sources[current], current, deferred=False):
             found.setdefault(name, current)
-            ours = name.removeprefix("ratel_cli.")
-            for candidate in (ours, ours.rpartition(".")[0]):
-                if name.startswith("ratel_cli.") and candidate in sources and candidate not in seen:
-                    seen.add(candidate)
-                    waiting.append(candidate)
+            imported = ours(name, sources)
+            if imported is not None and imported not in seen:
+                seen.add(imported)
+                waiting.append(imported)
     return found
 
 
-def heavy(module: str, sources: dict[str, str]) -> list[str]:
+def heavy(module: str, sources: Mapping[str, str]) -> list[str]:
     """What costs seconds and is loaded with the module: rule 3."""
     return [
         f"{by} imports {name}"
@@ -97,33 +138,18 @@ def heavy(module: str, sources: dict[str, str]) -> list[str]:
     ]
 
 
-def test_imports_go_down_only() -> None:
-    sources = {module: path.read_text() for module, path in modules().items()}
-    assert {part_of(module) for module in sources} == set(PARTS) - {"_native"}
-    assert {module: wrong for module, source in sources.items() if (wrong := upward(source, module))} == {}
+def test_imports_go_down_and_stop_where_they_must() -> None:
+    assert {part_of(module) for module in product()} == set(PARTS) - {"_native"}
+    assert {module: wrong for module, source in product().items() if (wrong := forbidden(source, module))} == {}
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    sources = {module: path.read_text() for module, path in modules().items()}
-    reached = {module: {name.removeprefix("ratel_cli.") for name in loaded_with(module, sources)} for module in sources}
-    prefixes = {module: {name.rpartition(".")[0] for name in names} | names for module, names in reached.items()}
-    assert [module for module in sources if module in prefixes[module]] == []
-
-
-def test_pydantic_stays_where_a_persons_text_comes_in() -> None:
-    users = {
-        part_of(module)
-        for module, path in modules().items()
-        for name in imports(path.read_text(), module)
-        if name.split(".")[0] in ("pydantic", "pydantic_core")
-    }
-    assert users == {"config"}
+    assert circle(product()) == []
 
 
 def test_commands_and_planning_load_nothing_heavy() -> None:
-    sources = {module: path.read_text() for module, path in modules().items()}
-    light = [module for module in sources if part_of(module) in LIGHT]
-    assert {module: found for module in light if (found := heavy(module, sources))} == {}
+    light = [module for module in product() if part_of(module) in LIGHT]
+    assert {module: found for module in light if (found := heavy(module, product()))} == {}
 
 
 @pytest.mark.parametrize(
@@ -139,10 +165,22 @@ def test_commands_and_planning_load_nothing_heavy() -> None:
         ("report.run", "from ratel_cli.console import RunLog", ["console.RunLog"]),
         ("run.finetune", "from ratel_cli.store.store import Store", []),
         ("config.load", "from ratel_cli.errors import BadInput\nfrom .schema import RunConfig", []),
+        ("config.schema", "from pydantic import BaseModel", []),
+        ("run.settings", "def late():\n    if late:\n        import pydantic_core", ["pydantic_core"]),
     ],
 )
 def test_the_layer_test_can_fail(module: str, source: str, found: list[str]) -> None:
-    assert upward(source, module) == found
+    assert forbidden(source, module) == found
+
+
+def test_the_test_of_circles_can_fail() -> None:
+    sources = {
+        "io.queue": "from ratel_cli.io import lanes\nfrom ratel_cli.io.views import view",
+        "io.lanes": "class Lane:\n    def open(self):\n        from ratel_cli.io.queue import Queue",
+        "io.views": "import io.queue",
+    }
+    assert set(circle(sources)) == {"io.queue", "io.lanes"}
+    assert circle(sources | {"io.lanes": ""}) == []
 
 
 def test_the_heavy_test_can_fail() -> None:

@@ -19,6 +19,7 @@ from ratel_cli.closing import Closing
 from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.io.buffers import address_of
 from ratel_cli.io.requests import Direction, Lane, Request
+from ratel_cli.io.threads import ThreadedLane
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.sizes import PAGE_BYTES
 
@@ -148,8 +149,6 @@ def open_queue(
 
     Raises EnvironmentFailure if ``io_uring`` is asked for and not available.
     """
-    from ratel_cli.io.threads import ThreadedLane
-
     if engine != "threads":
         try:
             return _open_io_uring(request_bytes=request_bytes, depth=depth, timeout_seconds=timeout_seconds)
