@@ -22,7 +22,7 @@ from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.data.dataset import DatasetSource, DataSettings, Tokenizer, TrainingData, load_training_data
-from ratel_cli.errors import BadInput, RatelError
+from ratel_cli.errors import BadInput, RatelError, first_line
 from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.checkpoint import CheckpointSource
@@ -125,8 +125,7 @@ def _tokenizer(base_dir: Path, model_config: PretrainedConfig) -> Tokenizer:
     try:
         return cast(Tokenizer, AutoTokenizer.from_pretrained(base_dir, config=model_config, trust_remote_code=False))
     except Exception as error:
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise BadInput(f"{base_dir}: no usable tokenizer: {first_line}") from error
+        raise BadInput(f"{base_dir}: no usable tokenizer: {first_line(error)}") from error
 
 
 def _check_ids(num_tokens: int, model: DecoderModel) -> None:
