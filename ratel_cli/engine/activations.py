@@ -30,8 +30,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ratel_cli.engine.device.device import Device, DeviceBuffer, Download, SpanLabel, Upload
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.device.device import Device, DeviceBuffer, Download, Upload
+from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.scratch import Checksum, Scratch
@@ -313,7 +313,7 @@ class ActivationOffloader:
         assert transfer is not None
         with self._timeline.stalled_on(resource):
             transfer.wait()
-        self._timeline.transfer(resource, label.text, transfer, block=label.block, stage=label.stage)
+        self._timeline.transfer(resource, label, transfer)
         if packed.is_being_read:
             assert packed.seal is not None
             packed.seal.check(packed.memory, label.text)

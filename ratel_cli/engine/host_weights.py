@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from typing import Self
 
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import Lease
 from ratel_cli.io.tickets import Ticket
@@ -44,7 +44,7 @@ class HostWeights:
         if self._reads:
             read = self._reads.pop()
             read.wait()
-            timeline.transfer("nvme read", f"weights of {self.block.name}", read, block=self.block.index, stage=stage)
+            timeline.transfer("nvme read", SpanLabel.of("weights", self.block, stage), read)
 
     def share(self) -> Self:
         """Add a user."""

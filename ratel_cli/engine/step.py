@@ -32,7 +32,7 @@ import torch
 from ratel_cli.closing import Closing
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.activations import ActivationOffloader, Unit
-from ratel_cli.engine.device.device import Device, SpanLabel
+from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.loss import loss_and_gradients, loss_only, tokens_per_chunk
 from ratel_cli.engine.optimizer.adamw import AdamWUpdate
 from ratel_cli.engine.optimizer.gradients import GradientSum, TiedSum
@@ -40,6 +40,7 @@ from ratel_cli.engine.optimizer.update import Updates
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.replay.tape import Recorder, Replayer
 from ratel_cli.engine.state import StepOutcome, StepState, place
+from ratel_cli.engine.telemetry import SpanLabel
 from ratel_cli.engine.weights import BlockWeights, WeightReader
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.blocks import DecoderModel
@@ -378,7 +379,7 @@ class StepEngine(Closing):
         return GradientSum(block, self._pool, self._device, dtype=self._gradient_dtype, single=single)
 
     def _computing(self, block: BlockSpec, stage: Stage) -> contextlib.AbstractContextManager[None]:
-        return self._device.computing(SpanLabel(text=f"{stage} of {block.name}", block=block.index, stage=stage))
+        return self._device.computing(SpanLabel.of(stage, block, stage))
 
     def _trim(self) -> None:
         """Give free buffers back that no other phase can use.

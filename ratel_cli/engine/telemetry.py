@@ -14,10 +14,31 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from threading import Lock
 from time import perf_counter
+from typing import Self
 
 from ratel_cli.io.tickets import Ticket
+from ratel_cli.model.spec import BlockSpec
 from ratel_cli.planning.placement import Stage
 from ratel_cli.planning.step_time import RESOURCES, Resource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanLabel:
+    """What a piece of work is for."""
+
+    text: str
+    """The text that the user reads, such as "forward of layer 3"."""
+    block: int
+    """Index of the block that the work is for."""
+    stage: Stage
+    """The stage of the step that the work is for: transfers of weights belong to the stage that computes with them."""
+    group: int = 0
+    """Number of the optimizer's group within the block, from 0; 0 for work that is not done in groups."""
+
+    @classmethod
+    def of(cls, what: str, block: BlockSpec, stage: Stage, group: int = 0) -> Self:
+        """The label of `what` of a block."""
+        return cls(text=f"{what} of {block.name}", block=block.index, stage=stage, group=group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,16 +46,9 @@ class Span:
     """One piece of work on one resource, in seconds of `time.perf_counter`."""
 
     resource: Resource
-    label: str
-    """The text that the user reads, such as "forward of layer 3"."""
+    label: SpanLabel
     start: float
     end: float
-    block: int
-    """Index of the block that the work is for."""
-    stage: Stage
-    """The stage of the step that the work is for: transfers of weights belong to the stage that computes with them."""
-    group: int
-    """Number of the optimizer's group within the block, from 0; 0 for work that is not done in groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,29 +72,23 @@ class Timeline:
         self._counted: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
         """By resource: the time up to which `take` has counted its work."""
 
-    def record(
-        self, resource: Resource, label: str, start: float, end: float, *, block: int, stage: Stage, group: int = 0
-    ) -> None:
+    def record(self, resource: Resource, label: SpanLabel, start: float, end: float) -> None:
         """Record work that is over."""
-        span = Span(resource=resource, label=label, start=start, end=end, block=block, stage=stage, group=group)
         with self._lock:
-            self._spans.append(span)
+            self._spans.append(Span(resource=resource, label=label, start=start, end=end))
 
     @contextlib.contextmanager
-    def during(self, resource: Resource, label: str, *, block: int, stage: Stage, group: int = 0) -> Iterator[None]:
+    def during(self, resource: Resource, label: SpanLabel) -> Iterator[None]:
         """Record the work that is done inside the `with` statement."""
         start = perf_counter()
         try:
             yield
         finally:
-            self.record(resource, label, start, perf_counter(), block=block, stage=stage, group=group)
+            self.record(resource, label, start, perf_counter())
 
-    def transfer(
-        self, resource: Resource, label: str, ticket: Ticket, *, block: int, stage: Stage, group: int = 0
-    ) -> None:
+    def transfer(self, resource: Resource, label: SpanLabel, ticket: Ticket) -> None:
         """Record a transfer that has ended."""
-        start, end = ticket.span
-        self.record(resource, label, start, end, block=block, stage=stage, group=group)
+        self.record(resource, label, *ticket.span)
 
     @contextlib.contextmanager
     def stalled_on(self, cause: Resource) -> Iterator[None]:

@@ -119,12 +119,12 @@ class _Drawing:
         events = [_slice_event(f"step {step}", "step", self._place("step", start, end), {"step": step})]
         # In the order of their ends: the source of an arrow is placed before its target.
         for span in sorted(spans, key=lambda span: (span.end, span.start)):
-            place = self._place(span.resource, span.start, span.end)
-            details: _Event = {"block": span.block, "stage": span.stage, "group": span.group, "step": step}
-            events.append(_slice_event(span.label, span.resource, place, details))
+            label, place = span.label, self._place(span.resource, span.start, span.end)
+            details: _Event = {"block": label.block, "stage": label.stage, "group": label.group, "step": step}
+            events.append(_slice_event(label.text, span.resource, place, details))
             for cause in _causes(span):
                 events += self._arrow(self._sources.pop(cause, None), place)
-            self._sources[span.resource, span.stage, span.block, span.group] = place
+            self._sources[span.resource, label.stage, label.block, label.group] = place
         return events
 
     def _place(self, name: str, start: float, end: float) -> _Slice:
@@ -160,7 +160,7 @@ class _Drawing:
 
 def _causes(span: Span) -> tuple[_Key, ...]:
     """The work that the span had to wait for."""
-    stage, block, group = span.stage, span.block, span.group
+    stage, block, group = span.label.stage, span.label.block, span.label.group
     match span.resource:
         case "up":
             return (("nvme read", stage, block, group),)

@@ -28,10 +28,10 @@ import torch
 from torch import nn
 
 from ratel_cli.closing import Closing
-from ratel_cli.engine.device.device import Device, DeviceBuffer, SpanLabel, Upload
+from ratel_cli.engine.device.device import Device, DeviceBuffer, Upload
 from ratel_cli.engine.host_weights import HostWeights, ResidentWeights
 from ratel_cli.engine.optimizer.update import Updates
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import FIELD_DTYPES
 from ratel_cli.model.blocks import DecoderModel
@@ -153,8 +153,7 @@ class WeightReader:
 
     def _upload(self, use: _Use, weights: HostWeights) -> Upload:
         buffer = use.buffer or self._device.reserve(self._num_bytes(use.block))
-        label = SpanLabel(text=f"weights of {use.block.name}", block=use.block.index, stage=use.stage)
-        return self._device.upload(weights.memory, buffer, label)
+        return self._device.upload(weights.memory, buffer, SpanLabel.of("weights", use.block, use.stage))
 
     def _prepare(self) -> None:
         """On a GPU: reserve the buffer of the next use, and start its upload if its weights are ready."""

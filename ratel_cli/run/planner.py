@@ -15,7 +15,7 @@ from statistics import median
 
 from ratel_cli.console import RunLog
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.telemetry import Span
+from ratel_cli.engine.telemetry import Span, SpanLabel
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.gpu import gpu_limit_bytes
 from ratel_cli.hardware.host import resident_bytes
@@ -122,13 +122,13 @@ def _block_seconds(spans: Sequence[Span], *, num_cores: int | None) -> Mapping[i
     Micro-batches count with their median, because the first one of a run is slower: code and memory are cold. On the
     CPU, the optimizer's threads take cores from backward, so their share is subtracted.
     """
-    alike: dict[tuple[int, str, str], list[float]] = {}
+    alike: dict[SpanLabel, list[float]] = {}
     for span in spans:
         if span.resource == "compute":
-            alike.setdefault((span.block, span.stage, span.label), []).append(span.end - span.start)
+            alike.setdefault(span.label, []).append(span.end - span.start)
     computing: dict[tuple[int, str], float] = defaultdict(float)
-    for (block, stage, _), seconds in alike.items():
-        computing[block, stage] += len(seconds) * median(seconds)
+    for label, seconds in alike.items():
+        computing[label.block, label.stage] += len(seconds) * median(seconds)
     shared = 0.0
     if num_cores is not None:
         backward_seconds = sum(seconds for (_, stage), seconds in computing.items() if stage == "backward")
@@ -139,5 +139,5 @@ def _block_seconds(spans: Sequence[Span], *, num_cores: int | None) -> Mapping[i
             forward=computing[block, "forward"],
             backward=(1 - shared) * computing[block, "backward"],
         )
-        for block in {block for block, _ in computing}
+        for block in {label.block for label in alike}
     }

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from ratel_cli.engine.device.device import Download, HostDevice, SpanLabel
+from ratel_cli.engine.device.device import Download, HostDevice
 from ratel_cli.engine.optimizer.gradients import GradientSum, TiedSum, clip_coefficient, total_norm
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
 from ratel_cli.io.scratch import Scratch

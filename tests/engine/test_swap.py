@@ -58,7 +58,7 @@ def seconds_of(spec: ModelSpec, spans: tuple[Span, ...]) -> dict[int, BlockSecon
         return sum(
             span.end - span.start
             for span in spans
-            if (span.resource, span.block, span.stage) == ("compute", block, stage)
+            if (span.resource, span.label.block, span.label.stage) == ("compute", block, stage)
         )
 
     return {

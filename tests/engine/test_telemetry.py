@@ -8,9 +8,11 @@ from time import perf_counter
 
 import pytest
 
-from ratel_cli.engine.telemetry import StepTimes, Timeline
+from ratel_cli.engine.telemetry import SpanLabel, StepTimes, Timeline
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.planning.step_time import RESOURCES, Resource
+
+WORK = SpanLabel(text="weights of layer 0", block=1, stage="forward")
 
 
 def times(*spans: tuple[Resource, float, float]) -> StepTimes:
@@ -21,7 +23,7 @@ def times(*spans: tuple[Resource, float, float]) -> StepTimes:
 
 def record(timeline: Timeline, *spans: tuple[Resource, float, float]) -> None:
     for resource, start, end in spans:
-        timeline.record(resource, "work", start, end, block=0, stage="forward")
+        timeline.record(resource, WORK, start, end)
 
 
 def test_nothing_happened() -> None:
@@ -120,19 +122,18 @@ def test_a_wait_counts_only_while_nothing_is_computed_by_brute_force() -> None:
 def test_a_span_names_its_work() -> None:
     timeline = Timeline()
     before = perf_counter()
-    with timeline.during("optimizer", "update of layer 3", block=4, stage="update", group=2):
+    label = SpanLabel(text="update of layer 3", block=4, stage="update", group=2)
+    with timeline.during("optimizer", label):
         pass
     after = perf_counter()
     (span,) = timeline.take().spans
-    assert (span.resource, span.label, span.block, span.stage, span.group) == (
-        "optimizer", "update of layer 3", 4, "update", 2,
-    )  # fmt: skip
+    assert (span.resource, span.label) == ("optimizer", label)
     assert before <= span.start <= span.end <= after
 
 
 def test_work_and_waits_that_fail_are_noted() -> None:
     timeline = Timeline()
-    with pytest.raises(ValueError, match="full"), timeline.during("compute", "head", block=1, stage="backward"):
+    with pytest.raises(ValueError, match="full"), timeline.during("compute", WORK):
         raise ValueError("full")
     with pytest.raises(ValueError, match="full"), timeline.stalled_on("down"):
         raise ValueError("full")
@@ -145,10 +146,10 @@ def test_a_transfer_lies_where_its_ticket_says() -> None:
     timeline, ticket = Timeline(), Ticket(num_parts=1)
     ticket.begin_part()
     ticket.finish_part()
-    timeline.transfer("nvme read", "weights of layer 0", ticket, block=1, stage="forward")
+    timeline.transfer("nvme read", WORK, ticket)
     (span,) = timeline.take().spans
     assert (span.start, span.end) == ticket.span
-    assert span.group == 0
+    assert span.label == WORK
 
 
 def test_every_thread_may_record() -> None:
@@ -156,7 +157,7 @@ def test_every_thread_may_record() -> None:
 
     def work() -> None:
         for _ in range(200):
-            with timeline.during("optimizer", "group", block=0, stage="update"):
+            with timeline.during("optimizer", WORK):
                 pass
 
     threads = [threading.Thread(target=work, name=f"recorder {index}") for index in range(4)]

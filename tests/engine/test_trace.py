@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.engine.telemetry import Span
+from ratel_cli.engine.telemetry import Span, SpanLabel
 from ratel_cli.engine.trace import TraceFile
 from ratel_cli.planning.placement import Stage
 from ratel_cli.planning.step_time import RESOURCES, Resource
@@ -22,8 +22,8 @@ Event = dict[str, object]
 def span(
     resource: Resource, start: float, end: float, *, block: int = 0, stage: Stage = "forward", group: int = 0
 ) -> Span:
-    label = f"{stage} {block}.{group}"
-    return Span(resource=resource, label=label, start=start, end=end, block=block, stage=stage, group=group)
+    label = SpanLabel(text=f"{stage} {block}.{group}", block=block, stage=stage, group=group)
+    return Span(resource=resource, label=label, start=start, end=end)
 
 
 def a_step(begin: float, *, num_blocks: int = 3, num_groups: int = 2) -> list[Span]:

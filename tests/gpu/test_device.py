@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from ratel_cli.engine.device.cuda import CudaDevice
-from ratel_cli.engine.device.device import SpanLabel
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import BadInput, DoesNotFit
 from ratel_cli.io.buffers import BufferPool, address_of
 from ratel_cli.io.pinning import CudaPinning, _unregister

@@ -51,9 +51,9 @@ def test_what_is_resident_on_the_gpu_is_not_copied_again(
     for resource in ("up", "down"):
         assert Counter(labels(spans, resource, "activations")) == in_each_step + in_each_step
     again = Counter(
-        span.block
+        span.label.block
         for span in spans
-        if span.resource == "up" and span.label.startswith("weights") and span.stage == "backward"
+        if span.resource == "up" and span.label.text.startswith("weights") and span.label.stage == "backward"
     )
     assert {block: again[block] for block in (1, 2, 3)} == {
         block: 0 if block in gpu_weights else 2 for block in (1, 2, 3)
@@ -61,7 +61,7 @@ def test_what_is_resident_on_the_gpu_is_not_copied_again(
 
 
 def labels(spans: Sequence[Span], resource: Resource, prefix: str) -> list[str]:
-    return [span.label for span in spans if span.resource == resource and span.label.startswith(prefix)]
+    return [span.label.text for span in spans if span.resource == resource and span.label.text.startswith(prefix)]
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])

@@ -151,8 +151,10 @@ def test_copies_are_overlapped_with_computing(tmp_path: Path) -> None:
         ratel.train([batches] * 3, RECIPE)
         spans = ratel.timeline.take().spans
     layers = range(2, 4)
-    up = [span for span in spans if span.resource == "up" and span.block in layers and span.stage == "forward"]
-    down = [span for span in spans if span.resource == "down" and span.block in layers]
+    up = [
+        span for span in spans if span.resource == "up" and span.label.block in layers and span.label.stage == "forward"
+    ]
+    down = [span for span in spans if span.resource == "down" and span.label.block in layers]
     assert len(up) == 2 and down
     assert overlapped_share(up, spans) > 0.8
     assert overlapped_share(down, spans) > 0.8

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.telemetry import Span
+from ratel_cli.engine.telemetry import Span, SpanLabel
 from ratel_cli.planning.placement import Stage
 from ratel_cli.planning.plan import Decisions
 from ratel_cli.planning.recorded import UnitRecord
@@ -25,7 +25,8 @@ class NothingRecorded(StepRecording):
 
 
 def span(label: str, seconds: float, *, block: int, stage: Stage, resource: Resource = "compute") -> Span:
-    return Span(resource=resource, label=label, start=7.0, end=7.0 + seconds, block=block, stage=stage, group=0)
+    of = SpanLabel(text=label, block=block, stage=stage)
+    return Span(resource=resource, label=of, start=7.0, end=7.0 + seconds)
 
 
 def spans() -> list[Span]:

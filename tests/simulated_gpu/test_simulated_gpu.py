@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from ratel_cli.engine.device.cuda import CudaDevice
-from ratel_cli.engine.device.device import SpanLabel
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.pinning import CudaPinning
 from ratel_cli.io.views import view

@@ -12,7 +12,7 @@ import torch
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.state import StepOutcome
-from ratel_cli.engine.telemetry import StepTimes, Timeline
+from ratel_cli.engine.telemetry import SpanLabel, StepTimes, Timeline
 from ratel_cli.errors import Interrupted
 from ratel_cli.store.manifest import Progress
 from ratel_cli.training.loop import LoopCallbacks, LoopSettings, TrainingLoop
@@ -120,7 +120,7 @@ class FakeEngine:
         self._events.append(f"run {step + 1}")
         self._queue.read_bytes += 14
         self._queue.written_bytes += 12
-        with self._timeline.during("optimizer", "AdamW", block=0, stage="update"):
+        with self._timeline.during("optimizer", SpanLabel(text="AdamW", block=0, stage="update")):
             pass
         outcome = self._failing.get(step, (1.0 / (1 + step + update + learning_rate), 0.5))
         if isinstance(outcome, list):
@@ -152,7 +152,7 @@ class FakeEngine:
         samples = tuple(sample for batch in batches for sample in batch.sample_ids)
         self.evaluated.append(samples)
         self._events.append("evaluate")
-        with self._timeline.during("compute", "forward", block=0, stage="forward"):
+        with self._timeline.during("compute", SpanLabel(text="forward", block=0, stage="forward")):
             return float(sum(sample**2 for sample in samples))
 
 

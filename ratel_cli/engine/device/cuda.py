@@ -29,9 +29,9 @@ from time import perf_counter
 import torch
 
 from ratel_cli.closing import Closing
-from ratel_cli.engine.device.device import DeviceBuffer, Download, Moment, SpanLabel
-from ratel_cli.engine.telemetry import Timeline
-from ratel_cli.errors import BadInput, DoesNotFit
+from ratel_cli.engine.device.device import DeviceBuffer, Download, Moment
+from ratel_cli.engine.telemetry import SpanLabel, Timeline
+from ratel_cli.errors import BadInput, DoesNotFit, first_line
 from ratel_cli.io.views import view
 from ratel_cli.planning.step_time import Resource
 from ratel_cli.units import parse_bytes
@@ -67,7 +67,7 @@ class _Measured:
         if self.label is None:
             timeline.record_stall(self.resource, start, end)
         else:
-            timeline.record(self.resource, self.label.text, start, end, block=self.label.block, stage=self.label.stage)
+            timeline.record(self.resource, self.label, start, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ def translate_errors(what: str) -> Iterator[None]:
         if not any(words in str(error) for words in _NOT_DETERMINISTIC):
             raise
         raise BadInput(
-            f"this model computes with an operator that is not deterministic on GPUs: {_first_line(error)}",
+            f"this model computes with an operator that is not deterministic on GPUs: {first_line(error)}",
             "set deterministic: false; two runs may then differ in their last bits",
         ) from error
 
@@ -250,14 +250,10 @@ def _wait(event: torch.cuda.Event) -> None:
 def _does_not_fit(what: str, error: BaseException) -> DoesNotFit:
     """Our error for torch's, with the number of bytes that could not be allocated."""
     asked = re.search(r"Tried to allocate ([0-9.]+ [KMGT]iB)", str(error))
-    how_much = f"{asked[1]} more do not fit" if asked else _first_line(error)
+    how_much = f"{asked[1]} more do not fit" if asked else first_line(error)
     return DoesNotFit(
         f"gpu memory: {what}: {how_much}",
         "raise limits.gpu_memory, or lower micro_batch_size or sequence_len",
         shortfall_bytes=parse_bytes(asked[1]) if asked else 0,
         is_gpu_memory=True,
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -20,15 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
 import torch
 
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.views import view
-from ratel_cli.planning.placement import Stage
 
 Moment = Callable[[], float]
 """A moment in the course of computing. Calling it returns seconds of `perf_counter`, once computing has got there."""
@@ -61,15 +59,6 @@ class Download(Protocol):
     def wait(self) -> None:
         """Return when the bytes are in host memory. May be called from any thread, any number of times."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpanLabel:
-    """What a transfer or a piece of computing is for, as the timeline shows it."""
-
-    text: str
-    block: int
-    stage: Stage
 
 
 class Device(Protocol):
@@ -139,13 +128,13 @@ class HostDevice:
         return _InPlace(view(memory, torch.uint8))
 
     def download(self, pieces: Sequence[tuple[torch.Tensor, memoryview]], label: SpanLabel) -> Download:
-        with self._timeline.during("down", label.text, block=label.block, stage=label.stage):
+        with self._timeline.during("down", label):
             for tensor, memory in pieces:
                 view(memory, torch.uint8).copy_(tensor)
         return _NOTHING
 
     def computing(self, label: SpanLabel) -> AbstractContextManager[None]:
-        return self._timeline.during("compute", label.text, block=label.block, stage=label.stage)
+        return self._timeline.during("compute", label)
 
     def mark(self) -> Moment:
         now = perf_counter()

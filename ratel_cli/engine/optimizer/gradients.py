@@ -17,7 +17,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ratel_cli.closing import Closing
-from ratel_cli.engine.device.device import Device, Download, SpanLabel
+from ratel_cli.engine.device.device import Device, Download
+from ratel_cli.engine.telemetry import SpanLabel
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.scratch import Checksum, Scratch
 from ratel_cli.io.views import view
@@ -75,7 +76,7 @@ class GradientSum(Closing):
 
     def finish(self, scale: float = 1.0) -> BlockGradient:
         """Round to the gradient dtype and start the download. The norms are those of the gradient times `scale`."""
-        label = SpanLabel(text=f"gradient of {self._block.name}", block=self._block.index, stage="backward")
+        label = SpanLabel.of("gradient", self._block, "backward")
         with self._device.computing(label):
             if self._sum_dtype == self._dtype:
                 lease, flat, self._lease = self._lease, self._flat, None

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from ratel_cli.engine.host_weights import HostWeights
 from ratel_cli.engine.optimizer.adamw import AdamWUpdate, GroupAdamW, GroupChecksums
 from ratel_cli.engine.optimizer.gradients import BlockGradient
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.tickets import Ticket, join
@@ -125,7 +125,7 @@ class GroupWork:
 
         Raises IntegrityFailure if the bytes that were read are not those that were written.
         """
-        block, place = group.block, {"block": group.block.index, "group": group.number}
+        block = group.block
         self._wait_read(group)
         update.gradient.fetch(self._pool)
         if update.weights is not None:
@@ -133,7 +133,7 @@ class GroupWork:
             compute = self._store.layout.compute_field
             size = compute.bytes_per_element
             group.memories[compute.name] = update.weights.memory[group.start * size : group.stop * size]
-        with self._timeline.during("optimizer", f"AdamW of {block.name}", stage="update", **place):
+        with self._timeline.during("optimizer", SpanLabel.of("AdamW", block, "update", group.number)):
             self._adamw.update(
                 group.memories,
                 update.gradient,
@@ -160,7 +160,7 @@ class GroupWork:
         write, group.write = group.write, None
         assert write is not None
         try:
-            self._wait(group, write, "nvme write", f"update of {group.block.name}")
+            self._wait(group, write, "nvme write", "update")
         finally:
             self.release(group)
 
@@ -196,15 +196,15 @@ class GroupWork:
     def _wait_read(self, group: Group) -> None:
         read, group.read = group.read, None
         if read is not None:
-            self._wait(group, read, "nvme read", f"states of {group.block.name}")
+            self._wait(group, read, "nvme read", "states")
 
-    def _wait(self, group: Group, ticket: Ticket, resource: Resource, label: str) -> None:
+    def _wait(self, group: Group, ticket: Ticket, resource: Resource, what: str) -> None:
         self.waits_for = resource
         try:
             ticket.wait()
         finally:
             self.waits_for = "optimizer"
-        self._timeline.transfer(resource, label, ticket, block=group.block.index, stage="update", group=group.number)
+        self._timeline.transfer(resource, SpanLabel.of(what, group.block, "update", group.number), ticket)
 
     def _resident_memories(self, group: Group) -> dict[str, memoryview]:
         block = group.block
