@@ -14,7 +14,7 @@ DtypeName = Literal["bfloat16", "float32", "float16"]
 PAGE_BYTES: Final = 4096
 """The unit of direct I/O: offsets, lengths and addresses are multiples of it."""
 HUGE_PAGE_BYTES: Final = 2 << 20
-"""Host buffers lie on huge pages: direct reads were 1.65 times as fast so, at a seventh of the CPU time."""
+"""Host buffers lie on huge pages: direct reads were 1.65 times as fast on them, at a seventh of the CPU time."""
 STRIPE_BYTES: Final = 4 << 20
 """Consecutive bytes of a store on one drive before the next drive follows."""
 

@@ -32,6 +32,7 @@ SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
         "storage.snapshot": SnapshotConfig,
     }
 )
+"""By name: the class of each section. The name of a nested section has a dot."""
 
 ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
@@ -59,7 +60,9 @@ ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "datasets": {"formatting": "type"},
     }
 )
+"""By section: other names of our keys."""
 INVERSE = frozenset({"completion_only_loss", "assistant_only_loss"})
+"""Aliases whose `true` is our `false`."""
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 VALUE_ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -70,6 +73,7 @@ VALUE_ALIASES: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "lr_scheduler": {"constant_with_warmup": "constant"},
     }
 )
+"""By key: other names of its values."""
 
 _QUANTISED = ("it quantises the model", "remove it; Ratel trains every weight in full precision")
 _ADAPTER = ("it trains an adapter", "remove it; Ratel trains every weight of the model")
@@ -160,6 +164,7 @@ FOREIGN: Mapping[str, tuple[str, str]] = MappingProxyType(
         "<<": _MERGE,
     }
 )
+"""Keys of other trainers that are rejected: the reason and the hint."""
 FOREIGN_PREFIXES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "lora_": _ADAPTER,
@@ -177,6 +182,7 @@ FOREIGN_PREFIXES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "dataloader_": _LOADER,
     }
 )
+"""By prefix: the reason and the hint for rejected keys that begin with it."""
 
 
 def section_in(section: str, key: str) -> str:

@@ -19,22 +19,24 @@ from ratel_cli.units import KIB
 
 MAX_TEXT_BYTES = 256 * KIB
 MAX_NODES = 10_000
+"""Values in a text, counted after its aliases are expanded."""
 MAX_DEPTH = 20
 _MAX_DIGITS = 300
+"""A longer number is rejected."""
 
 Scalar = str | int | float | bool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Where:
-    """A place in a file, or an argument of the command line. In the order in which findings are reported."""
+    """A place in a file, or an argument of the command line. Findings are reported in the order of their places."""
 
     layer: int
-    """0 for the file, then the argument's number."""
+    """0 for the file, N for the Nth argument."""
     line: int
-    """From 1; 0 for an argument, which has one line."""
+    """Counted from 1; 0 for an argument."""
     column: int
-    """From 1; 0 for an argument."""
+    """Counted from 1; 0 for an argument."""
     origin: str
     """The file's name, or the argument."""
 
@@ -56,7 +58,7 @@ class Finding:
 
 
 def raise_all(findings: list[Finding]) -> None:
-    """Raise the first of the findings, by place, as a BadInput that carries the others. Nothing if there is none."""
+    """Raise the first of the findings, by place, as a BadInput that carries the others. No findings: do nothing."""
     if findings:
         first, *others = sorted(findings, key=lambda finding: finding.where)
         raise first.as_error(tuple(other.as_error() for other in others))

@@ -87,7 +87,7 @@ class TrainingData:
         self.num_samples = len(train_ids)
         self.num_eval_samples = len(eval_ids)
         self.num_tokens = int(cache.lengths[train_ids].sum())
-        """Of one epoch, padding not counted."""
+        """Tokens of one epoch, without padding."""
         self.steps_per_epoch = -(-len(self._train_sequences) // self._sequences_per_step)
 
     def step(self, step_index: int) -> list[MicroBatch]:

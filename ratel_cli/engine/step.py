@@ -183,7 +183,8 @@ class StepEngine(Closing):
         )
 
     def _finish_previous(self, commit: Callable[[], None], *, only_if_written: bool = False) -> None:
-        """Settle and commit the step before, if it is unsettled. `only_if_written`: not if that must wait."""
+        """Settle and commit the step before, if it is unsettled. `only_if_written`: do nothing while its
+        update is still being written."""
         if self._updates.is_unsettled and (self._updates.is_written or not only_if_written):
             self._updates.settle()
             commit()
@@ -239,7 +240,7 @@ class StepEngine(Closing):
 
         `hidden`: the last layer's output `[batch, tokens, hidden]` of each micro-batch. Returns the sum of all
         cross-entropies (fp64 scalar), the gradients of `hidden`, and the sum for a tied embedding's gradient. Calls
-        `begin_updates` as early as that needs no waiting, and at the latest before the head's gradient is handed over.
+        `begin_updates` at once if the update of the step before is written, otherwise after the head is computed.
         """
         block = self._model.spec.blocks[-1]
         total, gradients = torch.zeros((), dtype=torch.float64, device=self._device.torch_device), []

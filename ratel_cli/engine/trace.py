@@ -7,9 +7,9 @@ resource. Arrows lead from work to the work that waited for it:
     backward (-> gradient downloaded)   -> first optimizer group of the block
     states read -> optimizer group -> group written
 
-Invariants: after every step the file is a whole array but for its closing bracket, which viewers do without, so that
-a killed run leaves its trace; slices of one track never overlap; both ends of an arrow lie in slices, and it never
-points back in time. If the trace cannot be written, training continues without it, after one warning.
+Invariants: after every step the file lacks only the closing bracket. Viewers accept that, so a killed run leaves a
+usable trace. Slices of one track never overlap. Both ends of an arrow lie in slices, and it never points back in time.
+If the trace cannot be written, training continues without it, after one warning.
 """
 
 from __future__ import annotations

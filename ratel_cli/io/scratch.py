@@ -33,7 +33,7 @@ from ratel_cli.sizes import PAGE_BYTES, STRIPE_BYTES
 
 
 class Scratch(Closing):
-    """`num_bytes` of space, addressed from 0. What was not written reads as anything. Use as a context manager."""
+    """`num_bytes` of space, addressed from 0. Bytes that were never written are undefined. Use as a context manager."""
 
     def __init__(
         self,

@@ -29,8 +29,11 @@ from ratel_cli.model.spec import ModelSpec
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _COMPARED_ELEMENTS = 1 << 23
+"""Two copies of a tied weight are compared in parts of this many elements."""
 _MAX_NAMES = 5
+"""A message lists at most this many tensors."""
 _CONSTANT = re.compile(r"(^|\.)(inv_freq|masked_bias|position_ids)$")
+"""Names of tensors that older versions of transformers saved, and that the model computes itself."""
 
 
 class CheckpointSource(Closing):
@@ -185,7 +188,7 @@ class CheckpointSource(Closing):
         return torch.empty(entry.shape, dtype=torch.float32, device="meta")
 
     def _is_constant(self, name: str) -> bool:
-        """Whether a tensor is a constant that older versions of transformers saved: frequencies, positions, masks."""
+        """True if a tensor is a constant that older versions of transformers saved: frequencies, positions, masks."""
         entry = self._readers[name].tensors[name]
         is_mask = len(entry.shape) == 4 and entry.shape[:2] == (1, 1)
         return _CONSTANT.search(name) is not None or is_mask or not entry.dtype.is_floating_point

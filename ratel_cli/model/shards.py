@@ -24,7 +24,7 @@ from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, Rat
 from ratel_cli.units import align_up
 
 MAX_HEADER_BYTES = 100_000_000
-"""The limit of the reference implementation, safetensors."""
+"""A header has at most this many bytes, as in the safetensors library."""
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
@@ -35,8 +35,9 @@ DTYPES: Mapping[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MAX_DIMENSIONS = 64
-"""The limit of torch, like the next."""
+"""Dimensions that a torch tensor has at most."""
 _MAX_TENSOR_BYTES = (1 << 63) - 1
+"""Bytes that a torch tensor has at most."""
 _COPY_AGAIN = "the file is damaged or incomplete: download or copy it again"
 
 
@@ -50,10 +51,12 @@ class TensorSpec:
 
     @property
     def num_elements(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of its data in the file."""
         return self.num_elements * self.dtype.itemsize
 
 
@@ -165,7 +168,7 @@ class ShardWriter(Closing):
 
 
 def file_bytes(tensors: Sequence[TensorSpec]) -> int:
-    """The exact size in bytes of the file that `ShardWriter` makes of these tensors."""
+    """The exact size in bytes of a file that holds these tensors."""
     header, data_bytes = _header_of(tensors)
     return len(header) + data_bytes
 

@@ -42,6 +42,7 @@ class ParameterSpec:
 
     @property
     def num_elements(self) -> int:
+        """Elements of the tensor, without padding."""
         return math.prod(self.shape)
 
     @property
@@ -59,9 +60,11 @@ class BlockSpec:
     name: str
     parameters: tuple[ParameterSpec, ...]
     num_elements: int
+    """Length of the flat array: all parameters, and the padding between and after them."""
 
     @property
     def num_parameters(self) -> int:
+        """Elements of all parameters, without padding."""
         return sum(parameter.num_elements for parameter in self.parameters)
 
 
@@ -81,10 +84,12 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
+        """Elements of all parameters; a tied embedding counts once."""
         return sum(block.num_parameters for block in self.blocks)
 
     @property
     def num_layers(self) -> int:
+        """Number of decoder layers, without embedding and head."""
         return sum(block.kind == "layer" for block in self.blocks)
 
     def to_json(self) -> dict[str, object]:
@@ -112,7 +117,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTraits:
-    """Facts about a model's layers that the shapes of their parameters do not tell."""
+    """Facts about a model's layers that the shapes of their parameters do not show."""
 
     num_heads: int
     """Number of attention heads; 0 if the layers have no attention."""

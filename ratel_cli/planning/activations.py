@@ -88,6 +88,7 @@ NOTHING_OFFLOADED = OffloadedActivations(
     read_units=(),
     largest_unit_bytes=0,
 )
+"""A step that offloads nothing. It counts one empty unit, because costs are divided by the number of units."""
 """One unit of no size."""
 
 

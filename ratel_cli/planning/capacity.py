@@ -67,7 +67,7 @@ class HostMemory:
     working_set: int
     """Activations of one layer and one micro-batch, or one chunk of logits; and torch's own memory."""
     held_gradients: int
-    """All held gradients that stay in memory. Where the peak comes before the last of them, `total` has fewer."""
+    """All held gradients that stay in memory. `total` counts only those that are held at the peak."""
     device: int
     """The compute device at its peak. A GPU: its own memory. A CPU: weights, gradients and the working set, of this
     memory."""
@@ -286,7 +286,7 @@ class _PlacedStep:
         )
 
     def _speculating(self, position: int) -> _Moment:
-        """Forward, and the opening of the head, after a step that rightly did not wait for clipping.
+        """Forward, and the opening of the head, after a speculative step that was not clipped.
 
         All gradients of that step are still held.
         """

@@ -182,13 +182,13 @@ class _UpdateEdges:
     """Where updates begin and end, relative to the backward stage that they overlap with."""
 
     begin_seconds: float = 0.0
-    """Computing before the first gradient."""
+    """Seconds of computing before the first gradient."""
     rest_seconds: float = 0.0
-    """After the last gradient, the embedding's, before the next step can begin with the embedding."""
+    """Seconds from the last gradient, the embedding's, until the next step can start."""
     drained_bytes: int = 0
-    """Written overlapped with the next forward instead, if the embedding's weights stay in memory."""
+    """Bytes whose writes overlap with the next forward; 0 unless the embedding's weights are resident."""
     drained_seconds: float = 0.0
-    """The most that may take: the time for which the drive is idle in forward."""
+    """Upper bound on the time of these writes: the seconds for which the drive is idle in forward."""
 
 
 _NO_EDGES = _UpdateEdges()

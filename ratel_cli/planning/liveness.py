@@ -22,9 +22,9 @@ class Decision(enum.Enum):
     EXEC = enum.auto()
     """Run it again."""
     SWAP = enum.auto()
-    """Return what it returned: its output was offloaded."""
+    """Return its offloaded output."""
     DEAD = enum.auto()
-    """Return anything of that shape. The last matrix product and the last residual add of a layer are dead."""
+    """Skip it: return an empty tensor of that shape. A layer's last matrix product and residual add are dead."""
 
 
 class Recorded(Protocol):

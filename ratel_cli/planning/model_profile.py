@@ -32,7 +32,7 @@ class SwapCandidate:
     flops: int
     """FLOPs that need not be recomputed any more."""
     seconds: float | None = None
-    """The measured time of that; None if it was not measured."""
+    """Measured seconds of recomputation that are saved; None if not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,7 +59,7 @@ class SwappedOperator:
     flops: int
     """FLOPs that need not be recomputed."""
     seconds: float | None
-    """The same as measured time; None if it was not measured."""
+    """Measured seconds of recomputation that are saved; None if not measured."""
     benefit: float
     """FLOPs per byte (Eq. 6)."""
 

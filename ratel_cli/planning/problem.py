@@ -108,7 +108,10 @@ class Problem:
         )
 
     def evaluate_in_least_memory(self, placement: Placement, num_outputs: int) -> Evaluation:
-        """The same with as few spilled units as fit, held gradients going to NVMe before them. Raises DoesNotFit."""
+        """Like `evaluate`, but what does not fit in memory goes to NVMe. Raises DoesNotFit.
+
+        Held gradients go first, then as few units as possible.
+        """
         placement = replace(placement, spilled_units=0)
         try:
             return self.evaluate(placement, num_outputs=num_outputs)

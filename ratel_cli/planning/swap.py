@@ -43,7 +43,7 @@ class SwapPrefix:
     flops: int
     """FLOPs that need not be recomputed."""
     seconds: float
-    """The same as measured seconds; 0 where nothing was measured."""
+    """Measured seconds that need not be recomputed; 0 if nothing was measured."""
 
 
 class SwapOrder:

@@ -26,7 +26,7 @@ _NAMES: Mapping[Bottleneck, str] = {
 }
 """How a person reads the names of resources."""
 _LEAST_SHARE = 0.01
-"""Of a step: shorter stalls are not worth a word."""
+"""Stalls below this share of a step are not printed."""
 
 
 def opening(

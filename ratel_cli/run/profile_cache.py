@@ -51,8 +51,8 @@ def profile_target(config: RunConfig, storage: Sequence[Path] = ()) -> ProfileTa
 def machine_profile(
     target: ProfileTarget, measure: Callable[[ProfileTarget], HardwareProfile], log: RunLog, *, refresh: bool
 ) -> HardwareProfile:
-    """The cached profile or, if there is none or with `refresh`, a new one, which `measure` makes and the cache
-    keeps."""
+    """The cached profile or, if there is none or with `refresh`, a new one, which `measure` makes and which is
+    cached."""
     cached = None if refresh else cached_machine_profile(target, log)
     if cached is not None:
         return cached

@@ -178,9 +178,10 @@ def decode_manifest(page: bytes) -> Manifest | None:
 def choose_manifest(pages: Sequence[bytes]) -> tuple[Manifest | None, bool]:
     """The manifest that counts, or None if no import was committed; and True if a page is damaged.
 
-    A damaged page beside a valid one is what a power cut during a commit leaves: nothing of the older generation was
-    touched before it. A damaged page beside an empty one is what a cut during the first commit leaves: there is no
-    older generation. Raises IntegrityFailure if both pages are damaged, or if two valid ones do not follow each other.
+    A power cut during a commit leaves one damaged and one valid page. The older generation is intact. A cut during the
+    first commit leaves one damaged and one empty page: there is no older generation.
+
+    Raises IntegrityFailure if both pages are damaged, or if two valid ones do not follow each other.
     """
     decoded = [(decode_manifest(page), page) for page in pages if page != EMPTY_PAGE]
     valid = sorted(

@@ -40,7 +40,7 @@ class StepMetrics:
     tflops_model: float
     """The rate of the model's own operations, three times the forward. Recomputation is not counted."""
     tflops_hardware: float
-    """The same with recomputation."""
+    """The rate with recomputed operations counted."""
     swapped_bytes: int
     """Activations that forward offloaded for backward, inputs of layers included."""
     nvme_read_bytes: int

@@ -97,7 +97,7 @@ class Measured:
 
     num_parameters: int
     step_seconds: list[float]
-    """Of the steps that count, from decision to decision; the last step includes what was left to write."""
+    """Seconds of each counted step, from one decision to the next; the last step includes the remaining writes."""
     losses: list[float]
     peak_bytes: int
     gpu_peak_bytes: int = 0

@@ -187,7 +187,7 @@ def _directory(task: Task) -> str:
 
 
 def _host_bytes(task: Task) -> int:
-    """The limit on main memory: the given one, or what is free beside a store in RAM."""
+    """The limit on main memory: the given one, or what is free next to a store in RAM."""
     if task.host_memory_gib is not None:
         return int(task.host_memory_gib * GIB)
     is_in_memory = Path(task.directory).resolve().is_relative_to(_IN_MEMORY)

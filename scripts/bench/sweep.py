@@ -62,7 +62,7 @@ class SweepPoint:
     bottleneck: str
     forward_seconds: list[float]
     seconds: list[float]
-    """Of whole steps, from decision to decision."""
+    """Seconds of each counted step, from one decision to the next; the last step includes the remaining writes."""
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ class BlockUpdate:
     """Compute weights in memory, updated in place and written from there; None: read and written with the states."""
     adamw: AdamWUpdate
     holds_gradient: bool = False
-    """Someone else releases the gradient, since it may be needed once more."""
+    """True if `Updates` releases the gradient: a clipped step needs it again."""
     is_updated: bool = field(default=False, init=False)
     """True when `weights`, if there are any, are the new ones."""
     is_written: bool = field(default=False, init=False)

@@ -6,8 +6,8 @@ under a `Replayer`, which rebuilds the autograd graph: each operator is run agai
 or skipped, as `planning.liveness` decided.
 
 An operator's key is its name and the number of its earlier calls in the layer, such as `aten.mm.default#2`. Some
-outputs are never swapped, whatever the plan says: views, mutated tensors, and integers, which steer the model.
-Attention on a GPU returns a few integers for its own backward; the tape holds those.
+outputs are never swapped, whatever the plan says: views, mutated tensors, and integers, which may decide what the
+model computes. Attention on a GPU returns a few integers for its own backward; the tape holds those.
 
 Invariants: (1) the replay meets the recorded operators in the recorded order, or it stops with an error, never with
 wrong gradients; (2) random operators draw what they drew when they were recorded; (3) no autograd graph outlives the
@@ -43,7 +43,7 @@ _ATTENTION_ON_GPU = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class OutputShape:
-    """Describes a tensor that will not be computed."""
+    """Shape, dtype and device of a tensor that will not be computed."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -57,17 +57,20 @@ class OutputShape:
 
 @dataclass(slots=True)
 class RecordedOperator:
-    """One call of an operator. Storages are given by serial numbers."""
+    """One call of an operator. A storage is identified by the serial number that the recorder gave it."""
 
     func: TorchOperator
     key: str
+    """The operator's name and the number of its earlier calls in the layer."""
     reads: tuple[int, ...]
+    """Storages of the arguments."""
     writes: tuple[int, ...]
+    """Storages of the results, unless they are views; also those of the arguments if it changes any in place."""
     outputs: tuple[object, ...] | None
     """The results, with an `OutputShape` for each floating-point tensor. None if the operator must run again: views,
-    mutations, results that steer Python."""
+    mutations, results that Python reads."""
     output_bytes: int
-    """Packed size of its new storages; 0 if it cannot be swapped."""
+    """Bytes of its new storages when they are packed; 0 if the output cannot be swapped."""
     random_state: torch.Tensor | None
     """The generator's state before the call; None if the operator is not random."""
     is_needed: bool
@@ -107,7 +110,7 @@ class Recorder(OperatorMode):
         self.saved: set[int] = set()
         """Storages that autograd would have saved."""
         self.saved_bytes = 0
-        """Size of those storages, without parameters."""
+        """Bytes of those storages, without parameters."""
         self._offloaded_outputs: dict[int, tuple[torch.Tensor, ...]] = {}
         self._num_calls: Counter[str] = Counter()
         self._serials: dict[int, int] = {}
@@ -271,7 +274,7 @@ class Replayer(OperatorMode):
 
 
 def storage_bytes(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Size of each storage behind the tensors, each storage once."""
+    """Bytes of each storage behind the tensors. A storage that several tensors share is listed once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     return [storage.nbytes() for storage in storages.values()]
 
