@@ -47,7 +47,7 @@ def run(
     setting = setting_of(config, hardware)
     forecast = forecaster.forecast(setting)
     if hardware_path is None:
-        snapshot = snapshot_tiers(config, forecaster, nvme_bytes=forecast.nvme_bytes)
+        snapshot = snapshot_tiers(config, forecaster, nvme_bytes=forecast.prediction.nvme_bytes)
         forecast = replace(forecast, tiers=(*forecast.tiers, *snapshot))
     advices = _advices(forecaster, forecast)
     answered = answers(questions, forecaster, forecast)
@@ -62,7 +62,7 @@ def run(
         for answer in answered:
             _block(RunLog(sys.stdout), answer.title, answer.lines)
     if picture is not None:
-        draw_picture(forecast, picture)
+        draw_picture(forecast.prediction, picture)
         log.say(f"wrote {picture}")
     _check(forecast)
 
@@ -72,7 +72,7 @@ def _advices(forecaster: Forecaster, forecast: Forecast) -> tuple[Advice, ...]:
 
     def tokens_per_second(setting: Setting) -> float | None:
         each = forecast if setting is forecast.setting else forecaster.forecast(setting)
-        return each.tokens_per_second if each.fits else None
+        return each.prediction.tokens_per_second if each.fits else None
 
     return advise(forecast.setting, tokens_per_second)
 
@@ -80,9 +80,9 @@ def _advices(forecaster: Forecaster, forecast: Forecast) -> tuple[Advice, ...]:
 def _show(forecast: Forecast, advices: tuple[Advice, ...], *, dtype: str) -> None:
     page = RunLog(sys.stdout)
     page.facts(forecast_rows(forecast, dtype=dtype))
-    for line in swap_lines(forecast):
+    for line in swap_lines(forecast.prediction):
         page.say(f"  {line}")
-    _block(page, "curve", terminal_curve(forecast))
+    _block(page, "curve", terminal_curve(forecast.prediction))
     if forecast.fits:
         _block(page, "what would help", advice_lines(advices))
 

@@ -124,6 +124,21 @@ def offload(
     )
 
 
+def offload_bytes(num_bytes: int, *, spilled_bytes: int, gpu_bytes: int = 0) -> OffloadedActivations:
+    """The same where any byte may go anywhere, as cost models without units have it."""
+    spilled = (SpilledUnits(spilled_bytes, 1),)
+    return OffloadedActivations(
+        total_bytes=num_bytes,
+        host_bytes=num_bytes - spilled_bytes - gpu_bytes,
+        window_bytes=0,
+        num_units=max(1, num_bytes),
+        written_units=spilled,
+        read_units=spilled,
+        largest_unit_bytes=0,
+        gpu_bytes=gpu_bytes,
+    )
+
+
 def fewest_spilled_units(
     unit_bytes: list[int], *, num_micro_batches: int, available_bytes: int, most_units: int | None = None
 ) -> int:

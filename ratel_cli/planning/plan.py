@@ -11,16 +11,15 @@ from dataclasses import asdict, dataclass, replace
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES, HardwareProfile
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import OffloadedActivations
 from ratel_cli.planning.capacity import HostMemory, check_device_memory
 from ratel_cli.planning.choose import choose, curve
-from ratel_cli.planning.model_profile import ModelProfile, Source
+from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.papers.prefix import Case
 from ratel_cli.planning.placement import ActivationPolicy, Overlap, Placement, StateBytes, Workload
+from ratel_cli.planning.prediction import Prediction, SwappedOperator
 from ratel_cli.planning.problem import Evaluation, Problem
-from ratel_cli.planning.step_time import StepTime
 from ratel_cli.planning.swap import SwapOrder, SwapPrefix
-from ratel_cli.planning.traffic import Traffic, gradient_bytes, store_bytes
+from ratel_cli.planning.traffic import gradient_bytes, store_bytes
 
 FORMAT_VERSION = 1
 
@@ -48,56 +47,17 @@ class Decisions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SwappedOperator:
-    """One operator's output, swapped in one or more layers. A row of `swap_set` in plan.json."""
-
-    operator: str
-    blocks: int
-    """Number of layers in which it is swapped."""
-    bytes: int
-    """Bytes of all of them and of all micro-batches."""
-    flops: int
-    """FLOPs that need not be recomputed."""
-    seconds: float | None
-    """Measured seconds of recomputation that are saved; None if not measured."""
-    benefit: float
-    """FLOPs per byte (Eq. 6)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Prediction):
     """Everything that training needs to know of the plan, and that the user is shown. Numbers are for one step."""
 
-    model_name: str
-    num_parameters: int
-    num_blocks: int
-    workload: Workload
     decisions: Decisions
-    profile_source: Source
-    """Whether operators' costs were recorded, or estimated from shapes."""
-    flops_forward: int
-    flops_recomputed: int
-    """FLOPs that backward runs again."""
-    swappable_bytes: int
-    """Layers' inputs and all outputs that could be swapped."""
-    swapped: tuple[SwappedOperator, ...]
-    """The greatest benefit first."""
     swap: SwapPrefix
-    offloaded: OffloadedActivations
-    inter_block_bytes: int
-    """Layers' inputs, which are always offloaded."""
-    curve: tuple[tuple[int, float], ...]
-    """Bytes offloaded, and the step's seconds then."""
     placement: Placement
     memory: HostMemory
     spilled_blocks: int
     """Held gradients of this many blocks, the first in forward order, lie on NVMe."""
     spilled_bytes: int
     """Bytes of those gradients."""
-    nvme_bytes: int
-    """The store, the spilled gradients and the spilled activations."""
-    traffic: Traffic
-    time: StepTime
 
     @property
     def held_in_memory_bytes(self) -> int | None:
@@ -110,36 +70,14 @@ class Plan:
         limit_bytes = self.decisions.device_limit_bytes
         return None if limit_bytes is None else max(0, limit_bytes - GPU_CONTEXT_BYTES)
 
-    @property
-    def case(self) -> Case:
-        """The paper's case (section IV-D): 1 swaps nothing but inputs, 2 swaps everything, 3 something in between."""
-        if not self.swap.num_outputs:
-            return 1
-        return 2 if self.offloaded.total_bytes == self.swappable_bytes else 3
-
     def to_json(self) -> dict[str, object]:
         """The content of run/plan.json."""
-        time, traffic, placement, tokens = self.time, self.traffic, self.placement, self.workload.tokens
-        flops_model = 3 * self.flops_forward
+        time, traffic, placement = self.time, self.traffic, self.placement
         return {
             "format_version": FORMAT_VERSION,
-            "model": {
-                "name": self.model_name,
-                "num_parameters": self.num_parameters,
-                "num_blocks": self.num_blocks,
-                "flops_forward": self.flops_forward,
-            },
+            "model": self.model_json(),
             "workload": asdict(self.workload),
-            "activations": {
-                "total_bytes": self.swappable_bytes,
-                "inter_block_bytes": self.inter_block_bytes,
-                "swapped_bytes": self.offloaded.total_bytes,
-                "swapped_to_nvme_bytes": self.offloaded.written_bytes,
-                "kept_on_gpu_bytes": self.offloaded.gpu_bytes,
-                "swap_set": [asdict(operator) for operator in self.swapped],
-                "recompute_flops": self.flops_recomputed,
-                "source": self.profile_source,
-            },
+            "activations": self.activations_json(),
             "placement": {
                 "prefetch_blocks": placement.prefetch_blocks,
                 "pending_updates": placement.pending_updates,
@@ -158,7 +96,7 @@ class Plan:
                 "backward_seconds": time.backward.total + time.update.total,
                 "case": self.case,
                 "step_seconds": time.total,
-                "bottleneck": time.bottleneck,
+                "bottleneck": self.bottleneck,
             },
             "traffic": {
                 "nvme_read_bytes": traffic.read_bytes,
@@ -166,23 +104,15 @@ class Plan:
                 "nvme_first_read_bytes": traffic.first_read_bytes,
             },
             "memory": {
-                "gpu_bytes": self.memory.device,
-                "host_bytes": self.memory.total,
-                "nvme_bytes": self.nvme_bytes,
-                "fits": True,
-                "shortfall_bytes": 0,
+                **self.memory_json(shortfall_bytes=0),
                 "host_limit_bytes": self.decisions.host_limit_bytes,
                 "host": asdict(self.memory),
                 "spilled_gradient_bytes": self.spilled_bytes,
             },
-            "throughput": {
-                "tokens_per_second": tokens / time.total,
-                "tflops_model": flops_model / time.total / 1e12,
-                "tflops_hardware": (flops_model + self.flops_recomputed) / time.total / 1e12,
-            },
+            "throughput": self.throughput_json(),
             "wear": {"tb_written_per_step": traffic.written_bytes / 1e12},
-            "curve": [{"swapped_bytes": num_bytes, "step_seconds": seconds} for num_bytes, seconds in self.curve],
-            "cost_model": "ratel",
+            "curve": self.curve_json(),
+            "cost_model": self.cost_model,
         }
 
 
@@ -218,31 +148,43 @@ def make_plan(
     spilled_bytes = gradient_bytes(spec, state, num_blocks=chosen.spilled_blocks)
     number, layers = workload.num_micro_batches, [profile.profiles[index] for index in profile.layers]
     inter_block_bytes = number * sum(layer.input_bytes for layer in layers)
+    swappable_bytes = inter_block_bytes + number * problem.order.prefix(problem.order.num_outputs).num_bytes
     return Plan(
+        cost_model="ratel",
+        source=profile.source,
         model_name=spec.name,
         num_parameters=spec.num_parameters,
         num_blocks=len(spec.blocks),
         workload=workload,
         decisions=decisions,
-        profile_source=profile.source,
         flops_forward=number * (sum(layer.flops_forward for layer in layers) + profile.flops_head),
         flops_recomputed=number * (sum(layer.flops_recomputed for layer in layers) - chosen.swap.flops),
-        swappable_bytes=inter_block_bytes + number * problem.order.prefix(problem.order.num_outputs).num_bytes,
+        swappable_bytes=swappable_bytes,
+        inter_block_bytes=inter_block_bytes,
         swapped=tuple(_swapped_operators(problem.order, chosen.swap, number)),
         swap=chosen.swap,
         offloaded=chosen.offloaded,
-        inter_block_bytes=inter_block_bytes,
-        curve=tuple(curve(problem, chosen)),
+        case=_case(chosen, swappable_bytes),
         placement=chosen.placement,
         memory=chosen.memory,
         spilled_blocks=chosen.spilled_blocks,
         spilled_bytes=spilled_bytes,
+        traffic=chosen.traffic,
+        time=chosen.time,
+        bottleneck=chosen.time.bottleneck,
+        gpu_bytes=chosen.memory.device,
+        host_bytes=chosen.memory.total,
         nvme_bytes=store_bytes(spec, state, num_slots=decisions.num_slots)
         + spilled_bytes
         + chosen.offloaded.written_bytes,
-        traffic=chosen.traffic,
-        time=chosen.time,
+        curve=tuple(curve(problem, chosen)),
     )
+
+
+def _case(chosen: Evaluation, swappable_bytes: int) -> Case:
+    if not chosen.swap.num_outputs:
+        return 1
+    return 2 if chosen.offloaded.total_bytes == swappable_bytes else 3
 
 
 def _choose(problem: Problem) -> Evaluation:

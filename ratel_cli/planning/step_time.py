@@ -78,9 +78,9 @@ class StepTime:
         return self.forward.total + self.backward.total + self.update.total
 
     @property
-    def after_forward(self) -> StageTime:
-        """Backward, and a separate optimizer after it."""
-        return weighted_sum(((1.0, self.backward), (1.0, self.update)))
+    def with_update_in_backward(self) -> StepTime:
+        """The same with a separate optimizer counted as the end of backward."""
+        return StepTime(forward=self.forward, backward=weighted_sum(((1.0, self.backward), (1.0, self.update))))
 
     @property
     def bottleneck(self) -> Bottleneck:

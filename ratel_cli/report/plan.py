@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ratel_cli.planning.forecast.advice import Advice
 from ratel_cli.planning.forecast.forecast import Forecast, Tier
-from ratel_cli.planning.plan import SwappedOperator
+from ratel_cli.planning.prediction import Prediction, SwappedOperator
 from ratel_cli.planning.step_time import StageTime
 from ratel_cli.units import GIB, counted, format_bytes, format_count, format_flops, format_seconds
 
@@ -22,28 +22,29 @@ _CASES = {
 
 def forecast_rows(forecast: Forecast, *, dtype: str) -> list[tuple[str, str]]:
     """The table, from the model to what is swapped: a name and a fact for each row."""
-    workload, gpu, nvme = forecast.setting.workload, forecast.setting.hardware.gpu, forecast.setting.hardware.nvme
+    prediction, hardware = forecast.prediction, forecast.setting.hardware
+    workload, gpu, nvme = prediction.workload, hardware.gpu, hardware.nvme
     micro_batches = counted(workload.num_micro_batches, "micro-batch", "micro-batches")
     size = f"{workload.micro_batch_size} x {workload.sequence_len}"
     drives = counted(nvme.num_devices, "drive")
     rates = f"{nvme.read_bytes_per_second / 1e9:.3g} GB/s read, {nvme.write_bytes_per_second / 1e9:.3g} GB/s written"
-    parameters = f"{format_count(forecast.num_parameters)} parameters in {forecast.num_blocks} blocks"
+    parameters = f"{format_count(prediction.num_parameters)} parameters in {prediction.num_blocks} blocks"
     return [
-        ("model", f"{forecast.model_name}: {parameters}, computing in {dtype}"),
+        ("model", f"{prediction.model_name}: {parameters}, computing in {dtype}"),
         ("step", f"{micro_batches} of {size} = {workload.tokens} tokens"),
         ("machine", f"{gpu.name}, {gpu.flops_per_second / 1e12:.3g} TFLOP/s; {drives}, {rates}"),
-        ("estimate", _estimate(forecast)),
+        ("estimate", _estimate(prediction)),
         *((tier.name, _tier(tier)) for tier in forecast.tiers),
         ("fits", _verdict(forecast)),
-        ("forward", _stage(forecast.forward)),
-        ("backward", _stage(forecast.backward)),
-        ("predicted", _prediction(forecast)),
+        ("forward", _stage(prediction.time.forward)),
+        ("backward", _stage(prediction.time.backward)),
+        ("predicted", _predicted(prediction)),
         ("run", _run(forecast)),
-        ("swapped", _swapped(forecast)),
+        ("swapped", _swapped(prediction)),
     ]
 
 
-def swap_lines(forecast: Forecast) -> list[str]:
+def swap_lines(prediction: Prediction) -> list[str]:
     """One line for each operator, the greatest benefit first; none where only inputs are swapped."""
     rows = [
         (
@@ -52,7 +53,7 @@ def swap_lines(forecast: Forecast) -> list[str]:
             format_bytes(each.bytes),
             *_benefit(each),
         )
-        for each in forecast.swap_set
+        for each in prediction.swapped
     ]
     return aligned([("operator", "in", "swapped", "saves", "benefit"), *rows]) if rows else []
 
@@ -86,10 +87,10 @@ def _benefit(swapped: SwappedOperator) -> tuple[str, str]:
     return format_seconds(swapped.seconds), f"{swapped.seconds / swapped.bytes * GIB:.3g} s/GiB"
 
 
-def _estimate(forecast: Forecast) -> str:
-    if forecast.cost_model == "paper":
+def _estimate(prediction: Prediction) -> str:
+    if prediction.cost_model == "paper":
         return "analytic, by the paper's equations: 14 bytes per parameter, 34 b s h of activations"
-    if forecast.source == "recorded":
+    if prediction.source == "recorded":
         return "from a recorded step of this model on this machine"
     return "analytic, from shapes alone; `ratel profile` with this config, or a run's first step, measures"
 
@@ -120,16 +121,16 @@ def _stage(stage: StageTime) -> str:
     return f"{format_seconds(stage.total)}: {', '.join(shown)}"
 
 
-def _prediction(forecast: Forecast) -> str:
+def _predicted(prediction: Prediction) -> str:
     return (
-        f"{format_seconds(forecast.step_seconds)} per step, mostly {forecast.bottleneck}; "
-        f"{forecast.tokens_per_second:.4g} tokens/s; "
-        f"{forecast.tflops_model:.3g} TFLOP/s of the model, {forecast.tflops_hardware:.3g} with recomputation"
+        f"{format_seconds(prediction.time.total)} per step, mostly {prediction.bottleneck}; "
+        f"{prediction.tokens_per_second:.4g} tokens/s; "
+        f"{prediction.tflops_model:.3g} TFLOP/s of the model, {prediction.tflops_hardware:.3g} with recomputation"
     )
 
 
 def _run(forecast: Forecast) -> str:
-    written = f"{forecast.nvme_written_bytes / 1e12:.3g} TB written per step"
+    written = f"{forecast.prediction.traffic.written_bytes / 1e12:.3g} TB written per step"
     if forecast.run_seconds is None or forecast.run_tb_written is None:
         return f"{written}; set max_steps to predict the whole run"
     steps = counted(forecast.setting.num_steps or 0, "step")
@@ -139,14 +140,15 @@ def _run(forecast: Forecast) -> str:
     return fact
 
 
-def _swapped(forecast: Forecast) -> str:
+def _swapped(prediction: Prediction) -> str:
     """What is offloaded, layers' inputs included."""
-    fact = f"{format_bytes(forecast.swapped_bytes)} of {format_bytes(forecast.swappable_bytes)} of activations"
-    if forecast.swapped_to_nvme_bytes:
-        fact += f", {format_bytes(forecast.swapped_to_nvme_bytes)} of it to NVMe"
-    if forecast.gpu_activation_bytes:
-        fact += f", {format_bytes(forecast.gpu_activation_bytes)} of it stays on the GPU"
+    offloaded = prediction.offloaded
+    fact = f"{format_bytes(offloaded.total_bytes)} of {format_bytes(prediction.swappable_bytes)} of activations"
+    if offloaded.written_bytes:
+        fact += f", {format_bytes(offloaded.written_bytes)} of it to NVMe"
+    if offloaded.gpu_bytes:
+        fact += f", {format_bytes(offloaded.gpu_bytes)} of it stays on the GPU"
     return (
-        f"{fact}; {format_bytes(forecast.inter_block_bytes)} are layers' inputs, which are always swapped; "
-        f"{_CASES[forecast.case]} (case {forecast.case})"
+        f"{fact}; {format_bytes(prediction.inter_block_bytes)} are layers' inputs, which are always swapped; "
+        f"{_CASES[prediction.case]} (case {prediction.case})"
     )

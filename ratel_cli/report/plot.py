@@ -1,4 +1,4 @@
-"""The curve of a forecast, step time against bytes swapped: in the terminal, or as a picture.
+"""The curve of a prediction, step time against bytes swapped: in the terminal, or as a picture.
 
 Imports of plotting libraries are inside the functions: 0.15 s for the terminal, far more for pictures.
 """
@@ -10,26 +10,26 @@ from importlib import import_module
 from pathlib import Path
 
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.planning.forecast.forecast import Forecast
+from ratel_cli.planning.prediction import Prediction
 from ratel_cli.units import GIB, MIB, format_bytes
 
 _SUFFIXES = (".svg", ".png")
 _COLUMNS, _ROWS = 78, 16
 
 
-def terminal_curve(forecast: Forecast) -> list[str]:
+def terminal_curve(prediction: Prediction) -> list[str]:
     """The lines of a plot in the terminal; none if the curve has only one point."""
-    if len(forecast.curve) < 2:
+    if len(prediction.curve) < 2:
         return []
     figure = import_module("plotext").figure
     figure.clear()
     figure.plot_size(_COLUMNS, _ROWS)
-    curve = figure.signal(*_coordinates(forecast), marker="braille")
+    curve = figure.signal(*_coordinates(prediction), marker="braille")
     curve.lines()
     figure.draw(curve)
-    figure.draw(figure.signal(*_chosen(forecast), marker="X"))
-    chosen = f"X: {format_bytes(forecast.swapped_bytes)}, as planned"
-    figure.label(f"seconds per step against {_unit(forecast)[0]} swapped; {chosen}", "x")
+    figure.draw(figure.signal(*_chosen(prediction), marker="X"))
+    chosen = f"X: {format_bytes(prediction.offloaded.total_bytes)}, as planned"
+    figure.label(f"seconds per step against {_unit(prediction)[0]} swapped; {chosen}", "x")
     text: str = figure.build().string(colorless=True)
     return [line.rstrip() for line in text.splitlines() if line.strip()]
 
@@ -47,14 +47,14 @@ def check_picture(path: Path) -> None:
         raise EnvironmentFailure("--plot needs matplotlib", "pip install matplotlib, or ratel-cli[plot]") from exc
 
 
-def draw_picture(forecast: Forecast, path: Path) -> None:
+def draw_picture(prediction: Prediction, path: Path) -> None:
     """Write the curve as a picture. Raises EnvironmentFailure if it cannot be written."""
     import_module("matplotlib").use("Agg")
     figure = import_module("matplotlib.figure").Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(*_coordinates(forecast), marker=".", label="predicted")
-    axes.plot(*_chosen(forecast), "x", markersize=10, label="planned")
-    axes.set(title=forecast.model_name, xlabel=f"swapped, {_unit(forecast)[0]}", ylabel="seconds per step")
+    axes.plot(*_coordinates(prediction), marker=".", label="predicted")
+    axes.plot(*_chosen(prediction), "x", markersize=10, label="planned")
+    axes.set(title=prediction.model_name, xlabel=f"swapped, {_unit(prediction)[0]}", ylabel="seconds per step")
     axes.legend()
     axes.grid(alpha=0.3)
     try:
@@ -63,16 +63,16 @@ def draw_picture(forecast: Forecast, path: Path) -> None:
         raise EnvironmentFailure(f"{path}: cannot be written: {exc.strerror}") from exc
 
 
-def _coordinates(forecast: Forecast) -> tuple[list[float], list[float]]:
-    _, unit_bytes = _unit(forecast)
-    return [num_bytes / unit_bytes for num_bytes, _ in forecast.curve], [seconds for _, seconds in forecast.curve]
+def _coordinates(prediction: Prediction) -> tuple[list[float], list[float]]:
+    _, unit_bytes = _unit(prediction)
+    return [num_bytes / unit_bytes for num_bytes, _ in prediction.curve], [seconds for _, seconds in prediction.curve]
 
 
-def _chosen(forecast: Forecast) -> tuple[list[float], list[float]]:
-    _, unit_bytes = _unit(forecast)
-    return [forecast.swapped_bytes / unit_bytes], [forecast.step_seconds]
+def _chosen(prediction: Prediction) -> tuple[list[float], list[float]]:
+    _, unit_bytes = _unit(prediction)
+    return [prediction.offloaded.total_bytes / unit_bytes], [prediction.time.total]
 
 
-def _unit(forecast: Forecast) -> tuple[str, int]:
+def _unit(prediction: Prediction) -> tuple[str, int]:
     """A unit of bytes in which the numbers of the axis are neither huge nor tiny."""
-    return ("GiB", GIB) if forecast.swappable_bytes >= GIB else ("MiB", MIB)
+    return ("GiB", GIB) if prediction.swappable_bytes >= GIB else ("MiB", MIB)

@@ -207,7 +207,7 @@ def _prediction(plan: Plan, num_steps_left: int) -> str:
     seconds, written_bytes = plan.time.total * num_steps_left, plan.traffic.written_bytes * num_steps_left
     steps = counted(num_steps_left, "step")
     fact = f"{_step_time(plan)}; {format_seconds(seconds)} and {written_bytes / 1e12:.3g} TB written for {steps}"
-    return f"{fact}; estimated from shapes until step 1 is recorded" if plan.profile_source == "analytic" else fact
+    return f"{fact}; estimated from shapes until step 1 is recorded" if plan.source == "analytic" else fact
 
 
 def _step_time(plan: Plan) -> str:

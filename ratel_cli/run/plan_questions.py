@@ -56,21 +56,22 @@ def _compare(forecaster: Forecaster, forecast: Forecast) -> Answer:
     Ratel's own row is the plan, unless the equations find better: they split units, and the plan does not.
     """
     ours, *others = compare(forecaster.equations(forecast.setting))
+    prediction = forecast.prediction
     planned = Point(
-        swapped_bytes=forecast.swapped_bytes,
-        spilled_bytes=forecast.swapped_to_nvme_bytes,
-        recomputed_flops=forecast.recompute_flops,
-        seconds=forecast.step_seconds,
+        swapped_bytes=prediction.offloaded.total_bytes,
+        spilled_bytes=prediction.offloaded.written_bytes,
+        recomputed_flops=prediction.flops_recomputed,
+        seconds=prediction.time.total,
     )
     best = min(planned, ours.point, key=lambda point: point.seconds)
     outcomes = (replace(ours, point=best), *others)
-    tokens = forecast.setting.workload.tokens
+    tokens = prediction.workload.tokens
     titles = ("strategy", "step", "tokens/s", "of ours", "swapped", "to NVMe", "")
     rows = [titles, *(_strategy_row(outcome, best.seconds, tokens) for outcome in outcomes)]
     most = flash_neuron_parameters(forecast.setting.hardware.gpu.memory_bytes)
     return Answer(
         key="compare",
-        title=f"other strategies, by the same equations ({forecast.cost_model})",
+        title=f"other strategies, by the same equations ({prediction.cost_model})",
         lines=[
             *aligned(rows),
             f"FlashNeuron, whose states stay on the GPU: {format_count(most)} parameters at most",
@@ -146,14 +147,15 @@ def _prices(forecaster: Forecaster, forecast: Forecast) -> Answer:
             rows.append((str(count), f"${dollars}", "", "does not fit"))
             content.append({"num_ssds": count, "dollars": dollars, "fits": False})
             continue
-        bought = 1000 * each.tokens_per_second / dollars
-        rows.append((str(count), f"${dollars}", f"{each.tokens_per_second:.4g}", f"{bought:.3g} tokens/s"))
+        tokens_per_second = each.prediction.tokens_per_second
+        bought = 1000 * tokens_per_second / dollars
+        rows.append((str(count), f"${dollars}", f"{tokens_per_second:.4g}", f"{bought:.3g} tokens/s"))
         content.append(
             {
                 "num_ssds": count,
                 "dollars": dollars,
                 "fits": True,
-                "tokens_per_second": each.tokens_per_second,
+                "tokens_per_second": tokens_per_second,
                 "tokens_per_second_per_thousand_dollars": bought,
             }
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ratel_cli.errors import BadInput
+from ratel_cli.planning.activations import offload_bytes
 from ratel_cli.planning.forecast.forecast import Depth, Forecast, Setting, Tier
 from ratel_cli.planning.papers.largest import TierBytes, deepest, need
 from ratel_cli.planning.papers.paper import (
@@ -18,7 +19,8 @@ from ratel_cli.planning.papers.paper import (
     PaperShape,
 )
 from ratel_cli.planning.papers.prefix import Search, SwappableOperator, search
-from ratel_cli.planning.plan import SwappedOperator
+from ratel_cli.planning.prediction import Prediction, SwappedOperator
+from ratel_cli.planning.traffic import Traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,33 +46,33 @@ class PaperForecaster:
         )
         needed = need(shape)
         weight_bytes, state_bytes = WEIGHT_BYTES * shape.num_parameters, STATE_BYTES * shape.num_parameters
-        return Forecast(
+        offloaded = offload_bytes(point.swapped_bytes, spilled_bytes=point.spilled_bytes)
+        traffic = Traffic(
+            forward_read_bytes=weight_bytes, backward_read_bytes=state_bytes, backward_written_bytes=state_bytes
+        )
+        prediction = Prediction(
             cost_model="paper",
             source="analytic",
             model_name=self.name,
             num_parameters=shape.num_parameters,
             num_blocks=shape.num_layers,
+            workload=setting.workload,
             flops_forward=shape.flops_forward,
-            setting=setting,
+            flops_recomputed=point.recomputed_flops,
             swappable_bytes=shape.activation_bytes,
             inter_block_bytes=shape.inter_block_bytes,
-            swapped_bytes=point.swapped_bytes,
-            swapped_to_nvme_bytes=point.spilled_bytes,
-            gpu_activation_bytes=0,
-            swap_set=tuple(_swapped(operator) for operator in found.swapped(count)),
-            recompute_flops=point.recomputed_flops,
+            swapped=tuple(_swapped(operator) for operator in found.swapped(count)),
+            offloaded=offloaded,
             case=found.case,
-            forward=time.forward,
-            backward=time.backward,
+            traffic=traffic.with_offloaded(offloaded),
+            time=time,
             bottleneck="nvme" if time.bottleneck.startswith("nvme") else time.bottleneck,
-            nvme_read_bytes=weight_bytes + state_bytes + point.spilled_bytes,
-            nvme_written_bytes=state_bytes + point.spilled_bytes,
             gpu_bytes=needed.gpu_bytes,
             host_bytes=needed.host_bytes,
             nvme_bytes=needed.nvme_bytes,
-            tiers=self._tiers(shape, setting),
             curve=tuple(_curve(found, count)),
         )
+        return Forecast(prediction=prediction, setting=setting, tiers=self._tiers(shape, setting))
 
     def equations(self, setting: Setting) -> PaperEquations:
         """Eq. 1 to 5 of the paper. Raises BadInput for a machine without a link."""

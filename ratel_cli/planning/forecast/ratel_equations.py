@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from ratel_cli.planning.activations import NOTHING_OFFLOADED, OffloadedActivations, SpilledUnits
+from ratel_cli.planning.activations import NOTHING_OFFLOADED, offload_bytes
 from ratel_cli.planning.costs import overlapped_step
 from ratel_cli.planning.model_profile import SwapCandidate
 from ratel_cli.planning.papers.prefix import SwappableOperator
@@ -59,17 +59,7 @@ class RatelEquations:
     def seconds(self, *, swapped_bytes: int, spilled_bytes: int, recomputed_flops: int) -> float:
         """Predicted seconds of one step."""
         problem, gpu_bytes = self.problem, min(self.gpu_bytes, swapped_bytes - spilled_bytes)
-        spilled = (SpilledUnits(spilled_bytes, 1),)
-        offloaded = OffloadedActivations(
-            total_bytes=swapped_bytes,
-            host_bytes=swapped_bytes - spilled_bytes - gpu_bytes,
-            window_bytes=0,
-            num_units=max(1, swapped_bytes),
-            written_units=spilled,
-            read_units=spilled,
-            largest_unit_bytes=0,
-            gpu_bytes=gpu_bytes,
-        )
+        offloaded = offload_bytes(swapped_bytes, spilled_bytes=spilled_bytes, gpu_bytes=gpu_bytes)
         available_bytes = self.available_bytes - self.gpu_bytes - offloaded.host_bytes
         level = max(0, bisect_right(self._level_bytes, available_bytes) - 1)
         placement, traffic = self._at_level(level)

@@ -171,33 +171,8 @@ def _forecast(plan: Plan, setting: Setting, *, device_limit_bytes: int | None) -
         remedy = "raise limits.gpu_memory, or lower micro_batch_size or sequence_len"
         gpu = Tier(name="GPU", need_bytes=plan.memory.device, have_bytes=device_limit_bytes, remedy=remedy)
         tiers.insert(0, gpu)
-    return Forecast(
-        cost_model="ratel",
-        source=plan.profile_source,
-        model_name=plan.model_name,
-        num_parameters=plan.num_parameters,
-        num_blocks=plan.num_blocks,
-        flops_forward=plan.flops_forward,
-        setting=setting,
-        swappable_bytes=plan.swappable_bytes,
-        inter_block_bytes=plan.inter_block_bytes,
-        swapped_bytes=plan.offloaded.total_bytes,
-        swapped_to_nvme_bytes=plan.offloaded.written_bytes,
-        gpu_activation_bytes=plan.offloaded.gpu_bytes,
-        swap_set=plan.swapped,
-        recompute_flops=plan.flops_recomputed,
-        case=plan.case,
-        forward=plan.time.forward,
-        backward=plan.time.after_forward,
-        bottleneck=plan.time.bottleneck,
-        nvme_read_bytes=plan.traffic.read_bytes,
-        nvme_written_bytes=plan.traffic.written_bytes,
-        gpu_bytes=plan.memory.device,
-        host_bytes=plan.memory.total,
-        nvme_bytes=plan.nvme_bytes,
-        tiers=tuple(tiers),
-        curve=plan.curve,
-    )
+    prediction = replace(plan, time=plan.time.with_update_in_backward)
+    return Forecast(prediction=prediction, setting=setting, tiers=tuple(tiers))
 
 
 def _times(profile: ModelProfile, times: int) -> ModelProfile:

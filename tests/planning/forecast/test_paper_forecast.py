@@ -16,23 +16,24 @@ from tests.planning.forecasters import paper_forecaster, paper_machine, ratel_fo
 def test_13b_as_the_paper_plans_it() -> None:
     forecast = paper_forecaster().forecast(setting(rows=32, host_limit_bytes=None))
     assert forecast.fits
-    assert forecast.inter_block_bytes == 13_421_772_800
-    assert forecast.swappable_bytes == 228_170_137_600
-    assert forecast.flops_forward == 868_984_962_416_640
-    assert forecast.step_seconds == pytest.approx(19.32, rel=0.005)
-    assert forecast.swapped_bytes == pytest.approx(33.6e9, rel=0.1)
-    assert forecast.tflops_model == pytest.approx(135, rel=0.03)
-    assert (forecast.case, forecast.swap_set[0].operator) == (3, "fc2")
-    assert forecast.nvme_written_bytes == 14 * 13_000_000_000 + forecast.swapped_bytes
-    assert forecast.curve[0][0] == forecast.inter_block_bytes
-    assert (forecast.swapped_bytes, forecast.step_seconds) in forecast.curve
+    assert forecast.prediction.inter_block_bytes == 13_421_772_800
+    assert forecast.prediction.swappable_bytes == 228_170_137_600
+    assert forecast.prediction.flops_forward == 868_984_962_416_640
+    assert forecast.prediction.time.total == pytest.approx(19.32, rel=0.005)
+    assert forecast.prediction.offloaded.total_bytes == pytest.approx(33.6e9, rel=0.1)
+    assert forecast.prediction.tflops_model == pytest.approx(135, rel=0.03)
+    assert (forecast.prediction.case, forecast.prediction.swapped[0].operator) == (3, "fc2")
+    assert forecast.prediction.traffic.written_bytes == 14 * 13_000_000_000 + forecast.prediction.offloaded.total_bytes
+    assert forecast.prediction.curve[0][0] == forecast.prediction.inter_block_bytes
+    assert (forecast.prediction.offloaded.total_bytes, forecast.prediction.time.total) in forecast.prediction.curve
 
 
 def test_all_rows_of_a_step_are_one_batch() -> None:
     once, split = (
         paper_forecaster().forecast(setting(rows=rows, number=32 // rows, host_limit_bytes=None)) for rows in (32, 4)
     )
-    assert replace(split, setting=once.setting) == once
+    assert split.tiers == once.tiers
+    assert replace(split.prediction, workload=once.prediction.workload) == once.prediction
 
 
 def test_a_limit_leaves_to_activations_what_buffers_do_not_take() -> None:
@@ -43,7 +44,9 @@ def test_a_limit_leaves_to_activations_what_buffers_do_not_take() -> None:
     assert forecaster.equations(setting(host_limit_bytes=MIB)).hardware.available_bytes == 0
     forecast = forecaster.forecast(asked)
     available_bytes = 64 * GIB - need(shape).host_bytes
-    assert forecast.swapped_to_nvme_bytes == forecast.swapped_bytes - available_bytes > 0
+    assert (
+        forecast.prediction.offloaded.written_bytes == forecast.prediction.offloaded.total_bytes - available_bytes > 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +58,7 @@ def test_the_tier_that_is_too_small_is_named(tier: str, gpu: int, host: int, spa
     forecaster = paper_forecaster(gpu_limit_bytes=gpu * GIB)
     forecast = forecaster.forecast(setting(machine, rows=32, host_limit_bytes=host * GIB))
     assert [each.name for each in forecast.shortfalls] == [tier]
-    assert forecast.step_seconds > 0
+    assert forecast.prediction.time.total > 0
 
 
 def test_without_a_link_there_are_no_equations() -> None:
@@ -89,6 +92,6 @@ def keys(content: object) -> object:
 def test_both_cost_models_tell_the_same_keys() -> None:
     ours = ratel_forecaster().forecast(setting(number=8))
     theirs = paper_forecaster().forecast(setting(rows=32))
-    assert ours.swap_set
-    assert theirs.swap_set
+    assert ours.prediction.swapped
+    assert theirs.prediction.swapped
     assert keys(ours.to_json()) == keys(theirs.to_json())

@@ -39,7 +39,7 @@ def by_chance(seed: int) -> RatelEquations:
     )
     if choice.random() < 0.5:
         forecaster = recorded(forecaster)
-    least = forecaster.forecast(setting(hardware, rows=rows, number=number, host_limit_bytes=MIB)).host_bytes
+    least = forecaster.forecast(setting(hardware, rows=rows, number=number, host_limit_bytes=MIB)).prediction.host_bytes
     limit_bytes = int(least * choice.uniform(1, 3))
     equations = forecaster.equations(setting(hardware, rows=rows, number=number, host_limit_bytes=limit_bytes))
     assert isinstance(equations, RatelEquations)

@@ -35,14 +35,14 @@ def test_a_forecast_is_the_plan_of_a_run() -> None:
     )
     forecast = forecaster.forecast(asked)
     assert forecast.fits
-    assert forecast.step_seconds == plan.time.total
-    assert forecast.bottleneck == plan.time.bottleneck
-    assert (forecast.nvme_read_bytes, forecast.nvme_written_bytes) == (
+    assert forecast.prediction.time.total == plan.time.total
+    assert forecast.prediction.bottleneck == plan.time.bottleneck
+    assert (forecast.prediction.traffic.read_bytes, forecast.prediction.traffic.written_bytes) == (
         plan.traffic.read_bytes,
         plan.traffic.written_bytes,
     )
-    assert (forecast.swap_set, forecast.curve) == (plan.swapped, plan.curve)
-    assert forecast.gpu_activation_bytes == plan.offloaded.gpu_bytes > 0
+    assert (forecast.prediction.swapped, forecast.prediction.curve) == (plan.swapped, plan.curve)
+    assert forecast.prediction.offloaded.gpu_bytes == plan.offloaded.gpu_bytes > 0
     told, planned = forecast.to_json(), plan.to_json()
     assert told["activations"] == planned["activations"]
     assert told["throughput"] == planned["throughput"]
@@ -52,9 +52,9 @@ def test_a_forecast_is_the_plan_of_a_run() -> None:
 def test_the_run_is_its_steps() -> None:
     forecaster, machine = ratel_forecaster(), replace(WITH_GPU, nvme=replace(WITH_GPU.nvme, endurance_tb_written=2.0))
     forecast = forecaster.forecast(setting(machine, num_steps=10))
-    assert forecast.run_seconds == 10 * forecast.step_seconds
-    assert forecast.run_tb_written == pytest.approx(forecast.nvme_written_bytes / 1e11)
-    assert forecast.endurance_share == pytest.approx(forecast.nvme_written_bytes / 2e11)
+    assert forecast.run_seconds == 10 * forecast.prediction.time.total
+    assert forecast.run_tb_written == pytest.approx(forecast.prediction.traffic.written_bytes / 1e11)
+    assert forecast.endurance_share == pytest.approx(forecast.prediction.traffic.written_bytes / 2e11)
     unknown = forecaster.forecast(setting(machine))
     assert (unknown.run_seconds, unknown.run_tb_written, unknown.endurance_share) == (None, None, None)
 
@@ -80,7 +80,7 @@ def test_too_little_space_is_told() -> None:
     machine = paper_machine()
     forecast = ratel_forecaster().forecast(setting(replace(machine, nvme=replace(machine.nvme, free_bytes=MIB))))
     [tier] = forecast.shortfalls
-    assert (tier.name, tier.shortfall_bytes) == ("NVMe", forecast.nvme_bytes - MIB)
+    assert (tier.name, tier.shortfall_bytes) == ("NVMe", forecast.prediction.nvme_bytes - MIB)
     assert "storage.paths" in tier.remedy
 
 
@@ -109,8 +109,8 @@ def test_a_larger_micro_batch_is_as_if_estimated_anew() -> None:
     assert forecaster.forecast(asked) == replace(forecaster, profile=anew).forecast(asked)
     timed = recorded(forecaster)
     once, twice = (timed.forecast(setting(rows=rows)) for rows in (4, 8))
-    assert twice.forward.compute == pytest.approx(2 * once.forward.compute)
-    assert twice.source == "recorded"
+    assert twice.prediction.time.forward.compute == pytest.approx(2 * once.prediction.time.forward.compute)
+    assert twice.prediction.source == "recorded"
 
 
 def recorded(forecaster: RatelForecaster) -> RatelForecaster:
@@ -133,9 +133,9 @@ def recorded(forecaster: RatelForecaster) -> RatelForecaster:
 def test_the_optimizer_after_backward_counts_as_backward() -> None:
     forecaster, asked = ratel_forecaster(overlap="separate"), setting()
     plan, forecast = forecaster.plan(asked), forecaster.forecast(asked)
-    assert forecast.backward.optimizer == plan.time.update.optimizer > 0
-    assert forecast.backward.total == plan.time.backward.total + plan.time.update.total
-    assert forecast.step_seconds == pytest.approx(plan.time.total, rel=1e-12)
+    assert forecast.prediction.time.backward.optimizer == plan.time.update.optimizer > 0
+    assert forecast.prediction.time.backward.total == plan.time.backward.total + plan.time.update.total
+    assert forecast.prediction.time.total == pytest.approx(plan.time.total, rel=1e-12)
 
 
 @pytest.mark.parametrize("holds_gradients", [True, False])
@@ -143,9 +143,9 @@ def test_the_deepest_fits_and_a_deeper_one_does_not(holds_gradients: bool) -> No
     """In memory that is just enough, where nothing stays that can be on NVMe, and the GPU keeps nothing."""
     machine = paper_machine()
     machine = replace(machine, nvme=replace(machine.nvme, free_bytes=20 * GIB))
-    gpu_bytes = ratel_forecaster(device_limit_bytes=MIB).forecast(setting(machine)).gpu_bytes
+    gpu_bytes = ratel_forecaster(device_limit_bytes=MIB).forecast(setting(machine)).prediction.gpu_bytes
     small = ratel_forecaster(holds_gradients=holds_gradients, device_limit_bytes=gpu_bytes)
-    limit_bytes = small.forecast(setting(machine, host_limit_bytes=MIB)).host_bytes
+    limit_bytes = small.forecast(setting(machine, host_limit_bytes=MIB)).prediction.host_bytes
     asked = setting(machine, host_limit_bytes=limit_bytes)
     depth = small.deepest(asked)
     assert depth is not None

@@ -1,0 +1,127 @@
+"""What one step is predicted to take, under either cost model: the part that a plan and a forecast share. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from ratel_cli.planning.activations import OffloadedActivations
+from ratel_cli.planning.model_profile import Source
+from ratel_cli.planning.papers.prefix import Case
+from ratel_cli.planning.placement import Workload
+from ratel_cli.planning.step_time import StepTime
+from ratel_cli.planning.traffic import Traffic
+
+CostModel = Literal["ratel", "paper"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwappedOperator:
+    """One operator's output, swapped in one or more layers. A row of `swap_set` in plan.json."""
+
+    operator: str
+    blocks: int
+    """Number of layers in which it is swapped."""
+    bytes: int
+    """Bytes of all of them and of all micro-batches."""
+    flops: int
+    """FLOPs that need not be recomputed."""
+    seconds: float | None
+    """Measured seconds of recomputation that are saved; None if not measured."""
+    benefit: float
+    """FLOPs per byte (Eq. 6)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A step of one model. Numbers are for all of its micro-batches."""
+
+    cost_model: CostModel
+    source: Source
+    """Whether operators' costs were recorded, or estimated from shapes."""
+    model_name: str
+    num_parameters: int
+    num_blocks: int
+    workload: Workload
+    flops_forward: int
+    flops_recomputed: int
+    """FLOPs that backward runs again."""
+    swappable_bytes: int
+    """Layers' inputs and all outputs that could be swapped."""
+    inter_block_bytes: int
+    """Layers' inputs, which are always offloaded."""
+    swapped: tuple[SwappedOperator, ...]
+    """The greatest benefit first."""
+    offloaded: OffloadedActivations
+    case: Case
+    traffic: Traffic
+    time: StepTime
+    bottleneck: str
+    """The resource that is busy longest."""
+    gpu_bytes: int
+    """Memory of the compute device at its peak."""
+    host_bytes: int
+    """Host memory at its peak."""
+    nvme_bytes: int
+    """Everything on NVMe: model states and what is spilled."""
+    curve: tuple[tuple[int, float], ...]
+    """Bytes offloaded, and the step's seconds then."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of a step per second."""
+        return self.workload.tokens / self.time.total
+
+    @property
+    def tflops_model(self) -> float:
+        """10^12 FLOPs of the model per second, recomputation not counted."""
+        return 3 * self.flops_forward / self.time.total / 1e12
+
+    @property
+    def tflops_hardware(self) -> float:
+        """10^12 FLOPs per second, recomputation included."""
+        return (3 * self.flops_forward + self.flops_recomputed) / self.time.total / 1e12
+
+    def model_json(self) -> dict[str, object]:
+        """`model` in plan.json and in `ratel plan --json`, as the next ones are `activations` and so on."""
+        return {
+            "name": self.model_name,
+            "num_parameters": self.num_parameters,
+            "num_blocks": self.num_blocks,
+            "flops_forward": self.flops_forward,
+        }
+
+    def activations_json(self) -> dict[str, object]:
+        """What could be swapped, and what is."""
+        return {
+            "total_bytes": self.swappable_bytes,
+            "inter_block_bytes": self.inter_block_bytes,
+            "swapped_bytes": self.offloaded.total_bytes,
+            "swapped_to_nvme_bytes": self.offloaded.written_bytes,
+            "kept_on_gpu_bytes": self.offloaded.gpu_bytes,
+            "swap_set": [asdict(operator) for operator in self.swapped],
+            "recompute_flops": self.flops_recomputed,
+            "source": self.source,
+        }
+
+    def memory_json(self, *, shortfall_bytes: int) -> dict[str, object]:
+        """The first keys of `memory`. `shortfall_bytes` is what all tiers together are short by."""
+        return {
+            "gpu_bytes": self.gpu_bytes,
+            "host_bytes": self.host_bytes,
+            "nvme_bytes": self.nvme_bytes,
+            "fits": not shortfall_bytes,
+            "shortfall_bytes": shortfall_bytes,
+        }
+
+    def throughput_json(self) -> dict[str, object]:
+        """Rates."""
+        return {
+            "tokens_per_second": self.tokens_per_second,
+            "tflops_model": self.tflops_model,
+            "tflops_hardware": self.tflops_hardware,
+        }
+
+    def curve_json(self) -> list[dict[str, object]]:
+        """A row for each point."""
+        return [{"swapped_bytes": num_bytes, "step_seconds": seconds} for num_bytes, seconds in self.curve]
