@@ -1,4 +1,4 @@
-// The begin and the end of a checksum, in code that every processor runs; see ratel/checksum.h.
+// The beginning and the end of a checksum, in code that every processor runs; see ratel/checksum.h.
 
 #include "ratel/checksum.h"
 

@@ -36,7 +36,7 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "optimizer": (("bench.optimizer",), ("--parameters", "200000", "--rounds", "1")),
     "overlap": (("bench.overlap",), _TINY),
     "step": (("bench.step", "--host-memory-gib", "2.2"), _TINY),
-    "kept": (("bench.step", "--contestants", "plain-kept", "ratel"), _TINY),
+    "resident": (("bench.step", "--contestants", "plain-resident", "ratel"), _TINY),
     "nvme": (
         ("bench.step", *_FEW_TOKENS, "--contestants", "ratel", "--host-memory-gib", "2.2"),
         _TINY,

@@ -41,7 +41,7 @@ def run_ratel(task: Task) -> Measured:
             weights_sha256=weights_sha256,
             busy_seconds={str(resource): spent for resource, spent in totals.busy.items()},
             waited_seconds={str(resource): spent for resource, spent in totals.waited.items()},
-            hidden_fraction=hidden_fraction(totals.spans),
+            overlapped_fraction=overlapped_fraction(totals.spans),
             nvme_bytes=totals.nvme_bytes,
             predicted_nvme_bytes=(plan.traffic.read_bytes + plan.traffic.written_bytes) * (task.steps - task.warm_up),
             mixed_bytes_per_second=sum(rates) / len(rates),
@@ -95,20 +95,20 @@ def _note(totals: _Totals, trace: TraceFile | None, step: TimedStep, number: int
         totals.add(step)
 
 
-def hidden_fraction(spans: Sequence[Span]) -> float:
+def overlapped_fraction(spans: Sequence[Span]) -> float:
     """The fraction of the time of drives and optimizer in which the compute thread was computing."""
     edges: list[tuple[float, int, int]] = []
     for span in spans:
         which = 0 if span.resource == "compute" else 1
         edges += [(span.start, 1, which), (span.end, -1, which)]
-    counts, worked, hidden, last = [0, 0], 0.0, 0.0, 0.0
+    counts, worked, overlapped, last = [0, 0], 0.0, 0.0, 0.0
     for moment, change, which in sorted(edges):
         if counts[1]:
             worked += moment - last
-            hidden += moment - last if counts[0] else 0.0
+            overlapped += moment - last if counts[0] else 0.0
         counts[which] += change
         last = moment
-    return hidden / worked if worked else 1.0
+    return overlapped / worked if worked else 1.0
 
 
 def _placement_text(plan: Plan) -> str:

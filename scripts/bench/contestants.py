@@ -5,7 +5,7 @@ peak memory. The process prints what it measured as one line of JSON. Contestant
 
     plain           PyTorch with activation checkpointing; bf16 weights, fp32 master and moments in memory; torch's
                     fused AdamW, one parameter at a time, so that no fp32 copy of all gradients is needed
-    plain-kept      the same without checkpointing
+    plain-resident  the same without checkpointing
     ratel           Ratel on a store in a temporary directory, as planned: within a limit on host memory if one is
                     given, activations offloaded or recomputed, whichever is faster
     ratel-recompute the same, with nothing offloaded but the inputs of layers
@@ -35,7 +35,7 @@ from ratel_cli.data.packing import MicroBatch
 from ratel_cli.planning.placement import Overlap
 
 Name = TypeVar("Name")
-Contestant = Literal["plain", "plain-kept", "ratel", "ratel-recompute", "zero", "zero-optimizer"]
+Contestant = Literal["plain", "plain-resident", "ratel", "ratel-recompute", "zero", "zero-optimizer"]
 CONTESTANTS: tuple[Contestant, ...] = get_args(Contestant)
 REQUIRED = tuple(name for name in CONTESTANTS if not name.startswith("zero"))
 """The contestants that need nothing beyond what Ratel needs."""
@@ -103,9 +103,9 @@ class Measured:
     gpu_peak_bytes: int = 0
     weights_sha256: str = ""
     busy_seconds: dict[str, float] = field(default_factory=dict)
-    """Of all steps that count, by resource."""
+    """Seconds in all counted steps, by resource."""
     waited_seconds: dict[str, float] = field(default_factory=dict)
-    hidden_fraction: float = 0.0
+    overlapped_fraction: float = 0.0
     """Fraction of the time of drives and optimizer in which the compute thread was computing."""
     nvme_bytes: int = 0
     """Bytes read and written by the steps that count."""
@@ -161,8 +161,8 @@ def in_turns(names: Sequence[Name], num_rounds: int) -> Iterator[tuple[int, Name
 
 
 def print_promise(words: str, measured: float, *, at_most: float) -> None:
-    """One line: what was promised, what was measured, and whether the promise is kept."""
-    print(f"{words}: {measured:+.2%}, at most {at_most:.0%}: {'kept' if measured <= at_most else 'BROKEN'}")
+    """One line: what was promised, what was measured, and whether the promise is met."""
+    print(f"{words}: {measured:+.2%}, at most {at_most:.0%}: {'met' if measured <= at_most else 'MISSED'}")
 
 
 def run_process(task: Task) -> Measured:

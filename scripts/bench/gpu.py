@@ -5,7 +5,7 @@ limits on the GPU's memory imitate smaller cards; all states are in a store on a
 is measured, with its ceiling:
 
     step       Ratel under each limit next to plain PyTorch with everything in GPU memory (`plain` recomputes,
-               `plain-kept` does not); the ceiling is `block`: one layer's forward and backward with nothing moved
+               `plain-resident` does not); the ceiling is `block`: one layer's forward and backward with nothing moved
     overlap    each `optimizer_overlap` under the first limit; the ceiling is `optimized`
     sweep      shares of the activations offloaded, measured and predicted; the ceiling is the best point measured
     largest    the deepest model of these layers, and of wider ones, that fits the limits with the space and RAM here
@@ -220,7 +220,7 @@ def _report_machine(run: RatelRun) -> None:
 
 def _measure_plain(task: Task, time_limit: TimeLimit) -> dict[str, Measured]:
     """Plain PyTorch, in processes of its own, which free their GPU memory. What does not fit is left out."""
-    names: tuple[Contestant, ...] = ("plain", "plain-kept")
+    names: tuple[Contestant, ...] = ("plain", "plain-resident")
     measured = {}
     for name in names:
         if time_limit.allows(name):
@@ -259,12 +259,12 @@ def _report_overlaps(points: Sequence[PlanPoint]) -> None:
 
 
 def _report_sweep(points: Sequence[PlanPoint]) -> None:
-    print(f"\n{'swapped':<16}{'GiB':>8}{'on NVMe':>9}{'kept':>7}{'predicted':>11}{'measured':>10}{'error':>8}")
+    print(f"\n{'swapped':<16}{'GiB':>8}{'on NVMe':>9}{'resident':>10}{'predicted':>11}{'measured':>10}{'error':>8}")
     for point in points:
         seconds = median(point.seconds)
         print(
             f"{point.name:<16}{point.swapped_bytes / GIB:>8.1f}{point.spilled_bytes / GIB:>9.1f}"
-            f"{point.kept_bytes / GIB:>7.1f}"
+            f"{point.gpu_resident_bytes / GIB:>10.1f}"
             f"{point.predicted_seconds:>11.2f}{seconds:>10.2f}{point.predicted_seconds / seconds - 1:>+8.0%}"
         )
     planned = [point for point in points if point.name == "planned"]

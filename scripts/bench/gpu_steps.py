@@ -57,14 +57,14 @@ class PlanPoint:
     """Planned peak, with the CUDA context."""
     swapped_bytes: int
     spilled_bytes: int
-    kept_bytes: int
+    gpu_resident_bytes: int
     """Bytes of activations that stay on the GPU."""
-    kept_layers: int
+    gpu_resident_layers: int
     """Number of layers whose weights stay on the GPU too."""
     resident_blocks: tuple[int, int]
     """Number of blocks whose weights, and whose optimizer states, stay in main memory."""
     busy_seconds: dict[str, float] = field(default_factory=dict)
-    """Of one step, by resource."""
+    """Seconds of one step, by resource."""
     waited_seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -124,8 +124,8 @@ class GpuSteps:
             planned_gpu_bytes=plan.memory.device,
             swapped_bytes=plan.offloaded.total_bytes,
             spilled_bytes=plan.offloaded.written_bytes,
-            kept_bytes=plan.offloaded.gpu_bytes,
-            kept_layers=len(plan.placement.gpu_weights),
+            gpu_resident_bytes=plan.offloaded.gpu_bytes,
+            gpu_resident_layers=len(plan.placement.gpu_weights),
             resident_blocks=(len(plan.placement.resident_weights), len(plan.placement.resident_states)),
             busy_seconds=_named(busy),
             waited_seconds=_named(waited),

@@ -7,9 +7,9 @@ Regime: a Llama shape with random weights, bf16; one process for each mode and r
     naive        updates overlap with backward, but a group is read, updated and written before the next one is
     separate     updates run after backward, as in ZeRO-Infinity
 
-The ceiling is the step's own computing: `of compute` is the time spent computing divided by the step's time. `hidden`
-is the fraction of the time of drives and optimizer that overlaps with computing. All modes must give the same weights,
-to the byte. The last line is JSON.
+The ceiling is the step's own computing: `of compute` is the time spent computing divided by the step's time.
+`overlapped` is the fraction of the time of drives and optimizer that overlaps with computing. All modes must give the
+same weights, to the byte. The last line is JSON.
 
     python -m scripts.bench.overlap [--shape 0.35b|tiny] [--tokens N] [--trace FILE]
 """
@@ -45,20 +45,20 @@ def main() -> None:
 
 def report(arguments: argparse.Namespace, measured: dict[Overlap, list[Measured]]) -> None:
     """Print the table and the JSON."""
-    print(f"{'mode':<12}{'s/step':>8}{'x optimized':>13}{'of compute':>12}{'hidden':>8}")
+    print(f"{'mode':<12}{'s/step':>8}{'x optimized':>13}{'of compute':>12}{'overlapped':>12}")
     summary: dict[str, object] = {"benchmark": "overlap", "arguments": vars(arguments)}
     for mode, runs in measured.items():
         seconds = statistics.median(second for run in runs for second in run.step_seconds)
         pairs = zip(runs, measured["optimized"], strict=True)
         slower = statistics.median(run.seconds / best.seconds for run, best in pairs)
         computing = statistics.median(run.busy_seconds["compute"] / sum(run.step_seconds) for run in runs)
-        hidden = statistics.median(run.hidden_fraction for run in runs)
-        print(f"{mode:<12}{seconds:>8.2f}{slower:>13.2f}{computing:>12.2f}{hidden:>8.2f}")
+        overlapped = statistics.median(run.overlapped_fraction for run in runs)
+        print(f"{mode:<12}{seconds:>8.2f}{slower:>13.2f}{computing:>12.2f}{overlapped:>12.2f}")
         summary[mode] = {
             "seconds": seconds,
             "times_optimized": slower,
             "of_compute": computing,
-            "hidden_fraction": hidden,
+            "overlapped_fraction": overlapped,
             "runs": [asdict(run) for run in runs],
         }
     hashes = {run.weights_sha256 for runs in measured.values() for run in runs}

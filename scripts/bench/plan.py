@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=8, help="shares of the activations, besides the planned one")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2, help="steps that count, of each point in each round")
-    parser.add_argument("--room-mib", type=float, default=96, help="memory on top of the least that a step needs")
+    parser.add_argument("--extra-mib", type=float, default=96, help="memory on top of the least that a step needs")
     parser.add_argument("--nvme-mb-per-second", type=float, default=250.0, help="rate of the drive in either direction")
     parser.add_argument("--picture", type=Path, default=None, help="SVG file to draw")
     parser.add_argument("--directory", default=tempfile.gettempdir(), help="directory for the store")
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def report(points: Sequence[SweepPoint]) -> None:
-    """Print a table, and whether each promise is kept."""
+    """Print a table, and whether each promise is met."""
     names = ("offloaded MiB", "on NVMe", "resident", "predicted s", "measured s", "error")
     print(f"{'':<8}" + "".join(f"{name:>13}" for name in names) + "  busiest")
     for point in sorted(points, key=lambda point: point.swapped_bytes):
@@ -133,7 +133,7 @@ def _sweep(arguments: argparse.Namespace, tokens: int) -> Sweep:
         shares=[number / (arguments.points - 1) for number in range(arguments.points)],
         rounds=arguments.rounds,
         steps=arguments.steps,
-        available_bytes=int(arguments.room_mib * MIB),
+        available_bytes=int(arguments.extra_mib * MIB),
         nvme_bytes_per_second=1e6 * arguments.nvme_mb_per_second,
         directory=arguments.directory,
     )

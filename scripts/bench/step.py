@@ -5,8 +5,7 @@ and round, in turn. `scripts/bench/contestants.py` describes the contestants. Th
 are named, and need DeepSpeed to be installed. There are two ceilings, and a rival:
 
     compute     plain PyTorch in the same round: what a step costs when nothing has to be moved; `ratel` against
-                `plain` and `plain-kept`, `ratel-recompute` against `plain`. Speed is
-                plain's time / Ratel's
+                `plain` and `plain-resident`, `ratel-recompute` against `plain`. Speed is plain's time / Ratel's
     NVMe        the bytes that a step moves, at the drive's mixed rate, which the same process measures
     DeepSpeed   ZeRO-Infinity with all state on the same drive (`zero`), or all but the parameters (`zero-optimizer`)
 
@@ -39,7 +38,7 @@ from scripts.bench.contestants import (
 _AGAINST: tuple[tuple[Contestant, Contestant], ...] = (
     ("ratel", "plain"),
     ("ratel-recompute", "plain"),
-    ("ratel", "plain-kept"),
+    ("ratel", "plain-resident"),
     ("ratel", "zero"),
     ("ratel", "zero-optimizer"),
 )
@@ -61,7 +60,9 @@ def main() -> None:
 
 def report(arguments: argparse.Namespace, measured: dict[Contestant, list[Measured]]) -> None:
     """Print the table, the comparisons and the JSON."""
-    print(f"{'contestant':<16}{'s/step':>8}{'peak GiB':>10}{'B/param':>9}{'floor s':>9}{'x floor':>9}{'hidden':>8}")
+    print(
+        f"{'contestant':<16}{'s/step':>8}{'peak GiB':>10}{'B/param':>9}{'floor s':>9}{'x floor':>9}{'overlapped':>12}"
+    )
     summary: dict[str, object] = {"benchmark": "step", "arguments": vars(arguments)}
     for name, runs in measured.items():
         seconds = statistics.median(second for run in runs for second in run.step_seconds)
@@ -72,13 +73,13 @@ def report(arguments: argparse.Namespace, measured: dict[Contestant, list[Measur
             floors = [nvme_floor(run) for run in runs]
             per_parameter = runs[-1].nvme_bytes / runs[-1].num_parameters / len(runs[-1].step_seconds)
             over = statistics.median(run.seconds / floor for run, floor in zip(runs, floors, strict=True))
-            hidden = statistics.median(run.hidden_fraction for run in runs)
-            row += f"{per_parameter:>9.2f}{statistics.median(floors):>9.2f}{over:>9.2f}{hidden:>8.2f}"
+            overlapped = statistics.median(run.overlapped_fraction for run in runs)
+            row += f"{per_parameter:>9.2f}{statistics.median(floors):>9.2f}{over:>9.2f}{overlapped:>12.2f}"
             values |= {
                 "nvme_bytes_per_parameter": per_parameter,
                 "nvme_floor_seconds": statistics.median(floors),
                 "times_floor": over,
-                "hidden_fraction": hidden,
+                "overlapped_fraction": overlapped,
                 "moved_of_predicted": runs[-1].nvme_bytes / runs[-1].predicted_nvme_bytes,
                 "placement": runs[-1].placement,
             }

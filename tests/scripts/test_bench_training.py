@@ -74,8 +74,8 @@ def test_the_plan_next_to_measured_steps(tmp_path: Path) -> None:
     picture, store = tmp_path / "plan.svg", tmp_path / "store"
     store.mkdir()
     shape = ("--shape", "narrow", "--tokens", "8", "16", "--micro-batches", "4")
-    effort = ("--points", "2", "--rounds", "1", "--steps", "1", "--room-mib", "1")
-    output, summary = run("bench.plan", *shape, *effort, "--picture", str(picture), "--directory", str(store))
+    budget = ("--points", "2", "--rounds", "1", "--steps", "1", "--extra-mib", "1")
+    output, summary = run("bench.plan", *shape, *budget, "--picture", str(picture), "--directory", str(store))
     assert output.count("prediction, at the planned point") == 2
     for tokens in ("8", "16"):
         assert summary[tokens]["worst_error"] >= summary[tokens]["planned_error"]
