@@ -1,8 +1,8 @@
 """The I/O queue: moves bytes between files and memory. Two engines move the same bytes.
 
-A queue cuts transfers into requests of at most ``request_bytes`` and keeps at most ``depth`` of them in flight per
+A queue cuts transfers into requests of at most `request_bytes` and keeps at most `depth` of them in flight per
 direction. A failed request fails its ticket only. A thread that fails, or a request that does not complete within
-``timeout_seconds``, breaks its direction: every unfinished ticket and every later submit there raises, with the cause.
+`timeout_seconds`, breaks its direction: every unfinished ticket and every later submit there raises, with the cause.
 
 Invariant: every ticket ends. In a broken direction the kernel may still write into buffers whose tickets have ended.
 They are not unmapped before it is done, but must not be reused, so the run has to end.
@@ -145,9 +145,9 @@ def open_queue(
     depth: int = DEFAULT_DEPTH,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
 ) -> IoQueue:
-    """Open a queue of this engine. ``auto`` takes threads, with one notice, where io_uring is not available.
+    """Open a queue of this engine. `auto` takes threads, with one notice, where io_uring is not available.
 
-    Raises EnvironmentFailure if ``io_uring`` is asked for and not available.
+    Raises EnvironmentFailure if `io_uring` is asked for and not available.
     """
     if engine != "threads":
         try:

@@ -106,71 +106,75 @@ def hardware_file(path: Path, hardware: HardwareProfile) -> Path:
 
 
 def test_the_paper_s_13b(ask: Ask) -> None:
-    told = ask(*PAPER_13B, "micro_batch_size=32", "max_steps=100")
-    assert (told.code, told.err) == (0, "")
-    assert told.row("model") == "gpt-13b: 13.0B parameters in 40 blocks, computing in bfloat16"
-    assert told.row("step") == "1 micro-batch of 32 x 1024 = 32768 tokens"
-    assert told.row("machine").startswith("NVIDIA GeForce RTX 4090, 164 TFLOP/s; 12 drives, 32.7 GB/s read, 24.5 GB/s")
-    assert told.row("estimate").startswith("analytic, by the paper's equations")
-    assert told.row("GPU") == "needs 7.66 GiB, 24.0 GiB available"
-    assert told.row("fits") == "yes"
-    assert told.row("forward") == "5.30 s: compute 5.30 s, NVMe 2.10 s, down 1.41 s, up 1.15 s"
-    assert told.row("backward") == "14.0 s: NVMe 14.0 s, compute 14.0 s, up 2.56 s, down 1.15 s"
-    assert told.row("predicted").startswith("19.3 s per step, mostly compute; 1701 tokens/s; 135 TFLOP/s of the model")
-    assert told.row("run") == "100 steps: 32 min 07 s, 21.4 TB written"
-    assert told.row("swapped").startswith("29.7 GiB of 212 GiB of activations, 29.7 GiB of it to NVMe; 12.5 GiB are")
-    assert told.row("swapped").endswith("(case 3)")
-    assert "  fc2       40 layers  12.5 GiB   275 TFLOP  20480 FLOP/B\n" in told.out
-    assert "GiB swapped; X: 29.7 GiB, as planned" in told.out
-    assert "+17%  1983 tokens/s  micro_batch_size: 64\n" in told.out
+    result = ask(*PAPER_13B, "micro_batch_size=32", "max_steps=100")
+    assert (result.code, result.err) == (0, "")
+    assert result.row("model") == "gpt-13b: 13.0B parameters in 40 blocks, computing in bfloat16"
+    assert result.row("step") == "1 micro-batch of 32 x 1024 = 32768 tokens"
+    assert result.row("machine").startswith(
+        "NVIDIA GeForce RTX 4090, 164 TFLOP/s; 12 drives, 32.7 GB/s read, 24.5 GB/s"
+    )
+    assert result.row("estimate").startswith("analytic, by the paper's equations")
+    assert result.row("GPU") == "needs 7.66 GiB, 24.0 GiB available"
+    assert result.row("fits") == "yes"
+    assert result.row("forward") == "5.30 s: compute 5.30 s, NVMe 2.10 s, down 1.41 s, up 1.15 s"
+    assert result.row("backward") == "14.0 s: NVMe 14.0 s, compute 14.0 s, up 2.56 s, down 1.15 s"
+    assert result.row("predicted").startswith(
+        "19.3 s per step, mostly compute; 1701 tokens/s; 135 TFLOP/s of the model"
+    )
+    assert result.row("run") == "100 steps: 32 min 07 s, 21.4 TB written"
+    assert result.row("swapped").startswith("29.7 GiB of 212 GiB of activations, 29.7 GiB of it to NVMe; 12.5 GiB are")
+    assert result.row("swapped").endswith("(case 3)")
+    assert "  fc2       40 layers  12.5 GiB   275 TFLOP  20480 FLOP/B\n" in result.out
+    assert "GiB swapped; X: 29.7 GiB, as planned" in result.out
+    assert "+17%  1983 tokens/s  micro_batch_size: 64\n" in result.out
 
 
 def test_a_llama_of_which_there_is_only_its_config(ask: Ask, config: Path, machine: Path) -> None:
-    told = ask(config, "--hardware", machine, "max_steps=10", "gradient_accumulation_steps=2")
-    assert (told.code, told.err) == (0, "")
-    assert told.row("model").startswith("base: 3.41M parameters in 6 blocks")
-    assert told.row("step") == "2 micro-batches of 1 x 128 = 256 tokens"
-    assert told.row("estimate").startswith("analytic, from shapes alone")
-    assert "GPU" not in told.out, "a CPU computes, and no limit was set"
-    assert told.row("fits") == "yes"
-    assert told.row("run").startswith("10 steps: ")
+    result = ask(config, "--hardware", machine, "max_steps=10", "gradient_accumulation_steps=2")
+    assert (result.code, result.err) == (0, "")
+    assert result.row("model").startswith("base: 3.41M parameters in 6 blocks")
+    assert result.row("step") == "2 micro-batches of 1 x 128 = 256 tokens"
+    assert result.row("estimate").startswith("analytic, from shapes alone")
+    assert "GPU" not in result.out, "a CPU computes, and no limit was set"
+    assert result.row("fits") == "yes"
+    assert result.row("run").startswith("10 steps: ")
     assert ask(config, "--hardware", machine, "limits.gpu_memory=1GiB").row("GPU").endswith("1.00 GiB available")
 
 
 def test_without_max_steps_the_run_is_not_known(ask: Ask, config: Path, machine: Path) -> None:
-    told = ask(config, "--hardware", machine)
-    assert told.row("run").endswith("TB written per step; set max_steps to predict the whole run")
+    result = ask(config, "--hardware", machine)
+    assert result.row("run").endswith("TB written per step; set max_steps to predict the whole run")
 
 
 def test_the_drives_rating_is_taken_into_account(ask: Ask, config: Path, here: Path) -> None:
-    told = ask(config, "--hardware", hardware_file(here / "rated.json", WITH_GPU), "max_steps=100000")
-    assert told.row("run").endswith("% of what the drives are rated for")
+    result = ask(config, "--hardware", hardware_file(here / "rated.json", WITH_GPU), "max_steps=100000")
+    assert result.row("run").endswith("% of what the drives are rated for")
 
 
 def test_what_does_not_fit_is_told_whole_and_ends_with_3(ask: Ask, config: Path, here: Path) -> None:
     short = replace(WITH_GPU, nvme=replace(WITH_GPU.nvme, free_bytes=1 << 20))
-    told = ask(
+    result = ask(
         config,
         "--hardware",
         hardware_file(here / "a.json", short),
         "limits.host_memory=10MiB",
         "limits.gpu_memory=1MiB",
     )
-    assert told.code == 3
+    assert result.code == 3
     for tier, key in (("GPU", "limits.gpu_memory"), ("RAM", "limits.host_memory"), ("NVMe", "storage.paths")):
-        assert " available (short by " in told.row(tier)
-        assert key in told.row(tier)
-    assert told.row("fits") == "no: not enough GPU and RAM and NVMe; the prediction is for a machine with enough"
-    assert "tokens/s" in told.row("predicted")
-    assert "what would help" not in told.out
-    assert told.err.startswith("error: the run does not fit: short of GPU by ")
-    assert "hint: raise limits.gpu_memory" in told.err
+        assert " available (short by " in result.row(tier)
+        assert key in result.row(tier)
+    assert result.row("fits") == "no: not enough GPU and RAM and NVMe; the prediction is for a machine with enough"
+    assert "tokens/s" in result.row("predicted")
+    assert "what would help" not in result.out
+    assert result.err.startswith("error: the run does not fit: short of GPU by ")
+    assert "hint: raise limits.gpu_memory" in result.err
 
 
 def test_json_has_the_contract_s_keys_and_plain_numbers(ask: Ask) -> None:
-    told = ask(*PAPER_13B, "--json", "micro_batch_size=32", "max_steps=2")
-    content = json.loads(told.out, parse_constant=pytest.fail)
-    assert told.code == 0
+    result = ask(*PAPER_13B, "--json", "micro_batch_size=32", "max_steps=2")
+    content = json.loads(result.out, parse_constant=pytest.fail)
+    assert result.code == 0
     wanted = {
         "model": "name num_parameters num_blocks flops_forward",
         "hardware": "gpu link nvme host",
@@ -193,19 +197,19 @@ def test_json_has_the_contract_s_keys_and_plain_numbers(ask: Ask) -> None:
 
 
 def test_json_of_what_does_not_fit(ask: Ask, config: Path, machine: Path) -> None:
-    told = ask(config, "--hardware", machine, "--json", "limits.host_memory=100MiB")
-    memory = json.loads(told.out)["memory"]
-    assert told.code == 3
+    result = ask(config, "--hardware", machine, "--json", "limits.host_memory=100MiB")
+    memory = json.loads(result.out)["memory"]
+    assert result.code == 3
     assert memory["fits"] is False
     assert memory["shortfall_bytes"] == memory["host_bytes"] - (100 << 20) > 0
 
 
 def test_a_recorded_profile_of_the_run_is_used(ask: Ask, config: Path, machine: Path) -> None:
     keep_profile(config, WITHOUT_GPU)
-    told = ask(config, "--hardware", machine)
-    assert told.row("estimate") == "from a recorded step of this model on this machine"
-    assert " s/GiB\n" in told.out, "measured times, and what a byte saves of them"
-    assert " against MiB swapped; X: " in told.out
+    result = ask(config, "--hardware", machine)
+    assert result.row("estimate") == "from a recorded step of this model on this machine"
+    assert " s/GiB\n" in result.out, "measured times, and what a byte saves of them"
+    assert " against MiB swapped; X: " in result.out
     assert ask(config, "--hardware", machine, "sequence_len=64").row("estimate").startswith("analytic")
 
 
@@ -236,18 +240,18 @@ def keep_profile(config: Path, hardware: HardwareProfile) -> None:
 
 
 def test_this_machine_as_its_run_or_its_profile_measured_it(ask: Ask, config: Path, here: Path) -> None:
-    told = ask(config)
-    assert (told.code, told.out) == (3, "")
-    assert "this machine has not been measured yet" in told.err
-    assert "ratel profile" in told.err
+    result = ask(config)
+    assert (result.code, result.out) == (3, "")
+    assert "this machine has not been measured yet" in result.err
+    assert "ratel profile" in result.err
     hardware_file(cache_file(profile_target(load_config(config).config)), WITHOUT_GPU)
-    told = ask(config)
-    assert told.row("machine").startswith("a CPU, 0.5 TFLOP/s; 1 drive")
-    assert "machine measured" in told.err
+    result = ask(config)
+    assert result.row("machine").startswith("a CPU, 0.5 TFLOP/s; 1 drive")
+    assert "machine measured" in result.err
     hardware_file(here / "outputs" / "run" / "run" / "hardware.json", WITH_GPU)
-    told = ask(config)
-    assert told.row("machine").startswith("a GPU, 164 TFLOP/s; 2 drives")
-    assert "planning for this machine, as the run in outputs/run measured it" in told.err
+    result = ask(config)
+    assert result.row("machine").startswith("a GPU, 164 TFLOP/s; 2 drives")
+    assert "planning for this machine, as the run in outputs/run measured it" in result.err
 
 
 def test_space_that_the_run_s_store_takes_counts_as_there(ask: Ask, config: Path, here: Path) -> None:
@@ -264,44 +268,44 @@ def test_space_that_the_run_s_store_takes_counts_as_there(ask: Ask, config: Path
 def test_pictures(ask: Ask, config: Path, machine: Path, here: Path) -> None:
     pytest.importorskip("matplotlib")
     for name, start in (("curve.svg", b"<?xml"), ("curve.png", b"\x89PNG")):
-        told = ask(config, "--hardware", machine, "--plot", here / name)
-        assert (told.code, told.err) == (0, f"wrote {here / name}\n")
+        result = ask(config, "--hardware", machine, "--plot", here / name)
+        assert (result.code, result.err) == (0, f"wrote {here / name}\n")
         assert (here / name).read_bytes().startswith(start)
 
 
 def test_a_picture_that_cannot_be_drawn(
     ask: Ask, config: Path, machine: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = ask(config, "--hardware", machine, "--plot", here / "curve.pdf")
-    assert (told.code, "must end in .svg or .png" in told.err) == (2, True)
-    told = ask(config, "--hardware", machine, "--plot", here / "none" / "curve.svg")
-    assert (told.code, "cannot be written there" in told.err) == (2, True)
+    result = ask(config, "--hardware", machine, "--plot", here / "curve.pdf")
+    assert (result.code, "must end in .svg or .png" in result.err) == (2, True)
+    result = ask(config, "--hardware", machine, "--plot", here / "none" / "curve.svg")
+    assert (result.code, "cannot be written there" in result.err) == (2, True)
     (here / "full.svg").symlink_to("/dev/full")
-    told = ask(config, "--hardware", machine, "--plot", here / "full.svg")
-    assert (told.code, "full.svg: cannot be written: No space left" in told.err) == (3, True)
+    result = ask(config, "--hardware", machine, "--plot", here / "full.svg")
+    assert (result.code, "full.svg: cannot be written: No space left" in result.err) == (3, True)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    told = ask(config, "--hardware", machine, "--plot", here / "curve.svg")
-    assert (told.code, told.out) == (3, "")
-    assert "hint: pip install matplotlib" in told.err
+    result = ask(config, "--hardware", machine, "--plot", here / "curve.svg")
+    assert (result.code, result.out) == (3, "")
+    assert "hint: pip install matplotlib" in result.err
 
 
 @pytest.mark.parametrize("cost_model", ["ratel", "paper"])
 def test_other_strategies(ask: Ask, cost_model: str) -> None:
     pytest.importorskip("scipy")
     arguments = [*PAPER_13B, f"cost_model={cost_model}", "limits.host_memory=128GiB", "micro_batch_size=8"]
-    told = ask(*arguments, "--compare")
+    result = ask(*arguments, "--compare")
     names = ["ratel", "static", "host-only", "capuchin", "checkmate", "fuyou", "g10"]
-    start = told.out.index("other strategies")
-    assert [line.split()[0] for line in told.out[start:].splitlines()[2:9]] == names
-    assert "FlashNeuron, whose states stay on the GPU: 1.61B parameters at most" in told.out
+    start = result.out.index("other strategies")
+    assert [line.split()[0] for line in result.out[start:].splitlines()[2:9]] == names
+    assert "FlashNeuron, whose states stay on the GPU: 1.61B parameters at most" in result.out
     compared = json.loads(ask(*arguments, "--compare", "--json").out)["compare"]["strategies"]
     assert min(each["seconds"] for each in compared) == compared[0]["seconds"]
 
 
 def test_without_scipy_a_strategy_says_what_to_install(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    told = ask(*PAPER_13B, "--compare", "limits.host_memory=128GiB")
-    assert "its solver needs scipy: pip install scipy" in told.out
+    result = ask(*PAPER_13B, "--compare", "limits.host_memory=128GiB")
+    assert "its solver needs scipy: pip install scipy" in result.out
     compared = json.loads(ask(*PAPER_13B, "--compare", "--json", "limits.host_memory=128GiB").out)["compare"]
     assert compared["strategies"][4] == {
         "strategy": "checkmate",
@@ -310,28 +314,28 @@ def test_without_scipy_a_strategy_says_what_to_install(ask: Ask, monkeypatch: py
 
 
 def test_the_largest_model(ask: Ask, config: Path, machine: Path) -> None:
-    told = ask(*PAPER_13B, "--largest")
-    assert "of the papers' family, in their layout  276B\n" in told.out
-    assert "of this model's width                   3.28T parameters in 10437 layers\n" in told.out
-    told = ask(config, "--hardware", machine, "--largest", "--json", "limits.host_memory=100MiB")
-    assert json.loads(told.out)["largest"]["depth"] is None
+    result = ask(*PAPER_13B, "--largest")
+    assert "of the papers' family, in their layout  276B\n" in result.out
+    assert "of this model's width                   3.28T parameters in 10437 layers\n" in result.out
+    result = ask(config, "--hardware", machine, "--largest", "--json", "limits.host_memory=100MiB")
+    assert json.loads(result.out)["largest"]["depth"] is None
     assert "not even one layer" in ask(config, "--hardware", machine, "--largest", "limits.host_memory=100MiB").out
 
 
 def test_prices(ask: Ask) -> None:
-    told = ask(*PAPER_13B, "--prices", "--json", "micro_batch_size=32")
-    prices = json.loads(told.out)["prices"]
+    result = ask(*PAPER_13B, "--prices", "--json", "micro_batch_size=32")
+    prices = json.loads(result.out)["prices"]
     assert [each["num_ssds"] for each in prices] == [1, 2, 3, 6, 12]
     assert prices[-1]["dollars"] == 14_098 + 1_600 + 12 * 308
     assert prices[-1]["tokens_per_second_per_thousand_dollars"] == pytest.approx(1701 / 19.394, rel=1e-3)
     big = [str(CONFIGS / "models" / "gpt-276b.yaml"), *PAPER_13B[1:], "--prices"]
-    told = ask(*big, "micro_batch_size=1")
-    assert "  1     $16006            does not fit\n" in told.out
+    result = ask(*big, "micro_batch_size=1")
+    assert "  1     $16006            does not fit\n" in result.out
     assert {"num_ssds": 1, "dollars": 16006, "fits": False} in json.loads(ask(*big, "--json").out)["prices"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["run.yaml", "--hardware", "none.json"], "none.json: no such file"),
         (["run.yaml", "base_model=org/name"], "there is no directory org/name; `ratel plan` downloads nothing"),
@@ -345,7 +349,7 @@ def test_prices(ask: Ask) -> None:
         (["none.yaml"], "none.yaml: no such file"),
     ],
 )
-def test_wrong_input(ask: Ask, config: Path, machine: Path, here: Path, arguments: list[str], told: str) -> None:
+def test_wrong_input(ask: Ask, config: Path, machine: Path, here: Path, arguments: list[str], message: str) -> None:
     for name, content in (("torn", "{"), ("list", "[]"), ("typeless", "{}"), ("empty", None)):
         (here / name).mkdir()
         if content is not None:
@@ -354,16 +358,16 @@ def test_wrong_input(ask: Ask, config: Path, machine: Path, here: Path, argument
     given = arguments if "--hardware" in arguments else [*arguments, "--hardware", str(machine)]
     result = ask(*given)
     assert (result.code, result.out) == (2, "")
-    assert told in result.err
+    assert message in result.err
 
 
 def test_a_family_that_transformers_does_not_know_is_rejected(
     ask: Ask, config: Path, machine: Path, here: Path
 ) -> None:
     (here / "base" / "config.json").write_text(json.dumps(LLAMA | {"model_type": "brand_new"}))
-    told = ask(config, "--hardware", machine)
-    assert (told.code, told.out) == (2, "")
-    assert "config.json: not a model configuration that transformers knows" in told.err
+    result = ask(config, "--hardware", machine)
+    assert (result.code, result.out) == (2, "")
+    assert "config.json: not a model configuration that transformers knows" in result.err
 
 
 def test_a_model_of_70b_that_was_described_before_is_planned_without_torch(ask: Ask, config: Path, here: Path) -> None:

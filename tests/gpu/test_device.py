@@ -195,7 +195,7 @@ def test_the_pool_is_pinned_and_copies_run_while_the_host_continues(device: Cuda
 
 
 def test_unpinned_memory_can_be_pinned_again(pool: BufferPool) -> None:
-    """If CUDA refuses, the pool's pinning fails the test."""
+    """If CUDA cannot, the pool's pinning fails the test."""
     for _ in range(3):
         pool.lease(LARGE, "test").release()
         pool.trim()

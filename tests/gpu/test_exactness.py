@@ -68,7 +68,7 @@ def test_an_overflow_is_seen_and_the_step_not_applied(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", EXPERTS)
-def test_experts_are_refused_where_bits_are_promised(tmp_path: Path, architecture: str) -> None:
+def test_experts_are_rejected_where_bits_are_promised(tmp_path: Path, architecture: str) -> None:
     """Or they are right, should torch have learnt it."""
     config = gpu_config(architecture)
     recipe = Recipe(dtype=torch.bfloat16, attn_implementation=attention_of(config))
@@ -76,8 +76,8 @@ def test_experts_are_refused_where_bits_are_promised(tmp_path: Path, architectur
         steps = random_steps(2, 2, packed=ratel.model.packs)
         try:
             outcomes = ratel.train(steps, recipe)
-        except BadInput as refusal:
-            assert refusal.hint is not None and "deterministic: false" in refusal.hint
+        except BadInput as failure:
+            assert failure.hint is not None and "deterministic: false" in failure.hint
         else:
             assert_same_training(outcomes, ratel.weights(), reference(config, steps, recipe, device="cuda"))
 

@@ -68,7 +68,9 @@ def errors_of(error_number: int, count: int) -> Results:
         [PAGE_BYTES + 1, None, *errors_of(errno.EAGAIN, 1), PAGE_BYTES],
     ],
 )
-def test_refused_and_short_transfers_are_continued(results: Results, pool: BufferPool, fd: int, tmp_path: Path) -> None:
+def test_interrupted_and_short_transfers_are_continued(
+    results: Results, pool: BufferPool, fd: int, tmp_path: Path
+) -> None:
     contents = random.Random(3).randbytes(NUM_PAGES * PAGE_BYTES)
     with queue_with(results) as queue:
         queue.write([Extent(fd=fd, offset=0, memory=filled(pool, contents))]).wait()

@@ -1,4 +1,4 @@
-"""Finding the blocks of any decoder, binding weights to them, and translate_errors what cannot be streamed."""
+"""Finding the blocks of any decoder, binding weights to them, and rejecting models that cannot be streamed."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def ratel_forecaster(
     overlap: Overlap = "optimized",
     device_limit_bytes: int | None = None,
 ) -> RatelForecaster:
-    """A GPT, its costs estimated for micro-batches of so many rows."""
+    """A GPT, its costs estimated for micro-batches of `rows` rows."""
     spec = spec_from_shape(name="gpt", num_layers=num_layers, hidden_size=hidden_size, vocab_size=5000)
     traits = LayerTraits(num_heads=8, head_dim=hidden_size // 8)
     return RatelForecaster(

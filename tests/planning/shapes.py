@@ -59,7 +59,7 @@ def machine(
     num_cores: int | None = None,
     free_bytes: int = 1 << 40,
 ) -> HardwareProfile:
-    """A machine of round numbers, whose drive does one thing at a time unless told otherwise.
+    """A machine of round numbers, whose drive does one thing at a time unless the arguments say otherwise.
 
     With `num_cores` the CPU computes, and there is no link.
     """

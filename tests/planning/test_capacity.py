@@ -1,4 +1,4 @@
-"""Host memory: a step walked buffer by buffer, the split of held gradients, the refusal, and what it may depend on."""
+"""Host memory: a step walked buffer by buffer, the split of held gradients, and the error if it is short."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def need(
 def walk(
     spec: ModelSpec, placement: Placement, num_spilled: int, *, holds_gradients: bool, overlap: Overlap
 ) -> list[int]:
-    """Written anew, in bf16: what is in memory beside what stays all along, at every stage of a step among others."""
+    """An implementation of its own, in bf16: what is in memory next to what is resident, at many moments of a step."""
     num_blocks, num_layers = len(spec.blocks), spec.num_layers
     size = [block.num_elements for block in spec.blocks]
     separate = overlap == "separate"
@@ -88,11 +88,11 @@ def walk(
     parts = 4 * embedding if spec.tied and chunk < WORKLOAD.micro_batch_tokens else 0
     both = head + (embedding if spec.tied else 0)
     block = max(2 * both + 4 * head + parts, 6 * head + 4 * largest[-1])
-    beneath = 0 if separate else groups
+    updating = 0 if separate else groups
     logits = 16 * chunk * spec.vocab_size
     window = weights(set(uses[position : position + num_open + ahead]))
-    stages.append(window + block + tied + beneath + logits + 2 * vectors(-1) + RUNTIME_BYTES)
-    # Backward: so many before each block are being updated; the ones before those are held, if they are to be.
+    stages.append(window + block + tied + updating + logits + 2 * vectors(-1) + RUNTIME_BYTES)
+    # Backward: the last `pending_updates` blocks are being updated; the gradients before those may be held.
     arrived = [num_blocks - 1]
     for number, i in enumerate(range(num_layers, -1, -1)):
         pending = set(arrived[max(0, len(arrived) - placement.pending_updates) :])
@@ -100,7 +100,7 @@ def walk(
         block = max(6 * size[i], 6 * size[i] + 4 * largest[i]) + (tied if i else 0)
         resting = gradients((set(arrived) - pending) & kept)
         stages.append(
-            window + block + weights(pending) + gradients(pending) + resting + beneath + 2 * vectors(i) + RUNTIME_BYTES
+            window + block + weights(pending) + gradients(pending) + resting + updating + 2 * vectors(i) + RUNTIME_BYTES
         )
         arrived.append(i)
     # The end of the step.
@@ -179,7 +179,7 @@ def test_as_many_gradients_stay_in_memory_as_fit(seed: int, tied: bool, overlap:
             ) + max(walk(spec, placement, found, holds_gradients=holds_gradients, overlap=overlap))
 
 
-def test_what_does_not_fit_is_refused_by_the_byte() -> None:
+def test_what_does_not_fit_is_rejected_by_the_byte() -> None:
     spec = gpt()
     total = need(spec)[0].total
     assert need(spec, limit_bytes=total)[0].total == total
@@ -192,7 +192,7 @@ def test_what_does_not_fit_is_refused_by_the_byte() -> None:
     assert raised.value.hint is not None and "limits.host_memory" in raised.value.hint
 
 
-def test_a_refusal_names_what_was_to_stay() -> None:
+def test_the_error_names_what_was_to_be_resident() -> None:
     placement = replace(DEEP, resident_weights=frozenset({0}))
     offloaded = offload([MIB] * 3, num_micro_batches=1, spilled_units=0)
     with pytest.raises(DoesNotFit, match=r"activations 3\.00 MiB, resident 64\.0 KiB"):

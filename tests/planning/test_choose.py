@@ -104,7 +104,7 @@ def each_faster(hardware: HardwareProfile, factor: float) -> Iterator[HardwarePr
 
 
 def least_bytes(of: Problem) -> int:
-    """The lowest limit with which anything fits: what a refusal says is missing from nothing."""
+    """The lowest limit with which anything fits: what the error says is missing if there is none."""
     with pytest.raises(DoesNotFit) as raised:
         choose(replace(of, limit_bytes=0))
     return raised.value.shortfall_bytes
@@ -310,7 +310,7 @@ def test_everything_is_swapped_where_the_user_says_so_and_goes_where_there_is_ro
     assert tight.offloaded.written_bytes > tight.offloaded.read_bytes > 0
 
 
-def test_everything_is_kept_in_memory_or_refused_where_the_user_says_so() -> None:
+def test_everything_is_kept_in_memory_or_rejected_where_the_user_says_so() -> None:
     of = problem(SLOW_DRIVE, activations="keep")
     least = least_bytes(of)
     assert least == needed(of, deep(0, 0), num_outputs=of.order.num_outputs)

@@ -116,7 +116,7 @@ def test_computing_is_as_long_as_it_was_measured() -> None:
         (12, 12, 2.0, 24 / 2),
         (12, 12, 2.4, 12 / 3 + 12 / 2),  # the harmonic mean: one at a time
         (12, 12, 4.0, 12 / 2),  # both at full speed: the slower decides
-        (12, 12, 99.0, 12 / 2),  # nothing is faster beside something else
+        (12, 12, 99.0, 12 / 2),  # nothing is faster next to something else
         (18, 12, 4.0, 24 / 4 + 6 / 3),
         (12, 18, 4.0, 24 / 4 + 6 / 2),
     ],
@@ -223,7 +223,7 @@ def test_in_each_stage_the_slowest_resource_decides(slow: str, holds_gradients: 
 
 
 @pytest.mark.parametrize("slow", SLOW)
-def test_naive_updates_are_a_sum_beneath_computing(slow: str) -> None:
+def test_naive_updates_are_a_sum_overlapped_with_computing(slow: str) -> None:
     hardware = machine_with(slow, 1e6)
     optimized, naive = step_time(hardware), step_time(hardware, overlap="naive")
     backward, traffic = naive.backward, traffic_of()
@@ -267,7 +267,7 @@ def test_the_next_step_waits_for_an_embedding_that_does_not_stay() -> None:
 
 
 @pytest.mark.parametrize("spare", [0.0, 0.001, 1e9])
-def test_pending_updates_end_beneath_the_next_forward(spare: float) -> None:
+def test_pending_updates_end_overlapped_with_the_next_forward(spare: float) -> None:
     """If it has time to spare, and its first block need not be read."""
     slow = machine_with("write_bytes_per_second", 1e7)
     placement = replace(DEEP, resident_weights=frozenset({0}))
@@ -307,7 +307,7 @@ def test_what_does_not_run_ahead_stands_in_the_way(overlap: Overlap) -> None:
 
 
 @pytest.mark.parametrize("placement", [DEEP, Placement()])
-def test_spilled_activations_are_beneath_the_computing_of_their_own_layers(placement: Placement) -> None:
+def test_spilled_activations_overlap_with_the_computing_of_their_own_layers(placement: Placement) -> None:
     """Two layers of three in forward, of five blocks in backward, where the last three units are still in buffers."""
     offloaded = offload([4096, 4096, 4096], num_micro_batches=4, spilled_units=8)
     assert (offloaded.num_units, offloaded.written_bytes, offloaded.read_bytes) == (12, 8 * 4096, 5 * 4096)

@@ -26,7 +26,7 @@ def test_it_comes_back_as_it_went(profile: ModelProfile) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"format_version": 2}, "another version"),
         ({"source": "guessed"}, "source is 'guessed'"),
@@ -41,13 +41,13 @@ def test_it_comes_back_as_it_went(profile: ModelProfile) -> None:
         ({"head_seconds": "2"}, "head_seconds is not a number"),
     ],
 )
-def test_what_is_no_profile_is_refused(changed: dict[str, object], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_what_is_no_profile_is_rejected(changed: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ModelProfile.from_json(TIMED.to_json() | changed)
 
 
 @pytest.mark.parametrize("content", [None, [], "profile"])
-def test_what_is_no_object_is_refused(content: object) -> None:
+def test_what_is_no_object_is_rejected(content: object) -> None:
     with pytest.raises(ValueError, match="expected an object"):
         ModelProfile.from_json(content)
 

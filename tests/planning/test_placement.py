@@ -25,7 +25,7 @@ def walk(blocks: list[int], prefetch_blocks: int, *, tied_head: int | None) -> l
                 read[coming] = users[blocks[coming]] == 0
                 users[blocks[coming]] += 1
         if position == tied_head:
-            continue  # it stays open beside the embedding
+            continue  # it stays open next to the embedding
         users[block] -= 1
         if tied_head is not None and position == tied_head + 1:
             users[blocks[tied_head]] -= 1
@@ -44,7 +44,7 @@ def test_forward_head_backward() -> None:
     ]
 
 
-def test_a_tied_embedding_is_used_beside_the_head() -> None:
+def test_a_tied_embedding_is_used_next_to_the_head() -> None:
     assert order(gpt(num_layers=1, tied=True)) == [
         (0, "forward"),
         (1, "forward"),

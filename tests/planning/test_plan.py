@@ -1,4 +1,4 @@
-"""The plan: its parts fit together, it refuses what does not fit, and its JSON says what users were promised."""
+"""The plan: its parts fit together, it rejects what does not fit, and its JSON says what users were promised."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_what_the_device_has_no_room_for_has_no_plan() -> None:
 
 @pytest.mark.parametrize("activations", ["auto", "recompute", "swap_all"])
 def test_what_a_gpu_has_to_spare_keeps_the_last_layers(activations: ActivationPolicy) -> None:
-    """More and more of them: never more than there is room for, never slower, and less in host memory."""
+    """More GPU memory keeps more of them: never more than fit, never slower, and with less host memory."""
     least: ActivationPolicy = "recompute" if activations == "auto" else activations
     needed = plan(hardware=WITH_GPU, activations=least).memory.device
     before, kept = None, set()

@@ -102,7 +102,7 @@ def test_the_shortest_prefix_that_reaches_so_many_bytes(seed: int) -> None:
 
 
 def step_of_chance(choice: random.Random, order: SwapOrder, profile: ModelProfile) -> Callable[[int], float]:
-    """Forward moves what is swapped down, backward brings it back; what memory has no room for goes to a drive."""
+    """Forward moves what is swapped down, backward brings it back; what does not fit in memory goes to a drive."""
     all_bytes = order.prefix(order.num_outputs).num_bytes + 1
     available_bytes = choice.uniform(-0.2, 1.2) * all_bytes
     limit_bytes = choice.choice([math.inf, choice.uniform(0, 1.2) * all_bytes])

@@ -52,7 +52,7 @@ class Walk:
         open_uses: list[tuple[int, BlockSpec]] = []
         issued = 0
         for position, (block, stage) in enumerate(uses):
-            # The head stays open beside a tied embedding.
+            # The head stays open next to a tied embedding.
             keep_open = self.spec.tied and position == len(forward) + 1
             open_uses = [use for use in open_uses if use[0] >= position - (1 if keep_open else 0)]
             while issued < min(len(uses), position + 1 + self.placement.prefetch_blocks):

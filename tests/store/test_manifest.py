@@ -139,7 +139,7 @@ def test_the_newest_counts() -> None:
     assert choose_manifest((first, second)) == (following(FIRST), False)
 
 
-def test_beside_a_torn_one_the_other_counts() -> None:
+def test_if_one_is_torn_the_other_counts() -> None:
     first, second = encode_manifest(FIRST), encode_manifest(following(FIRST))
     assert choose_manifest((second[:2048] + bytes(2048), first)) == (FIRST, True)
 

@@ -1,4 +1,4 @@
-"""What would help: which changes are tried, and which are told."""
+"""What would help: which changes are tried, and which are printed."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_each_change_is_tried_by_itself() -> None:
 
 def test_a_limit_of_the_user_s_is_doubled_with_the_memory() -> None:
     limited = replace(SETTING, host_limit_bytes=8 * GIB)
-    told = advise(limited, lambda setting: float(setting.host_limit_bytes or 0))
-    assert told == (Advice(change="twice the RAM, 16.0 GiB", tokens_per_second=16 * GIB, gain=1.0),)
+    advices = advise(limited, lambda setting: float(setting.host_limit_bytes or 0))
+    assert advices == (Advice(change="twice the RAM, 16.0 GiB", tokens_per_second=16 * GIB, gain=1.0),)
 
 
 def test_the_greatest_gain_comes_first_and_small_ones_are_left_out() -> None:
@@ -54,9 +54,9 @@ def test_the_greatest_gain_comes_first_and_small_ones_are_left_out() -> None:
             setting.workload.micro_batch_size, setting.workload.num_micro_batches
         ]
 
-    told = advise(SETTING, rate)
-    assert changes(told) == ["micro_batch_size: 4", "one more SSD, 3 in all"]
-    assert [advice.gain for advice in told] == pytest.approx([0.5, 0.02])
+    advices = advise(SETTING, rate)
+    assert changes(advices) == ["micro_batch_size: 4", "one more SSD, 3 in all"]
+    assert [advice.gain for advice in advices] == pytest.approx([0.5, 0.02])
 
 
 def test_what_does_not_fit_is_no_help() -> None:

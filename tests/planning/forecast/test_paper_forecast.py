@@ -62,10 +62,10 @@ def test_the_tier_that_is_too_small_is_named(tier: str, gpu: int, host: int, spa
 
 
 def test_without_a_link_there_are_no_equations() -> None:
-    with pytest.raises(BadInput, match="no `link`") as refusal:
+    with pytest.raises(BadInput, match="no `link`") as raised:
         paper_forecaster().forecast(setting(WITHOUT_GPU))
-    assert refusal.value.hint is not None
-    assert "--hardware" in refusal.value.hint
+    assert raised.value.hint is not None
+    assert "--hardware" in raised.value.hint
 
 
 def test_the_deepest_is_that_of_the_capacity_rules() -> None:

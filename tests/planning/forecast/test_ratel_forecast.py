@@ -43,10 +43,10 @@ def test_a_forecast_is_the_plan_of_a_run() -> None:
     )
     assert (forecast.prediction.swapped, forecast.prediction.curve) == (plan.swapped, plan.curve)
     assert forecast.prediction.offloaded.gpu_bytes == plan.offloaded.gpu_bytes > 0
-    told, planned = forecast.to_json(), plan.to_json()
-    assert told["activations"] == planned["activations"]
-    assert told["throughput"] == planned["throughput"]
-    assert told["model"] == planned["model"]
+    predicted, planned = forecast.to_json(), plan.to_json()
+    assert predicted["activations"] == planned["activations"]
+    assert predicted["throughput"] == planned["throughput"]
+    assert predicted["model"] == planned["model"]
 
 
 def test_the_run_is_its_steps() -> None:

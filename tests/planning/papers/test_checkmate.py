@@ -56,12 +56,12 @@ def test_it_is_exact(sizes: list[tuple[int, int, int]], share: float, unit: int)
 
 
 def test_it_packs_what_a_greedy_order_would_not() -> None:
-    """6 + 6 bytes save more than the 7 with the greatest benefit, which would leave no room for a 6."""
+    """6 + 6 bytes save more than the 7 with the greatest benefit, which would leave no memory for a 6."""
     stored = store_within(operators_of((7, 14, 1), (6, 9, 2)), available_bytes=12)
     assert [(operator.name, operator.blocks) for operator in stored] == [("operator 1", (0, 1))]
 
 
-def test_with_room_for_all_it_stores_all_that_costs_flops() -> None:
+def test_with_memory_for_all_it_stores_all_that_costs_flops() -> None:
     operators = operators_of((7, 14, 3), (6, 0, 2), (5, 1, 1))
     assert store_within(operators, available_bytes=10**15) == (operators[0], operators[2])
 

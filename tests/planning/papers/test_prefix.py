@@ -74,7 +74,7 @@ def test_among_elements_of_one_size_no_subset_is_faster(graph: Graph) -> None:
 @given(graph=graphs())
 @thousand
 def test_no_subset_is_faster_by_more_than_one_element(graph: Graph) -> None:
-    """The optimum with elements split is no slower than any subset; beside it, a prefix computes one element more."""
+    """The optimum with elements split is no slower than any subset. A prefix computes at most one element more."""
     best = least_of_subsets(graph)
     one_element = max(operator.flops for operator in graph.operators) / graph.equations.hardware.flops_per_second
     assert best <= planned(graph).seconds <= (best + one_element) * (1 + 1e-12)
