@@ -66,10 +66,15 @@ class StepState:
         """What one phase opens and a later one closes. Closed with the step, however the step ends."""
         self._seed = seed
         self._step = step
+        self._device = device
 
     def seed_draws(self, block: int, micro_batch: int) -> None:
-        """Seed torch's generators, on all devices, for the draws of one block on one micro-batch."""
-        torch.manual_seed(draw_seed(self._seed, step=self._step, block=block, micro_batch=micro_batch))
+        """Seed the generators of the CPU and of the compute device for the draws of one block on one micro-batch."""
+        seed = draw_seed(self._seed, step=self._step, block=block, micro_batch=micro_batch)
+        # torch.manual_seed takes a millisecond: it notes the call, with its traceback, for each kind of idle device.
+        torch.default_generator.manual_seed(seed)
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).manual_seed_all(seed)
 
 
 def place(batches: Sequence[MicroBatch], device: torch.device) -> Sequence[MicroBatch]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils import deterministic
 
+from ratel_cli.store.lock import StoreLock
 from ratel_cli.training.stopping import StopRequest
 from tests.e2e.runs import save_base, succeed, write_config, write_rows
 
@@ -90,6 +91,17 @@ def signal_at(monkeypatch: pytest.MonkeyPatch) -> SignalAt:
         monkeypatch.setattr(StopRequest, "check", check)
 
     return arrange
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that finds its store in use gives up after a tenth of a second, not after ten seconds."""
+
+    def lock(directories: Sequence[Path], *, create: bool, wait_seconds: float) -> StoreLock:
+        assert wait_seconds == 10
+        return StoreLock(directories, create=create, wait_seconds=0.1)
+
+    monkeypatch.setattr("ratel_cli.store.store.StoreLock", lock)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
 `finetune` runs it in this process, which costs no imports. `start` runs it in a forked process that can be killed and
 signalled; the fork server has imported everything once. `ratel_command` is the installed program, for tests that need
-a fresh process.
+a fresh process; only there a run measures the machine for as long as it usually does.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import cast
+from unittest import mock
 
 import torch
 import yaml
@@ -48,18 +49,20 @@ CHAT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-ROWS = [
-    {
-        "messages": [
-            {"role": "user", "content": f"Which number is {number}?"},
-            {
-                "role": "assistant",
-                "content": f"{number} is {'even' if number % 2 == 0 else 'odd'}" + " indeed" * length,
-            },
-        ]
-    }
-    for number, length in ((number, number * 7 % 11) for number in range(48))
-]
+
+
+def _row(number: int) -> dict[str, object]:
+    """A question and its answer in two forms."""
+    question = f"Which number is {number}?"
+    answer = f"{number} is {'even' if number % 2 == 0 else 'odd'}" + " indeed" * (number * 7 % 11)
+    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": messages, "prompt": question, "completion": answer}
+
+
+ROWS = [_row(number) for number in range(48)]
+CHAT = "chat_template"
+COMPLETION = "completion"
+"""Types of a dataset, which read one or the other form. A chat template costs a run a child process."""
 SETTINGS: dict[str, object] = {
     "sequence_len": 64,
     "micro_batch_size": 2,
@@ -79,7 +82,8 @@ SETTINGS: dict[str, object] = {
 Tensors = dict[str, torch.Tensor]
 
 NO_STORE = -1
-HARDLY = MeasurementBudget(seconds=1e-6, span_bytes=2 * PAGE_BYTES, buffer_bytes=2 * PAGE_BYTES, memory_bytes=0)
+BRIEFLY = MeasurementBudget(seconds=1e-6, span_bytes=2 * PAGE_BYTES, buffer_bytes=2 * PAGE_BYTES, memory_bytes=0)
+"""Measuring the machine takes longer than a run of these models. The plans are odd then; the bits are the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,12 +148,12 @@ def write_rows(path: Path) -> Path:
     return path
 
 
-def write_config(directory: Path, *, base: Path, rows: Path, **changes: object) -> Path:
+def write_config(directory: Path, *, base: Path, rows: Path, data_type: str = COMPLETION, **changes: object) -> Path:
     """Write `run.yaml` in `directory`; the run's output and store are next to it. A change to None removes the key."""
     directory.mkdir(parents=True, exist_ok=True)
     settings: dict[str, object] = {
         "base_model": str(base),
-        "datasets": [{"path": str(rows), "type": "chat_template"}],
+        "datasets": [{"path": str(rows), "type": data_type}],
         "output_dir": str(directory / "out"),
         **SETTINGS,
         **changes,
@@ -162,9 +166,13 @@ def write_config(directory: Path, *, base: Path, rows: Path, **changes: object) 
 def ratel(*arguments: object) -> Ended:
     """Run `ratel ...` in this process."""
     stderr, stdout = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(stdout):
+    with _measured_briefly(), contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(stdout):
         code = main([str(argument) for argument in arguments])
     return Ended(code=code, stderr=stderr.getvalue(), stdout=stdout.getvalue())
+
+
+def _measured_briefly() -> contextlib.AbstractContextManager[object]:
+    return mock.patch.object(profile_machine, "measure", functools.partial(measure, budget=BRIEFLY))
 
 
 def finetune(config: Path, *arguments: str) -> Ended:
@@ -193,17 +201,11 @@ def succeed(config: Path, *arguments: str) -> str:
     return ended.stderr
 
 
-def start(
-    config: Path, *arguments: str, kill_at: str | None = None, measures_little: bool = False
-) -> ForkServerProcess:
-    """Run it in a forked process, which writes to `stderr.txt` next to the config.
-
-    `measures_little`: do not spend most of a short run on measuring the machine. The plans are odd then, the bits are
-    the same.
-    """
+def start(config: Path, *arguments: str, kill_at: str | None = None) -> ForkServerProcess:
+    """Run it in a forked process, which writes to `stderr.txt` next to the config."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ratel_cli.run.finetune", "tests.e2e.runs"])
-    process = context.Process(target=_run_child, args=(str(config), arguments, kill_at, measures_little))
+    process = context.Process(target=_run_child, args=(str(config), arguments, kill_at))
     process.start()
     return process
 
@@ -225,15 +227,14 @@ def stderr_of(config: Path) -> str:
     return config.with_name("stderr.txt").read_text(encoding="utf-8")
 
 
-def _run_child(config: str, arguments: Sequence[str], kill_at: str | None, measures_little: bool) -> None:
+def _run_child(config: str, arguments: Sequence[str], kill_at: str | None) -> None:
     torch.set_num_threads(1)
     if kill_at is not None:
         os.environ["RATEL_KILL_AT"] = kill_at
     with Path(config).with_name("stderr.txt").open("w", encoding="utf-8", buffering=1) as stderr:
         sys.stderr = stderr
-        if measures_little:
-            profile_machine.measure = functools.partial(measure, budget=HARDLY)
-        code = main(["finetune", config, *arguments])
+        with _measured_briefly():
+            code = main(["finetune", config, *arguments])
         for number in (signal.SIGINT, signal.SIGTERM):  # the command is over: later signals are not meant for it
             signal.signal(number, signal.SIG_IGN)
         sys.exit(code)

@@ -119,6 +119,7 @@ def test_a_full_disk_and_a_read_only_disk(saved: Path, small_disk: Path) -> None
     assert not list((small_disk / "out").glob("*"))
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_store_in_use(saved: Path, tmp_path: Path) -> None:
     with (
         open_queue("threads", notice=pytest.fail) as queue,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from ratel_cli.config.load import load_config
 from ratel_cli.console import RunLog
-from ratel_cli.hardware.measure import measure
-from ratel_cli.run import profile_machine
 from ratel_cli.run.model_description import describe_model
-from tests.e2e.runs import HARDLY, output_of, ratel, succeed, write_config
+from tests.e2e.runs import output_of, ratel, succeed, write_config
 
 LLAMA_LIKE: dict[str, object] = {
     "hidden_size": 64,
@@ -38,7 +35,6 @@ MODELS: dict[str, dict[str, object]] = {
 @pytest.fixture(autouse=True)
 def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(profile_machine, "measure", functools.partial(measure, budget=HARDLY))
 
 
 def config_file(directory: Path, model_type: str, *, base: Path, rows: Path) -> Path:

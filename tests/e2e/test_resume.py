@@ -26,7 +26,7 @@ from tests.e2e.runs import (
     wait_until,
     write_config,
 )
-from tests.tiers import rotating
+from tests.tiers import rotating, sample
 
 NUM_STEPS = 30
 CHANGES: dict[str, object] = {
@@ -49,15 +49,28 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path
     return config
 
 
-def test_killed_again_and_again(make_config: MakeConfig, undisturbed: Path) -> None:
+@pytest.mark.parametrize(
+    "points",
+    sample(
+        [
+            (("commit.written:1",), ("manifest.published:6",)),
+            (("create.filled:1",), ("commit.synced:4", "manifest.ready:4", "commit.published:5")),
+        ],
+        every=2,
+    ),
+    ids=["twice", "and again"],
+)
+def test_killed_again_and_again(
+    make_config: MakeConfig, undisturbed: Path, points: tuple[tuple[str, ...], tuple[str, ...]]
+) -> None:
     """SIGKILL while the store is created, and at every failpoint of a commit, each time a few steps later."""
-    config = make_config(**CHANGES)
-    for point in ("create.filled:1", "commit.written:1"):
+    config, (importing, training) = make_config(**CHANGES), points
+    for point in importing:
         run_until_killed(config, kill_at=point)
         assert not (output_of(config) / "run" / "metrics.jsonl").exists()
     run_until_killed(config, kill_at="commit.written:4")  # the first commit is that of the import, so this is step 3
     assert [step for step, _, _ in curve(config)] == [1, 2, 3], "the third step was announced, but not committed"
-    for point in ("commit.synced:4", "manifest.ready:4", "manifest.published:6", "commit.published:5"):
+    for point in training:
         run_until_killed(config, kill_at=point)
         assert "resuming at step" in stderr_of(config)
     assert "resuming at step" in succeed(config)
@@ -154,8 +167,9 @@ def test_going_back_without_a_store(make_config: MakeConfig) -> None:
     assert not store_of(config).parent.exists()
 
 
+@pytest.mark.usefixtures("impatient")
 def test_two_runs_on_one_store(make_config: MakeConfig) -> None:
-    """The second one waits ten seconds, and then reports which process uses the store."""
+    """The second one waits, and then reports which process uses the store."""
     config = make_config(max_steps=10**6)
     process = start(config)
     wait_for_step(config, 1, process)

@@ -15,7 +15,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ratel_cli.config.load import load_config
 from scripts.complete import answer
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import ROWS, exported, load_data, metrics, output_of, ratel_command, store_of, succeed
+from tests.e2e.runs import (
+    CHAT,
+    ROWS,
+    exported,
+    load_data,
+    metrics,
+    output_of,
+    ratel_command,
+    store_of,
+    succeed,
+    write_config,
+)
 
 METRICS = {
     "step", "loss", "learning_rate", "grad_norm", "tokens", "step_seconds", "forward_seconds", "backward_seconds",
@@ -26,20 +37,28 @@ OPENING = ["model", "data", "step", "compute", "memory", "NVMe", "predicted", "o
 
 
 @pytest.fixture(scope="module")
-def program_run(tmp_path_factory: pytest.TempPathFactory, plain_run: Path) -> tuple[Path, str]:
-    """The plain run by the installed program: its config, and what it wrote to stderr."""
+def chat_run(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Path:
+    """The config of a run on conversations. Tests must not change it."""
+    config = write_config(tmp_path_factory.mktemp("chat"), base=base, rows=rows, data_type=CHAT)
+    succeed(config)
+    return config
+
+
+@pytest.fixture(scope="module")
+def program_run(tmp_path_factory: pytest.TempPathFactory, chat_run: Path) -> tuple[Path, str]:
+    """The same run by the installed program: its config, and what it wrote to stderr."""
     directory = tmp_path_factory.mktemp("program")
     config = directory / "run.yaml"
-    config.write_text(plain_run.read_text().replace(str(plain_run.parent), str(directory)))
+    config.write_text(chat_run.read_text().replace(str(chat_run.parent), str(directory)))
     command, environment = [str(ratel_command()), "finetune", str(config)], {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
     return config, result.stderr
 
 
-def test_a_fresh_process_does_the_same(program_run: tuple[Path, str], plain_run: Path) -> None:
+def test_a_fresh_process_does_the_same(program_run: tuple[Path, str], chat_run: Path) -> None:
     config, _ = program_run
-    theirs, ours = exported(config), exported(plain_run)
+    theirs, ours = exported(config), exported(chat_run)
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
 
@@ -60,8 +79,8 @@ def test_it_reports_its_plan_and_its_result(program_run: tuple[Path, str]) -> No
     assert "\x1b" not in stderr
 
 
-def test_transformers_loads_it_with_everything_that_belongs_to_it(plain_run: Path, base: Path) -> None:
-    directory = output_of(plain_run)
+def test_transformers_loads_it_with_everything_that_belongs_to_it(chat_run: Path, base: Path) -> None:
+    directory = output_of(chat_run)
     model = AutoModelForCausalLM.from_pretrained(directory)
     before = AutoModelForCausalLM.from_pretrained(base)
     assert model.dtype == torch.float32
@@ -83,13 +102,13 @@ def test_transformers_loads_it_with_everything_that_belongs_to_it(plain_run: Pat
     }  # fmt: skip
 
 
-def test_the_metrics_are_those_of_the_interface(plain_run: Path) -> None:
-    lines = metrics(plain_run)
+def test_the_metrics_are_those_of_the_interface(chat_run: Path) -> None:
+    lines = metrics(chat_run)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(line.keys() >= METRICS for line in lines)
     assert all(line["learning_rate"] == 0.01 and line["gpu_peak_bytes"] == 0 for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"]
-    plan = json.loads((output_of(plain_run) / "run" / "plan.json").read_text())["traffic"]
+    plan = json.loads((output_of(chat_run) / "run" / "plan.json").read_text())["traffic"]
     # A step's update overlaps with the next step, so only sums are exact. What stays in memory is read twice: for
     # the step that is recorded, and for those that follow its plan.
     first_bytes = 2 * plan["nvme_first_read_bytes"]
@@ -112,13 +131,13 @@ def test_a_trace_has_a_track_for_each_resource(make_config: MakeConfig) -> None:
     assert any(event["ph"] == "s" for event in events)
 
 
-def test_the_run_directory_has_config_machine_and_plan(plain_run: Path) -> None:
-    run = output_of(plain_run) / "run"
-    assert load_config(run / "config.yaml").config == load_config(plain_run).config
+def test_the_run_directory_has_config_machine_and_plan(chat_run: Path) -> None:
+    run = output_of(chat_run) / "run"
+    assert load_config(run / "config.yaml").config == load_config(chat_run).config
     hardware, plan, model = (json.loads((run / f"{name}.json").read_text()) for name in ("hardware", "plan", "model"))
     assert hardware["nvme"]["write_bytes_per_second"] > 0
     assert plan["memory"]["fits"] is True
-    num_parameters = sum(tensor.numel() for tensor in exported(plain_run).values())
+    num_parameters = sum(tensor.numel() for tensor in exported(chat_run).values())
     assert model["num_parameters"] == plan["model"]["num_parameters"] == num_parameters
     assert [block["kind"] for block in model["blocks"]] == ["embedding", "layer", "layer", "head"]
 
@@ -149,8 +168,8 @@ def test_held_out_loss_is_that_of_the_exported_model(make_config: MakeConfig, ba
     assert lines[-1]["eval_loss"] == pytest.approx(total / num_targets, rel=1e-6)
 
 
-def test_the_demo_prints_an_answer(plain_run: Path, base: Path) -> None:
+def test_the_demo_prints_an_answer(chat_run: Path, base: Path) -> None:
     question = ROWS[4]["messages"][0]["content"]
-    before, after = answer(base, question), answer(output_of(plain_run), question)
+    before, after = answer(base, question), answer(output_of(chat_run), question)
     assert before != after
     assert "<|" not in after

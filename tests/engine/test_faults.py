@@ -38,8 +38,8 @@ HELD_ON_DISK = Way(
 )
 IN_PLACE = Way(options={"placement": AHEAD, "in_place": True})
 HANG_SECONDS = 0.1
-EVERY = 7
-"""A case takes every seventh call."""
+EVERY = 13
+"""A case takes every thirteenth call."""
 
 KINDS = {
     "EIO": Kind(fault=Fault(error_number=errno.EIO)),
@@ -73,7 +73,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
 
 
 def calls_of(bench: Bench, first: int) -> range:
-    """The numbers of every seventh call of the run."""
+    """The numbers of every thirteenth call of the run."""
     assert bench.undisturbed.num_calls > 30
     return range(first, bench.undisturbed.num_calls, EVERY)
 

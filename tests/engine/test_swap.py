@@ -24,7 +24,7 @@ from ratel_cli.units import align_up
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.engine.exactness import assert_same_training, reference
 from tests.engine.machine import Machine, attention_of, initial_weights, machine, random_steps
-from tests.engine.test_step import STATE_BYTES, moved_by_each_step
+from tests.engine.test_step import STATE_BYTES, moved_by_last_step
 from tests.reference import Recipe
 from tests.tiers import sample
 
@@ -91,7 +91,7 @@ def test_planned_bytes_are_moved_bytes(tmp_path: Path, architecture: str) -> Non
         with machine(
             directory / "again", config, recipe, dtype="bfloat16", weights=weights, placement=placement
         ) as ratel:
-            *_, last = moved_by_each_step(ratel, recipe, steps)
+            last = moved_by_last_step(ratel, recipe, steps)
             wanted = step_traffic(
                 ratel.model.spec, STATE_BYTES["bfloat16"], placement, offloaded, holds_gradients=False
             )

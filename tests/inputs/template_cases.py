@@ -34,8 +34,6 @@ _ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{%
 def cases() -> Iterator[MalformedInput]:
     for template, message in _TEMPLATES.items():
         yield _template(repr(template), template, rf"rows.jsonl:1: .*({message})")
-    message = f"the chat template did not finish one conversation within {LIMIT_SECONDS:g} s"
-    yield _template("that never ends", _ENDLESS, message, seconds=LIMIT_SECONDS + 10)
     yield _file("not UTF-8", b"{{ '\xff' }}", "no usable tokenizer")
     yield _file("empty", b"", "no chat template|cannot be located|all masked")
 
@@ -46,6 +44,9 @@ def cases() -> Iterator[MalformedInput]:
     yield MalformedInput(
         name="template that is not there", damage=no_line(remove), message="the tokenizer has no chat template"
     )
+
+    message = f"the chat template did not finish one conversation within {LIMIT_SECONDS:g} s"
+    yield _template("that is endless", _ENDLESS, message, seconds=LIMIT_SECONDS + 10)
 
     def nameless(inputs: RunFiles) -> None:
         """Named templates only, none of them the default."""

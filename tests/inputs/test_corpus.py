@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from ratel_cli.cli.app import main
-from tests.e2e.runs import output_of, store_of, succeed, write_config
+from tests.e2e.runs import CHAT, output_of, store_of, succeed, write_config
 from tests.inputs import (
     argument_cases,
     hardware_cases,
@@ -91,7 +91,7 @@ class FinishedRun:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> FinishedRun:
     directory = tmp_path_factory.mktemp("finished")
-    config = write_config(directory, base=base, rows=rows, max_steps=1)
+    config = write_config(directory, base=base, rows=rows, data_type=CHAT, max_steps=1)
     succeed(config)
     hardware = directory / "hardware.yaml"
     hardware.write_text(HARDWARE)

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from importlib.util import find_spec
 
+import pytest
+
 from ratel_cli import _native
 
 SCRIPT = "scripts.bench.adamw"
 
 
+@pytest.mark.full
 def test_smoke() -> None:
     run = subprocess.run(
         [sys.executable, "-m", SCRIPT, "--smoke"], capture_output=True, text=True, timeout=600, check=True

@@ -17,6 +17,7 @@ from ratel_cli.io.queue import open_queue
 SCRIPT = "scripts.bench.io"
 
 
+@pytest.mark.full
 def test_smoke(tmp_path: Path) -> None:
     if shutil.which("cc") is None:
         pytest.skip("there is no C compiler")

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiers import sample
-
 ROOT = Path(__file__).parents[2]
 TINY = ("--shape", "tiny", "--tokens", "16", "--micro-batches", "2", "--steps", "4", "--rounds", "1")
 
@@ -23,7 +21,8 @@ def run(script: str, *arguments: str) -> tuple[str, dict[str, dict[str, float]]]
     return output, json.loads(output.splitlines()[-1])
 
 
-@pytest.mark.parametrize("clip", sample([(), ("--clip",)], every=2, offset=1), ids=["unclipped", "clipped"])
+@pytest.mark.full
+@pytest.mark.parametrize("clip", [(), ("--clip",)], ids=["unclipped", "clipped"])
 def test_a_step_next_to_plain_pytorch(tmp_path: Path, clip: tuple[str, ...]) -> None:
     output, summary = run("bench.step", *TINY, *clip, "--contestants", "plain", "ratel", "--directory", str(tmp_path))
     assert "ratel against plain:" in output

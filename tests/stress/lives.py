@@ -96,7 +96,7 @@ class Life:
         """Start or resume the run, and send the signal in the phase `aim`, or later."""
         self._stderr.unlink(missing_ok=True)
         self._started, started = time.time(), time.monotonic()
-        process = start(self.config, measures_little=True)
+        process = start(self.config)
         recovered = self._wait_for(aim, process)
         time.sleep(self._random.uniform(*AIMS[aim]))
         sent = time.monotonic()
@@ -117,7 +117,7 @@ class Life:
 
     def kill_at(self, point: str, count: int) -> None:
         """Start or resume the run, and kill it at a failpoint of the store, the `count`-th time it gets there."""
-        code = wait(start(self.config, kill_at=f"{point}:{count}", measures_little=True))
+        code = wait(start(self.config, kill_at=f"{point}:{count}"))
         assert code == -signal.SIGKILL, (point, count, code)
         self._check()
 
@@ -127,7 +127,7 @@ class Life:
 
     def end(self) -> Outcome:
         """Let the run end, check it, remove its directory, and return its outcome."""
-        assert wait(start(self.config, measures_little=True)) == 0, self._stderr.read_text(encoding="utf-8")
+        assert wait(start(self.config)) == 0, self._stderr.read_text(encoding="utf-8")
         self._check()
         assert self._committed == NUM_STEPS
         outcome = outcome_of(self.config)

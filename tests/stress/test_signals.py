@@ -61,7 +61,7 @@ def test_stopped_at_any_time(begin: Begin, undisturbed: Outcome) -> None:
 def test_a_second_signal_ends_it_at_once(begin: Begin, undisturbed: Outcome) -> None:
     """Both arrive before the run can check: the second does not wait for an orderly end."""
     life = begin(Random(2))
-    process = start(life.config, measures_little=True)
+    process = start(life.config)
     wait_for_step(life.config, 3, process)
     assert process.pid is not None
     for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):

@@ -104,7 +104,7 @@ def test_every_second_step_is_copied(machine: Machine, target: Store) -> None:
 
 
 def test_steps_that_are_due_during_a_copy_are_skipped_except_the_last(machine: Machine, target: Store) -> None:
-    snapshots = machine.begin(target, bytes_per_second=SLOW)
+    snapshots = machine.begin(target, bytes_per_second=5 * SLOW)
     machine.run(snapshots, 8)
     assert len({text for text in machine.messages if text.startswith("note: copying a snapshot takes longer")}) == 1
     assert target.progress.step == 0
