@@ -2,7 +2,7 @@
 
 A case that is marked `full` runs in the full tier only; every other case runs in the short tier. The functions here
 make the cases of a test and mark those that the short tier leaves out, so that one list serves both tiers.
-A test of Hypothesis runs in both: the short tier draws at most 25 examples, the full tier as many as the test asks for.
+A test of Hypothesis runs in both: the short tier draws at most 12 examples, the full tier as many as the test asks for.
 
 Invariant: every function returns all cases of the product, in its order; only the marks differ.
 """
@@ -18,7 +18,7 @@ from _pytest.mark import ParameterSet
 from hypothesis import HealthCheck, settings
 
 Case = TypeVar("Case")
-_SHORT_EXAMPLES = 25
+_SHORT_EXAMPLES = 12
 _FULL_EXAMPLES = 100
 
 
@@ -36,7 +36,7 @@ def register_profiles() -> None:
 
 
 def examples(number: int) -> settings:
-    """How many examples a test of Hypothesis draws in the full tier; the short tier draws at most 25."""
+    """How many examples a test of Hypothesis draws in the full tier; the short tier draws at most 12."""
     is_full = settings.get_current_profile_name() == "full"
     return settings(max_examples=number if is_full else min(number, _SHORT_EXAMPLES))
 
