@@ -92,6 +92,7 @@ MUTANTS = (
     Mutant("activations are not checked", "engine/activations.py", "packed.seal.check(packed.memory, label.text)", "pass", "damaged activations are noticed", "engine/test_faults.py"),
     Mutant("offloaded slices begin at zero", "engine/activations.py", "first + self.storage_offset", "first", "what is fetched is what was offloaded", "engine/test_exactness.py"),
     Mutant("dropout draws anew", "engine/replay/tape.py", "_generator(args, kwargs).set_state(state)", "pass", "recomputed operators draw what they drew", "engine/test_tape.py engine/test_exactness.py"),
+    Mutant("offloaded before it is changed", "engine/replay/tape.py", "if self._mutated.isdisjoint(self.operators[position].writes)\n        }", "if True\n        }", "what changes later is not offloaded", "engine/test_tape.py"),
     Mutant("another operator is replayed", "engine/replay/tape.py", " or tape.funcs[position] is not func:", ":", "a forward that does not repeat itself stops", "engine/test_tape.py"),
     Mutant("a replay that ends early", "engine/replay/tape.py", "if self._position != len(self._tape.funcs):", "if False:", "a forward that does not repeat itself stops", "engine/test_tape.py"),
     Mutant("gradients without the loss scale", "engine/loss.py", "loss / num_targets * loss_scale", "loss / num_targets", "fp16 gradients are scaled", "engine/test_exactness.py"),

@@ -105,6 +105,22 @@ def test_in_place_and_views(weights: list[nn.Parameter], hidden: torch.Tensor) -
     check(block, hidden, weights[:2])
 
 
+def test_what_changes_later_is_not_offloaded(weights: list[nn.Parameter], hidden: torch.Tensor) -> None:
+    """A replay that got the changed values would change them once more."""
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return (x @ weights[0]).mul_(2) @ weights[1]
+
+    rows = hidden[0]
+    recorder = Recorder(swapped=["aten.mm.default#0"])
+    with recorder.recording():
+        block(rows.detach().requires_grad_())
+    tape, offloaded = recorder.finish()
+    assert offloaded == {}
+    wanted, found = (gradients(block, rows, weights[:2], each) for each in (None, tape))
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
 @pytest.mark.parametrize("used", [True, False])
 def test_random_operators_draw_again_what_they_drew(
     weights: list[nn.Parameter], hidden: torch.Tensor, used: bool
