@@ -24,7 +24,7 @@ from ratel_cli.io.queue import LanedQueue
 from ratel_cli.io.requests import Direction
 from ratel_cli.io.threads import ThreadedLane, transfer_with_kernel
 from ratel_cli.sizes import PAGE_BYTES
-from ratel_cli.store.barrier import KernelBarrier
+from ratel_cli.store.barrier import Barrier
 
 REQUEST_BYTES = 16 * PAGE_BYTES
 """Small, so that a few bytes are cut into many requests."""
@@ -146,7 +146,7 @@ def _flip(memory: memoryview, bit: int) -> None:
     memory[bit // 8 % len(memory)] ^= 1 << bit % 8
 
 
-class FaultyBarrier:
+class FaultyBarrier(Barrier):
     """A drive that makes bytes durable, except in one call. A second try would report a false success.
 
     `failing_call` is the number of the call that fails, from 0. `fails` names the method whose next call fails.
@@ -156,15 +156,14 @@ class FaultyBarrier:
         self.fails: str | None = None
         self.calls: list[str] = []
         self._failing_call = failing_call
-        self._kernel = KernelBarrier()
 
     def sync(self, fd: int) -> None:
         self._call("sync")
-        self._kernel.sync(fd)
+        super().sync(fd)
 
     def write_through(self, fd: int, offset: int, page: memoryview) -> None:
         self._call("write_through")
-        self._kernel.write_through(fd, offset, page)
+        super().write_through(fd, offset, page)
 
     def _call(self, name: str) -> None:
         number = len(self.calls)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from typing import Protocol
 
 from ratel_cli.errors import BadInput
 
@@ -49,24 +48,17 @@ def failpoint(point: str) -> None:
     os.environ[FAILPOINT_VARIABLE] = f"{name}:{int(count) - 1}"
 
 
-class Barrier(Protocol):
+class Barrier:
     """Makes bytes durable. Both methods raise OSError if they cannot."""
 
     def sync(self, fd: int) -> None:
         """Make durable everything that was written to the file and has completed."""
-        ...
-
-    def write_through(self, fd: int, offset: int, page: memoryview) -> None:
-        """Write one page and make it durable. Other writes to the file may still not be."""
-        ...
-
-
-class KernelBarrier:
-    """fdatasync, and pwritev with RWF_DSYNC (which the drive can serve without a full flush)."""
-
-    def sync(self, fd: int) -> None:
         os.fdatasync(fd)
 
     def write_through(self, fd: int, offset: int, page: memoryview) -> None:
+        """Write one page and make it durable (RWF_DSYNC). Other writes to the file may still not be.
+
+        The drive can serve this without a full flush.
+        """
         if os.pwritev(fd, [page], offset, os.RWF_DSYNC) != len(page):
             raise OSError(errno.EIO, "only a part of a page was written")

@@ -26,7 +26,7 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.files import StripedFiles, check_directories, use_direct_io
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.sizes import CHUNK_ELEMENTS, STRIPE_BYTES, DtypeName
-from ratel_cli.store.barrier import Barrier, KernelBarrier, failpoint
+from ratel_cli.store.barrier import Barrier, failpoint
 from ratel_cli.store.commit import Commits
 from ratel_cli.store.create import fill_with_zeros, make_files
 from ratel_cli.store.generation import Generation, StoreSlots
@@ -113,7 +113,7 @@ class Store(Closing):
         Raises BadInput if the directories hold a store and `overwrite` is False, EnvironmentFailure if space, a
         permission or the lock is missing, and IntegrityFailure if a write fails.
         """
-        directories, barrier = check_directories(paths), barrier or KernelBarrier()
+        directories, barrier = check_directories(paths), barrier or Barrier()
         geometry = Geometry(
             dtype=dtype,
             block_elements=tuple(block_elements),
@@ -163,7 +163,7 @@ class Store(Closing):
             notice=notice or _ignore,
             lock_wait_seconds=lock_wait_seconds,
         )
-        return cls(lock, manifest, page_sha256(page), queue=queue, barrier=barrier or KernelBarrier())
+        return cls(lock, manifest, page_sha256(page), queue=queue, barrier=barrier or Barrier())
 
     @staticmethod
     def exists(paths: Sequence[Path]) -> bool:

@@ -31,7 +31,7 @@ from ratel_cli.data.packing import MicroBatch
 from ratel_cli.hardware.host import default_limit_bytes
 from ratel_cli.planning.plan import Plan
 from ratel_cli.sizes import CHUNK_ELEMENTS
-from ratel_cli.store.barrier import KernelBarrier
+from ratel_cli.store.barrier import Barrier
 from ratel_cli.units import GIB
 from scripts.bench.contestants import add_arguments, batches_of, in_turns, print_promise, task_of
 from scripts.bench.ratel_run import RatelRun, Steps, open_run
@@ -39,7 +39,7 @@ from scripts.bench.ratel_run import RatelRun, Steps, open_run
 _TIME, _BYTES = 0.02, 0.01
 
 
-class BareBarrier(KernelBarrier):
+class BareBarrier(Barrier):
     """A barrier that writes, but does not wait until anything is durable."""
 
     def sync(self, fd: int) -> None:  # noqa: ARG002 - as Barrier has it

@@ -18,6 +18,7 @@ from typing import Literal
 
 from ratel_cli.io.queue import Extent, IoQueue
 from ratel_cli.io.tickets import Ticket
+from ratel_cli.store.barrier import Barrier
 
 SECTOR_BYTES = 512
 Files = dict[Path, bytes]
@@ -37,7 +38,7 @@ class DriveEvent:
     """What is acknowledged; None for other kinds."""
 
 
-class RecordingDrive(IoQueue):
+class RecordingDrive(IoQueue, Barrier):
     """An IoQueue and a Barrier over real files, which records every event."""
 
     engine = "recording"

@@ -14,7 +14,7 @@ import pytest
 
 from ratel_cli.errors import Interrupted
 from ratel_cli.io.queue import IoQueue, open_queue
-from ratel_cli.store.barrier import KernelBarrier
+from ratel_cli.store.barrier import Barrier
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.store import Store
 from ratel_cli.training.snapshots import Snapshots
@@ -245,7 +245,7 @@ def test_a_copy_is_not_faster_than_its_limit(machine: Machine, target: Store) ->
     assert time.monotonic() - began >= 0.5
 
 
-class HangingBarrier(KernelBarrier):
+class HangingBarrier(Barrier):
     """A device that hangs when it makes bytes durable, until `responds` is set. Creation does not hang."""
 
     def __init__(self) -> None:
