@@ -19,7 +19,6 @@ from ratel_cli.io.tickets import join
 from ratel_cli.io.views import view_field
 from ratel_cli.model.spec import BlockSpec, ModelSpec, ParameterSpec
 from ratel_cli.sizes import DtypeName
-from ratel_cli.store.layout import RecordLayout
 from ratel_cli.store.shadow import Shadow
 
 WEIGHT_GROUP_ELEMENTS = 1 << 23
@@ -50,28 +49,23 @@ def import_weights(
     group.
     """
     group_elements = min(group_elements, max(block.num_elements for block in spec.blocks))
+    layout = target.generation.layout
+    field_bytes = {field.name: field.bytes_per_element for field in layout.fields} | {"w32": 4}  # the master weights
     with ExitStack() as resources:
         memories = {
             name: resources.enter_context(pool.lease(group_elements * num_bytes, f"import, {name}")).memory
-            for name, num_bytes in _field_bytes(target.layout).items()
+            for name, num_bytes in field_bytes.items()
         }
         for block in spec.blocks:
             for start in range(0, block.num_elements, group_elements):
                 stop = min(start + group_elements, block.num_elements)
                 fields = {name: view_field(memory, name, stop - start) for name, memory in memories.items()}
                 num_parameters = _read_group(block, source, start, stop, fields["w32"])
-                _encode(target.layout.dtype, fields)
-                tickets = [
-                    target.write(
-                        block.index,
-                        field.name,
-                        start,
-                        stop,
-                        memories[field.name][: (stop - start) * field.bytes_per_element],
-                    )
-                    for field in target.layout.fields
-                ]
-                join(tickets).wait()
+                _encode(layout.dtype, fields)
+                written = {
+                    each.name: memories[each.name][: (stop - start) * each.bytes_per_element] for each in layout.fields
+                }
+                join([target.write(block.index, name, start, stop, memory) for name, memory in written.items()]).wait()
                 progress(num_parameters)
 
 
@@ -85,11 +79,6 @@ def overlaps(block: BlockSpec, start: int, stop: int) -> list[tuple[ParameterSpe
         for parameter in block.parameters
         if parameter.start < stop and start < parameter.stop
     ]
-
-
-def _field_bytes(layout: RecordLayout) -> dict[str, int]:
-    """Bytes per element of each array that a group needs: the record's fields and the fp32 master weights."""
-    return {field.name: field.bytes_per_element for field in layout.fields} | {"w32": 4}
 
 
 def _read_group(block: BlockSpec, source: WeightSource, start: int, stop: int, master: torch.Tensor) -> int:

@@ -42,7 +42,7 @@ def copy_generation(source: Generation, target: Shadow, pool: BufferPool, *, pro
 
     Raises IntegrityFailure if bytes of the source are damaged. What `progress` raises ends the copy too.
     """
-    assert (source.layout, source.block_elements) == (target.layout, target.block_elements)
+    assert (source.layout, source.block_elements) == (target.generation.layout, target.generation.block_elements)
     reads: deque[tuple[_Part, Ticket]] = deque()
 
     def write_first() -> None:

@@ -15,7 +15,6 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import Ticket, follow
 from ratel_cli.store.checksums import ChunkTable
 from ratel_cli.store.generation import Generation, StoreSlots
-from ratel_cli.store.layout import RecordLayout
 from ratel_cli.store.manifest import GenerationEntry
 
 
@@ -31,21 +30,6 @@ class Shadow:
         self._confirmed_bytes = 0
         self.generation = Generation(slots, entry, self._table)
         """Reads what was written to the shadow and waited for."""
-
-    @property
-    def slot(self) -> int:
-        """The slot that is being filled."""
-        return self.generation.slot
-
-    @property
-    def layout(self) -> RecordLayout:
-        """The fields of every record."""
-        return self.generation.layout
-
-    @property
-    def block_elements(self) -> tuple[int, ...]:
-        """Number of elements of each block, gaps between parameters included."""
-        return self.generation.block_elements
 
     @property
     def submitted_bytes(self) -> int:
@@ -75,7 +59,7 @@ class Shadow:
         Only for stores with checksums.
         """
         assert self._table is not None
-        return self._table.seeds(block, start, stop, [field.name for field in self.layout.fields])
+        return self._table.seeds(block, start, stop, [field.name for field in self.generation.layout.fields])
 
     def set_digests(self, block: int, start: int, stop: int, digests: Sequence[int | None]) -> None:
         """Set the checksums of all fields of elements [start, stop), whole chunks, that were computed elsewhere."""
@@ -104,7 +88,7 @@ class Shadow:
             return ""
         with BufferPool(None) as pool, pool.lease(self._slots.chunks.table_bytes, "checksums") as lease:
             root = self._table.write_into(lease.memory)
-            self._slots.files.write(self._slots.records.table_address(self.slot), lease.memory).wait()
+            self._slots.files.write(self._slots.records.table_address(self.generation.slot), lease.memory).wait()
         return root
 
     def _confirm(self, num_bytes: int) -> None:

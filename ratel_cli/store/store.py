@@ -401,7 +401,8 @@ class Store(Closing):
         root = self._shadow.write_table()
         self._commits.sync(manifest.progress.step)
         failpoint("commit.synced")
-        self._publish(replace(manifest, slot=self._shadow.slot, root_checksum=root), self._shadow.generation)
+        written = self._shadow.generation
+        self._publish(replace(manifest, slot=written.slot, root_checksum=root), written)
         failpoint("commit.published")
         self._phase = _Phase.READY
 
