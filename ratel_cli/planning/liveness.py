@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 
 class Decision(enum.Enum):
@@ -27,28 +27,18 @@ class Decision(enum.Enum):
     """Skip it: return an empty tensor of that shape. A layer's last matrix product and residual add are dead."""
 
 
-class Recorded(Protocol):
-    """One operator as it ran."""
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What decides whether one operator must run again."""
 
-    @property
-    def reads(self) -> tuple[int, ...]:
-        """Storages that it reads."""
-        ...
-
-    @property
-    def writes(self) -> tuple[int, ...]:
-        """Storages that it writes."""
-        ...
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether its result decides what runs, or is saved where no hook sees it."""
-        ...
-
-    @property
-    def can_be_skipped(self) -> bool:
-        """Whether it is neither a view nor a mutation."""
-        ...
+    reads: tuple[int, ...]
+    """Storages that it reads."""
+    writes: tuple[int, ...]
+    """Storages that it writes."""
+    is_needed: bool
+    """Its result decides what runs, or is saved where no hook sees it, so it must run again."""
+    can_be_skipped: bool
+    """A replay may answer without running it: it is no view, no mutation, and not needed."""
 
 
 def decide(operators: Sequence[Recorded], saved: Collection[int], swapped: Collection[int] = ()) -> list[Decision]:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from ratel_cli.planning.liveness import Decision, decide
+from ratel_cli.planning.liveness import Decision, Recorded, decide
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
 
 _LEAST_SHARE = 0.002
@@ -20,8 +20,8 @@ _LEAST_SHARE = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OperatorRecord:
-    """One operator of one unit, as it ran. A `planning.liveness.Recorded`."""
+class OperatorRecord(Recorded):
+    """One operator of one unit, as it ran."""
 
     name: str
     """For people: `mlp.up_proj mm`."""
@@ -31,10 +31,6 @@ class OperatorRecord:
     seconds: float
     num_bytes: int
     """Bytes of its outputs; 0 where they cannot be swapped."""
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    is_needed: bool
-    can_be_skipped: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ import torch
 
 from ratel_cli.errors import RatelError
 from ratel_cli.model.operators import OperatorMode, TorchOperator, tensors_in
-from ratel_cli.planning.liveness import Decision, decide
+from ratel_cli.planning.liveness import Decision, Recorded, decide
 from ratel_cli.sizes import PACKED_ALIGNMENT
 from ratel_cli.units import align_up
 
@@ -55,17 +55,13 @@ class OutputShape:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
-@dataclass(slots=True)
-class RecordedOperator:
+@dataclass(frozen=True, slots=True)
+class RecordedOperator(Recorded):
     """One call of an operator. A storage is identified by the serial number that the recorder gave it."""
 
     func: TorchOperator
     key: str
     """The operator's name and the number of its earlier calls in the layer."""
-    reads: tuple[int, ...]
-    """Storages of the arguments."""
-    writes: tuple[int, ...]
-    """Storages of the results, unless they are views; also those of the arguments if it changes any in place."""
     outputs: tuple[object, ...] | None
     """The results, with an `OutputShape` for each floating-point tensor. None if the operator must run again: views,
     mutations, results that Python reads."""
@@ -73,13 +69,6 @@ class RecordedOperator:
     """Bytes of its new storages when they are packed; 0 if the output cannot be swapped."""
     random_state: torch.Tensor | None
     """The generator's state before the call; None if the operator is not random."""
-    is_needed: bool
-    """True if the operator must run again."""
-
-    @property
-    def can_be_skipped(self) -> bool:
-        """True if a replay may answer without running the operator."""
-        return self.outputs is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +174,7 @@ class Recorder(OperatorMode):
         tensors = tensors_in(result)
         mutable = func._schema.is_mutable
         if func.is_view and not mutable:
-            return RecordedOperator(func, key, reads, (), None, 0, None, False)
+            return RecordedOperator(reads, (), False, False, func, key, None, 0, None)
         if not mutable:
             # A new output: its storage may have the address of a freed one, so it gets a new number.
             for tensor in tensors:
@@ -210,7 +199,9 @@ class Recorder(OperatorMode):
                 self._of_parameters.update(writes)
             elif set(writes).isdisjoint(reads) and all(t.device == (self._device or t.device) for t in floating):
                 own_bytes = sum(align_up(num_bytes, PACKED_ALIGNMENT) for num_bytes in storage_bytes(floating))
-        return RecordedOperator(func, key, reads, writes, outputs, own_bytes, random_state, is_needed)
+        return RecordedOperator(
+            reads, writes, is_needed, outputs is not None, func, key, outputs, own_bytes, random_state
+        )
 
     def _serials_of(self, tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
         serials = []
