@@ -1,11 +1,18 @@
-"""Typed access to JSON that Ratel wrote earlier and that anything may have happened to since.
+"""Typed access to JSON that Ratel wrote earlier and that anything may have happened to since, and the hash of JSON.
 
 Invariant: a reader gets a value of the type that it asked for, or a ValueError that names the key.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
+
+
+def hash_of(value: object) -> str:
+    """The SHA-256 of a value that JSON can express, in hexadecimal digits. The order of keys does not matter."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 class JsonFields:

@@ -158,7 +158,7 @@ MUTANTS = (
     Mutant("one order for all epochs", "data/dataset.py", "_ORDER_OF_EPOCHS + epoch)", "_ORDER_OF_EPOCHS)", "each epoch has its own order", "data/test_dataset.py"),
     Mutant("evaluation rows are trained on", "data/dataset.py", "np.sort(order[num_eval:])", "np.sort(order)", "held-out samples are not trained on", "data/test_dataset.py"),
     Mutant("the last rows of an epoch are dropped", "data/dataset.py", "-(-len(self._train_sequences) // self._sequences_per_step)", "max(1, len(self._train_sequences) // self._sequences_per_step)", "an epoch has every row", "data/test_dataset.py"),
-    Mutant("the seed is no part of the data", "data/dataset.py", "**asdict(settings)}", '**asdict(settings), "seed": 0}', "a run with another order does not resume", "data/test_dataset.py"),
+    Mutant("the seed is no part of the data", "data/dataset.py", 'summary.tokens_sha256, **asdict(settings)}', 'summary.tokens_sha256, **asdict(settings), "seed": 0}', "a run with another order does not resume", "data/test_dataset.py"),
     Mutant("loss on prompts", "data/encode.py", "if draft.prompt and not self._train_on_inputs:", "if False:", "prompts carry no loss", "data/test_encode.py"),
     Mutant("texts do not end", "data/encode.py", "tail.append(end)", "pass", "a text ends with the end token", "data/test_encode.py"),
     Mutant("a token between pieces is lost", "data/encode.py", "stride = self._sequence_len - 1", "stride = self._sequence_len", "every token of a text is predicted once", "data/test_encode.py"),

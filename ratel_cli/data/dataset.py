@@ -15,8 +15,6 @@ that an uninterrupted run would get.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +27,7 @@ from ratel_cli.data.packing import Integers, MicroBatch, Sequences, assemble, on
 from ratel_cli.data.rows import DatasetSource, DatasetType, open_source
 from ratel_cli.data.token_cache import TokenCache
 from ratel_cli.errors import BadInput
+from ratel_cli.json_fields import hash_of
 
 __all__ = [
     "DataSettings",
@@ -79,8 +78,7 @@ class TrainingData:
         self._eval_sequences = self._arrange(eval_ids, mixed=False)
         self._sequences_per_step = settings.micro_batch_size * settings.gradient_accumulation_steps
         self._epoch_order: tuple[int, Integers] | None = None  # of the last requested epoch
-        decisive = {"tokens_sha256": cache.summary.tokens_sha256, **asdict(settings)}
-        self.fingerprint = hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+        self.fingerprint = hash_of({"tokens_sha256": cache.summary.tokens_sha256, **asdict(settings)})
         """A hash of all tokens and labels, and of every setting that decides their order."""
         self.rejected = cache.summary.num_rejected
         """Number of rejected rows."""

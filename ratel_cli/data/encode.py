@@ -7,7 +7,6 @@ inference. A sample has at most `sequence_len` tokens, and at least one label wi
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from ratel_cli.data.chat import ChatRenderer, RenderedChat
 from ratel_cli.data.chat_child import has_generation_tag
 from ratel_cli.data.formats import ChatDraft, Draft, TextDraft, TokensDraft, Unusable
 from ratel_cli.errors import BadInput, excerpt
+from ratel_cli.json_fields import hash_of
 from ratel_cli.sizes import IGNORED_TARGET
 
 TokenIds = npt.NDArray[np.int32]
@@ -87,7 +87,7 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     else:
         state = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
     whole = [state, {key: str(value) for key, value in tokenizer.special_tokens_map.items()}, tokenizer.chat_template]
-    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+    return hash_of(whole)
 
 
 def has_chat_template(tokenizer: Tokenizer) -> bool:

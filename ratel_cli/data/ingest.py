@@ -7,8 +7,6 @@ whole cache is written or nothing of it.
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -20,6 +18,7 @@ from ratel_cli.data.lines import MAX_ROW_BYTES, Reject, Row
 from ratel_cli.data.rows import RowSource
 from ratel_cli.data.token_cache import FORMAT_VERSION, TokenCache, TokenCacheWriter, copy_rejects
 from ratel_cli.errors import BadInput, EnvironmentFailure, printable
+from ratel_cli.json_fields import hash_of
 
 _GROUP_ROWS = 256
 _GROUP_CHARS = 1 << 20  # a tokenizer takes about 120 bytes of RAM for each
@@ -221,4 +220,4 @@ def _cache_key(sources: Sequence[RowSource], *, tokenizer: Tokenizer, sequence_l
         "sequence_len": sequence_len,
         "train_on_inputs": train_on_inputs,
     }
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+    return hash_of(parts)[:32]

@@ -5,8 +5,6 @@ Invariant: a store that passes `check_model` has this model's parameters, in thi
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from transformers import PretrainedConfig
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
+from ratel_cli.json_fields import hash_of
 from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, persistent_buffers
 from ratel_cli.model.directory import resolve_base_model
@@ -109,8 +108,3 @@ def check_model(store: Store, config: RunConfig, spec: ModelSpec, directory: Pat
             f"the store in {directory} was made for another model than {config.base_model} in {config.dtype}",
             "give the config of the run that the store belongs to",
         )
-
-
-def hash_of(value: object) -> str:
-    """The hash of a value that JSON can express."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -7,11 +7,11 @@ Invariant: a profile that comes from here was recorded with these layers and thi
 
 from __future__ import annotations
 
-import hashlib
 import json
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.json_fields import hash_of
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.run.run_directory import run_directory
@@ -25,7 +25,7 @@ class CachedProfile:
         shapes = [(parameter.name, parameter.shape) for block in spec.blocks for parameter in block.parameters]
         values = [shapes, config.dtype, config.attn_implementation, config.micro_batch_size, config.sequence_len]
         machine = [hardware.gpu.name, hardware.host.num_cores, config.deterministic]
-        self._made_for = hashlib.sha256(json.dumps([values, machine]).encode()).hexdigest()
+        self._made_for = hash_of([values, machine])
 
     def read(self) -> ModelProfile | None:
         """The profile; None if there is none, if it was made for something else, or if it cannot be read."""

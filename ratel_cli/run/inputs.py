@@ -24,10 +24,11 @@ from ratel_cli.console import RunLog
 from ratel_cli.data.dataset import DatasetSource, DataSettings, Tokenizer, TrainingData, load_training_data
 from ratel_cli.errors import BadInput, RatelError, first_line
 from ratel_cli.hardware.gpu import compute_device
+from ratel_cli.json_fields import hash_of
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.checkpoint import CheckpointSource
 from ratel_cli.model.initialise import RandomSource
-from ratel_cli.run.base_model import hash_of, model_hash, open_weights, read_base, reject_as_output
+from ratel_cli.run.base_model import model_hash, open_weights, read_base, reject_as_output
 from ratel_cli.run.run_directory import run_directory
 from ratel_cli.store.store import StoreIdentity
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -83,36 +83,18 @@ def refresh_free_space(profile: HardwareProfile, target: ProfileTarget) -> Hardw
 
 def cache_file(target: ProfileTarget) -> Path:
     """The file with the profile of this target on this machine, whether it exists or not."""
-    return user_cache_file("hardware", asdict(_fingerprint(target)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Fingerprint:
-    """Everything that the rates depend on. Directories on the same devices are equally fast, whatever their names."""
-
-    processor: str
-    num_cores: int
-    memory_bytes: int
-    gpus: tuple[str, ...]
-    drives: tuple[int, ...]
-    dtype: str
-    device: str
-    engine: str
-    software: tuple[str, ...]
-
-
-def _fingerprint(target: ProfileTarget) -> _Fingerprint:
-    return _Fingerprint(
-        processor=processor_name(),
-        num_cores=num_cores(),
-        memory_bytes=memory_bytes(),
-        gpus=gpu_names(),
-        drives=tuple(path.stat().st_dev for path in target.paths),
-        dtype=target.dtype,
-        device=target.device,
-        engine=target.engine,
-        software=software_versions("ratel-cli", "torch"),
-    )
+    rates_depend_on = {
+        "processor": processor_name(),
+        "num_cores": num_cores(),
+        "memory_bytes": memory_bytes(),
+        "gpus": gpu_names(),
+        "drives": [path.stat().st_dev for path in target.paths],  # equally fast on one device, whatever their names
+        "dtype": target.dtype,
+        "device": target.device,
+        "engine": target.engine,
+        "software": software_versions("ratel-cli", "torch"),
+    }
+    return user_cache_file("hardware", rates_depend_on)
 
 
 def _read(file: Path, log: RunLog) -> HardwareProfile | None:

@@ -6,19 +6,18 @@ written whole or not at all, because another command may be reading it.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from ratel_cli.json_fields import hash_of
+
 
 def user_cache_file(kind: str, depends_on: object) -> Path:
     """The file of this kind for `depends_on`: any value of JSON that holds everything which the content depends on."""
     directory = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "ratel"
-    fingerprint = json.dumps(depends_on, sort_keys=True)
-    return directory / f"{kind}-{hashlib.sha256(fingerprint.encode()).hexdigest()[:16]}.json"
+    return directory / f"{kind}-{hash_of(depends_on)[:16]}.json"
 
 
 def write_user_cache(file: Path, text: str) -> None:
