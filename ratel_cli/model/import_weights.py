@@ -30,7 +30,6 @@ class WeightSource(Protocol):
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements `start` to `stop` of the flattened parameter: shape `[stop - start]`, fp32."""
-        ...
 
 
 def import_weights(

@@ -20,7 +20,6 @@ class OperatorSchema(Protocol):
     @property
     def is_mutable(self) -> bool:
         """Whether the operator writes to one of its arguments."""
-        ...
 
 
 class TorchOperator(Protocol):
@@ -32,7 +31,6 @@ class TorchOperator(Protocol):
     @property
     def is_view(self) -> bool:
         """Whether the result shares memory with an argument, by the operator's schema."""
-        ...
 
     @property
     def tags(self) -> Sequence[torch.Tag]: ...

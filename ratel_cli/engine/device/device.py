@@ -41,11 +41,9 @@ class Upload(Protocol):
 
     def open(self) -> torch.Tensor:
         """Return the bytes on the device, flat uint8 `[bytes]`, for work that is queued from now on. Repeatable."""
-        ...
 
     def wait(self) -> None:
         """Return when the host memory may change. May be called from any thread, any number of times."""
-        ...
 
 
 class Download(Protocol):
@@ -54,55 +52,41 @@ class Download(Protocol):
     @property
     def done(self) -> bool:
         """True if `wait` would return at once."""
-        ...
 
     def wait(self) -> None:
         """Return when the bytes are in host memory. May be called from any thread, any number of times."""
-        ...
 
 
 class Device(Protocol):
     """The device that computes. All methods are for the compute thread."""
 
-    @property
-    def torch_device(self) -> torch.device:
-        """Where the tensors are that the device computes with."""
-        ...
-
-    @property
-    def is_host(self) -> bool:
-        """True if the device computes in host memory, so that nothing is copied."""
-        ...
+    torch_device: torch.device
+    """Where the tensors are that the device computes with."""
+    is_host: bool
+    """True if the device computes in host memory, so that nothing is copied."""
 
     def reserve(self, num_bytes: int) -> DeviceBuffer:
         """Allocate a device buffer of `num_bytes` for one upload."""
-        ...
 
     def upload(
         self, memory: memoryview, buffer: DeviceBuffer, label: SpanLabel, *, after: Download | None = None
     ) -> Upload:
         """Copy host memory to the buffer. `after` is the download that fills the memory, if it may still be running."""
-        ...
 
     def download(self, pieces: Sequence[tuple[torch.Tensor, memoryview]], label: SpanLabel) -> Download:
         """Copy flat uint8 tensors `[bytes]`, each to host memory of its size."""
-        ...
 
     def computing(self, label: SpanLabel) -> AbstractContextManager[None]:
         """Record the work that is queued inside as a span of computing."""
-        ...
 
     def mark(self) -> Moment:
         """Return the moment at which all work that is queued so far will be done."""
-        ...
 
     def translate_errors(self) -> AbstractContextManager[None]:
         """Turn the device's errors that the user can correct into ours."""
-        ...
 
     def collect(self) -> None:
         """Wait for what is queued, and record the spans and stalls that are known now in the timeline."""
-        ...
 
 
 class HostDevice:

@@ -129,12 +129,9 @@ class Forecaster(Protocol):
 
     def forecast(self, setting: Setting) -> Forecast:
         """The prediction for this setting. Raises BadInput if the cost model cannot handle it."""
-        ...
 
     def deepest(self, setting: Setting) -> Depth | None:
         """The model of this width with the most layers that fit; None if not even one layer does."""
-        ...
 
     def equations(self, setting: Setting) -> Equations:
         """The same cost model in the form that other systems' choices are compared by (planning/papers)."""
-        ...
