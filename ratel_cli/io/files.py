@@ -12,7 +12,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +20,10 @@ from threading import Lock
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.io.queue import Extent, IoQueue
 from ratel_cli.io.striping import StripeMap
-from ratel_cli.io.tickets import Ticket
+from ratel_cli.io.tickets import Ticket, settle
 from ratel_cli.units import format_bytes
 
 SPACE_HINT = "free some space, or set storage.paths to directories with more space"
-_POLL_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,11 +127,10 @@ class StripedFiles:
         return self._watch(self._queue.write(self._extents(address, memory)))
 
     def settle(self) -> None:
-        """Wait until no transfer is in flight. The queue ends each one, at its timeout at the latest."""
+        """Wait until no transfer is in flight."""
         with self._lock:
             in_flight, self._in_flight = self._in_flight, []
-        while not all(ticket.done for ticket in in_flight):
-            time.sleep(_POLL_SECONDS)
+        settle(in_flight)
 
     def _extents(self, address: int, memory: memoryview) -> list[Extent]:
         extents: list[Extent] = []

@@ -7,11 +7,17 @@ flight can be unmapped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from threading import Event, Lock
 from time import perf_counter
+from typing import TypeVar
 
 from ratel_cli.errors import RatelError
+
+T = TypeVar("T")
+_POLL_SECONDS = 0.002
 
 
 class Ticket:
@@ -114,6 +120,37 @@ def follow(ticket: Ticket, action: Callable[[], None]) -> Ticket:
     `ticket` itself must not be waited on any more.
     """
     return _FollowedTicket(ticket, action)
+
+
+def settle(tickets: Collection[Ticket]) -> None:
+    """Return when every transfer has ended, failed or not. The queue ends each one, at its timeout at the latest."""
+    while not all(ticket.done for ticket in tickets):
+        time.sleep(_POLL_SECONDS)
+
+
+def in_flight(transfers: Iterable[tuple[T, Ticket]], *, at_most: int) -> Generator[T, None, None]:
+    """Begin the transfers one after another, and yield what each is for, in order, when it has ended.
+
+    Less than `at_most` transfers are in flight when the next one begins. Close the generator if it is not exhausted:
+    it then waits for those in flight. Raises the first failure.
+    """
+    window: deque[tuple[T, Ticket]] = deque()
+
+    def first() -> T:
+        what, ticket = window[0]
+        ticket.wait()
+        window.popleft()
+        return what
+
+    try:
+        for transfer in transfers:
+            window.append(transfer)
+            if len(window) == at_most:
+                yield first()
+        while window:
+            yield first()
+    finally:
+        settle([ticket for _, ticket in window])
 
 
 def join(tickets: Sequence[Ticket]) -> Ticket:

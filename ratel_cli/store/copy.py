@@ -7,15 +7,12 @@ Invariant: only bytes that passed their checksums are written. The caller commit
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Final
+from contextlib import closing
+from typing import Final, NamedTuple
 
-from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.tickets import Ticket
+from ratel_cli.io.tickets import in_flight
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.shadow import Shadow
 
@@ -26,8 +23,7 @@ COPY_BYTES: Final = 2 * _PART_ELEMENTS * _WIDEST_BYTES
 """Memory that a copy needs: one part is read while another is written."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
+class _Part(NamedTuple):
     """Elements [start, stop) of a field of a block, and the memory that they pass through."""
 
     block: int
@@ -43,26 +39,12 @@ def copy_generation(source: Generation, target: Shadow, pool: BufferPool, *, pro
     Raises IntegrityFailure if bytes of the source are damaged. What `progress` raises ends the copy too.
     """
     assert (source.layout, source.block_elements) == (target.generation.layout, target.generation.block_elements)
-    reads: deque[tuple[_Part, Ticket]] = deque()
-
-    def write_first() -> None:
-        part, ticket = reads.popleft()
-        ticket.wait()
-        target.write(part.block, part.field, part.start, part.stop, part.memory).wait()
-        progress(len(part.memory))
-
     with pool.lease(COPY_BYTES, "a copy of the state") as lease:
-        try:
-            for part in _parts(source, lease.memory):
-                reads.append((part, source.read(part.block, part.field, part.start, part.stop, part.memory)))
-                if len(reads) == 2:
-                    write_first()
-            while reads:
-                write_first()
-        finally:
-            for _, ticket in reads:
-                with suppress(RatelError):  # another error is on its way; the memory must be free of transfers
-                    ticket.wait()
+        reads = ((part, source.read(*part)) for part in _parts(source, lease.memory))
+        with closing(in_flight(reads, at_most=2)) as finished:
+            for part in finished:
+                target.write(*part).wait()
+                progress(len(part.memory))
 
 
 def _parts(source: Generation, memory: memoryview) -> Iterator[_Part]:
@@ -74,7 +56,5 @@ def _parts(source: Generation, memory: memoryview) -> Iterator[_Part]:
             for start in range(0, num_elements, _PART_ELEMENTS):
                 stop = min(start + _PART_ELEMENTS, num_elements)
                 first, num_bytes = number % 2 * half_bytes, (stop - start) * field.bytes_per_element
-                yield _Part(
-                    block=block, field=field.name, start=start, stop=stop, memory=memory[first : first + num_bytes]
-                )
+                yield _Part(block, field.name, start, stop, memory[first : first + num_bytes])
                 number += 1

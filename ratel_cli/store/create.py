@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from ratel_cli.errors import BadInput, IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.files import SpaceNeed, StripedFiles, check_space, make_directory, reserve
-from ratel_cli.io.tickets import Ticket
+from ratel_cli.io.tickets import in_flight
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.barrier import Barrier, failpoint
 from ratel_cli.store.headers import (
@@ -89,19 +90,12 @@ def fill_with_zeros(files: StripedFiles, num_bytes: int, progress: Callable[[int
 
     Two parts are in flight at a time.
     """
-    previous: tuple[Ticket, int] | None = None
     with BufferPool(None) as pool, pool.lease(min(_FILL_BYTES, num_bytes), "zeros") as zeros:
-        try:
-            for offset in range(0, num_bytes, _FILL_BYTES):
-                part = zeros.memory[: num_bytes - offset]
-                current = files.write(offset, part), len(part)
-                if previous is not None:
-                    _finish(previous, progress)
-                previous = current
-            if previous is not None:
-                _finish(previous, progress)
-        finally:
-            files.settle()
+        parts = ((offset, zeros.memory[: num_bytes - offset]) for offset in range(0, num_bytes, _FILL_BYTES))
+        writes = ((len(part), files.write(offset, part)) for offset, part in parts)
+        with closing(in_flight(writes, at_most=2)) as finished:
+            for part_bytes in finished:
+                progress(part_bytes)
     failpoint("create.filled")
 
 
@@ -119,12 +113,6 @@ def _identify(
         os.ftruncate(fd, num_bytes)
         page[:] = Identification(store_id=store_id, file_index=index, num_files=len(lock.fds)).page()
         barrier.write_through(fd, IDENTIFICATION_OFFSET, page)
-
-
-def _finish(write: tuple[Ticket, int], progress: Callable[[int], None]) -> None:
-    ticket, num_bytes = write
-    ticket.wait()
-    progress(num_bytes)
 
 
 def _check_replaceable(headers: Sequence[Header], *, overwrite: bool) -> None:

@@ -9,15 +9,15 @@ Invariant: no bytes are used before they passed their checksums.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from threading import Lock
 
 from ratel_cli.errors import BadInput, IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.files import StripedFiles
-from ratel_cli.io.tickets import Ticket, follow
+from ratel_cli.io.tickets import Ticket, follow, in_flight
 from ratel_cli.sizes import BLOCK_ALIGNMENT
 from ratel_cli.store.checksums import ChunkTable
 from ratel_cli.store.layout import ChunkMap, RecordLayout, RecordMap
@@ -108,31 +108,23 @@ class Generation:
         if chunks is None:
             raise BadInput("the store was made without checksums, so it cannot be verified")
         largest_bytes = 4 * chunks.chunk_elements
-        reads: deque[tuple[Ticket, int]] = deque()
-
-        def finish_first() -> None:
-            ticket, num_bytes = reads.popleft()
-            ticket.wait()
-            progress(num_bytes)
-
         with pool.lease(_READ_AHEAD * largest_bytes, "chunks to check") as lease:
-            try:
-                for number, (block, field, start, stop) in enumerate(chunks.ranges()):
-                    if len(reads) == _READ_AHEAD:
-                        finish_first()
-                    first, num_bytes = number % _READ_AHEAD * largest_bytes, (stop - start) * self._size(field)
-                    memory = lease.memory[first : first + num_bytes]
-                    reads.append((self.read(block, field, start, stop, memory), num_bytes))
-                while reads:
-                    finish_first()
-            finally:
-                self._slots.files.settle()
+            reads = self._read_chunks(chunks, lease.memory, largest_bytes)
+            with closing(in_flight(reads, at_most=_READ_AHEAD)) as finished:
+                for num_bytes in finished:
+                    progress(num_bytes)
 
     def address(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> int:
         """Logical address of element `start` of a field. [start, stop) must lie in the block and fill `memory`."""
         assert start <= stop <= self.block_elements[block] and stop % BLOCK_ALIGNMENT == 0, (start, stop)
         assert len(memory) == (stop - start) * self._size(field), len(memory)
         return self._slots.records.address(self.slot, block, field, start)
+
+    def _read_chunks(self, chunks: ChunkMap, memory: memoryview, largest_bytes: int) -> Iterator[tuple[int, Ticket]]:
+        """Read chunk after chunk, each into the next `largest_bytes` of `memory`. Yields the bytes of each."""
+        for number, (block, field, start, stop) in enumerate(chunks.ranges()):
+            first, num_bytes = number * largest_bytes % len(memory), (stop - start) * self._size(field)
+            yield num_bytes, self.read(block, field, start, stop, memory[first : first + num_bytes])
 
     def _size(self, field: str) -> int:
         return self.layout.field(field).bytes_per_element

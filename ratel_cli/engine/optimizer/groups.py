@@ -18,9 +18,8 @@ from ratel_cli.engine.host_weights import HostWeights
 from ratel_cli.engine.optimizer.adamw import AdamWUpdate, GroupAdamW, GroupChecksums
 from ratel_cli.engine.optimizer.gradients import BlockGradient
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
-from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import BufferPool, Lease
-from ratel_cli.io.tickets import Ticket, join
+from ratel_cli.io.tickets import Ticket, join, settle
 from ratel_cli.model.spec import BlockSpec
 from ratel_cli.planning.step_time import Resource
 from ratel_cli.store.store import Store
@@ -166,12 +165,7 @@ class GroupWork:
 
     def abandon(self, group: Group) -> None:
         """Drop a group that is not needed any more: wait for its transfers, failed or not, and release its buffers."""
-        for ticket in (group.read, group.write):
-            if ticket is not None:
-                try:
-                    ticket.wait()
-                except RatelError:
-                    continue  # nobody needs these bytes
+        settle([ticket for ticket in (group.read, group.write) if ticket is not None])
         group.read = group.write = None
         self.release(group)
 
