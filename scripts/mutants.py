@@ -114,7 +114,7 @@ MUTANTS = (
     Mutant("checksums without the place", "store/checksums.py", "self._field_index[field], chunk)", "self._field_index[field], 0)", "misplaced chunks are noticed", "store/test_checksums.py"),
     Mutant("checksum tables are not checked", "store/checksums.py", "if found != root:", "if False:", "a damaged checksum table is noticed", "store/test_checksums.py"),
     Mutant("reads are not checked", "store/generation.py", "return follow(ticket, lambda: self._check(block, field, start, stop, memory))", "return ticket", "no damaged byte is used", "store/test_checksums.py"),
-    Mutant("copies are not checked", "store/copy.py", "source.read(part.block", "source.read_unchecked(part.block", "a snapshot has no damaged byte", "store/test_copy.py"),
+    Mutant("copies are not checked", "store/copy.py", "source.read(*part)", "source.read_unchecked(*part)", "a snapshot has no damaged byte", "store/test_copy.py"),
     Mutant("the state of another run", "store/open.py", "        if old != new\n    }", "        if False\n    }", "a run does not resume another one's store", "store/test_store_faults.py e2e/test_resume.py"),
     Mutant("truncated files open", "store/open.py", "if size_bytes < num_bytes:", "if False:", "a truncated store is noticed", "store/test_store_faults.py"),
     Mutant("half a step in place opens", "store/open.py", "if manifest.step_in_place is not None:", "if False:", "a step that was being written in place is reported", "store/test_store_faults.py"),
