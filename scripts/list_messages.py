@@ -26,7 +26,6 @@ _CALLS: Mapping[str, Mapping[int | str, str]] = {
     "Interrupted": {1: "error", "message": "error"},  # the first argument is the signal's number
     "Finding": {"message": "error", "hint": "hint"},
     "Contradiction": {"message": "error", "hint": "hint"},
-    "UnknownKey": {"message": "error", "hint": "hint"},
     "rejection": {0: "error", 1: "hint"},
     "error": {0: "error", 1: "hint"},
     "say": {0: "line"},

@@ -28,20 +28,16 @@ class Dialect:
         if section == "datasets":
             self._spread(marked)
             for item in marked.content if isinstance(marked.content, list) else ():
-                self._translate_mapping(section, item)
+                self.translate_keys(section, item)
         elif section in ("storage", "limits") and marked.content is None:
             marked.content = {}  # a section whose lines are all commented out
         else:
-            self._translate_mapping(section, marked)
+            self.translate_keys(section, marked)
 
     def translate_item(self, item: Marked) -> None:
         """Translate one dataset: a mapping or a bare path."""
         self._spread_item(item)
-        self._translate_mapping("datasets", item)
-
-    def translate_part(self, section: str, mapping: Marked) -> None:
-        """Translate some keys of a section; for the section `datasets`, the keys of one dataset."""
-        self._translate_mapping(section, mapping)
+        self.translate_keys("datasets", item)
 
     def _spread(self, marked: Marked) -> None:
         if isinstance(marked.content, str | dict):
@@ -53,7 +49,8 @@ class Dialect:
         if isinstance(item.content, str):
             item.content = {"path": Entry(where=item.where, written="path", value=replace(item))}
 
-    def _translate_mapping(self, section: str, marked: Marked) -> None:
+    def translate_keys(self, section: str, marked: Marked) -> None:
+        """Translate some keys of a section; for the section `datasets`, the keys of one dataset."""
         if not isinstance(marked.content, dict):
             return
         translated: dict[str, Entry] = {}
@@ -93,9 +90,8 @@ class Dialect:
         return True
 
     def _reject_unknown(self, section: str, entry: Entry) -> None:
-        unknown = explain_unknown(section, entry.written)
-        finding = Finding(where=entry.where, message=unknown.message, hint=unknown.hint)
-        self._find(finding, section, unknown.meant or entry.written)
+        finding, meant = explain_unknown(section, entry.written, entry.where)
+        self._find(finding, section, meant or entry.written)
 
     def _find(self, finding: Finding, section: str, key: str) -> None:
         self.findings.append(finding)

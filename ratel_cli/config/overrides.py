@@ -34,10 +34,7 @@ def apply_override(root: Marked, argument: str, number: int, dialect: Dialect) -
         _replace_item(mapping, steps[-1], value, where, dialect)
         return
     small = Marked(where=where, content={steps[-1]: Entry(where=where, written=steps[-1], value=value)})
-    if section == TOP:
-        dialect.translate(TOP, small)
-    else:
-        dialect.translate_part(section, small)
+    dialect.translate_keys(section, small)
     assert isinstance(small.content, dict)
     if isinstance(mapping.content, dict):
         mapping.content.update(small.content)
@@ -56,8 +53,7 @@ def _target(root: Marked, steps: list[str], where: Where, dialect: Dialect) -> t
         if section in SECTIONS[TOP].model_fields:
             finding = Finding(where=where, message=f"`{section}` has no keys")
         else:
-            unknown = explain_unknown(TOP, steps[0])
-            finding = Finding(where=where, message=unknown.message, hint=unknown.hint)
+            finding, _ = explain_unknown(TOP, steps[0], where)
         dialect.findings.append(finding)
         return None
     empty = Marked(where=where, content={})
