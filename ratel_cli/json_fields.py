@@ -82,7 +82,7 @@ def checked_integer(value: object, name: str) -> int:
 def checked_text(value: object, name: str) -> str:
     """`value` if it is a string. Raises ValueError that calls it `name`."""
     if not isinstance(value, str):
-        raise ValueError(f"{name} is not a text")
+        raise ValueError(f"{name} is not text")
     return value
 
 

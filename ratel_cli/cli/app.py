@@ -34,7 +34,7 @@ _MAX_STEP_DIGITS = 18
 
 app = typer.Typer(
     name="ratel",
-    help="Full fine-tuning of Hugging Face models that are larger than GPU and main memory, with their state on NVMe.",
+    help="Full fine-tuning of Hugging Face models that are larger than GPU memory and RAM, with their state on NVMe.",
     rich_markup_mode=None,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -79,7 +79,7 @@ def finetune(
         str,
         typer.Option(
             metavar="auto|no|STEP",
-            help="auto: resume at the last committed step, if there is one. no: start over. "
+            help="auto: resume from the last committed step, if there is one. no: start over. "
             "STEP: go back to that saved step.",
         ),
     ] = "auto",
@@ -94,7 +94,7 @@ def finetune(
 
 
 @app.command(
-    help="Measure what this machine can do: compute, memory, drives. With CONFIG: for its run, and with its model.",
+    help="Measure this machine: compute, memory and drives. With CONFIG, use its settings, and measure its model too.",
     epilog="Example: ratel profile --storage /mnt/a --storage /mnt/b -o hardware.json",
 )
 def profile(
@@ -103,14 +103,17 @@ def profile(
         list[Path] | None,
         typer.Option(
             metavar="DIR",
-            help="A directory on a drive to measure; repeat for each drive. Default: storage.paths, or this directory.",
+            help="A directory on a drive to measure; repeat for each drive. Default: storage.paths, or the current "
+            "directory.",
             show_default=False,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the hardware file instead of a table.")] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write the hardware file.", show_default=False),
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Also write the hardware file to FILE.", show_default=False
+        ),
     ] = None,
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, even if a profile is cached.")] = False,
 ) -> None:
@@ -120,7 +123,7 @@ def profile(
 
 
 @app.command(
-    help="Predict whether a run fits, and how long it takes. Also shows why, and what would help.",
+    help="Predict whether a run fits, how long it takes and why, and what would help.",
     epilog="Example: ratel plan configs/models/gpt-70b.yaml --hardware configs/hardware/paper-4090-12ssd.yaml",
 )
 def plan(
@@ -138,11 +141,15 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print the forecast as JSON.")] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw the curve to this file, .svg or .png.", show_default=False),
+        typer.Option(
+            metavar="FILE", help="Plot step time against offloaded bytes to FILE, .svg or .png.", show_default=False
+        ),
     ] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Compare with what other systems would offload.")] = False,
     largest: Annotated[bool, typer.Option("--largest", help="Print the largest model that fits.")] = False,
-    prices: Annotated[bool, typer.Option("--prices", help="Print price and speed by number of SSDs.")] = False,
+    prices: Annotated[
+        bool, typer.Option("--prices", help="Print price and speed for different numbers of SSDs.")
+    ] = False,
 ) -> None:
     from ratel_cli.cli import plan as command
     from ratel_cli.run.plan_questions import Questions
@@ -171,8 +178,8 @@ def export(
 
 
 @app.command(
-    help="Check every byte that a run has left. Compares its store with the checksums, and its export with the store. "
-    "Or checks the model in a directory.",
+    help="Check every byte of a run: its store against the checksums, and its export against the store. "
+    "Or check the model in a directory.",
     epilog="Example: ratel verify outputs/my-run",
 )
 def verify(
@@ -180,7 +187,7 @@ def verify(
         Path,
         typer.Argument(
             metavar="RUN|DIR",
-            help="A run: its output directory, or its config file. Or a directory with a model.",
+            help="A run (its output directory, or its config file), or a directory with a model.",
             show_default=False,
         ),
     ],
@@ -212,7 +219,9 @@ def restore(
     overwrite: Annotated[
         bool,
         typer.Option(
-            "--overwrite", help="Replace the store even if it is not older than the snapshot, or cannot be opened."
+            "--overwrite",
+            help="Replace the store even if it is not older than the snapshot, belongs to another run, or cannot be "
+            "opened.",
         ),
     ] = False,
 ) -> None:
@@ -280,7 +289,7 @@ def _check_resume(resume: str) -> None:
         return
     raise BadInput(
         f"argument '--resume {resume}': must be `auto`, `no` or the number of a saved step",
-        "--resume auto resumes at the last step, --resume no starts over",
+        "--resume auto resumes from the last committed step, --resume no starts over",
     )
 
 

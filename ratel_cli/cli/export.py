@@ -22,4 +22,4 @@ def run(path: Path, step: int | None, output: Path) -> None:
         context.listen()
         opened = open_run(context)
         exported = write_export(opened, opened.generation(step), output)
-    log.say(f"saved step {exported} in {output}; load it with transformers' from_pretrained")
+    log.say(f"exported step {exported} to {output}; load it with transformers' from_pretrained")

@@ -97,9 +97,9 @@ def _block(page: RunLog, title: str, lines: list[str]) -> None:
 def _check(forecast: Forecast) -> None:
     if forecast.fits:
         return
-    named = [f"{tier.name} by {format_bytes(tier.shortfall_bytes)}" for tier in forecast.shortfalls]
+    named = [f"{tier.name} is short by {format_bytes(tier.shortfall_bytes)}" for tier in forecast.shortfalls]
     raise DoesNotFit(
-        f"the run does not fit: short of {', '.join(named)}",
+        f"the run does not fit: {', '.join(named)}",
         "; ".join(tier.remedy for tier in forecast.shortfalls),
         shortfall_bytes=sum(tier.shortfall_bytes for tier in forecast.shortfalls),
     )

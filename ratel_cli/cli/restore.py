@@ -29,4 +29,4 @@ def run(path: Path, overrides: Sequence[str], snapshot: Path | None, *, overwrit
 
     step = restore(config, snapshot, overwrite=overwrite, log=log)
     command = " ".join(["ratel finetune", str(path) if path.is_file() else "CONFIG", *overrides])
-    log.say(f"restored step {step} from {snapshot} to {place_of(config)}; `{command}` resumes there")
+    log.say(f"restored step {step} from {snapshot} to {place_of(config)}; `{command}` resumes from it")

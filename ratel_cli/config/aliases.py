@@ -75,7 +75,7 @@ _ATTENTION = (
     "`attn_implementation` sets the attention kernel",
     "use `attn_implementation: sdpa` or `flash_attention_2`",
 )
-_TRACKER = ("Ratel never sends data anywhere", "remove it; every step is in run/metrics.jsonl")
+_TRACKER = ("Ratel never sends data anywhere", "remove it; the metrics of every step are in run/metrics.jsonl")
 _REMOTE_CODE = ("Ratel never runs code from a model's repository", "remove it")
 _RESUME = ("it is an option of the command line", "use `--resume auto`, `--resume no` or `--resume STEP`")
 _OVERWRITE = ("it is an option of the command line", "use `--resume no` to start over")

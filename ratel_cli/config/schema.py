@@ -54,8 +54,8 @@ def _check_val_set_size(value: object) -> object:
 def _check_report_to(value: object) -> object:
     if value in (None, "none"):
         return "none"
-    hint = "every step is in run/metrics.jsonl in the output directory; send it from there"
-    raise rejection("can only be `none`", hint)
+    hint = "the metrics of every step are in run/metrics.jsonl in the output directory; send them on from there"
+    raise rejection("must be `none`", hint)
 
 
 def _zero_is_off(value: float | None) -> float | None:
@@ -223,7 +223,8 @@ def unused_keys(config: RunConfig) -> list[Contradiction]:
     if config.max_steps is not None and config.num_epochs != 1:
         found.append(_unused("num_epochs", f"`max_steps` ({config.max_steps}) decides when the run ends"))
     if config.max_steps is not None and config.warmup_steps > config.max_steps:
-        message = f"`warmup_steps` is {config.warmup_steps}, but the run ends after {config.max_steps} steps"
+        steps = f"`warmup_steps` is {config.warmup_steps}, but `max_steps` is {config.max_steps}"
+        message = f"{steps}: the run ends during warm-up"
         found.append(Contradiction(keys=("warmup_steps",), message=message))
     if config.save_steps is None and config.save_total_limit != 1:
         found.append(_unused("save_total_limit", "`save_steps` is not set"))
@@ -259,7 +260,7 @@ def _run_contradictions(config: RunConfig) -> list[Contradiction]:
         message = "`warmup_steps` and `warmup_ratio` are both set"
         found.append(Contradiction(keys=("warmup_ratio", "warmup_steps"), message=message, hint="remove one of them"))
     if config.gradient_dtype == "float16" and config.dtype != "float16":
-        message = f"`gradient_dtype: float16` needs `dtype: float16`, not {config.dtype}: the loss must be scaled"
+        message = f"`gradient_dtype: float16` needs `dtype: float16`, which scales the loss; `dtype` is {config.dtype}"
         found.append(Contradiction(keys=("gradient_dtype", "dtype"), message=message))
     if config.save_steps is not None:
         found.extend(_save_contradictions(config))
@@ -268,7 +269,7 @@ def _run_contradictions(config: RunConfig) -> list[Contradiction]:
 
 def _save_contradictions(config: RunConfig) -> list[Contradiction]:
     if config.storage.durability == "none":
-        message = "`save_steps` needs `storage.durability: step`; a store that is written in place has no earlier step"
+        message = "`save_steps` needs `storage.durability: step`; with `none` the store has no earlier step"
         return [Contradiction(keys=("save_steps", "storage"), message=message)]
     keep = config.storage.keep_generations
     if keep is not None and keep < config.save_total_limit:

@@ -163,14 +163,15 @@ class StorageConfig(Section):
             found.append(
                 Contradiction(
                     keys=("keep_generations", "durability"),
-                    message="`keep_generations` needs `durability: step`; in place there is only one generation",
+                    message="`keep_generations` needs `durability: step`; with `none` there is only one generation",
                 )
             )
         if self.durability == "none" and self.snapshot is not None:
             found.append(
                 Contradiction(
                     keys=("snapshot", "durability"),
-                    message="`snapshot` needs `durability: step`; in place there is no second generation to copy from",
+                    message="`snapshot` needs `durability: step`; "
+                    "with `none` there is no second generation to copy from",
                 )
             )
         if found:

@@ -168,7 +168,7 @@ class _Converter:
         where = self._where(node)
         self._num_nodes += 1
         if self._num_nodes > MAX_NODES:
-            hint = "an alias (`*name`) of something large that is used many times does this"
+            hint = "this happens when an alias (`*name`) of a large value is used many times"
             raise _Unreadable(Finding(where=where, message=f"more than {MAX_NODES} values", hint=hint))
         if depth > MAX_DEPTH:
             raise _Unreadable(Finding(where=where, message=f"nested more than {MAX_DEPTH} levels deep"))
@@ -204,7 +204,7 @@ class _Converter:
             text.encode()
             return _construct(node.tag, text)
         except UnicodeEncodeError:
-            self._findings.append(Finding(where=where, message="contains half a character (a lone surrogate)"))
+            self._findings.append(Finding(where=where, message="contains half of a surrogate pair"))
         except ValueError:
             kind = node.tag.removeprefix(_TAG)
             self._findings.append(Finding(where=where, message=f"{shorten(text)} cannot be read as {kind}"))

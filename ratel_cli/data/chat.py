@@ -87,7 +87,7 @@ class ChatRenderer(Closing):
         try:
             reply = self._ask({"messages": draft.messages, "tools": draft.tools, "locate_turns": locate_turns})
         except (TypeError, ValueError) as error:  # a parquet row may hold dates or bytes in further keys
-            raise Unusable(f"a message holds a value that JSON cannot hold: {printable(str(error))}") from error
+            raise Unusable(f"a message contains a value that JSON cannot represent: {printable(str(error))}") from error
         if reply is None:
             raise self._death()
         if "error" in reply:
@@ -120,7 +120,7 @@ class ChatRenderer(Closing):
                 hint="it may have an endless loop: check chat_template in the base model's tokenizer files",
             )
         return BadInput(
-            f"the chat template ended the process that renders it: {self._exit_reason()}",
+            f"the process that renders chat templates ended: {self._exit_reason()}",
             hint="check chat_template in the base model's tokenizer files",
         )
 

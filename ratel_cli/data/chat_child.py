@@ -59,7 +59,9 @@ def find_turns(render: Render, messages: list[ChatMessage]) -> tuple[str, list[C
             first, last = _find_by_stand_in(render, messages, index, text)
             start, end = first if start is None else start, last if end is None else end
         if start > end or (spans and start < spans[-1][1]):
-            raise RenderFailure(f"assistant turn {index + 1} cannot be located: the chat template changes the order")
+            raise RenderFailure(
+                f"assistant turn {index + 1} cannot be located: the chat template changes the order of the turns"
+            )
         spans.append((start, end))
     return text, spans
 
@@ -87,7 +89,7 @@ def _find_by_stand_in(render: Render, messages: list[ChatMessage], index: int, t
     if not (found and found_last and fits):
         raise RenderFailure(
             f"assistant turn {index + 1} cannot be located in the rendered conversation; "
-            "a chat template with {% generation %} marks would show where it is"
+            "mark the assistant turns in the chat template with {% generation %}"
         )
     return len(before), len(text) - len(after) + (len(closing) if after.startswith(closing) else 0)
 

@@ -28,6 +28,7 @@ from ratel_cli.data.rows import DatasetSource, DatasetType, open_source
 from ratel_cli.data.token_cache import TokenCache
 from ratel_cli.errors import BadInput
 from ratel_cli.json_fields import hash_of
+from ratel_cli.units import counted
 
 __all__ = [
     "DataSettings",
@@ -169,7 +170,8 @@ def _split(num_samples: int, val_set_size: float, seed: int) -> tuple[Integers, 
         num_eval = max(num_eval, 1)
     if not 0 <= num_eval < num_samples:
         raise BadInput(
-            f"val_set_size is {val_set_size:g} and leaves nothing to train on: there are only {num_samples} samples",
+            f"val_set_size is {val_set_size:g} and leaves nothing to train on: "
+            f"the data has only {counted(num_samples, 'sample')}",
             "set a smaller val_set_size",
         )
     order = random_order(num_samples, seed, _ORDER_OF_SPLIT)

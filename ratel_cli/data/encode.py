@@ -243,8 +243,8 @@ class SampleEncoder(Closing):
 
 
 _NOT_SEPARATE = (
-    "one token contains text of an assistant turn and text next to the turn, so loss cannot be limited to the turn; "
-    "the chat template must separate them, for example by special tokens"
+    "one token contains text from inside and outside an assistant turn, so loss cannot be limited to the turn; "
+    "the chat template must separate turns, for example with special tokens"
 )
 
 

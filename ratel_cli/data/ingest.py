@@ -92,13 +92,13 @@ class _Ingestion:
             source.check_unchanged()
         self._writer.copy_rejects(self._rejects_path)
         self._check_rejects(sources)
-        longer = f"longer than sequence_len {self._sequence_len} tokens"
+        longer = f"longer than sequence_len ({self._sequence_len} tokens)"
         if self._num_split:
-            self._note(f"{self._num_split} of {self._num_rows} texts are {longer} and were split")
+            self._note(f"split {self._num_split} of {self._num_rows} texts: {longer}")
         if self._num_truncated:
-            self._note(f"{self._num_truncated} of {self._num_rows} samples are {longer} and were truncated")
+            self._note(f"truncated {self._num_truncated} of {self._num_rows} samples: {longer}")
         if self._writer.num_rejected:
-            self._note(f"{self._writer.num_rejected} of {self._num_rows} rows rejected: see {self._rejects_name}")
+            self._note(f"rejected {self._writer.num_rejected} of {self._num_rows} rows: see {self._rejects_name}")
         return self._writer.finish(num_rows=self._num_rows, notices=tuple(self._notices))
 
     @property
@@ -166,13 +166,13 @@ class _Ingestion:
         shown = tuple(BadInput(str(reject)) for reject in self._first_rejects)
         if num_rejected > _MAX_REJECTED_SHARE * self._num_rows:
             raise BadInput(
-                f"{num_rejected} of {self._num_rows} rows are rejected; more than 1 % stops the run",
-                hint=f"all rejected rows are in {self._rejects_name}, with reasons: repair or remove them",
+                f"rejected {num_rejected} of {self._num_rows} rows; more than 1 % stops the run",
+                hint=f"repair or remove these rows; {self._rejects_name} lists them with the reasons",
                 others=shown,
             )
         if self._writer.num_samples == 0:
-            paths = ", ".join(printable(source.source.path) for source in sources) or "no dataset is given"
-            raise BadInput(f"nothing to train on: no rows in {paths}")
+            paths = ", ".join(printable(source.source.path) for source in sources)
+            raise BadInput(f"nothing to train on: {f'no rows in {paths}' if paths else 'no dataset is given'}")
 
 
 def _groups(rows: Iterator[Row | Reject]) -> Iterator[list[Row | Reject]]:

@@ -68,7 +68,7 @@ class TokenCache:
                 return cls(directory, summary, lengths)
         except (OSError, ValueError, TypeError, KeyError, EOFError):
             pass  # whatever is wrong with it, it is built again
-        notice(f"{printable(str(directory))}: the token cache is damaged or of another version; it is built again")
+        notice(f"{printable(str(directory))}: the token cache is damaged or of another version; rebuilding it")
         shutil.rmtree(directory)
         return None
 
@@ -84,7 +84,7 @@ class TokenCache:
         except OSError as error:
             raise EnvironmentFailure(
                 f"{printable(str(path))}: the token cache cannot be read: {error.strerror or error}",
-                hint="run the same command again: the cache is built again from the same data",
+                hint="run the same command again to rebuild the cache from the same data",
             ) from error
 
     def _read_one(self, fd: int, sample_id: int) -> Sample:

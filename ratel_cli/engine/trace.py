@@ -63,7 +63,7 @@ class TraceFile(Closing):
         if self._file is None:
             return
         if self._num_steps == self._max_steps or self._num_bytes >= self._max_bytes:
-            self._warn(f"{self._path}: ends before step {step}; it holds what a viewer can show")
+            self._warn(f"{self._path}: ends before step {step}; a longer trace would be too large for a viewer")
             self.close()
             return
         self._append(b",\n" + _lines(self._drawing.step(step, spans, start=start, end=end)))

@@ -158,7 +158,7 @@ class BufferPool(Closing):
         shortfall_bytes = self._leased_bytes + size_bytes - self.limit_bytes
         if shortfall_bytes > 0:
             raise DoesNotFit(
-                f"{purpose}: needs {format_bytes(size_bytes)} of host memory, but {format_bytes(self._leased_bytes)} "
+                f"{purpose}: needs {format_bytes(size_bytes)} of RAM, but {format_bytes(self._leased_bytes)} "
                 f"of {format_bytes(self.limit_bytes)} are in use (short by {shortfall_bytes} bytes)",
                 "raise limits.host_memory",
                 shortfall_bytes=shortfall_bytes,
@@ -193,7 +193,7 @@ class _Region:
             )
         except (OSError, OverflowError) as exc:
             raise EnvironmentFailure(
-                f"{purpose}: the system did not give {format_bytes(size_bytes)} of host memory: {exc}",
+                f"{purpose}: the system could not allocate {format_bytes(size_bytes)} of RAM: {exc}",
                 "lower limits.host_memory, or raise the limit on address space (ulimit -v)",
             ) from exc
         start = -address_of(memoryview(mapping)) % HUGE_PAGE_BYTES if huge else 0

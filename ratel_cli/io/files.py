@@ -57,7 +57,8 @@ def check_space(needs: Sequence[SpaceNeed]) -> None:
         available_bytes = free.f_bavail * free.f_frsize + sum(min(need.held_bytes, need.num_bytes) for need in here)
         if need_bytes > available_bytes:
             raise EnvironmentFailure(
-                f"needs {format_bytes(need_bytes)} on {directory}, {format_bytes(available_bytes)} available "
+                f"not enough space: needs {format_bytes(need_bytes)} on {directory}, "
+                f"{format_bytes(available_bytes)} available "
                 f"(short by {format_bytes(need_bytes - available_bytes)})",
                 SPACE_HINT,
             )
@@ -87,8 +88,8 @@ def reserve(fd: int, path: Path, num_bytes: int) -> None:
             free = os.statvfs(path.parent)
             available_bytes = free.f_bavail * free.f_frsize
             raise EnvironmentFailure(
-                f"needs {format_bytes(num_bytes)} on {path.parent}, {format_bytes(available_bytes)} available"
-                f" ({exc.strerror})",
+                f"space cannot be reserved: needs {format_bytes(num_bytes)} on {path.parent}, "
+                f"{format_bytes(available_bytes)} available ({exc.strerror})",
                 SPACE_HINT,
             ) from exc
         raise EnvironmentFailure(f"{path}: space cannot be reserved: {exc.strerror}", SPACE_HINT) from exc

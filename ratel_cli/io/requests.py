@@ -138,7 +138,7 @@ def timeout_error(request: Request, timeout_seconds: float) -> RatelError:
     """The error of a request that the kernel did not complete. It breaks its lane."""
     return IntegrityFailure(
         f"{request} did not complete within {timeout_seconds:g} seconds",
-        "the device hangs (see dmesg); the last committed step is safe",
+        "the device does not respond: look for device errors (dmesg, smartctl); the last committed step is safe",
     )
 
 

@@ -112,7 +112,7 @@ def _open_unlinked(directory: Path) -> int:
         os.unlink(name)
     except OSError as exc:
         raise EnvironmentFailure(
-            f"{directory}: no file can be made in it: {exc.strerror}",
+            f"{directory}: a file cannot be created in it: {exc.strerror}",
             "set storage.paths to directories you may write to",
         ) from exc
     return fd

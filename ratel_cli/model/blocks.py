@@ -242,7 +242,9 @@ def _split(
     """The parameters before the layers, the embedding's weight first, and those after the layers."""
     for parameter in outside:
         if parameter.name in usage.before & usage.after and not (tied and parameter is embedding):
-            raise BadInput(f"{parameter.name} is used both before and after the layers; only a tied embedding may be")
+            raise BadInput(
+                f"{parameter.name} is used both before and after the layers; only a tied embedding may be used twice"
+            )
     before = [embedding, *(each for each in outside if each.name in usage.before and each is not embedding)]
     return before, [each for each in outside if each not in before]
 

@@ -26,6 +26,7 @@ from ratel_cli.model.directory import WeightFiles, find_weight_files
 from ratel_cli.model.renaming import Conversion, Renaming, plan_renaming
 from ratel_cli.model.shards import ShardReader
 from ratel_cli.model.spec import ModelSpec
+from ratel_cli.units import counted
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _COMPARED_ELEMENTS = 1 << 23
@@ -123,7 +124,7 @@ class CheckpointSource(Closing):
         for target, name in self._direct.items():
             entry, wanted = self._readers[name].tensors[name], tuple(state[target].shape)
             if entry.shape != wanted:
-                raise BadInput(f"{self._where(name)} has shape {entry.shape}, the model needs {wanted}")
+                raise BadInput(f"{self._where(name)} has shape {entry.shape}, but the model needs {wanted}")
             if state[target].is_floating_point() and entry.dtype not in _WEIGHT_DTYPES:
                 raise BadInput(f"{self._where(name)} has dtype {entry.dtype}; weights must be floating point")
 
@@ -141,15 +142,15 @@ class CheckpointSource(Closing):
                 converted = conversion.run(self._skeleton, self._meta_tensor)
             except (RuntimeError, ValueError, IndexError, AttributeError) as error:
                 raise BadInput(
-                    f"{self._where(first)} and {len(entries) - 1} others cannot be combined into"
+                    f"{self._where(first)} and {counted(len(entries) - 1, 'other')} cannot be combined into"
                     f" {conversion.first_target}: one is missing or has a wrong shape"
                 ) from error
             for target, value in converted.items():
                 wanted = tuple(state[target].shape) if target in state else None
                 if tuple(value.shape) != wanted:
                     raise BadInput(
-                        f"{self._where(first)} and {len(entries) - 1} others are combined into {target} with shape"
-                        f" {tuple(value.shape)}, the model needs {wanted}: one is missing or has a wrong shape"
+                        f"{self._where(first)} and {counted(len(entries) - 1, 'other')} give {target} with shape"
+                        f" {tuple(value.shape)}, but the model needs {wanted}: one is missing or has a wrong shape"
                     )
                 self._converted[target] = conversion
 

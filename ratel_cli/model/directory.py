@@ -137,7 +137,9 @@ def _no_weights(directory: Path) -> BadInput:
 
 def _read_weight_map(path: Path) -> dict[str, str]:
     if path.stat().st_size > MAX_HEADER_BYTES:
-        raise BadInput(f"{path}: an index of {path.stat().st_size} bytes is too large; the limit is {MAX_HEADER_BYTES}")
+        raise BadInput(
+            f"{path}: an index of {path.stat().st_size} bytes is too large; the limit is {MAX_HEADER_BYTES} bytes"
+        )
     try:
         index = json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:

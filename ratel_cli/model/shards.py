@@ -205,7 +205,9 @@ def _read_exactly(path: Path, fd: int, memory: memoryview, offset: int) -> None:
             message = f"{path}: cannot be read at byte {offset + position}: {error.strerror}"
             raise IntegrityFailure(message, "check the drive") from error
         if num_bytes == 0:
-            raise BadInput(f"{path}: ends at byte {offset + position}: it was truncated while it was read", _COPY_AGAIN)
+            raise BadInput(
+                f"{path}: ends at byte {offset + position}: it was truncated while it was being read", _COPY_AGAIN
+            )
         position += num_bytes
 
 
@@ -285,7 +287,7 @@ def _check_coverage(path: Path, entries: Sequence[TensorEntry], data_bytes: int)
     position = 0
     for entry in sorted(entries, key=lambda entry: (entry.offset, entry.num_bytes)):
         if entry.offset != position:
-            fault = "overlaps the tensor before it" if entry.offset < position else "leaves a gap before it"
+            fault = "overlaps the tensor before it" if entry.offset < position else "has a gap before it"
             raise BadInput(f"{path}: tensor {excerpt(entry.name)} {fault}")
         position += entry.num_bytes
     if position != data_bytes:

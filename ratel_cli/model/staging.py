@@ -56,7 +56,7 @@ class Staging(Closing):
         if free_bytes < num_bytes:
             needed, free = format_bytes(num_bytes), format_bytes(free_bytes)
             raise EnvironmentFailure(
-                f"{self.output_dir}: the export needs {needed}, only {free} are free",
+                f"{self.output_dir}: the export needs {needed}, {free} available",
                 "free space there, or set another output_dir",
             )
 

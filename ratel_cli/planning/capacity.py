@@ -342,7 +342,7 @@ def _does_not_fit(memory: HostMemory, limit_bytes: int) -> DoesNotFit:
     }
     named = ", ".join(f"{name} {format_bytes(num_bytes)}" for name, num_bytes in parts.items() if num_bytes)
     return DoesNotFit(
-        f"host memory: a step needs {format_bytes(memory.total)} ({named}), "
+        f"RAM: a step needs {format_bytes(memory.total)} ({named}), "
         f"{format_bytes(limit_bytes)} available (short by {format_bytes(shortfall_bytes)})",
         "raise limits.host_memory, or lower micro_batch_size, gradient_accumulation_steps or sequence_len",
         shortfall_bytes=shortfall_bytes,

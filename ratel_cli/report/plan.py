@@ -1,11 +1,11 @@
-"""The rows of `ratel plan`: what is needed, how long a step takes and why, what is swapped, and what would help.
+"""The rows of `ratel plan`: what is needed, how long a step takes and why, what is offloaded, and what would help.
 
 Invariant: nothing is computed here except how a number reads, and nothing heavy is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ratel_cli.planning.forecast.advice import Advice
 from ratel_cli.planning.forecast.forecast import Forecast, Tier
@@ -13,22 +13,33 @@ from ratel_cli.planning.prediction import Prediction, SwappedOperator
 from ratel_cli.planning.step_time import StageTime
 from ratel_cli.units import GIB, counted, format_bytes, format_count, format_flops, format_seconds
 
+RESOURCE_NAMES: Mapping[str, str] = {
+    "compute": "compute",
+    "up": "upload",
+    "down": "download",
+    "nvme": "NVMe",
+    "nvme read": "NVMe read",
+    "nvme write": "NVMe write",
+    "optimizer": "optimizer",
+    "memory": "memory",
+}
+"""How a person reads the names of resources."""
 _CASES = {
-    1: "swapping more would only cost time",
-    2: "all that saves computing is swapped",
-    3: "swapping more or less would cost time",
+    1: "offloading more would only cost time",
+    2: "all that saves computing is offloaded",
+    3: "offloading more or less would cost time",
 }
 
 
 def forecast_rows(forecast: Forecast, *, dtype: str) -> list[tuple[str, str]]:
-    """The table, from the model to what is swapped: a name and a fact for each row."""
+    """The table, from the model to what is offloaded: a name and a fact for each row."""
     prediction, hardware = forecast.prediction, forecast.setting.hardware
     workload, gpu, nvme = prediction.workload, hardware.gpu, hardware.nvme
     micro_batches = counted(workload.num_micro_batches, "micro-batch", "micro-batches")
     size = f"{workload.micro_batch_size} x {workload.sequence_len}"
     drives = counted(nvme.num_devices, "drive")
     rates = f"{nvme.read_bytes_per_second / 1e9:.3g} GB/s read, {nvme.write_bytes_per_second / 1e9:.3g} GB/s written"
-    parameters = f"{format_count(prediction.num_parameters)} parameters in {prediction.num_blocks} blocks"
+    parameters = f"{format_count(prediction.num_parameters)} parameters in {counted(prediction.num_blocks, 'block')}"
     return [
         ("model", f"{prediction.model_name}: {parameters}, computing in {dtype}"),
         ("step", f"{micro_batches} of {size} = {workload.tokens} tokens"),
@@ -40,22 +51,22 @@ def forecast_rows(forecast: Forecast, *, dtype: str) -> list[tuple[str, str]]:
         ("backward", _stage(prediction.time.backward)),
         ("predicted", _predicted(prediction)),
         ("run", _run(forecast)),
-        ("swapped", _swapped(prediction)),
+        ("offloaded", _offloaded(prediction)),
     ]
 
 
 def swap_lines(prediction: Prediction) -> list[str]:
-    """One line for each operator, the greatest benefit first; none where only inputs are swapped."""
+    """One line for each operator, the greatest benefit first; none where only inputs are offloaded."""
     rows = [
         (
             each.operator,
-            f"{each.blocks} layers",
+            counted(each.blocks, "layer"),
             format_bytes(each.bytes),
             *_benefit(each),
         )
         for each in prediction.swapped
     ]
-    return aligned([("operator", "in", "swapped", "saves", "benefit"), *rows]) if rows else []
+    return aligned([("operator", "in", "offloaded", "saves", "benefit"), *rows]) if rows else []
 
 
 def advice_lines(advices: Sequence[Advice]) -> list[str]:
@@ -92,7 +103,7 @@ def _estimate(prediction: Prediction) -> str:
         return "analytic, by the paper's equations: 14 bytes per parameter, 34 b s h of activations"
     if prediction.source == "recorded":
         return "from a recorded step of this model on this machine"
-    return "analytic, from shapes alone; `ratel profile` with this config, or a run's first step, measures"
+    return "analytic, from shapes alone; `ratel profile` with this config, or a run's first step, gives measured costs"
 
 
 def _tier(tier: Tier) -> str:
@@ -103,7 +114,7 @@ def _tier(tier: Tier) -> str:
 def _verdict(forecast: Forecast) -> str:
     if forecast.fits:
         return "yes"
-    named = " and ".join(tier.name for tier in forecast.shortfalls)
+    named = ", ".join(tier.name for tier in forecast.shortfalls)
     return f"no: not enough {named}; the prediction is for a machine with enough"
 
 
@@ -113,17 +124,18 @@ def _stage(stage: StageTime) -> str:
         "compute": stage.compute,
         "up": stage.up,
         "down": stage.down,
-        "NVMe": stage.nvme,
+        "nvme": stage.nvme,
         "optimizer": stage.optimizer,
         "memory": stage.memory,
     }
-    shown = [f"{name} {format_seconds(each)}" for name, each in sorted(busy.items(), key=lambda item: -item[1]) if each]
+    ordered = sorted(busy.items(), key=lambda item: -item[1])
+    shown = [f"{RESOURCE_NAMES[name]} {format_seconds(each)}" for name, each in ordered if each]
     return f"{format_seconds(stage.total)}: {', '.join(shown)}"
 
 
 def _predicted(prediction: Prediction) -> str:
     return (
-        f"{format_seconds(prediction.time.total)} per step, mostly {prediction.bottleneck}; "
+        f"{format_seconds(prediction.time.total)} per step, mostly {RESOURCE_NAMES[prediction.bottleneck]}; "
         f"{prediction.tokens_per_second:.4g} tokens/s; "
         f"{prediction.tflops_model:.3g} TFLOP/s of the model, {prediction.tflops_hardware:.3g} with recomputation"
     )
@@ -136,19 +148,19 @@ def _run(forecast: Forecast) -> str:
     steps = counted(forecast.setting.num_steps or 0, "step")
     fact = f"{steps}: {format_seconds(forecast.run_seconds)}, {forecast.run_tb_written:.3g} TB written"
     if forecast.endurance_share is not None:
-        fact += f", {forecast.endurance_share:.2%} of what the drives are rated for"
+        fact += f", {forecast.endurance_share:.2%} of the drives' rated endurance"
     return fact
 
 
-def _swapped(prediction: Prediction) -> str:
+def _offloaded(prediction: Prediction) -> str:
     """What is offloaded, layers' inputs included."""
     offloaded = prediction.offloaded
-    fact = f"{format_bytes(offloaded.total_bytes)} of {format_bytes(prediction.swappable_bytes)} of activations"
+    fact = f"{format_bytes(offloaded.total_bytes)} of {format_bytes(prediction.swappable_bytes)} activations"
     if offloaded.written_bytes:
-        fact += f", {format_bytes(offloaded.written_bytes)} of it to NVMe"
+        fact += f", {format_bytes(offloaded.written_bytes)} of it on NVMe"
     if offloaded.gpu_bytes:
         fact += f", {format_bytes(offloaded.gpu_bytes)} of it stays on the GPU"
     return (
-        f"{fact}; {format_bytes(prediction.inter_block_bytes)} are layers' inputs, which are always swapped; "
+        f"{fact}; {format_bytes(prediction.inter_block_bytes)} are layers' inputs, which are always offloaded; "
         f"{_CASES[prediction.case]} (case {prediction.case})"
     )

@@ -1,4 +1,4 @@
-"""The curve of a prediction, step time against bytes swapped: in the terminal, or as a picture.
+"""The curve of a prediction, step time against bytes offloaded: in the terminal, or as a picture.
 
 Imports of plotting libraries are inside the functions: 0.15 s for the terminal, far more for pictures.
 """
@@ -29,7 +29,7 @@ def terminal_curve(prediction: Prediction) -> list[str]:
     figure.draw(curve)
     figure.draw(figure.signal(*_chosen(prediction), marker="X"))
     chosen = f"X: {format_bytes(prediction.offloaded.total_bytes)}, as planned"
-    figure.label(f"seconds per step against {_unit(prediction)[0]} swapped; {chosen}", "x")
+    figure.label(f"seconds per step against {_unit(prediction)[0]} offloaded; {chosen}", "x")
     text: str = figure.build().string(colorless=True)
     return [line.rstrip() for line in text.splitlines() if line.strip()]
 
@@ -54,7 +54,7 @@ def draw_picture(prediction: Prediction, path: Path) -> None:
     axes = figure.add_subplot()
     axes.plot(*_coordinates(prediction), marker=".", label="predicted")
     axes.plot(*_chosen(prediction), "x", markersize=10, label="planned")
-    axes.set(title=prediction.model_name, xlabel=f"swapped, {_unit(prediction)[0]}", ylabel="seconds per step")
+    axes.set(title=prediction.model_name, xlabel=f"offloaded, {_unit(prediction)[0]}", ylabel="seconds per step")
     axes.legend()
     axes.grid(alpha=0.3)
     try:

@@ -40,7 +40,7 @@ def model_rows(profile: ModelProfile, *, available_bytes: int) -> list[tuple[str
         ("micro-batch", f"{profile.micro_batch_tokens} tokens; forward {format_flops(flops)}"),
         ("layers", _seconds(layers)),
         ("other blocks", f"embedding {_time(profile.embedding_seconds)}, head and loss {_time(profile.head_seconds)}"),
-        ("activations", f"{format_bytes(saved)} in all, {format_bytes(inputs)} of it inputs of layers"),
+        ("activations", f"{format_bytes(saved)} in all, including {format_bytes(inputs)} of layers' inputs"),
         ("available", f"{format_bytes(available_bytes)} of RAM for activations in a run"),
     ]
 

@@ -5,26 +5,17 @@ Invariant: nothing is decided here. The functions only choose words and units fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.plan import Plan
-from ratel_cli.planning.step_time import RESOURCES, Bottleneck, Resource
+from ratel_cli.planning.step_time import RESOURCES, Resource
+from ratel_cli.report.plan import RESOURCE_NAMES
 from ratel_cli.training.metrics import RunTotals, StepMetrics
 from ratel_cli.units import counted, format_bytes, format_count, format_seconds
 
-_NAMES: Mapping[Bottleneck, str] = {
-    "compute": "compute",
-    "up": "upload",
-    "down": "download",
-    "nvme read": "NVMe read",
-    "nvme write": "NVMe write",
-    "optimizer": "optimizer",
-    "memory": "memory",
-}
-"""How a person reads the names of resources."""
 _LEAST_SHARE = 0.01
 """Stalls below this share of a step are not printed."""
 
@@ -102,7 +93,7 @@ def run_summary(totals: RunTotals) -> list[tuple[str, str]]:
     busy = [(resource, totals.busy_seconds[resource] / totals.num_steps) for resource in RESOURCES]
     rows = [
         ("step", seconds, f"{totals.tokens / totals.seconds:.0f} tokens/s"),
-        *((_NAMES[resource], each, _traffic(totals, resource)) for resource, each in busy if each > 0),
+        *((RESOURCE_NAMES[resource], each, _traffic(totals, resource)) for resource, each in busy if each > 0),
         ("stalled", sum(totals.waited_seconds.values()) / totals.num_steps, _stalls(totals)),
     ]
     columns = [(name, format_seconds(each), _percent(each / seconds), fact) for name, each, fact in rows]
@@ -123,16 +114,18 @@ def _stall(metrics: StepMetrics) -> str:
     cause = max(RESOURCES, key=lambda resource: metrics.waited_seconds[resource])
     share = metrics.waited_seconds[cause] / metrics.step_seconds
     if share >= _LEAST_SHARE:
-        return f"stalled {_percent(share)} on {_NAMES[cause]}"
+        return f"stalled {_percent(share)} on {RESOURCE_NAMES[cause]}"
     busy = metrics.busy_seconds[metrics.bottleneck] / metrics.step_seconds
-    return f"no stall, {_NAMES[metrics.bottleneck]} busy {_percent(busy)}"
+    return f"no stall, {RESOURCE_NAMES[metrics.bottleneck]} busy {_percent(busy)}"
 
 
 def _stalls(totals: RunTotals) -> str:
     """The causes of stalls, the largest first."""
     shares = [(seconds / totals.seconds, cause) for cause, seconds in totals.waited_seconds.items()]
     shown = [
-        f"{_NAMES[cause]} {_percent(share)}" for share, cause in sorted(shares, reverse=True) if share >= _LEAST_SHARE
+        f"{RESOURCE_NAMES[cause]} {_percent(share)}"
+        for share, cause in sorted(shares, reverse=True)
+        if share >= _LEAST_SHARE
     ]
     return f"on {', '.join(shown)}" if shown else ""
 
@@ -185,7 +178,7 @@ def _resident(plan: Plan) -> list[str]:
     num_blocks, placement = plan.num_blocks, plan.placement
     counts = (("weights", len(placement.resident_weights)), ("optimizer states", len(placement.resident_states)))
     whole = [what for what, count in counts if count == num_blocks]
-    parts = [f"{what} of {count} of {num_blocks} blocks" for what, count in counts if 0 < count < num_blocks]
+    parts = [f"{what} ({count} of {num_blocks} blocks)" for what, count in counts if 0 < count < num_blocks]
     if whole:
         parts = [f"all {' and '.join(whole)}", *parts]
     return [f"{', '.join(parts)} resident"] if parts else []
@@ -211,4 +204,4 @@ def _prediction(plan: Plan, num_steps_left: int) -> str:
 
 
 def _step_time(plan: Plan) -> str:
-    return f"{format_seconds(plan.time.total)} per step, mostly {_NAMES[plan.time.bottleneck]}"
+    return f"{format_seconds(plan.time.total)} per step, mostly {RESOURCE_NAMES[plan.time.bottleneck]}"

@@ -105,6 +105,6 @@ def check_model(store: Store, config: RunConfig, spec: ModelSpec, directory: Pat
     """Raise BadInput if the store in `directory` was made for another model."""
     if store.identity.model_hash != model_hash(config, spec):
         raise BadInput(
-            f"the store in {directory} was made for another model than {config.base_model} in {config.dtype}",
+            f"the store in {directory} was made for another model, not for {config.base_model} in {config.dtype}",
             "give the config of the run that the store belongs to",
         )

@@ -104,7 +104,7 @@ def _export(context: RunContext, inputs: Inputs, store: Store) -> None:
         base_model=hub_id(config),
         progress=context.stop.check,
     )
-    log.say(f"saved {config.output_dir}; load it with transformers' from_pretrained")
+    log.say(f"exported the model to {config.output_dir}; load it with transformers' from_pretrained")
     log.say(f"the training state remains in {place_of(config)}; delete it when you no longer need it")
 
 
@@ -139,5 +139,5 @@ def _check_space(config: RunConfig, plan: Plan, hardware: HardwareProfile) -> No
         raise EnvironmentFailure(
             f"not enough space for the store: it needs {format_bytes(plan.nvme_bytes)} in {place_of(config)}, "
             f"{format_bytes(available_bytes)} available",
-            "free some space, set storage.paths to other directories, or set storage.durability: none to need half",
+            "free some space, set storage.paths to other directories, or halve the need with storage.durability: none",
         )

@@ -119,7 +119,7 @@ def changed_settings(config: RunConfig, started_with: Path) -> list[str]:
         return []
     old, new = (each.model_dump(mode="json") for each in (before, config))
     keys = ("base_model", "random_init", *_DECIDES_THE_BITS)
-    return [f"{key} was {old[key]}, is {new[key]}" for key in keys if old[key] != new[key]]
+    return [f"{key} was {old[key]}, is now {new[key]}" for key in keys if old[key] != new[key]]
 
 
 def _tokenizer(base_dir: Path, model_config: PretrainedConfig) -> Tokenizer:

@@ -119,7 +119,7 @@ def _config_text(base_model: str) -> str:
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{path}: cannot be parsed: {error}") from error
     if not isinstance(values, dict):
-        raise BadInput(f"{path}: must hold an object, `{{...}}`")
+        raise BadInput(f"{path}: must contain an object, `{{...}}`")
     if not isinstance(values.get("model_type"), str):
-        raise BadInput(f"{path}: `model_type` is missing, or no text")
+        raise BadInput(f"{path}: `model_type` is missing or is not text")
     return text

@@ -55,8 +55,8 @@ def open_run(context: RunContext) -> OpenedRun:
     if not Store.exists(paths):
         raise BadInput(
             f"there is no store in {place_of(config)}",
-            "relative paths in a config count from the directory where the run was started; "
-            "`ratel restore` restores a lost store from its snapshot",
+            "use the directory where the run was started, since relative paths in a config begin there; or restore a "
+            "lost store from its snapshot with `ratel restore`",
         )
     base = read_base(_on_the_cpu(config), log)
     store = context.resources.enter_context(Store.open(paths, queue=context.queue, identity=None, notice=log.notice))

@@ -15,7 +15,7 @@ from ratel_cli.planning.papers.largest import TierBytes, largest, paper_models
 from ratel_cli.planning.papers.prefix import Point
 from ratel_cli.planning.papers.strategies import Outcome, compare, flash_neuron_parameters
 from ratel_cli.report.plan import aligned
-from ratel_cli.units import format_bytes, format_count, format_seconds
+from ratel_cli.units import counted, format_bytes, format_count, format_seconds
 
 _DRIVE_COUNTS = (1, 2, 3, 6, 12)
 """The numbers of SSDs in the paper's servers."""
@@ -66,7 +66,7 @@ def _compare(forecaster: Forecaster, forecast: Forecast) -> Answer:
     best = min(planned, ours.point, key=lambda point: point.seconds)
     outcomes = (replace(ours, point=best), *others)
     tokens = prediction.workload.tokens
-    titles = ("strategy", "step", "tokens/s", "of ours", "swapped", "to NVMe", "")
+    titles = ("strategy", "step", "tokens/s", "vs ratel", "offloaded", "on NVMe", "")
     rows = [titles, *(_strategy_row(outcome, best.seconds, tokens) for outcome in outcomes)]
     most = flash_neuron_parameters(forecast.setting.hardware.gpu.memory_bytes)
     return Answer(
@@ -128,7 +128,7 @@ def _largest(forecaster: Forecaster, forecast: Forecast) -> Answer:
                     "of this model's width",
                     "not even one layer"
                     if deepest is None
-                    else f"{format_count(deepest.num_parameters)} parameters in {deepest.num_layers} layers",
+                    else f"{format_count(deepest.num_parameters)} parameters in {counted(deepest.num_layers, 'layer')}",
                 ),
             ]
         ),
@@ -138,7 +138,7 @@ def _largest(forecaster: Forecaster, forecast: Forecast) -> Answer:
 
 def _prices(forecaster: Forecaster, forecast: Forecast) -> Answer:
     """Plans for the paper's server with one GPU; each drive has its share of the rates of all."""
-    rows = [("SSDs", "price", "tokens/s", "a thousand dollars buy")]
+    rows = [("SSDs", "price", "tokens/s", "per $1000")]
     content: list[dict[str, object]] = []
     for count, hardware in _machines(forecast.setting.hardware):
         each = forecaster.forecast(replace(forecast.setting, hardware=hardware))
@@ -161,7 +161,7 @@ def _prices(forecaster: Forecaster, forecast: Forecast) -> Answer:
         )
     return Answer(
         key="prices",
-        title="what a price buys: the paper's server with one RTX 4090",
+        title="price and speed of the paper's server with one RTX 4090",
         lines=aligned(rows),
         content=content,
     )

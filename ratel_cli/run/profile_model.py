@@ -96,7 +96,7 @@ def _measured(config: RunConfig, model: DecoderModel) -> ModelProfile:
     device = compute_device(config.device)
     if device.type == "cuda":
         set_determinism(config.deterministic, device)  # it decides how attention computes
-    with translate_errors("measuring the model takes more than there is"):
+    with translate_errors("measuring the model needs more than is available"):
         profiler = BlockProfiler(model, dtype=DTYPES[config.dtype], device=device)
         units, seconds = profiler.record(_any_batch(workload, spec.vocab_size))
     tokens = workload.micro_batch_tokens

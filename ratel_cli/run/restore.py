@@ -65,21 +65,21 @@ def _open(context: RunContext, directory: Path) -> Store:
     except EnvironmentFailure as failure:
         raise EnvironmentFailure(
             f"the snapshot cannot be used: {failure.message}",
-            "no other process may use it meanwhile; its file is only read, but must be writable to be locked",
+            "make sure that no other process uses it and that its file is writable: the file is locked, but only read",
         ) from failure
 
 
 def _reject_loss(context: RunContext, snapshot: Store) -> None:
     """Raise BadInput unless the existing store belongs to the snapshot's run and is at an earlier step."""
     paths = context.config.storage.paths
-    where, hint = place_of(context.config), "--overwrite replaces it by the snapshot"
+    where, hint = place_of(context.config), "use --overwrite to replace it with the snapshot"
     try:
         with Store.open(paths, queue=context.queue, identity=None, notice=context.log.notice) as existing:
             identity, step = existing.identity, existing.progress.step
     except (BadInput, IntegrityFailure) as failure:
         raise BadInput(f"there is a store in {where} that cannot be opened: {failure.message}", hint) from failure
     if replace(identity, software="") != replace(snapshot.identity, software=""):
-        raise BadInput(f"the store in {where} belongs to another run than the snapshot", hint)
+        raise BadInput(f"the store in {where} and the snapshot belong to different runs", hint)
     if step >= snapshot.progress.step:
         raise BadInput(
             f"the store in {where} is at step {step}, and the snapshot at step {snapshot.progress.step}", hint

@@ -34,7 +34,8 @@ def find_snapshot(context: RunContext, identity: StoreIdentity, *, has_store: bo
         return None
     if os.path.realpath(wanted.path) in map(os.path.realpath, config.storage.paths):
         raise BadInput(
-            f"storage.snapshot.path and storage.paths both name {wanted.path}: its loss would take store and snapshot",
+            f"storage.snapshot.path and storage.paths both name {wanted.path}: "
+            "losing it would lose both the store and the snapshot",
             "set storage.snapshot.path to a directory on another device",
         )
     if resume == "no" or not Store.exists([wanted.path]):
@@ -42,7 +43,7 @@ def find_snapshot(context: RunContext, identity: StoreIdentity, *, has_store: bo
     if not has_store:
         raise BadInput(
             f"there is a snapshot in {wanted.path}, but no store in {place_of(config)}",
-            "`ratel restore` restores the store; --resume no starts over, and replaces the snapshot too",
+            "restore the store with `ratel restore`, or start over with --resume no, which replaces the snapshot too",
         )
     return _open(context, wanted, identity)
 
@@ -130,7 +131,7 @@ def _open(context: RunContext, wanted: SnapshotConfig, identity: StoreIdentity) 
     except IntegrityFailure as failure:
         raise IntegrityFailure(
             f"storage.snapshot.path: {failure.message}",
-            f"remove {wanted.path / DATA_FILE_NAME}, and the run makes a new snapshot; "
+            f"remove {wanted.path / DATA_FILE_NAME}, so that the run makes a new snapshot; "
             "or set storage.snapshot.path to another directory",
         ) from failure
     except EnvironmentFailure as failure:

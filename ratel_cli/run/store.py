@@ -25,6 +25,7 @@ from ratel_cli.store.barrier import Barrier
 from ratel_cli.store.layout import record_layout
 from ratel_cli.store.open import StoreMismatch
 from ratel_cli.store.store import Progress, Store, StoreIdentity
+from ratel_cli.units import counted
 
 _FIRST_LOSS_SCALE = 2.0**16
 
@@ -85,9 +86,10 @@ def _check_fits(store: Store, config: RunConfig, resume: str) -> None:
         )
     if store.num_slots < wanted:
         raise BadInput(
-            f"the store has space for {store.num_slots - 2} saved generations, the config asks for {wanted - 2}"
+            f"the store has space for {counted(store.num_slots - 2, 'saved generation')}, "
+            f"but the config asks for {wanted - 2}"
             + (", one of them for the snapshot" if config.storage.snapshot is not None else ""),
-            "lower save_total_limit or storage.keep_generations, or drop save_steps or storage.snapshot; "
+            "lower save_total_limit or storage.keep_generations, or remove save_steps or storage.snapshot; "
             "or start over with --resume no",
         )
     if resume != "auto" and int(resume) not in store.pinned_steps:
@@ -101,7 +103,7 @@ def resume_store(context: RunContext, store: Store, *, resume: str) -> None:
     A crash can damage the newest generation if a drive reports a flush that it did not do. The one before it may be
     whole then. Raises IntegrityFailure if no generation can be used.
     """
-    with context.bar("checking the store", store.slot_bytes) as advance:
+    with context.bar("verifying the store", store.slot_bytes) as advance:
         if resume == "auto":
             store.ensure_whole(context.pool, progress=advance, notice=context.log.notice)
         else:
@@ -109,7 +111,7 @@ def resume_store(context: RunContext, store: Store, *, resume: str) -> None:
             store.rewind(int(resume))
     context.pool.trim()
     if store.progress.step:
-        context.log.say(f"resuming at step {store.progress.step}")
+        context.log.say(f"resuming from step {store.progress.step}")
 
 
 def make_store(context: RunContext, inputs: Inputs, *, drive_weights: Sequence[int], resume: str) -> Store:

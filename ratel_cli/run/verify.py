@@ -39,7 +39,7 @@ from ratel_cli.run.open import OpenedRun, open_run
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.store import Store
 from ratel_cli.training.stopping import StopRequest
-from ratel_cli.units import format_bytes, format_count, format_seconds
+from ratel_cli.units import counted, format_bytes, format_count, format_seconds
 
 _NUM_TOKENS = 16
 _TOKEN_STRIDE = 7919
@@ -144,7 +144,7 @@ def _check_files(directory: Path, stop: StopRequest, log: RunLog) -> list[Check]
             check = Check(what=path.name, num_bytes=path.stat().st_size, checked="header", verdict="")
             try:
                 with ShardReader(path) as reader:
-                    check = replace(check, checked=f"{len(reader.tensors)} tensors")
+                    check = replace(check, checked=counted(len(reader.tensors), "tensor"))
                     check_values(reader, progress=advance)
                 checks.append(replace(check, verdict="whole, every value finite"))
             except (BadInput, IntegrityFailure) as failure:
@@ -210,7 +210,7 @@ def _reader_of(directory: Path, model: PreTrainedModel | None, resources: ExitSt
 
     def read(name: str, start: int, num_elements: int) -> torch.Tensor:
         if name not in readers or readers[name].tensors[name].num_elements < start + num_elements:
-            raise IntegrityFailure(f"tensor {name} is not in the export, or too small")
+            raise IntegrityFailure(f"tensor {name} is missing from the export, or too small")
         return readers[name].read(name, start, start + num_elements)
 
     return read

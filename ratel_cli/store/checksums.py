@@ -125,7 +125,7 @@ class ChunkTable:
         if digest != self._digests[entry]:
             raise IntegrityFailure(
                 f"{where}: elements {first} to {end} are not what step {self._step} wrote "
-                "(a flipped bit, or data of another place or time)",
+                "(a flipped bit, or a lost or misplaced write)",
                 _HINT,
             )
 

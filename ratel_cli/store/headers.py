@@ -28,11 +28,12 @@ from ratel_cli.store.manifest import (
     choose_manifest,
     decode_manifest,
 )
+from ratel_cli.units import counted
 
 _MAGIC: Final = b"RATELDAT"
 _IDENTIFICATION: Final = struct.Struct("<8sI16sII")
 _CRC: Final = struct.Struct("<I")
-_ORDER_HINT: Final = "name the directories in the order in which the store was made"
+_ORDER_HINT: Final = "name the directories in the order that they had when the store was made"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,13 +105,15 @@ def check_membership(headers: Sequence[Header], manifest: Manifest) -> None:
     """Raise BadInput unless the files are those of the manifest, in its order."""
     num_files = len(manifest.geometry.weights)
     if len(headers) != num_files:
-        raise BadInput(f"storage.paths names {len(headers)} directories, but the store has {num_files}")
+        raise BadInput(
+            f"storage.paths names {counted(len(headers), 'directory', 'directories')}, but the store has {num_files}"
+        )
     for index, header in enumerate(headers):
         found = header.identification
         if found is None:
             raise BadInput(f"{header.path} is not a data file of Ratel, or is damaged", "check storage.paths")
         if found.store_id != manifest.store_id:
-            raise BadInput(f"storage.paths: {header.path} belongs to another store than {headers[0].path}")
+            raise BadInput(f"storage.paths: {headers[0].path} and {header.path} belong to different stores")
         if found.file_index != index:
             raise BadInput(_misplaced(header.path, found.file_index, index), _ORDER_HINT)
 

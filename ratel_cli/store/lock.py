@@ -97,7 +97,9 @@ def _open(path: Path, *, create: bool) -> int:
         ) from exc
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise EnvironmentFailure(f"{path} is not a regular file", "remove it, or set storage.paths elsewhere")
+        raise EnvironmentFailure(
+            f"{path} is not a regular file", "remove it, or set storage.paths to another directory"
+        )
     return fd
 
 

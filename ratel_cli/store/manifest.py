@@ -128,7 +128,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     ).encode("ascii")
     if len(payload) > _MAX_PAYLOAD_BYTES:
         raise EnvironmentFailure(
-            f"the store's manifest needs {len(payload)} bytes, and its page has {_MAX_PAYLOAD_BYTES}: "
+            f"the store's manifest needs {len(payload)} bytes, but its page has only {_MAX_PAYLOAD_BYTES}: "
             f"{len(manifest.pins)} saved steps, {len(manifest.geometry.block_elements)} blocks",
             "save fewer steps: lower save_total_limit",
         )
@@ -152,8 +152,8 @@ def decode_manifest(page: bytes) -> Manifest | None:
         return None
     if version != FORMAT_VERSION:
         raise BadInput(
-            f"format_version: the store has format {version}, this program reads format {FORMAT_VERSION}",
-            "continue with the version of Ratel that wrote it, or start over with --resume no",
+            f"format_version: the store has format {version}, but this program reads format {FORMAT_VERSION}",
+            "resume with the version of Ratel that wrote it, or start over with --resume no",
         )
     try:
         payload = JsonFields(json.loads(body[_HEAD.size : _HEAD.size + payload_bytes]))

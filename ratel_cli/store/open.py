@@ -53,7 +53,7 @@ def open_files(
         if manifest is None:
             raise BadInput(
                 f"the store in {directories[0]} is incomplete: its import never finished",
-                "run without --resume: the store is made again",
+                "run the same command without --resume: it makes the store again",
             )
         check_membership(headers, manifest)
         if identity is not None:
@@ -82,7 +82,7 @@ def _check_identity(
     )
     hint = f"{START_OVER}, or set storage.paths to another directory"
     wrong = {
-        name: f"{what} changed since the store in {directory} was made: {name} was {old}, now is {new}"
+        name: f"{what} changed since the store in {directory} was made: {name} was {old}, is now {new}"
         for what, name, old, new in pairs
         if old != new
     }
@@ -92,7 +92,7 @@ def _check_identity(
             first, hint, others=tuple(BadInput(message, hint) for message in others), fields=tuple(wrong)
         )
     if stored.software != wanted.software:
-        notice(f"resume is valid, not bit-exact: software was {stored.software}, now is {wanted.software}")
+        notice(f"the software was {stored.software}, is now {wanted.software}: resuming is valid, but not bit-exact")
 
 
 def _check_state(manifest: Manifest, lock: StoreLock) -> None:
@@ -104,5 +104,5 @@ def _check_state(manifest: Manifest, lock: StoreLock) -> None:
         raise IntegrityFailure(
             f"step {manifest.step_in_place} was being written in place (storage.durability: none) when the run ended: "
             f"the state after step {manifest.progress.step} is lost",
-            f"{START_OVER}; to survive crashes set storage.durability to step",
+            f"{START_OVER}; to survive crashes, set storage.durability: step",
         )

@@ -384,7 +384,7 @@ class Store(Closing):
         if num_used + 2 > self.num_slots:
             raise EnvironmentFailure(
                 f"step {self.progress.step} cannot be saved: the store has {self.num_slots} slots, training needs 2, "
-                f"and {num_used - 1} hold other steps",
+                f"and other steps use {num_used - 1}",
                 "lower save_total_limit, or start over with a larger storage.keep_generations",
             )
 

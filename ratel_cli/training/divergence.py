@@ -35,7 +35,7 @@ def diagnose_nonfinite_step(
     is_repeated = _bits(first) == _bits(second) if deterministic else not second.applied
     if not is_repeated:
         return IntegrityFailure(
-            f"{which} gave another result when it was computed again from the same state: loss {first.loss}, gradient "
+            f"{which} gave different results when computed twice from the same state: loss {first.loss}, gradient "
             f"norm {first.grad_norm}, then loss {second.loss}, gradient norm {second.grad_norm}; this points to a "
             f"hardware fault; step {step - 1} is saved",
             "test the memory and the processor, look for errors in dmesg, then resume",

@@ -155,7 +155,7 @@ class TrainingLoop:
             raise EnvironmentFailure(
                 f"step {step + 1} would write more than storage.max_tb_written allows "
                 f"({written / 1e12:.3g} TB are written, a step writes {slot_bytes / 1e12:.3g} TB)",
-                "increase storage.max_tb_written to train on; every step so far is saved",
+                "increase storage.max_tb_written to continue; every step so far is saved",
             )
 
     def _step(self) -> StepMetrics:

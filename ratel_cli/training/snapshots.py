@@ -97,7 +97,7 @@ class Snapshots(Closing):
             copy.join(self._patience_seconds)
             if copy.is_alive:  # its generation and its buffers must stay
                 self._target.stop_commits()
-                self._warn("the device of the snapshot does not respond; the last complete snapshot stays")
+                self._warn("the device of the snapshot does not respond; the last complete snapshot remains valid")
                 return
             self._source.release(copy.generation)
         self._pool.close()

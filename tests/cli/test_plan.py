@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -116,16 +117,16 @@ def test_the_paper_s_13b(ask: Ask) -> None:
     assert result.row("estimate").startswith("analytic, by the paper's equations")
     assert result.row("GPU") == "needs 7.66 GiB, 24.0 GiB available"
     assert result.row("fits") == "yes"
-    assert result.row("forward") == "5.30 s: compute 5.30 s, NVMe 2.10 s, down 1.41 s, up 1.15 s"
-    assert result.row("backward") == "14.0 s: NVMe 14.0 s, compute 14.0 s, up 2.56 s, down 1.15 s"
+    assert result.row("forward") == "5.30 s: compute 5.30 s, NVMe 2.10 s, download 1.41 s, upload 1.15 s"
+    assert result.row("backward") == "14.0 s: NVMe 14.0 s, compute 14.0 s, upload 2.56 s, download 1.15 s"
     assert result.row("predicted").startswith(
         "19.3 s per step, mostly compute; 1701 tokens/s; 135 TFLOP/s of the model"
     )
     assert result.row("run") == "100 steps: 32 min 07 s, 21.4 TB written"
-    assert result.row("swapped").startswith("29.7 GiB of 212 GiB of activations, 29.7 GiB of it to NVMe; 12.5 GiB are")
-    assert result.row("swapped").endswith("(case 3)")
-    assert "  fc2       40 layers  12.5 GiB   275 TFLOP  20480 FLOP/B\n" in result.out
-    assert "GiB swapped; X: 29.7 GiB, as planned" in result.out
+    assert result.row("offloaded").startswith("29.7 GiB of 212 GiB activations, 29.7 GiB of it on NVMe; 12.5 GiB are")
+    assert result.row("offloaded").endswith("(case 3)")
+    assert "  fc2       40 layers   12.5 GiB   275 TFLOP  20480 FLOP/B\n" in result.out
+    assert "GiB offloaded; X: 29.7 GiB, as planned" in result.out
     assert "+17%  1983 tokens/s  micro_batch_size: 64\n" in result.out
 
 
@@ -141,6 +142,12 @@ def test_a_llama_of_which_there_is_only_its_config(ask: Ask, config: Path, machi
     assert ask(config, "--hardware", machine, "limits.gpu_memory=1GiB").row("GPU").endswith("1.00 GiB available")
 
 
+def test_the_resource_that_bounds_a_step_is_named(ask: Ask) -> None:
+    result = ask(*PAPER_13B, "micro_batch_size=1")
+    assert " per step, mostly NVMe; " in result.row("predicted")
+    assert re.fullmatch(r".* s: upload .* s, NVMe .* s, compute .* s, download .* ms", result.row("forward"))
+
+
 def test_without_max_steps_the_run_is_not_known(ask: Ask, config: Path, machine: Path) -> None:
     result = ask(config, "--hardware", machine)
     assert result.row("run").endswith("TB written per step; set max_steps to predict the whole run")
@@ -148,7 +155,7 @@ def test_without_max_steps_the_run_is_not_known(ask: Ask, config: Path, machine:
 
 def test_the_drives_rating_is_taken_into_account(ask: Ask, config: Path, here: Path) -> None:
     result = ask(config, "--hardware", hardware_file(here / "rated.json", WITH_GPU), "max_steps=100000")
-    assert result.row("run").endswith("% of what the drives are rated for")
+    assert result.row("run").endswith("% of the drives' rated endurance")
 
 
 def test_what_does_not_fit_is_told_whole_and_ends_with_3(ask: Ask, config: Path, here: Path) -> None:
@@ -164,10 +171,10 @@ def test_what_does_not_fit_is_told_whole_and_ends_with_3(ask: Ask, config: Path,
     for tier, key in (("GPU", "limits.gpu_memory"), ("RAM", "limits.host_memory"), ("NVMe", "storage.paths")):
         assert " available (short by " in result.row(tier)
         assert key in result.row(tier)
-    assert result.row("fits") == "no: not enough GPU and RAM and NVMe; the prediction is for a machine with enough"
+    assert result.row("fits") == "no: not enough GPU, RAM, NVMe; the prediction is for a machine with enough"
     assert "tokens/s" in result.row("predicted")
     assert "what would help" not in result.out
-    assert result.err.startswith("error: the run does not fit: short of GPU by ")
+    assert result.err.startswith("error: the run does not fit: GPU is short by ")
     assert "hint: raise limits.gpu_memory" in result.err
 
 
@@ -209,7 +216,7 @@ def test_a_recorded_profile_of_the_run_is_used(ask: Ask, config: Path, machine: 
     result = ask(config, "--hardware", machine)
     assert result.row("estimate") == "from a recorded step of this model on this machine"
     assert " s/GiB\n" in result.out, "measured times, and what a byte saves of them"
-    assert " against MiB swapped; X: " in result.out
+    assert " against MiB offloaded; X: " in result.out
     assert ask(config, "--hardware", machine, "sequence_len=64").row("estimate").startswith("analytic")
 
 
@@ -341,7 +348,7 @@ def test_prices(ask: Ask) -> None:
         (["run.yaml", "base_model=org/name"], "there is no directory org/name; `ratel plan` downloads nothing"),
         (["run.yaml", "base_model=empty"], "config.json: no such file"),
         (["run.yaml", "base_model=torn"], "config.json: cannot be parsed"),
-        (["run.yaml", "base_model=list"], "config.json: must hold an object"),
+        (["run.yaml", "base_model=list"], "config.json: must contain an object"),
         (["run.yaml", "base_model=typeless"], "`model_type` is missing"),
         (["run.yaml", "cost_model=paper"], "`cost_model: paper` needs `model_shape`"),
         (["shape.yaml", "cost_model=paper"], "`cost_model: paper` needs a machine with a GPU"),

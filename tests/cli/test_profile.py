@@ -203,7 +203,7 @@ def test_measuring_reports_what_is_measured(target: ProfileTarget) -> None:
     assert measuring[-3:] == [
         f"measuring {target.paths[0]}",
         "measuring matrix products",
-        "measuring main memory and AdamW",
+        "measuring RAM and AdamW",
     ]
     assert done.startswith("measured in ")
     assert profile.host.memory_bytes_per_second is not None

@@ -214,7 +214,10 @@ def test_a_plan_needs_only_a_shape(load: Load) -> None:
         ("num_epochs: 3\nmax_steps: 5", "3:1: `num_epochs` is ignored: `max_steps` (5) decides when the run ends"),
         ("eval_steps: 3", "3:1: `eval_steps` is ignored: `val_set_size` is 0"),
         ("save_total_limit: 3", "3:1: `save_total_limit` is ignored: `save_steps` is not set"),
-        ("warmup_steps: 9\nmax_steps: 5", "3:1: `warmup_steps` is 9, but the run ends after 5 steps"),
+        (
+            "warmup_steps: 9\nmax_steps: 5",
+            "3:1: `warmup_steps` is 9, but `max_steps` is 5: the run ends during warm-up",
+        ),
     ],
 )
 def test_ignored_keys_are_reported(load: Load, lines: str, notice: str) -> None:
@@ -233,7 +236,7 @@ def test_an_alias_bomb_is_bounded(complain: Complain) -> None:
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 10)]
     [error] = complain("\n".join(lines))
     assert error.endswith(
-        "more than 10000 values | an alias (`*name`) of something large that is used many times does this"
+        "more than 10000 values | this happens when an alias (`*name`) of a large value is used many times"
     )
 
 

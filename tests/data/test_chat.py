@@ -137,7 +137,7 @@ def test_rendering_in_the_child() -> None:
         long = "long " * 100_000  # more than a pipe holds
         assert renderer.render(_draft(long, long), locate_turns=True).text.count("long ") == 200_000
         unfit: list[ChatMessage] = [{"role": "user", "content": "a", "raw": b"x"}]
-        with pytest.raises(Unusable, match="a message holds a value that JSON cannot hold"):
+        with pytest.raises(Unusable, match="a message contains a value that JSON cannot represent"):
             renderer.render(ChatDraft(messages=unfit, tools=None), locate_turns=True)
         renderer.close()
         renderer.close()
@@ -190,7 +190,7 @@ def test_a_child_that_dies_ends_the_run(no_child_left: set[str], locate: bool) -
         (child,) = _children() - no_child_left
         os.kill(int(child), signal.SIGKILL)
         for _ in range(2):
-            with pytest.raises(BadInput, match="ended the process that renders it: killed by SIGKILL"):
+            with pytest.raises(BadInput, match="the process that renders chat templates ended: killed by SIGKILL"):
                 renderer.render(_draft("a", "b"), locate_turns=locate)
 
 

@@ -196,8 +196,8 @@ def test_long_samples_are_split_or_truncated_and_counted(load: Load, write_rows:
     tokens = write_rows({"input_ids": [5] * 9}, {"input_ids": [5] * 8}, {"input_ids": [5] * 20}, name="i.jsonl")
     data = load(texts, tokens, sequence_len=8)
     assert notices[2:] == [
-        "1 of 5 texts are longer than sequence_len 8 tokens and were split",
-        "2 of 5 samples are longer than sequence_len 8 tokens and were truncated",
+        "split 1 of 5 texts: longer than sequence_len (8 tokens)",
+        "truncated 2 of 5 samples: longer than sequence_len (8 tokens)",
     ]
     assert max(len(data.step(index)[0].input_ids[0]) for index in range(data.steps_per_epoch)) == 8
 
@@ -225,7 +225,7 @@ def test_rejects_are_counted_and_written(load: Load, tmp_path: Path, notices: li
     data = load(path)
     assert (data.rejected, data.num_samples) == (6, 600)
     assert _rejects(tmp_path) == [(str(path), 601 + index, reason) for index, (_, reason) in enumerate(BAD_LINES)]
-    assert notices[-1] == f"6 of 606 rows rejected: see {tmp_path / 'run' / 'rejects.jsonl'}"
+    assert notices[-1] == f"rejected 6 of 606 rows: see {tmp_path / 'run' / 'rejects.jsonl'}"
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_more_than_one_percent_of_rejects_stops_the_run(
         assert load(path).rejected == num_bad
         return
     with pytest.raises(
-        BadInput, match=f"{num_bad} of {num_good + num_bad} rows are rejected; more than 1 % stops the run"
+        BadInput, match=f"rejected {num_bad} of {num_good + num_bad} rows; more than 1 % stops the run"
     ) as caught:
         load(path)
     assert [str(other) for other in caught.value.others] == [
@@ -439,7 +439,7 @@ def test_a_damaged_cache_is_built_again(
     (directory,) = (tmp_path / "cache").iterdir()
     DAMAGE[damage](directory)
     after = load(path)
-    assert sum("the token cache is damaged or of another version; it is built again" in text for text in notices) == 1
+    assert sum("the token cache is damaged or of another version; rebuilding it" in text for text in notices) == 1
     assert all(_same(steps[index], after.step(index)) for index in range(2))
     assert after.fingerprint == before.fingerprint
     assert [item.name for item in (tmp_path / "cache").iterdir()] == [directory.name]

@@ -137,7 +137,7 @@ def test_a_turn_that_shares_a_token_with_its_header_is_rejected(make_tokenizer: 
     with _encoder(tokenizer) as encoder:
         (answer,) = encoder.encode([ChatDraft(messages=messages, tools=None)])
     assert isinstance(answer, Unusable)
-    assert "one token contains text of an assistant turn and text next to" in str(answer)
+    assert "one token contains text from inside and outside an assistant turn" in str(answer)
 
 
 def test_a_turn_that_changes_the_tokens_before_it_is_rejected() -> None:

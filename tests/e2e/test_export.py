@@ -32,7 +32,9 @@ def test_the_last_step_is_the_runs_own_export(saved: Path, tmp_path: Path, by: s
     before = file_hash(store_of(saved))
     ended = ratel("export", saved if by == "config" else output_of(saved), "-o", tmp_path / "new" / "out")
     assert (ended.code, ended.stdout) == (0, "")
-    assert ended.stderr == f"saved step 6 in {tmp_path / 'new' / 'out'}; load it with transformers' from_pretrained\n"
+    assert (
+        ended.stderr == f"exported step 6 to {tmp_path / 'new' / 'out'}; load it with transformers' from_pretrained\n"
+    )
     names = {path.name for path in (tmp_path / "new" / "out").iterdir()}
     assert names == {path.name for path in output_of(saved).iterdir()} - {"run"}
     for name in names:
@@ -96,7 +98,7 @@ def test_a_store_that_is_missing_or_of_another_model(
     paths = {"engine": "threads", "paths": [str(store_of(saved).parent)]}
     for name, changes in (("tied", {"base": tied_base}), ("wide", {"dtype": "float32"})):
         other = make_config(name, **{**SAVING, "storage": paths, **changes})
-        assert_rejected(ratel("export", other, "-o", tmp_path / "out"), 2, "was made for another model than")
+        assert_rejected(ratel("export", other, "-o", tmp_path / "out"), 2, "was made for another model, not for")
     assert not (tmp_path / "out").exists()
 
 
@@ -115,7 +117,7 @@ def test_a_damaged_chunk_is_not_exported(make_config: MakeConfig, tmp_path: Path
 
 
 def test_a_full_disk_and_a_read_only_disk(saved: Path, small_disk: Path) -> None:
-    assert_rejected(ratel("export", saved, "-o", small_disk / "out"), 3, str(small_disk / "out"), "needs", "are free")
+    assert_rejected(ratel("export", saved, "-o", small_disk / "out"), 3, str(small_disk / "out"), "needs", "available")
     assert not list((small_disk / "out").glob("*"))
 
 

@@ -44,7 +44,7 @@ def test_peaks_stay_inside_limits(make_config: MakeConfig, larger_base: Path, ma
 
     refused = config_with(300 * MIB)
     code, stderr = run(refused)
-    shortfall = re.search(r"error: host memory: .* available \(short by ([\d.]+) MiB\)", stderr)
+    shortfall = re.search(r"error: RAM: .* available \(short by ([\d.]+) MiB\)", stderr)
     assert code == 3 and shortfall, stderr
     assert not store_of(refused).exists() and not (output_of(refused) / "run" / "plan.json").exists()
     just_enough = 300 * MIB + int(float(shortfall[1]) * MIB)

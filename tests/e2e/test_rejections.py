@@ -61,9 +61,9 @@ def test_bad_input_does_not_change_a_store(make_config: MakeConfig, tmp_path: Pa
         ([f"datasets={tmp_path}/none.jsonl", "--resume", "no"], 2, "none.jsonl"),
         ([f"datasets={tmp_path}/empty.jsonl", "--resume", "no"], 2, "empty.jsonl"),
         (["max_stepz=3", "--resume", "no"], 2, "max_stepz"),
-        (["limits.host_memory=150MiB", "--resume", "no"], 3, "host memory"),
-        (["dtype=bfloat16"], 2, "dtype was float32, is bfloat16"),
-        (["sequence_len=32", "seed=1"], 2, "sequence_len was 64, is 32; seed was 42, is 1"),
+        (["limits.host_memory=150MiB", "--resume", "no"], 3, "RAM: a step needs"),
+        (["dtype=bfloat16"], 2, "dtype was float32, is now bfloat16"),
+        (["sequence_len=32", "seed=1"], 2, "sequence_len was 64, is now 32; seed was 42, is now 1"),
         (["--resume", "1"], 2, "--resume 1: that step is not saved; saved steps: none"),
     ):
         assert_rejected(finetune(config, *arguments), code, part)
@@ -73,7 +73,7 @@ def test_bad_input_does_not_change_a_store(make_config: MakeConfig, tmp_path: Pa
 def test_too_little_memory_is_reported_before_anything_is_written(make_config: MakeConfig) -> None:
     config = make_config(limits={"host_memory": "200MiB"})
     ended = finetune(config)
-    assert_rejected(ended, 3, "host memory: a step needs", "200 MiB available (short by")
+    assert_rejected(ended, 3, "RAM: a step needs", "200 MiB available (short by")
     assert "hint: raise limits.host_memory" in ended.stderr
     assert not store_of(config).parent.exists()
 
@@ -147,7 +147,7 @@ def test_a_run_that_diverges_stops_at_its_last_good_step(make_config: MakeConfig
     assert committed_step(config) == 1
     assert [step for step, _, _ in curve(config)] == [1]
     assert not (output_of(config) / "model.safetensors").exists()
-    assert "resuming at step 1" in finetune(config).stderr
+    assert "resuming from step 1" in finetune(config).stderr
     assert committed_step(config) == 1
 
 

@@ -122,7 +122,7 @@ def test_a_killed_run_whose_store_is_lost(tmp_path: Path, base: Path, rows: Path
     step = committed_step(snapshot_of(config))
     assert step % 2 == 0 < step
     assert f"restored step {step} from {snapshot_of(config)} to {store_of(config).parent}" in ended.stderr
-    assert f"resuming at step {step}" in succeed(config)
+    assert f"resuming from step {step}" in succeed(config)
     assert_same_result(config, undisturbed)
     assert committed_step(snapshot_of(config)) == NUM_STEPS
 
@@ -175,7 +175,7 @@ def test_a_store_of_another_run_or_a_damaged_one_is_not_replaced(copied: Path, m
     succeed(other)
     shutil.copy(store_of(other), store_of(copied))
     before = file_hash(store_of(copied))
-    assert_rejected(ratel("restore", copied), 2, "belongs to another run than the snapshot")
+    assert_rejected(ratel("restore", copied), 2, "and the snapshot belong to different runs")
     assert file_hash(store_of(copied)) == before
     store_of(copied).write_bytes(store_of(copied).read_bytes()[: 1 << 16])
     assert_rejected(ratel("restore", copied), 2, "cannot be opened", "truncated")
@@ -200,7 +200,7 @@ def test_wrong_arguments_are_rejected(copied: Path, undisturbed: Path, tied_base
     assert_rejected(ratel("restore", undisturbed), 2, "`storage.snapshot` is not set")
     assert_rejected(ratel("restore", copied, "--from", tmp_path / "none"), 2, "there is no snapshot in")
     assert_rejected(
-        ratel("restore", copied, f"base_model={tied_base}", "--overwrite"), 2, "was made for another model than"
+        ratel("restore", copied, f"base_model={tied_base}", "--overwrite"), 2, "was made for another model, not for"
     )
     assert_rejected(ratel("restore", copied, "--from", store_of(copied).parent), 2, "are in the same directory")
     assert_rejected(ratel("restore", tmp_path / "none.yaml"), 2, "no such file")
@@ -259,7 +259,9 @@ def test_places_where_a_snapshot_cannot_be(make_config: MakeConfig, tmp_path: Pa
     wide = save_base(tmp_path / "wide", hidden_size=64)
     same = make_config("same", base=wide, storage={"snapshot": {"path": "x", "every": 1}, "engine": "threads"})
     assert_rejected(
-        finetune(same, f"storage.snapshot.path={store_of(same).parent}"), 2, "its loss would take store and snapshot"
+        finetune(same, f"storage.snapshot.path={store_of(same).parent}"),
+        2,
+        "losing it would lose both the store and the snapshot",
     )
     ended = finetune(same, f"storage.snapshot.path={small_disk}/s")
     assert_rejected(ended, 3, "not enough space for the snapshot: it needs", f"in {small_disk}/s, ")
@@ -302,6 +304,6 @@ def test_a_store_without_a_slot_for_the_snapshot(make_config: MakeConfig, tmp_pa
     assert_rejected(
         finetune(config, *arguments),
         2,
-        "the store has space for 0 saved generations, the config asks for 1, one of them for the snapshot",
+        "the store has space for 0 saved generations, but the config asks for 1, one of them for the snapshot",
     )
     assert not (tmp_path / "snapshot").exists()

@@ -72,8 +72,8 @@ def test_killed_again_and_again(
     assert [step for step, _, _ in curve(config)] == [1, 2, 3], "the third step was announced, but not committed"
     for point in training:
         run_until_killed(config, kill_at=point)
-        assert "resuming at step" in stderr_of(config)
-    assert "resuming at step" in succeed(config)
+        assert "resuming from step" in stderr_of(config)
+    assert "resuming from step" in succeed(config)
     assert_same_result(config, undisturbed)
 
 
@@ -94,7 +94,7 @@ def test_stopped_by_a_signal(make_config: MakeConfig, undisturbed: Path, number:
         stopped = f"Stopped at step {num_steps} (saved). Run the same command to continue."
         assert stderr_of(config).splitlines()[-1] == stopped
     assert not (output_of(config) / "model.safetensors").exists()
-    assert f"resuming at step {num_steps}" in succeed(config) or code == -9
+    assert f"resuming from step {num_steps}" in succeed(config) or code == -9
     assert_same_result(config, undisturbed)
 
 
@@ -126,7 +126,7 @@ def test_going_back_to_a_saved_step(make_config: MakeConfig, undisturbed: Path) 
     )
     assert file_hash(store_of(config)) == before
     stderr = succeed(config, "--resume", "20")
-    assert "resuming at step 20" in stderr
+    assert "resuming from step 20" in stderr
     assert "step 20/30" not in stderr
     assert "step 21/30" in stderr
     assert_same_result(config, undisturbed)
@@ -152,7 +152,7 @@ def test_starting_over(make_config: MakeConfig, plain_run: Path) -> None:
     ended = finetune(config)
     assert (ended.code, ended.errors) == (
         2,
-        [f"error: the store in {store_of(config).parent} belongs to a run with other settings: seed was 7, is 42"],
+        [f"error: the store in {store_of(config).parent} belongs to a run with other settings: seed was 7, is now 42"],
     )
     assert file_hash(store_of(config)) == before
     succeed(config, "--resume", "no")

@@ -299,7 +299,7 @@ def test_a_long_run_is_drawn_in_part(tmp_path: Path, limits: dict[str, int], dra
     with TraceFile(path, warn=warnings.append, **limits) as trace:
         for step in range(1, 6):
             trace.write_step(step, a_step(10.0 * step), start=10.0 * step, end=10.0 * step + 10)
-    assert warnings == [f"{path}: ends before step {drawn + 1}; it holds what a viewer can show"]
+    assert warnings == [f"{path}: ends before step {drawn + 1}; a longer trace would be too large for a viewer"]
     events = events_of(path)
     check(events)
     assert len([each for each in slices_of(events) if each["cat"] == "step"]) == drawn

@@ -156,7 +156,7 @@ def test_times_are_those_of_the_gpu(device: CudaDevice, pool: BufferPool, timeli
 def test_the_memory_limit_holds_until_the_device_is_closed(timeline: Timeline) -> None:
     reserved = torch.cuda.memory_reserved()
     with CudaDevice(torch.device("cuda"), timeline, limit_bytes=reserved + 64 * MIB) as device:
-        with pytest.raises(DoesNotFit, match="gpu memory") as raised, device.translate_errors():
+        with pytest.raises(DoesNotFit, match="GPU memory") as raised, device.translate_errors():
             torch.empty(1024 * MIB, dtype=torch.uint8, device="cuda")
         assert raised.value.shortfall_bytes == 1024 * MIB
         assert raised.value.hint is not None and "limits.gpu_memory" in raised.value.hint

@@ -120,7 +120,7 @@ def test_a_step_that_does_not_fit_reports_the_shortfall(tmp_path: Path) -> None:
     with gpu_machine(
         tmp_path, config, RECIPE, weights=initial_weights_of_zeros(), limit_bytes=reserved + 32 * MIB
     ) as ratel:
-        with pytest.raises(DoesNotFit, match="gpu memory: a step takes more") as raised:
+        with pytest.raises(DoesNotFit, match="GPU memory: a step needs more") as raised:
             ratel.train([batches_of(1, rows=2, tokens=2 * TOKENS)], RECIPE)
         assert raised.value.shortfall_bytes > 0
         assert ratel.pool.leased_bytes == 0

@@ -79,7 +79,7 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, base: Path, rows: 
     killed = write_config(tmp_path / "killed", base=base, rows=rows, **BFLOAT16)
     succeed(plain)
     run_until_killed(killed, kill_at="commit.written:3")
-    assert "resuming at step" in succeed(killed)
+    assert "resuming from step" in succeed(killed)
     assert curve(plain) == curve(killed)
     assert export_hash(plain) == export_hash(killed)
 
@@ -103,7 +103,7 @@ def test_too_little_host_memory_is_reported_with_the_need(tmp_path: Path, base: 
     ended = finetune(config)
     assert ended.code == 3, ended.stderr
     [error] = ended.errors
-    assert "host memory: a step needs" in error and "200 MiB available" in error
+    assert "RAM: a step needs" in error and "200 MiB available" in error
     assert "hint: raise limits.host_memory" in ended.stderr
     assert not store_of(config).parent.exists()
 

@@ -133,7 +133,7 @@ def test_each_drive_is_measured_alone(tmp_path: Path) -> None:
         f"{other}, alone",
         "all directories together",
         "matrix products",
-        "main memory and AdamW",
+        "RAM and AdamW",
     ]
 
 
@@ -162,7 +162,7 @@ def test_a_limit_too_small_for_measuring_memory(tmp_path: Path) -> None:
     with (
         BufferPool(7 * MIB) as pool,
         open_queue("threads", notice=pytest.fail) as queue,
-        pytest.raises(DoesNotFit, match="measuring main memory"),
+        pytest.raises(DoesNotFit, match="measuring RAM"),
     ):
         measure([tmp_path], queue, pool, dtype=torch.float32, device=CPU, budget=budget)
 

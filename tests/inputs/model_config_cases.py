@@ -12,7 +12,7 @@ from tests.inputs.cases import MalformedInput, RunFiles, no_line
 
 _NOT_KNOWN = "config.json: not a model configuration that transformers knows"
 _NOT_BUILT = "config.json: transformers cannot build a .* language model from it"
-_OTHER_SHAPE = "has shape .*, the model needs|is missing|does not belong to|cannot be combined"
+_OTHER_SHAPE = "has shape .*, but the model needs|is missing|does not belong to|cannot be combined"
 
 _VALUES: dict[str, dict[Any, str]] = {
     "model_type": {

@@ -186,11 +186,11 @@ def _tensors() -> Iterator[MalformedInput]:
         return changed
 
     gap = without_metadata(lambda header: shift(header, 4))
-    yield _header("after a gap", gap, "leaves a gap before it", more_data=bytes(4))
+    yield _header("after a gap", gap, "has a gap before it", more_data=bytes(4))
     yield _header("over another", without_metadata(lambda header: shift(header, -4)), "overlaps|are outside")
     yield _header("in another's place", without_metadata(double), "overlaps the tensor before it")
     yield _header(
-        "that is left out", lambda header: header.pop(NORM), "leaves a gap before it|bytes after the last tensor"
+        "that is left out", lambda header: header.pop(NORM), "has a gap before it|bytes after the last tensor"
     )
     for name in ("model.norm.wait", "norm", "", "a\0b", "\x1b[2J", "model.layers.2.mlp.up_proj.weight", "\ud800"):
         message = r"tensor \S* does not belong to LlamaForCausalLM"
@@ -198,12 +198,14 @@ def _tensors() -> Iterator[MalformedInput]:
     empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     yield _header("that nobody wants", lambda header: header.update(extra=empty), "tensor extra does not belong to")
     turned = {"shape": [1, 32]}
-    yield _header("with a dimension more", lambda header: header[NORM].update(turned), "has shape .*, the model needs")
+    yield _header(
+        "with a dimension more", lambda header: header[NORM].update(turned), "has shape .*, but the model needs"
+    )
     projection = "model.layers.0.mlp.up_proj.weight"
     yield _header(
         "transposed",
         lambda header: header[projection].update(shape=header[projection]["shape"][::-1]),
-        "has shape .*, the model needs",
+        "has shape .*, but the model needs",
     )
 
 

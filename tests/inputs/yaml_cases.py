@@ -69,7 +69,7 @@ _BROKEN = {
     "null: 2": "a key must be text",
     'seed: "\\xZZ"': "not valid YAML",
     'seed: "\\U00FFFFFF"': "an escape or number is out of range",
-    'dtype: "\\ud800"': "half a character",
+    'dtype: "\\ud800"': "half of a surrogate pair",
     "seed: 1\x00": "the character U\\+0000 is not allowed",
     "seed: 1\x1b[2J": "the character U\\+001B is not allowed",
     "seed: 1\x7f": "the character U\\+007F is not allowed",

@@ -148,8 +148,8 @@ DAMAGED: dict[str, tuple[bytes, str]] = {
     "empty but not": (packed({"x": entry(shape=[0, 5])}, 8), "do not match"),
     "overlap": (packed({"x": entry(0, 8), "y": entry(4, 12)}, 12), "y overlaps"),
     "same place": (packed({"x": entry(0, 8), "y": entry(0, 8)}, 8), "overlaps"),
-    "gap": (packed({"x": entry(0, 8), "y": entry(12, 20)}, 20), "y leaves a gap"),
-    "gap at the start": (packed({"x": entry(4, 12)}, 12), "x leaves a gap"),
+    "gap": (packed({"x": entry(0, 8), "y": entry(12, 20)}, 20), "y has a gap"),
+    "gap at the start": (packed({"x": entry(4, 12)}, 12), "x has a gap"),
     "trailing": (packed({"x": entry()}, 9), "1 bytes after the last tensor belong to no tensor"),
     "endless name": (packed({"x" * 100_000: [1]}, 0), r"tensor x{200}\.\.\.: its entry in the header must have"),
     "dimensions": (packed({"x": entry(shape=[1] * 65 + [2])}, 8), "do not match"),
@@ -192,7 +192,7 @@ def test_a_file_truncated_while_open(tmp_path: Path) -> None:
     save_file({"x": torch.arange(4000.0)}, path)
     with ShardReader(path) as reader:
         os.truncate(path, 2000)
-        with pytest.raises(BadInput, match="truncated while it was read"):
+        with pytest.raises(BadInput, match="truncated while it was being read"):
             reader.read_whole("x")
 
 

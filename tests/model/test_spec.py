@@ -75,7 +75,7 @@ def through_json(content: object) -> dict[str, object]:
     ("changes", "message"),
     [
         ({"format_version": 2}, "another version"),
-        ({"name": None}, "name is not a text"),
+        ({"name": None}, "name is not text"),
         ({"blocks": {}}, "blocks is not a list"),
         ({"blocks": [3]}, "expected an object"),
         ({"tied": 1}, "tied is neither true nor false"),

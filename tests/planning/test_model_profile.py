@@ -30,7 +30,7 @@ def test_it_comes_back_as_it_went(profile: ModelProfile) -> None:
     [
         ({"format_version": 2}, "another version"),
         ({"source": "guessed"}, "source is 'guessed'"),
-        ({"source": None}, "source is not a text"),
+        ({"source": None}, "source is not text"),
         ({"layers": [0, 1]}, "layers without a profile"),
         ({"layers": [-1]}, "layers without a profile"),
         ({"layers": ["0"]}, "layers is not a whole number"),

@@ -172,7 +172,7 @@ def test_the_curve_is_told_in_order() -> None:
 
 @pytest.mark.parametrize("activations", ["auto", "keep", "recompute"])
 def test_what_does_not_fit_has_no_plan(activations: ActivationPolicy) -> None:
-    with pytest.raises(DoesNotFit, match="host memory: a step needs"):
+    with pytest.raises(DoesNotFit, match="RAM: a step needs"):
         plan(limit_bytes=200 * MIB, activations=activations)
 
 

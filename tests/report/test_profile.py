@@ -60,7 +60,7 @@ def test_a_model() -> None:
         ("micro-batch", "128 tokens; forward 19.8 GFLOP"),
         ("layers", "6 layers of 1 kind: forward 0.00 ms, recomputation 0.00 ms, backward 0.00 ms"),
         ("other blocks", "embedding 2.00 ms, head and loss unknown"),
-        ("activations", "36.0 MiB in all, 1.50 MiB of it inputs of layers"),
+        ("activations", "36.0 MiB in all, including 1.50 MiB of layers' inputs"),
         ("available", "1.00 GiB of RAM for activations in a run"),
     ]
     assert operator_lines(profile) == [

@@ -113,7 +113,7 @@ def test_the_opening_statement() -> None:
     assert found["step"] == "3 micro-batches of 2 x 64 = 384 tokens; steps 1 to 10"
     assert found["compute"] == "a device, 1 TFLOP/s; one block at a time"
     assert found["memory"] == (
-        f"{format_bytes(made.memory.total)} of 1.00 GiB RAM; all weights, optimizer states of 4 of 8 blocks resident"
+        f"{format_bytes(made.memory.total)} of 1.00 GiB RAM; all weights, optimizer states (4 of 8 blocks) resident"
     )
     assert found["NVMe"] == "1.73 GiB of 1.00 TiB in /a, /b; threads, 2 GB/s read, 1 GB/s written"
     seconds, written = made.time.total, made.traffic.written_bytes * 10 / 1e12

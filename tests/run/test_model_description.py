@@ -225,9 +225,9 @@ def test_nothing_of_a_cached_model_is_built(built: list[RunConfig], monkeypatch:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([], "must hold an object"),
-        ({}, "`model_type` is missing, or no text"),
-        ({**LLAMA, "model_type": 7}, "`model_type` is missing, or no text"),
+        ([], "must contain an object"),
+        ({}, "`model_type` is missing or is not text"),
+        ({**LLAMA, "model_type": 7}, "`model_type` is missing or is not text"),
         ({**LLAMA, "model_type": "nosuch"}, "not a model configuration that transformers knows"),
         ({"model_type": "t5"}, "t5 is an encoder-decoder; only decoder language models can be fine-tuned"),
         ({**LLAMA, "hidden_size": "32"}, r"config\.json"),

@@ -103,5 +103,5 @@ def test_a_plan_whose_snapshot_does_not_fit(here: Path, capsys: pytest.CaptureFi
     (here / "outputs" / "run" / "run" / "hardware.json").write_text(to_text(WITHOUT_GPU))
     assert main(["plan", "run.yaml"]) == 3
     captured = capsys.readouterr()
-    assert "the run does not fit: short of snapshot by " in captured.err
+    assert "the run does not fit: snapshot is short by " in captured.err
     assert "hint: set storage.snapshot.path to a device with more space" in captured.err

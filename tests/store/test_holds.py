@@ -42,7 +42,7 @@ def test_it_counts_with_the_pinned_ones(queue: IoQueue, tmp_path: Path) -> None:
         run_step(store)
         store.pin()
         run_step(store)
-        with pytest.raises(EnvironmentFailure, match=r"step 3 cannot be saved: .* 4 slots, .* 2 hold other steps"):
+        with pytest.raises(EnvironmentFailure, match=r"step 3 cannot be saved: .* 4 slots, .* other steps use 2"):
             store.pin()
         with pytest.raises(EnvironmentFailure, match="step 3 cannot be saved"):
             store.hold()

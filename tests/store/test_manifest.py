@@ -164,7 +164,9 @@ def test_a_missing_manifest_between_two_is_noticed() -> None:
 @pytest.mark.parametrize("version", [0, 1, 2, FORMAT_VERSION + 1, 2**32 - 1])
 def test_another_format_is_rejected_by_name(version: int) -> None:
     """Formats 1 and 2 were never released."""
-    with pytest.raises(BadInput, match=f"format_version: the store has format {version}, this program reads format 3"):
+    with pytest.raises(
+        BadInput, match=f"format_version: the store has format {version}, but this program reads format 3"
+    ):
         decode_manifest(page_with(payload_of(FIRST), version=version))
 
 
@@ -186,9 +188,9 @@ def test_another_magic_is_not_a_manifest() -> None:
         ("slot", None, "slot is missing"),
         ("slot", "x", "slot is not a whole number"),
         ("pins", 3, "pins is not a list"),
-        ("pins", [[0, 0, 0, 1.0, 0, 0, 7]], "the checksum in pins is not a text"),
+        ("pins", [[0, 0, 0, 1.0, 0, 0, 7]], "the checksum in pins is not text"),
         ("before", 3, "before is not a list"),
-        ("root_checksum", 3, "root_checksum is not a text"),
+        ("root_checksum", 3, "root_checksum is not text"),
         ("progress", [1], "progress is not five numbers"),
         ("identity", [], "expected an object"),
     ],

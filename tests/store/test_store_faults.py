@@ -82,14 +82,14 @@ def test_another_runs_store_is_an_error_by_field(paths: list[Path], queue: IoQue
 def test_all_fields_that_differ_are_named(paths: list[Path], queue: IoQueue) -> None:
     with pytest.raises(BadInput, match="model_hash") as raised:
         open_store(paths, queue, identity=replace(IDENTITY, model_hash="x", seed=1))
-    assert [other.message.split(":")[1] for other in raised.value.others] == [" seed was 42, now is 1"]
+    assert [other.message.split(":")[1] for other in raised.value.others] == [" seed was 42, is now 1"]
 
 
 def test_other_software_is_a_notice(paths: list[Path], queue: IoQueue) -> None:
     notices: list[str] = []
     with open_store(paths, queue, identity=replace(IDENTITY, software="ratel 2"), notice=notices.append) as store:
         check_generation(store, 3)
-    assert notices == ["resume is valid, not bit-exact: software was ratel 1, now is ratel 2"]
+    assert notices == ["the software was ratel 1, is now ratel 2: resuming is valid, but not bit-exact"]
 
 
 def test_without_an_identity_any_store_opens(paths: list[Path], queue: IoQueue) -> None:
@@ -105,7 +105,7 @@ def test_a_missing_store_is_an_error(tmp_path: Path, queue: IoQueue) -> None:
 def test_swapped_missing_and_mixed_directories(paths: list[Path], tmp_path: Path, queue: IoQueue) -> None:
     for wrong, reason in (
         (paths[::-1], "is file 2 of its store, but is named as file 1"),
-        (paths[:1], "names 1 directories, but the store has 2"),
+        (paths[:1], "names 1 directory, but the store has 2"),
         (paths[1:], "is file 2 of its store, but is named as file 1"),
         ([paths[0], tmp_path / "c"], "there is no store in"),
     ):
@@ -113,7 +113,7 @@ def test_swapped_missing_and_mixed_directories(paths: list[Path], tmp_path: Path
             open_store(wrong, queue)
     others = [tmp_path / "c", tmp_path / "d"]
     import_all(create_store(others, queue)).close()
-    with pytest.raises(BadInput, match="belongs to another store"):
+    with pytest.raises(BadInput, match="belong to different stores"):
         open_store([paths[0], others[1]], queue)
     three = [tmp_path / "e", tmp_path / "f", tmp_path / "g"]
     import_all(create_store(three, queue)).close()

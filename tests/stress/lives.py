@@ -146,7 +146,7 @@ class Life:
             if (
                 recovered is None
                 and self._stderr.exists()
-                and "resuming at step" in self._stderr.read_text(encoding="utf-8")
+                and "resuming from step" in self._stderr.read_text(encoding="utf-8")
             ):
                 recovered = time.monotonic()
             time.sleep(_POLL_SECONDS)

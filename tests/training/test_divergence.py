@@ -88,7 +88,7 @@ def test_other_bits_are_a_fault_of_the_machine(second: StepOutcome) -> None:
     error = diagnosis(outcome(0.5, math.inf), second)
     assert isinstance(error, IntegrityFailure)
     assert error.message.startswith(
-        "step 3 (samples 2, 4, 9) gave another result when it was computed again from the same state: loss 0.5, "
+        "step 3 (samples 2, 4, 9) gave different results when computed twice from the same state: loss 0.5, "
         f"gradient norm inf, then loss {second.loss}, gradient norm {second.grad_norm}"
     )
     assert error.message.endswith("this points to a hardware fault; step 2 is saved")

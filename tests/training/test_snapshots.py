@@ -271,7 +271,7 @@ def test_a_device_that_hangs_costs_one_warning(machine: Machine, queue: IoQueue)
         snapshots.close()
         assert time.monotonic() - started < 60
         assert machine.messages == [
-            "warning: the device of the snapshot does not respond; the last complete snapshot stays"
+            "warning: the device of the snapshot does not respond; the last complete snapshot remains valid"
         ]
         [thread] = [thread for thread in threading.enumerate() if thread.name == "ratel-snapshot"]
         barrier.responds.set()

@@ -170,7 +170,7 @@ class CudaDevice(Closing):
         return lambda: clock.at(event)
 
     def translate_errors(self) -> AbstractContextManager[None]:
-        return translate_errors("a step takes more than was planned")
+        return translate_errors("a step needs more than was planned")
 
     def collect(self) -> None:
         self._compute.synchronize()
@@ -230,7 +230,7 @@ def translate_errors(what: str) -> Iterator[None]:
         if not any(words in str(error) for words in _NOT_DETERMINISTIC):
             raise
         raise BadInput(
-            f"this model computes with an operator that is not deterministic on GPUs: {first_line(error)}",
+            f"this model uses an operator that is not deterministic on GPUs: {first_line(error)}",
             "set deterministic: false; two runs may then differ in their last bits",
         ) from error
 
@@ -250,9 +250,9 @@ def _wait(event: torch.cuda.Event) -> None:
 def _does_not_fit(what: str, error: BaseException) -> DoesNotFit:
     """Our error for torch's, with the number of bytes that could not be allocated."""
     asked = re.search(r"Tried to allocate ([0-9.]+ [KMGT]iB)", str(error))
-    how_much = f"{asked[1]} more do not fit" if asked else first_line(error)
+    how_much = f"{asked[1]} could not be allocated" if asked else first_line(error)
     return DoesNotFit(
-        f"gpu memory: {what}: {how_much}",
+        f"GPU memory: {what}: {how_much}",
         "raise limits.gpu_memory, or lower micro_batch_size or sequence_len",
         shortfall_bytes=parse_bytes(asked[1]) if asked else 0,
         is_gpu_memory=True,

@@ -301,7 +301,7 @@ class Updates:
             if now != then:
                 raise BadInput(
                     f"{parameter.name} gets a gradient in some steps and none in others; "
-                    "its bias correction would differ from that of plain PyTorch"
+                    "the bias correction of AdamW would then differ from that of plain PyTorch"
                 )
 
     def _hold(self, gradient: BlockGradient) -> None:

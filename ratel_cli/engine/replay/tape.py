@@ -272,8 +272,8 @@ def storage_bytes(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def _not_repeated(position: int, now: object, recorded: object) -> RatelError:
     return RatelError(
-        f"the forward pass did not repeat itself: operator {position} was {recorded}, now it is {now}",
-        "a model whose forward depends on anything but its inputs and seeds cannot be recomputed",
+        f"recomputing did not repeat the forward pass: operator {position} was {recorded}, is now {now}",
+        "use a model whose forward pass depends only on its inputs and seeds",
     )
 
 

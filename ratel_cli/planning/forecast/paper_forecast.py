@@ -120,7 +120,7 @@ def _hardware(shape: PaperShape, setting: Setting) -> PaperHardware:
     hardware = setting.hardware
     if hardware.link is None:
         raise BadInput(
-            "`cost_model: paper` needs a machine with a GPU, and this one has no `link` to one",
+            "`cost_model: paper` needs a machine with a GPU, but this one has no `link` to a GPU",
             "give a hardware file: --hardware configs/hardware/paper-4090-12ssd.yaml",
         )
     available_bytes = hardware.host.available_bytes

@@ -164,7 +164,7 @@ def _forecast(plan: Plan, setting: Setting, *, device_limit_bytes: int | None) -
             name="NVMe",
             need_bytes=plan.nvme_bytes,
             have_bytes=setting.hardware.nvme.free_bytes,
-            remedy="name more directories in storage.paths, or set storage.durability: none for half of it",
+            remedy="name more directories in storage.paths, or halve the need with storage.durability: none",
         ),
     ]
     if device_limit_bytes is not None:

@@ -101,7 +101,7 @@ def _host_rivals(equations: Equations, found: Search) -> Iterator[Outcome]:
     available_bytes = equations.available_bytes
     missing_bytes = equations.inter_block_bytes - available_bytes
     if missing_bytes > 0:
-        why_not = f"the block inputs do not fit into main memory (short by {format_bytes(missing_bytes)})"
+        why_not = f"the layers' inputs do not fit into RAM (short by {format_bytes(missing_bytes)})"
         for strategy in _HOST_STRATEGIES:
             yield _failed(strategy, why_not, found)
         return

@@ -123,7 +123,7 @@ def test_host_only_stops_where_main_memory_is_full() -> None:
 def test_block_inputs_that_main_memory_cannot_hold_fail_what_never_uses_nvme(strategy: Strategy) -> None:
     equations = paper_equations(batch_size=32, available_bytes=13_421_772_800 - GIB)
     outcome = outcomes(equations)[strategy]
-    assert outcome.why_not == "the block inputs do not fit into main memory (short by 1.00 GiB)"
+    assert outcome.why_not == "the layers' inputs do not fit into RAM (short by 1.00 GiB)"
     assert (outcome.swapped, outcome.point.spilled_bytes) == ((), GIB)
     assert outcome.point.swapped_bytes == equations.inter_block_bytes
     enough = replace(equations, hardware=replace(equations.hardware, available_bytes=13_421_772_800))
