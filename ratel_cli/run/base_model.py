@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
+from ratel_cli.hardware.host import return_freed_memory
 from ratel_cli.json_fields import hash_of
 from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, persistent_buffers
@@ -36,6 +37,12 @@ class Base:
     attention: str
     """The attention kernel that is used."""
     model: DecoderModel
+
+
+def prepare_process() -> None:
+    """Let freed memory go back to the system, and turn off what transformers would show."""
+    return_freed_memory()
+    silence_transformers()
 
 
 def silence_transformers() -> None:

@@ -8,9 +8,10 @@ Invariant: whatever `resources` holds is closed before the queue and the memory 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -21,6 +22,7 @@ from ratel_cli.hardware.host import default_limit_bytes, resident_bytes
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.pinning import CudaPinning
 from ratel_cli.io.queue import IoQueue, open_queue
+from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.training.stopping import StopRequest
 
 CPU: Final = torch.device("cpu")
@@ -51,6 +53,17 @@ class RunContext:
     def listen(self) -> None:
         """From here on SIGINT and SIGTERM end the run at its next safe place, not at once."""
         self.resources.enter_context(self.stop)
+
+    def open_queue(self) -> IoQueue:
+        """A further queue, which the context closes. A device that hangs breaks only its own queue."""
+        return self.resources.enter_context(open_queue(self.config.storage.engine, notice=self.log.notice))
+
+    def open_store(
+        self, paths: Sequence[Path], *, identity: StoreIdentity | None = None, queue: IoQueue | None = None
+    ) -> Store:
+        """`Store.open`, by the context's own queue if no other is given. The context closes the store."""
+        store = Store.open(paths, queue=queue or self.queue, identity=identity, notice=self.log.notice)
+        return self.resources.enter_context(store)
 
     def bar(self, what: str, total: float) -> AbstractContextManager[Advance]:
         """`stoppable_bar` with the run's log and signals."""

@@ -17,13 +17,12 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.hardware.gpu import set_determinism
-from ratel_cli.hardware.host import return_freed_memory
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.export_weights import export_model
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Plan
 from ratel_cli.report.run import opening
-from ratel_cli.run.base_model import hub_id, silence_transformers
+from ratel_cli.run.base_model import hub_id, prepare_process
 from ratel_cli.run.cached_profile import CachedProfile
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.inputs import Inputs, identity_of, read_inputs
@@ -40,16 +39,13 @@ from ratel_cli.units import format_bytes
 
 def run_finetune(config: RunConfig, log: RunLog, *, resume: str, dry_run: bool) -> None:
     """Run from start to end. `resume` is `auto`, `no`, or the number of a saved step. Raises RatelError."""
-    return_freed_memory()
-    silence_transformers()
+    prepare_process()
     with ExitStack() as resources:
         inputs = read_inputs(config, resources, log)  # phase 1
         set_determinism(config.deterministic, inputs.device)
         context = resources.enter_context(open_context(config, log, device=inputs.device))
-        store = find_store(context, inputs, resume=resume)
-        if store is not None:
-            context.resources.enter_context(store)
         identity = identity_of(config, inputs)
+        store = find_store(context, identity, resume=resume)
         snapshot = find_snapshot(context, identity, has_store=store is not None, resume=resume)
 
         hardware = measure_for_run(context, has_store=store is not None)  # phase 2

@@ -11,16 +11,15 @@ from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput
-from ratel_cli.hardware.host import return_freed_memory
 from ratel_cli.model.export_weights import export_model
 from ratel_cli.run.base_model import (
     Base,
     check_model,
     hub_id,
     open_weights,
+    prepare_process,
     read_base,
     reject_as_output,
-    silence_transformers,
 )
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.settings import place_of
@@ -48,9 +47,8 @@ def open_run(context: RunContext) -> OpenedRun:
 
     Raises BadInput if there is no store, or it was made for another model.
     """
-    return_freed_memory()
-    silence_transformers()
-    config, log = context.config, context.log
+    prepare_process()
+    config = context.config
     paths = config.storage.paths
     if not Store.exists(paths):
         raise BadInput(
@@ -58,8 +56,8 @@ def open_run(context: RunContext) -> OpenedRun:
             "use the directory where the run was started, since relative paths in a config begin there; or restore a "
             "lost store from its snapshot with `ratel restore`",
         )
-    base = read_base(_on_the_cpu(config), log)
-    store = context.resources.enter_context(Store.open(paths, queue=context.queue, identity=None, notice=log.notice))
+    base = read_base(_on_the_cpu(config), context.log)
+    store = context.open_store(paths)
     check_model(store, config, base.model.spec, paths[0])
     return OpenedRun(context=context, base=base, store=store)
 

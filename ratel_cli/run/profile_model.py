@@ -21,7 +21,7 @@ from ratel_cli.engine.device.cuda import translate_errors
 from ratel_cli.engine.replay.profiling import BlockProfiler
 from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.hardware.gpu import compute_device, set_determinism
-from ratel_cli.hardware.host import default_limit_bytes, resident_bytes, return_freed_memory
+from ratel_cli.hardware.host import default_limit_bytes, resident_bytes
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.skeleton import DTYPES
@@ -33,7 +33,7 @@ from ratel_cli.planning.gpu_memory import GpuMemory
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Placement, Workload
 from ratel_cli.planning.recorded import recorded_profile
-from ratel_cli.run.base_model import build_base, silence_transformers
+from ratel_cli.run.base_model import build_base, prepare_process
 from ratel_cli.run.cached_profile import CachedProfile
 from ratel_cli.run.settings import decisions_of, state_bytes, workload_of
 
@@ -49,8 +49,7 @@ class ModelCosts:
 
 def record_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *, refresh: bool) -> ModelCosts:
     """The model's costs: cached ones, or measured ones if there are none or with `refresh`. Raises RatelError."""
-    return_freed_memory()
-    silence_transformers()
+    prepare_process()
     model = build_base(config).model
     cache = CachedProfile(config, model.spec, hardware)
     available_bytes = _activation_available_bytes(config, model.spec, hardware)

@@ -20,9 +20,8 @@ from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.hardware.budget import BRIEF
 from ratel_cli.hardware.drives import measure_drives
-from ratel_cli.hardware.host import return_freed_memory
 from ratel_cli.io.files import nearest_existing
-from ratel_cli.run.base_model import check_model, read_base, silence_transformers
+from ratel_cli.run.base_model import check_model, prepare_process, read_base
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.settings import num_slots, place_of
 from ratel_cli.run.store import prepare_store
@@ -32,15 +31,14 @@ from ratel_cli.store.store import Store
 
 def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog) -> int:
     """Copy the snapshot in `directory` to the config's storage. Returns its step. Raises RatelError."""
-    return_freed_memory()
-    silence_transformers()
+    prepare_process()
     _reject_same_directory(config, directory)
     if not Store.exists([directory]):
         raise BadInput(f"there is no snapshot in {directory}", "give its directory: --from DIR")
     base = read_base(config, log)
     with open_context(config, log) as context:
         context.listen()
-        snapshot = context.resources.enter_context(_open(context, directory))
+        snapshot = _open(context, directory)
         check_model(snapshot, config, base.model.spec, directory)
         if Store.exists(config.storage.paths):
             if not overwrite:
@@ -61,7 +59,7 @@ def _reject_same_directory(config: RunConfig, directory: Path) -> None:
 
 def _open(context: RunContext, directory: Path) -> Store:
     try:
-        return Store.open([directory], queue=context.queue, identity=None, notice=context.log.notice)
+        return context.open_store([directory])
     except EnvironmentFailure as failure:
         raise EnvironmentFailure(
             f"the snapshot cannot be used: {failure.message}",
@@ -74,7 +72,7 @@ def _reject_loss(context: RunContext, snapshot: Store) -> None:
     paths = context.config.storage.paths
     where, hint = place_of(context.config), "use --overwrite to replace it with the snapshot"
     try:
-        with Store.open(paths, queue=context.queue, identity=None, notice=context.log.notice) as existing:
+        with context.open_store(paths) as existing:
             identity, step = existing.identity, existing.progress.step
     except (BadInput, IntegrityFailure) as failure:
         raise BadInput(f"there is a store in {where} that cannot be opened: {failure.message}", hint) from failure

@@ -12,7 +12,6 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.config.sections import SnapshotConfig
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.io.queue import IoQueue, open_queue
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.settings import SNAPSHOT_SLOTS, SnapshotSpace, place_of
@@ -83,7 +82,7 @@ def make_snapshot(context: RunContext, spec: ModelSpec, identity: StoreIdentity,
             dtype=context.config.dtype,
             block_elements=[block.num_elements for block in spec.blocks],
             num_slots=SNAPSHOT_SLOTS,
-            queue=_open_queue(context),
+            queue=context.open_queue(),
             overwrite=resume == "no",
             what="snapshot",
             bar=context.bar,
@@ -118,11 +117,9 @@ def start_snapshots(
 
 
 def _open(context: RunContext, wanted: SnapshotConfig, identity: StoreIdentity) -> Store:
-    queue = _open_queue(context)
+    queue = context.open_queue()
     try:
-        return context.resources.enter_context(
-            Store.open([wanted.path], queue=queue, identity=identity, notice=context.log.notice)
-        )
+        return context.open_store([wanted.path], identity=identity, queue=queue)
     except BadInput as error:
         raise BadInput(
             f"storage.snapshot.path: {error.message}",
@@ -143,11 +140,6 @@ def _unusable(failure: EnvironmentFailure) -> EnvironmentFailure:
         f"storage.snapshot.path: {failure.message}",
         "set storage.snapshot.path to a directory that only this run uses, with enough space and write permission",
     )
-
-
-def _open_queue(context: RunContext) -> IoQueue:
-    """A queue of the snapshot's own: a device that hangs breaks its queue, but training must continue."""
-    return context.resources.enter_context(open_queue(context.config.storage.engine, notice=context.log.notice))
 
 
 def _bytes_per_second(hardware: HardwareProfile) -> float:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
-from ratel_cli.errors import BadInput, RatelError
+from ratel_cli.errors import BadInput
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.model.import_weights import WeightSource, import_weights
@@ -30,8 +30,8 @@ from ratel_cli.units import counted
 _FIRST_LOSS_SCALE = 2.0**16
 
 
-def find_store(context: RunContext, inputs: Inputs, *, resume: str) -> Store | None:
-    """The store of the run that resumes; None if there is none, or `resume` is `no`.
+def find_store(context: RunContext, identity: StoreIdentity, *, resume: str) -> Store | None:
+    """The store of the run that resumes, which the context closes; None if there is none, or `resume` is `no`.
 
     Raises BadInput if the store belongs to another run, or does not fit the config.
     """
@@ -39,19 +39,13 @@ def find_store(context: RunContext, inputs: Inputs, *, resume: str) -> Store | N
     paths = config.storage.paths
     if resume != "no" and Store.exists(paths):
         try:
-            store = Store.open(
-                paths, queue=context.queue, identity=identity_of(config, inputs), notice=context.log.notice
-            )
+            store = context.open_store(paths, identity=identity)
         except StoreMismatch as error:
             explained = _explained(error, config)
             if explained is None:
                 raise
             raise explained from error
-        try:
-            _check_fits(store, config, resume)
-        except RatelError:
-            store.close()
-            raise
+        _check_fits(store, config, resume)
         return store
     if resume not in ("auto", "no"):
         raise BadInput(f"there is no saved step {resume}: there is no store in {place_of(config)}")

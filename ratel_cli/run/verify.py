@@ -24,8 +24,7 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.engine.forward import GenerationForward
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
-from ratel_cli.hardware.host import default_limit_bytes, return_freed_memory
-from ratel_cli.io.queue import open_queue
+from ratel_cli.hardware.host import default_limit_bytes
 from ratel_cli.model.checkpoint import install_buffers, open_shards, persistent_buffers
 from ratel_cli.model.directory import WEIGHTS_NAME, find_weight_files
 from ratel_cli.model.reload import check_values, holds_export, load_export, read_parameter
@@ -33,7 +32,7 @@ from ratel_cli.model.shards import ShardReader
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.stored_weights import stored_weights
 from ratel_cli.report.verify import Check
-from ratel_cli.run.base_model import check_model, silence_transformers
+from ratel_cli.run.base_model import check_model, prepare_process
 from ratel_cli.run.context import RunContext, open_context, stoppable_bar
 from ratel_cli.run.open import OpenedRun, open_run
 from ratel_cli.store.generation import Generation
@@ -68,8 +67,7 @@ def verify_run(config: RunConfig, log: RunLog) -> list[Check]:
 
 def verify_directory(directory: Path, log: RunLog) -> list[Check]:
     """Check a directory with a model, without its run. Raises BadInput if it holds no model."""
-    return_freed_memory()
-    silence_transformers()
+    prepare_process()
     if not (directory / "config.json").is_file() or not holds_export(directory):
         raise BadInput(
             f"{directory}: neither a run's output directory nor a model: it has no config.json or no {WEIGHTS_NAME}"
@@ -120,11 +118,9 @@ def _check_snapshot(run: OpenedRun) -> list[Check]:
     if not Store.exists([wanted.path]):
         verdict = f"there is none in {wanted.path} yet, or its drive is missing"
         return [Check(what="snapshot", num_bytes=0, checked="presence", verdict=verdict)]
-    queue = context.resources.enter_context(open_queue(context.config.storage.engine, notice=context.log.notice))
+    queue = context.open_queue()
     try:
-        store = context.resources.enter_context(
-            Store.open([wanted.path], queue=queue, identity=None, notice=context.log.notice)
-        )
+        store = context.open_store([wanted.path], queue=queue)
         check_model(store, context.config, run.base.model.spec, wanted.path)
     except (BadInput, EnvironmentFailure, IntegrityFailure) as failure:
         return [Check(what="snapshot", num_bytes=0, checked="manifest", verdict=failure.message, is_wrong=True)]
