@@ -47,7 +47,7 @@ def import_weights(
     import for a model. Raises what `source.read` and the store raise, and DoesNotFit if the pool has no memory for a
     group.
     """
-    group_elements = min(group_elements, max(block.num_elements for block in spec.blocks))
+    group_elements = min(group_elements, max(spec.block_elements))
     layout = target.generation.layout
     field_bytes = {field.name: field.bytes_per_element for field in layout.fields} | {"w32": 4}  # the master weights
     with ExitStack() as resources:

@@ -88,6 +88,11 @@ class ModelSpec:
         return sum(block.num_parameters for block in self.blocks)
 
     @property
+    def block_elements(self) -> tuple[int, ...]:
+        """Length of each block's flat array, padding included."""
+        return tuple(block.num_elements for block in self.blocks)
+
+    @property
     def num_layers(self) -> int:
         """Number of decoder layers, without embedding and head."""
         return sum(block.kind == "layer" for block in self.blocks)

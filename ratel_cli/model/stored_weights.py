@@ -49,7 +49,7 @@ def stored_weights(
     pool has no memory for a group.
     """
     stored = generation.layout.dtype
-    group_elements = min(group_elements, max(block.num_elements for block in spec.blocks))
+    group_elements = min(group_elements, max(spec.block_elements))
     sizes = {name: generation.layout.field(name).bytes_per_element for name in _fields_for(stored, dtype)}
     with ExitStack() as resources:
         memories = {

@@ -185,7 +185,7 @@ class _BlockMemory:
 
     def __init__(self, spec: ModelSpec, state: StateBytes, workload: Workload, *, on_gpu: bool) -> None:
         tokens = workload.micro_batch_tokens
-        largest = max(block.num_elements for block in spec.blocks)
+        largest = max(spec.block_elements)
         self.spec = spec
         self.state = state
         self.on_gpu = on_gpu

@@ -100,7 +100,7 @@ def overlapped_step(
     for block in spec.blocks:
         stage = placement.update_stage(block.index, holds_gradients=holds_gradients, overlap=overlap)
         updated[stage] += block.num_elements
-    elements = sum(block.num_elements for block in spec.blocks)
+    elements = sum(spec.block_elements)
     weight_bytes, gradient_bytes = elements * state.compute, elements * state.gradient
     reads_ahead = placement.prefetch_blocks > 0
     stages = _Stages(hardware, overlap, adamw_threads=placement.adamw_threads)
@@ -314,7 +314,7 @@ def _update_edges(
     stays = first.index in placement.resident_weights
     beyond = max(0, first.num_elements - ahead)
     read = 0 if first.index in placement.resident_states else beyond
-    pending = sum(block.num_elements for block in spec.blocks[: placement.pending_updates])
+    pending = sum(spec.block_elements[: placement.pending_updates])
     deferred_share = len(placement.deferred) / max(1, len(spec.blocks) - 2)
     return _UpdateEdges(
         begin_seconds=head_seconds + deferred_share * max(0.0, backward_seconds - head_seconds),

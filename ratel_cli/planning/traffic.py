@@ -118,12 +118,12 @@ def step_traffic(
 
 def gradient_bytes(spec: ModelSpec, state: StateBytes, *, num_blocks: int) -> int:
     """Gradients (G16) of the first `num_blocks` blocks."""
-    return sum(block.num_elements for block in spec.blocks[:num_blocks]) * state.gradient
+    return sum(spec.block_elements[:num_blocks]) * state.gradient
 
 
 def store_bytes(spec: ModelSpec, state: StateBytes, *, num_slots: int) -> int:
     """Space of the store's records and checksums. Three pages of header in each file are not counted."""
-    records_bytes = state.record * sum(block.num_elements for block in spec.blocks)
+    records_bytes = state.record * sum(spec.block_elements)
     return num_slots * (records_bytes + checksum_bytes(spec, state))
 
 

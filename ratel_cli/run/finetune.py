@@ -66,8 +66,7 @@ def run_finetune(config: RunConfig, log: RunLog, *, resume: str, dry_run: bool) 
         context.stop.must_resume = resume != "auto"
         target = snapshot or make_snapshot(context, planner.spec, identity, resume=resume)
         if store is None:
-            made = make_store(context, inputs, drive_weights=hardware.nvme.weights, resume=resume)
-            store = context.resources.enter_context(made)
+            store = make_store(context, inputs, identity, weights=hardware.nvme.weights, resume=resume)
         else:
             resume_store(context, store, resume=resume)
 

@@ -23,8 +23,8 @@ from ratel_cli.hardware.drives import measure_drives
 from ratel_cli.io.files import nearest_existing
 from ratel_cli.run.base_model import check_model, prepare_process, read_base
 from ratel_cli.run.context import RunContext, open_context
-from ratel_cli.run.settings import num_slots, place_of
-from ratel_cli.run.store import prepare_store
+from ratel_cli.run.settings import place_of
+from ratel_cli.run.store import new_geometry, prepare_store
 from ratel_cli.store.copy import copy_generation
 from ratel_cli.store.store import Store
 
@@ -86,21 +86,12 @@ def _reject_loss(context: RunContext, snapshot: Store) -> None:
 
 def _make(context: RunContext, snapshot: Store) -> Store:
     """A new, empty store for the snapshot's blocks, as the config's run would create it."""
-    paths, weights = context.config.storage.paths, None
+    paths = context.config.storage.paths
+    weights: tuple[int, ...] = (1,)
     if len(paths) > 1:
         existing = [nearest_existing(path) for path in paths]
         weights = measure_drives(
             existing, context.queue, context.pool, budget=BRIEF, progress=lambda what: None
         ).weights
-    return prepare_store(
-        paths,
-        identity=snapshot.identity,
-        dtype=snapshot.layout.dtype,
-        block_elements=snapshot.block_elements,
-        num_slots=num_slots(context.config),
-        queue=context.queue,
-        overwrite=True,
-        drive_weights=weights,
-        bar=context.bar,
-        notice=context.log.notice,
-    )
+    geometry = new_geometry(context.config, snapshot.block_elements, weights=weights)
+    return prepare_store(context, paths, geometry, identity=snapshot.identity, overwrite=True)

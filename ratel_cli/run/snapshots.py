@@ -16,6 +16,7 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.settings import SNAPSHOT_SLOTS, SnapshotSpace, place_of
 from ratel_cli.run.store import prepare_store
+from ratel_cli.store.layout import Geometry
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.training.snapshots import Snapshots
@@ -75,22 +76,21 @@ def make_snapshot(context: RunContext, spec: ModelSpec, identity: StoreIdentity,
     wanted = context.config.storage.snapshot
     if wanted is None:
         return None
+    geometry = Geometry(
+        dtype=context.config.dtype, block_elements=spec.block_elements, num_slots=SNAPSHOT_SLOTS, weights=(1,)
+    )
     try:
-        store = prepare_store(
+        return prepare_store(
+            context,
             [wanted.path],
+            geometry,
             identity=identity,
-            dtype=context.config.dtype,
-            block_elements=[block.num_elements for block in spec.blocks],
-            num_slots=SNAPSHOT_SLOTS,
-            queue=context.open_queue(),
             overwrite=resume == "no",
+            queue=context.open_queue(),
             what="snapshot",
-            bar=context.bar,
-            notice=context.log.notice,
         )
     except EnvironmentFailure as failure:
         raise _unusable(failure) from failure
-    return context.resources.enter_context(store)
 
 
 def start_snapshots(

@@ -7,7 +7,6 @@ replaces it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
@@ -16,13 +15,11 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.model.import_weights import WeightSource, import_weights
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.run.context import OpenBar, RunContext, no_bar
-from ratel_cli.run.inputs import Inputs, changed_settings, identity_of
+from ratel_cli.run.context import RunContext
+from ratel_cli.run.inputs import Inputs, changed_settings
 from ratel_cli.run.run_directory import CONFIG_NAME, run_directory
 from ratel_cli.run.settings import num_slots, place_of
-from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
-from ratel_cli.store.barrier import Barrier
-from ratel_cli.store.layout import record_layout
+from ratel_cli.store.layout import Geometry, record_layout
 from ratel_cli.store.open import StoreMismatch
 from ratel_cli.store.store import Progress, Store, StoreIdentity
 from ratel_cli.units import counted
@@ -108,106 +105,61 @@ def resume_store(context: RunContext, store: Store, *, resume: str) -> None:
         context.log.say(f"resuming from step {store.progress.step}")
 
 
-def make_store(context: RunContext, inputs: Inputs, *, drive_weights: Sequence[int], resume: str) -> Store:
-    """A new store with the base model's weights as its first generation."""
-    config = context.config
-    return create_store(
-        inputs.model.spec,
-        inputs.source,
-        config.storage.paths,
-        identity=identity_of(config, inputs),
-        dtype=config.dtype,
-        num_slots=num_slots(config),
-        queue=context.queue,
-        pool=context.pool,
-        overwrite=resume == "no",
-        drive_weights=drive_weights,
-        bar=context.bar,
-        notice=context.log.notice,
-    )
-
-
-def create_store(
-    spec: ModelSpec,
-    source: WeightSource,
-    paths: Sequence[Path],
-    *,
-    identity: StoreIdentity,
-    dtype: DtypeName,
-    num_slots: int,
-    queue: IoQueue,
-    pool: BufferPool,
-    overwrite: bool = False,
-    drive_weights: Sequence[int] | None = None,
-    chunk_elements: int = CHUNK_ELEMENTS,
-    barrier: Barrier | None = None,
-    bar: OpenBar = no_bar,
-    notice: Callable[[str], None] | None = None,
+def make_store(
+    context: RunContext, inputs: Inputs, identity: StoreIdentity, *, weights: tuple[int, ...], resume: str
 ) -> Store:
-    """A store of a model's blocks with the weights of `source` as its first generation, at step 0.
+    """A new store with the base model's weights as its first generation, which the context closes.
 
-    The arguments that are not explained here are those of `prepare_store`.
+    `weights` are the directories' shares of its bytes, for its whole life.
     """
-    with ExitStack() as opened:
-        store = opened.enter_context(
-            prepare_store(
-                paths,
-                identity=identity,
-                dtype=dtype,
-                block_elements=[block.num_elements for block in spec.blocks],
-                num_slots=num_slots,
-                queue=queue,
-                overwrite=overwrite,
-                drive_weights=drive_weights,
-                chunk_elements=chunk_elements,
-                barrier=barrier,
-                bar=bar,
-                notice=notice,
-            )
-        )
-        with bar("importing weights", spec.num_parameters) as advance:
-            import_weights(spec, source, store.shadow(), pool, progress=advance)
-        store.commit_import(Progress(step=0, updates=0, loss_scale=_FIRST_LOSS_SCALE, good_steps=0, tokens=0))
-        pool.trim()
-        opened.pop_all()
+    spec = inputs.model.spec
+    geometry = new_geometry(context.config, spec.block_elements, weights=weights)
+    paths = context.config.storage.paths
+    store = prepare_store(context, paths, geometry, identity=identity, overwrite=resume == "no")
+    with context.bar("importing weights", spec.num_parameters) as advance:
+        import_base(spec, inputs.source, store, context.pool, progress=advance)
     return store
 
 
+def new_geometry(config: RunConfig, block_elements: tuple[int, ...], *, weights: tuple[int, ...]) -> Geometry:
+    """The geometry of the store that the config asks for."""
+    return Geometry(dtype=config.dtype, block_elements=block_elements, num_slots=num_slots(config), weights=weights)
+
+
 def prepare_store(
+    context: RunContext,
     paths: Sequence[Path],
+    geometry: Geometry,
     *,
     identity: StoreIdentity,
-    dtype: DtypeName,
-    block_elements: Sequence[int],
-    num_slots: int,
-    queue: IoQueue,
-    overwrite: bool = False,
-    drive_weights: Sequence[int] | None = None,
-    chunk_elements: int = CHUNK_ELEMENTS,
-    barrier: Barrier | None = None,
+    overwrite: bool,
+    queue: IoQueue | None = None,
     what: str = "store",
-    bar: OpenBar = no_bar,
-    notice: Callable[[str], None] | None = None,
 ) -> Store:
     """An empty store, which becomes valid with its first commit. Every byte is written once: minutes for a large one.
 
-    With one slot the store is written in place. `drive_weights` are the directories' shares of its bytes, for its
-    whole life; None: equal shares. `bar` shows the progress of making the `what`. Raises BadInput if there is a store
-    already and `overwrite` is not set, EnvironmentFailure if there is no space.
+    The context closes it, and shows the progress of making the `what`. `queue`: the context's own if None. Raises
+    BadInput if there is a store already and `overwrite` is not set, EnvironmentFailure if there is no space.
     """
-    total_bytes = num_slots * record_layout(dtype).bytes_per_parameter * sum(block_elements)
-    with bar(f"preparing the {what}", total_bytes) as advance:
-        return Store.create(
+    bytes_per_element = record_layout(geometry.dtype).bytes_per_parameter
+    total_bytes = geometry.num_slots * bytes_per_element * sum(geometry.block_elements)
+    with context.bar(f"preparing the {what}", total_bytes) as advance:
+        store = Store.create(
             paths,
+            geometry,
             identity=identity,
-            dtype=dtype,
-            block_elements=block_elements,
-            num_slots=num_slots,
-            queue=queue,
+            queue=queue or context.queue,
             overwrite=overwrite,
-            weights=drive_weights,
-            chunk_elements=chunk_elements,
-            barrier=barrier,
             progress=advance,
-            notice=notice,
+            notice=context.log.notice,
         )
+    return context.resources.enter_context(store)
+
+
+def import_base(
+    spec: ModelSpec, source: WeightSource, store: Store, pool: BufferPool, *, progress: Callable[[float], None]
+) -> None:
+    """Import the weights of `source` into an empty store, and commit them as step 0."""
+    import_weights(spec, source, store.shadow(), pool, progress=progress)
+    store.commit_import(Progress(step=0, updates=0, loss_scale=_FIRST_LOSS_SCALE, good_steps=0, tokens=0))
+    pool.trim()

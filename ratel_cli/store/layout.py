@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 from typing import Final
 
 from ratel_cli.io.striping import StripeMap
-from ratel_cli.sizes import BLOCK_ALIGNMENT, CHECKSUM_BYTES, PAGE_BYTES, DtypeName
+from ratel_cli.sizes import BLOCK_ALIGNMENT, CHECKSUM_BYTES, CHUNK_ELEMENTS, PAGE_BYTES, STRIPE_BYTES, DtypeName
 from ratel_cli.units import align_up
 
 NUM_MANIFESTS: Final = 2
@@ -184,16 +184,19 @@ class Geometry:
     num_slots: int
     weights: tuple[int, ...]
     """Each data file's share of the stripes (io/striping.py)."""
-    stripe_bytes: int
-    in_place: bool
-    """The store has one slot, and steps overwrite it."""
-    chunk_elements: int
+    stripe_bytes: int = STRIPE_BYTES
+    chunk_elements: int = CHUNK_ELEMENTS
     """Elements of a field that share a checksum. 0: the store has no checksums."""
 
     def __post_init__(self) -> None:
-        assert self.num_slots == 1 if self.in_place else self.num_slots >= 2, "a step needs a slot of its own"
+        assert self.num_slots > 0
         assert self.stripe_bytes > 0
         assert self.stripe_bytes % PAGE_BYTES == 0
+
+    @property
+    def in_place(self) -> bool:
+        """True if the store has one slot, which steps overwrite."""
+        return self.num_slots == 1
 
     def records(self) -> RecordMap:
         """Logical addresses of all elements."""

@@ -116,7 +116,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     payload = json.dumps(
         {
             "identity": asdict(manifest.identity),
-            "geometry": asdict(manifest.geometry) | {"block_elements": _run_lengths(manifest.geometry.block_elements)},
+            "geometry": _geometry_row(manifest.geometry),
             "progress": _progress_row(manifest.progress),
             "slot": manifest.slot,
             "pins": [_entry_row(entry) for entry in manifest.pins],
@@ -251,6 +251,18 @@ def _identity(values: JsonFields) -> StoreIdentity:
     )
 
 
+def _geometry_row(geometry: Geometry) -> dict[str, object]:
+    return {
+        "dtype": geometry.dtype,
+        "block_elements": _run_lengths(geometry.block_elements),
+        "num_slots": geometry.num_slots,
+        "weights": geometry.weights,
+        "stripe_bytes": geometry.stripe_bytes,
+        "in_place": geometry.in_place,
+        "chunk_elements": geometry.chunk_elements,
+    }
+
+
 def _geometry(values: JsonFields) -> Geometry:
     dtypes: dict[str, DtypeName] = {"bfloat16": "bfloat16", "float32": "float32", "float16": "float16"}
     elements: list[int] = []
@@ -261,8 +273,7 @@ def _geometry(values: JsonFields) -> Geometry:
         elements.extend([size] * count)
     weights = values.integers("weights")
     num_slots, stripe_bytes = values.integer("num_slots"), values.integer("stripe_bytes")
-    in_place = values.flag("in_place")
-    if num_slots < 1 or (num_slots == 1) != in_place or min(weights, default=0) < 1:
+    if num_slots < 1 or (num_slots == 1) != values.flag("in_place") or min(weights, default=0) < 1:
         raise ValueError("num_slots, in_place or weights is not valid")
     if stripe_bytes <= 0 or stripe_bytes % PAGE_BYTES:
         raise ValueError("stripe_bytes is not a number of pages")
@@ -275,7 +286,6 @@ def _geometry(values: JsonFields) -> Geometry:
         num_slots=num_slots,
         weights=tuple(weights),
         stripe_bytes=stripe_bytes,
-        in_place=in_place,
         chunk_elements=chunk_elements,
     )
 

@@ -25,7 +25,6 @@ from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.files import StripedFiles, check_directories, use_direct_io
 from ratel_cli.io.queue import IoQueue
-from ratel_cli.sizes import CHUNK_ELEMENTS, STRIPE_BYTES, DtypeName
 from ratel_cli.store.barrier import Barrier, failpoint
 from ratel_cli.store.commit import Commits
 from ratel_cli.store.create import fill_with_zeros, make_files
@@ -88,16 +87,11 @@ class Store(Closing):
     def create(
         cls,
         paths: Sequence[Path],
+        geometry: Geometry,
         *,
         identity: StoreIdentity,
-        dtype: DtypeName,
-        block_elements: Sequence[int],
-        num_slots: int,
         queue: IoQueue,
         overwrite: bool = False,
-        weights: Sequence[int] | None = None,
-        stripe_bytes: int = STRIPE_BYTES,
-        chunk_elements: int = CHUNK_ELEMENTS,
         notice: Callable[[str], None] | None = None,
         progress: Callable[[int], None] | None = None,
         lock_wait_seconds: float = DEFAULT_WAIT_SECONDS,
@@ -106,23 +100,12 @@ class Store(Closing):
         """Make a store that holds zeros. It becomes valid with `commit_import`.
 
         Writes every byte, which takes minutes for a large store. `progress` is called with the bytes of each part,
-        `num_slots * slot_bytes` in all. With one slot, steps are written in place. `weights` are the directories'
-        shares of the stripes for the store's whole life; None: equal shares. `chunk_elements` elements of a field share
-        a checksum; 0: no checksums.
+        `num_slots * slot_bytes` in all. With one slot, steps are written in place.
 
         Raises BadInput if the directories hold a store and `overwrite` is False, EnvironmentFailure if space, a
         permission or the lock is missing, and IntegrityFailure if a write fails.
         """
         directories, barrier = check_directories(paths), barrier or Barrier()
-        geometry = Geometry(
-            dtype=dtype,
-            block_elements=tuple(block_elements),
-            num_slots=num_slots,
-            weights=tuple(weights or [1] * len(directories)),
-            stripe_bytes=stripe_bytes,
-            in_place=num_slots == 1,
-            chunk_elements=chunk_elements,
-        )
         manifest = first_manifest(os.urandom(16), identity, geometry)
         lock = make_files(
             directories,
@@ -135,7 +118,7 @@ class Store(Closing):
         try:
             use_direct_io(lock.fds, lock.paths, notice or _ignore)
             store = cls(lock, manifest, NO_PREVIOUS, queue=queue, barrier=barrier)
-            fill_with_zeros(store._files, num_slots * store.slot_bytes, progress or _ignore)
+            fill_with_zeros(store._files, geometry.num_slots * store.slot_bytes, progress or _ignore)
         except BaseException:
             lock.close()
             raise

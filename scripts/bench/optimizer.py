@@ -37,10 +37,9 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
 from ratel_cli.io.views import view_field
 from ratel_cli.model.spec import BlockSpec, lay_out_block
-from ratel_cli.run.store import prepare_store
 from ratel_cli.sizes import GROUP_ELEMENTS
-from ratel_cli.store.layout import record_layout
-from ratel_cli.store.store import Progress
+from ratel_cli.store.layout import Geometry, record_layout
+from ratel_cli.store.store import Progress, Store
 from scripts.bench.ceilings import mixed_bytes_per_second
 from scripts.bench.ratel_run import NO_IDENTITY
 
@@ -59,15 +58,10 @@ class OptimizerBench:
         self.directory = directory
         self.blocks = [_block(index, num_parameters // NUM_BLOCKS) for index in range(NUM_BLOCKS)]
         self.num_parameters = sum(block.num_elements for block in self.blocks)
+        block_elements = tuple(block.num_elements for block in self.blocks)
+        geometry = Geometry(dtype=LAYOUT.dtype, block_elements=block_elements, num_slots=2, weights=(1,))
         self.store = resources.enter_context(
-            prepare_store(
-                [directory],
-                identity=NO_IDENTITY,
-                dtype=LAYOUT.dtype,
-                block_elements=[block.num_elements for block in self.blocks],
-                num_slots=2,
-                queue=self.queue,
-            )
+            Store.create([directory], geometry, identity=NO_IDENTITY, queue=self.queue)
         )
         self.store.commit_import(_progress(0))
         self._adamw = GroupAdamW(AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01), LAYOUT.dtype)

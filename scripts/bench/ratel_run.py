@@ -36,8 +36,7 @@ from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.engine import open_planned_engine
 from ratel_cli.run.planner import Planner, estimated_profile, make_planner
 from ratel_cli.run.profile_machine import measure_for_run
-from ratel_cli.run.settings import num_slots
-from ratel_cli.run.store import create_store
+from ratel_cli.run.store import import_base, new_geometry
 from ratel_cli.sizes import CHUNK_ELEMENTS
 from ratel_cli.store.barrier import Barrier
 from ratel_cli.store.store import Progress, Store, StoreIdentity
@@ -153,20 +152,13 @@ def open_run(
         opened = resources.enter_context(open_context(config, RunLog(), device=device))
         context = replace(opened, queue=throttled(opened.queue))
         planner = make_planner(context, model.spec, measure_for_run(context, has_store=False))
+        geometry = new_geometry(config, model.spec.block_elements, weights=(1,))
+        geometry = replace(geometry, chunk_elements=chunk_elements)
         store = resources.enter_context(
-            create_store(
-                model.spec,
-                source or RandomSource(model.skeleton, config.seed),
-                config.storage.paths,
-                identity=NO_IDENTITY,
-                dtype=config.dtype,
-                num_slots=num_slots(config),
-                queue=context.queue,
-                pool=context.pool,
-                chunk_elements=chunk_elements,
-                barrier=barrier,
-            )
+            Store.create(config.storage.paths, geometry, identity=NO_IDENTITY, queue=context.queue, barrier=barrier)
         )
+        source = source or RandomSource(model.skeleton, config.seed)
+        import_base(model.spec, source, store, context.pool, progress=lambda num_elements: None)
         yield RatelRun(task=task, context=context, model=model, planner=planner, store=store)
 
 

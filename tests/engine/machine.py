@@ -25,9 +25,10 @@ from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.skeleton import build_skeleton, supported_attention
 from ratel_cli.planning.placement import Overlap, Placement
 from ratel_cli.run.engine import EngineSettings, open_engine_with_scratch
-from ratel_cli.run.store import create_store
+from ratel_cli.run.store import import_base
 from ratel_cli.sizes import CHUNK_ELEMENTS, GROUP_ELEMENTS, DtypeName
 from ratel_cli.store.barrier import Barrier
+from ratel_cli.store.layout import Geometry
 from ratel_cli.store.store import Progress, Store, StoreIdentity
 from tests.engine.architectures import VOCAB_SIZE
 from tests.reference import Recipe
@@ -230,21 +231,19 @@ def machine(
         queue = queue or resources.enter_context(open_queue(io_engine, notice=lambda text: None))
         pool = resources.enter_context(BufferPool(None, pin=pin))
         if weights is None:
-            store = Store.open(paths, queue=queue, identity=IDENTITY, barrier=barrier)
+            store = resources.enter_context(Store.open(paths, queue=queue, identity=IDENTITY, barrier=barrier))
         else:
-            store = create_store(
-                model.spec,
-                Source(weights),
-                paths,
-                identity=IDENTITY,
+            geometry = Geometry(
                 dtype=dtype,
+                block_elements=model.spec.block_elements,
                 num_slots=1 if in_place else 2,
-                queue=queue,
-                pool=pool,
+                weights=(1,) * num_directories,
                 chunk_elements=chunk_elements or min(CHUNK_ELEMENTS, group_elements),
-                barrier=barrier,
             )
-        resources.enter_context(store)
+            store = resources.enter_context(
+                Store.create(paths, geometry, identity=IDENTITY, queue=queue, barrier=barrier)
+            )
+            import_base(model.spec, Source(weights), store, pool, progress=lambda num_elements: None)
         timeline = Timeline()
         device = resources.enter_context(devices(timeline))
 

@@ -26,6 +26,7 @@ from ratel_cli.model.shards import TensorSpec
 from ratel_cli.model.skeleton import build_skeleton, read_model_config
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.sizes import DtypeName
+from ratel_cli.store.layout import Geometry
 from ratel_cli.store.manifest import Progress, StoreIdentity
 from ratel_cli.store.store import Store
 
@@ -166,18 +167,11 @@ def imported_store(
 ) -> Iterator[tuple[Store, BufferPool]]:
     """A store with the weights of `source`, as an import leaves it."""
     identity = StoreIdentity(model_hash="m", config_hash="c", data_hash="d", seed=1, software="s")
+    geometry = Geometry(dtype=dtype, block_elements=spec.block_elements, num_slots=2, weights=(1,), chunk_elements=2048)
     with (
         BufferPool(None) as pool,
         open_queue("threads", notice=lambda message: None) as queue,
-        Store.create(
-            [directory],
-            identity=identity,
-            dtype=dtype,
-            block_elements=[block.num_elements for block in spec.blocks],
-            num_slots=2,
-            queue=queue,
-            chunk_elements=2048,
-        ) as store,
+        Store.create([directory], geometry, identity=identity, queue=queue) as store,
     ):
         import_weights(spec, source, store.shadow(), pool, progress=lambda count: None, group_elements=group_elements)
         store.commit_import(Progress(step=0, updates=3, loss_scale=1.0, good_steps=0, tokens=0))

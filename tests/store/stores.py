@@ -11,6 +11,7 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.barrier import Barrier
+from ratel_cli.store.layout import Geometry
 from ratel_cli.store.store import Progress, Store, StoreIdentity
 from tests.fakes import filled
 
@@ -49,15 +50,17 @@ def create_store(
 ) -> Store:
     return store_class.create(
         paths,
+        Geometry(
+            dtype=dtype,
+            block_elements=tuple(block_elements),
+            num_slots=1 if in_place else num_slots,
+            weights=tuple(weights or [1] * len(paths)),
+            stripe_bytes=stripe_bytes,
+            chunk_elements=chunk_elements,
+        ),
         identity=identity,
-        dtype=dtype,
-        block_elements=block_elements,
-        num_slots=1 if in_place else num_slots,
         queue=queue,
         overwrite=overwrite,
-        weights=weights,
-        stripe_bytes=stripe_bytes,
-        chunk_elements=chunk_elements,
         notice=notice,
         progress=progress,
         lock_wait_seconds=0.2,

@@ -47,7 +47,6 @@ FIRST = Manifest(
         num_slots=3,
         weights=(3, 1),
         stripe_bytes=4096,
-        in_place=False,
         chunk_elements=2048,
     ),
     progress=Progress(step=0, updates=0, loss_scale=1.0, good_steps=0, tokens=0),

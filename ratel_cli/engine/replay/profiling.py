@@ -56,7 +56,7 @@ class BlockProfiler:
         self._model = model
         self._layer_runner = model.layer_runner
         self._device = device
-        largest = max(block.num_elements for block in model.spec.blocks)
+        largest = max(model.spec.block_elements)
         generator = torch.Generator(device).manual_seed(0)
         self._weights = torch.empty(largest, dtype=dtype, device=device).normal_(std=_DEVIATION, generator=generator)
         self._outside: dict[int, list[_Run]] = {}
