@@ -229,6 +229,7 @@ def test_the_tree_has_every_file_once() -> None:
     assert [path for path, words in lines if path != "ratel_cli/" and not words] == []
     named = [path for path, _ in lines if not path.endswith("/")]
     modules = [path for pattern in ("*.py", "*.pyi") for path in (ROOT / "ratel_cli").rglob(pattern)]
+    modules += (ROOT / "scripts").glob("*.py")
     there = {path.relative_to(ROOT).as_posix() for path in modules if path.name != "__init__.py"}
     assert there - set(named) == set(), "these files are missing in the tree of docs/architecture.md"
     assert sorted(named) == sorted(there), "the tree of docs/architecture.md names files that are not there, or twice"
@@ -241,6 +242,43 @@ def test_the_layers_are_those_of_the_layer_test() -> None:
     named = [*(part for [part] in parts), *ground]
     assert [part for part in named if part not in GROUND] == [part for part in reversed(PARTS) if part not in GROUND]
     assert set(named) == set(PARTS)
+
+
+def words_in(path: Path) -> str:
+    """The words of the names that a file binds, and its texts, in lower case."""
+    words = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+                words.append(re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", name))
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
+                words.append(name.replace("_", " "))
+            case ast.Constant(value=str(text)):
+                words.append(text)
+    return " ".join(" ".join(words).replace("-", " ").lower().split())
+
+
+def misplaced(glossary: str) -> list[str]:
+    """The words of a glossary that no file of their entry defines."""
+    entries = re.findall(r"^\*\*(.+?)\.\*\* ((?:.+\n)+)", glossary, flags=re.MULTILINE)
+    wrong = []
+    for names, text in entries:
+        homes = " ".join(words_in(ROOT / path) for path in _PATH.findall(text))
+        words = [name.lower().replace("-", " ") for name in names.split(", ")]
+        wrong += [word for word in words if not re.search(rf"\b{word}", homes)]
+    return wrong
+
+
+def test_words_of_the_glossary_are_in_the_files_it_names() -> None:
+    assert TEXTS["docs/glossary.md"].count("\n**") > 50
+    assert misplaced(TEXTS["docs/glossary.md"]) == []
+
+
+def test_the_test_of_the_glossary_can_fail() -> None:
+    entries = (
+        "**Tier.** A level.\n`ratel_cli/units.py`\n\n**Page, gremlin.** 4096. `ratel_cli/sizes.py`\n\n**Slot.** No.\n"
+    )
+    assert misplaced(entries) == ["tier", "gremlin", "slot"]
 
 
 def test_the_readme_is_short() -> None:

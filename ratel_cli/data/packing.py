@@ -20,7 +20,7 @@ from ratel_cli.sizes import IGNORED_TARGET
 
 Integers = npt.NDArray[np.int64]
 
-_CHUNK_SAMPLES = 1 << 16  # samples whose numbers exist as Python objects at a time
+_PART_SAMPLES = 1 << 16  # samples whose numbers exist as Python objects at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,9 +82,9 @@ def pack(sample_ids: Integers, lengths: Integers, *, capacity: int, order: Integ
     by_space: dict[int, list[int]] = {}  # free tokens -> the sequences with this many
     spaces: list[int] = []  # the keys of by_space, ascending
     num_sequences = 0
-    for begin in range(0, len(longest_first), _CHUNK_SAMPLES):
-        chunk = longest_first[begin : begin + _CHUNK_SAMPLES]
-        for index, length in zip(chunk.tolist(), lengths[chunk].tolist(), strict=True):
+    for begin in range(0, len(longest_first), _PART_SAMPLES):
+        part = longest_first[begin : begin + _PART_SAMPLES]
+        for index, length in zip(part.tolist(), lengths[part].tolist(), strict=True):
             at = bisect_left(spaces, length)
             if at == len(spaces):
                 sequence, space = num_sequences, capacity

@@ -30,7 +30,7 @@ FORMAT_VERSION = 1
 REJECTS_NAME = "rejects.jsonl"
 
 _DISK_DTYPE = np.dtype("<i4")
-_HASH_CHUNK_BYTES = 4 << 20
+_HASHED_PART_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +185,8 @@ def copy_rejects(directory: Path, target: Path) -> None:
 
 def _digest(file: BinaryIO, lengths: npt.NDArray[np.int64]) -> str:
     digest = hashlib.sha256()
-    while chunk := file.read(_HASH_CHUNK_BYTES):
-        digest.update(chunk)
+    while content := file.read(_HASHED_PART_BYTES):
+        digest.update(content)
     digest.update(_length_bytes(lengths))
     return digest.hexdigest()
 

@@ -23,7 +23,7 @@ from ratel_cli.sizes import PAGE_BYTES
 Direction = Literal["read", "write"]
 
 MAX_ATTEMPTS = 64
-"""The kernel may refuse a request for the moment (EAGAIN) or be interrupted (EINTR). More often than this in a row,
+"""The kernel may reject a request for the moment (EAGAIN) or be interrupted (EINTR). More often than this in a row,
 without a byte moved, is a fault."""
 _TRANSIENT = frozenset({errno.EAGAIN, errno.EINTR})
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})

@@ -143,7 +143,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str) -> DecoderModel:
     usage, embedded = probe_usage(layer_runner, {each.name: each.unbound for each in outside})
     first = next(each for each in outside if each.unbound is embedding.weight)
     before, after = _split(outside, usage, first, tied=tied)
-    groups: list[tuple[BlockKind, str, list[_PlacedParameter]]] = [
+    found: list[tuple[BlockKind, str, list[_PlacedParameter]]] = [
         ("embedding", "embedding", before),
         *(("layer", f"layer {index}", parameters) for index, parameters in enumerate(inside)),
         ("head", "head", after),
@@ -158,7 +158,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str) -> DecoderModel:
                 name=block_name,
                 parameters=[(each.name, each.shape, decays(each.name, len(each.shape))) for each in parameters],
             )
-            for index, (kind, block_name, parameters) in enumerate(groups)
+            for index, (kind, block_name, parameters) in enumerate(found)
         ),
         tied=tied,
         hidden_size=embedded.hidden.shape[-1],
@@ -170,7 +170,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str) -> DecoderModel:
         spec=spec,
         traits=_layer_traits(skeleton.config, layers),
         packs=layer_runner.takes_positions and separates_samples(embedded.calls),
-        parameters=[tuple(parameters) for _, _, parameters in groups],
+        parameters=[tuple(parameters) for _, _, parameters in found],
     )
 
 

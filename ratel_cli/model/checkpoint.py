@@ -236,10 +236,10 @@ def open_shards(resources: ExitStack, files: WeightFiles) -> dict[str, ShardRead
 
 def _twins(skeleton: PreTrainedModel) -> dict[str, list[str]]:
     """For every parameter name all names of the same tensor, including itself."""
-    groups: dict[int, list[str]] = defaultdict(list)
+    names_of: dict[int, list[str]] = defaultdict(list)
     for name, parameter in skeleton.named_parameters(remove_duplicate=False):
-        groups[id(parameter)].append(name)
-    return {name: group for group in groups.values() for name in group}
+        names_of[id(parameter)].append(name)
+    return {name: names for names in names_of.values() for name in names}
 
 
 def _and_more(names: Sequence[str]) -> str:

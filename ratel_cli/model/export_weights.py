@@ -99,19 +99,19 @@ def export_model(
 
 def split_into_shards(tensors: Sequence[TensorSpec], max_shard_bytes: int) -> list[Shard]:
     """Distribute tensors over files, in order. A file is at most `max_shard_bytes` long, or holds only one tensor."""
-    groups: list[list[TensorSpec]] = [[]]
+    files: list[list[TensorSpec]] = [[]]
     filled_bytes = _HEADER_BYTES
     for tensor in tensors:
         num_bytes = tensor.num_bytes + len(tensor.name) + _HEADER_BYTES
-        if groups[-1] and filled_bytes + num_bytes > max_shard_bytes:
-            groups.append([])
+        if files[-1] and filled_bytes + num_bytes > max_shard_bytes:
+            files.append([])
             filled_bytes = _HEADER_BYTES
-        groups[-1].append(tensor)
+        files[-1].append(tensor)
         filled_bytes += num_bytes
-    names = [f"model-{index:05d}-of-{len(groups):05d}.safetensors" for index in range(1, len(groups) + 1)]
-    if len(groups) == 1:
+    names = [f"model-{index:05d}-of-{len(files):05d}.safetensors" for index in range(1, len(files) + 1)]
+    if len(files) == 1:
         names = [WEIGHTS_NAME]
-    return [Shard(file_name=name, tensors=tuple(group)) for name, group in zip(names, groups, strict=True)]
+    return [Shard(file_name=name, tensors=tuple(file)) for name, file in zip(names, files, strict=True)]
 
 
 class _ShardSequence(Closing):

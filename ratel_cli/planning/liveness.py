@@ -1,4 +1,4 @@
-"""Which operators of a layer's forward backward must run again. Pure. (Ratel section IV-D decides per operator.)
+"""Which operators of a layer are recomputed in backward. Pure. (Ratel section IV-D decides per operator.)
 
 The replay decides with this function what to run, and the profile counts with it what a swapped output saves. So a plan
 counts what will happen.

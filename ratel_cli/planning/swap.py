@@ -1,4 +1,4 @@
-"""Which operators' outputs to swap: the prefixes of all candidates, sorted by benefit. Pure.
+"""The swap set, the outputs of operators to swap: prefixes of all candidates, sorted by benefit. Pure.
 
 Ratel section IV-D, Eq. 6-8 and Algorithm 1, changed as docs/planning.md says. Layers' inputs are always offloaded. The
 other outputs are sorted by what a byte saves (measured seconds, else FLOPs), and the step is predicted for prefixes of

@@ -1,8 +1,8 @@
 """One run of `ratel finetune`, from a checked config to the export. All parts meet here.
 
-    1. the inputs: model skeleton, tokenizer, data
+    1. the inputs: model skeleton, tokenizer, data; and the store and its snapshot, opened if they exist
     2. the machine is measured and the plan made; the opening statement is printed      (--dry-run ends here)
-    3. the store: opened where a run left it, or created and filled; and its snapshot
+    3. the store is resumed where a run left it, or created and filled; and so is its snapshot
     4. training, step by step; every step is committed
     5. the export: a Hugging Face directory
 

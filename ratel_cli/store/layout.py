@@ -3,9 +3,9 @@
 All of it is arithmetic on the `Geometry`, which is fixed when the store is made and written in every manifest.
 docs/store-format.md describes the same to the byte.
 
-The master weight, m and v are fp32 in every layout. For bfloat16 compute the master is split into its upper and lower
-half: the upper half is the weight that the device computes with, so no separate copy of it exists. Rounding loses one
-bit, which the sign of v carries.
+The master weight (P32), m and v (OS32) are fp32 in every layout. For bfloat16 compute the master is split into its
+upper and lower half: the upper half is the weight that the device computes with (P16), so no separate copy of it
+exists. Rounding loses one bit, which the sign of v carries.
 
 Invariants: fields lie one after another without gaps, and a block has a multiple of `BLOCK_ALIGNMENT` elements, so that
 every field of every record begins on a page.

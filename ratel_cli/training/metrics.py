@@ -38,9 +38,9 @@ class StepMetrics:
     """The rest of the step: head, backward, and stalls."""
     tokens_per_second: float
     tflops_model: float
-    """The rate of the model's own operations, three times the forward. Recomputation is not counted."""
+    """Rate of the model FLOPs: three times the forward, recomputed operations not counted."""
     tflops_hardware: float
-    """The rate with recomputed operations counted."""
+    """Rate of the hardware FLOPs: recomputed operations counted."""
     swapped_bytes: int
     """Activations that forward offloaded for backward, inputs of layers included."""
     nvme_read_bytes: int

@@ -1,4 +1,4 @@
-"""The device that computes, and the link between it and host memory, if there is one.
+"""The compute device, and the link between it and host memory, if there is one.
 
 The engine holds one `Device`. On `HostDevice` the CPU computes in the memory that the store was read into: nothing is
 copied, and all work is done when a call returns. `CudaDevice` (engine/device/cuda.py) only queues work: uploads,
