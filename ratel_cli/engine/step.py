@@ -67,7 +67,7 @@ class StepEngine(Closing):
         chunk_tokens: int | None,
         check_stop: Callable[[], None],
     ) -> None:
-        """`swapped`: by block, the keys of the operators whose outputs are offloaded. Others as in `open_engine`."""
+        """`swapped`: by block, the keys of the operators whose outputs are offloaded. Others as in engine/build.py."""
         self._model = model
         self._layer_runner = model.layer_runner
         self._pool = pool

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ratel_cli import _native
 from ratel_cli.data.packing import MicroBatch
-from ratel_cli.engine.build import open_device
+from ratel_cli.engine.build import EngineSettings, open_device, open_engine
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.optimizer.adamw import AdamWSettings
 from ratel_cli.engine.optimizer.update import UpdateSettings
@@ -24,7 +24,6 @@ from ratel_cli.io.views import view_field
 from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.skeleton import build_skeleton, supported_attention
 from ratel_cli.planning.placement import Overlap, Placement
-from ratel_cli.run.engine import EngineSettings, open_engine_with_scratch
 from ratel_cli.run.store import import_base
 from ratel_cli.sizes import CHUNK_ELEMENTS, GROUP_ELEMENTS, DtypeName
 from ratel_cli.store.barrier import Barrier
@@ -249,7 +248,7 @@ def machine(
 
         def make_engine(check_stop: Callable[[], None]) -> StepEngine:
             return resources.enter_context(
-                open_engine_with_scratch(
+                open_engine(
                     model,
                     store,
                     settings,
