@@ -108,18 +108,14 @@ class TokenCacheWriter(Closing):
         self._tokens = (self._partial / "tokens.bin").open("wb", buffering=1 << 20)
         self._rejects = (self._partial / REJECTS_NAME).open("w", encoding="utf-8")
         self._lengths = array("q")
-        self._num_rejected = 0
+        self.num_rejected = 0
+        """How many rejects were added."""
         self._hash = hashlib.sha256()
 
     @property
     def num_samples(self) -> int:
         """How many samples were added."""
         return len(self._lengths)
-
-    @property
-    def num_rejected(self) -> int:
-        """How many rejects were added."""
-        return self._num_rejected
 
     def add(self, sample: Sample) -> None:
         """Append one sample. Its number is the number of samples before it."""
@@ -131,7 +127,7 @@ class TokenCacheWriter(Closing):
     def reject(self, reject: Reject) -> None:
         """Append a row that is not used."""
         self._rejects.write(json.dumps(asdict(reject)) + "\n")
-        self._num_rejected += 1
+        self.num_rejected += 1
 
     def copy_rejects(self, target: Path) -> None:
         """Write the rejects so far into a file for the user."""
@@ -144,7 +140,7 @@ class TokenCacheWriter(Closing):
         self._hash.update(_length_bytes(lengths))
         summary = CacheSummary(
             num_rows=num_rows,
-            num_rejected=self._num_rejected,
+            num_rejected=self.num_rejected,
             notices=notices,
             tokens_sha256=self._hash.hexdigest(),
         )

@@ -84,23 +84,15 @@ class BufferPool(Closing):
         self.limit_bytes = limit_bytes
         self._pin = pin
         self._lock = Lock()
-        self._leased_bytes = 0
+        self.leased_bytes = 0
+        """Bytes leased now, in whole pages."""
+        self.peak_bytes = 0
+        """The most bytes that this pool held at once, idle buffers included."""
         self._idle_bytes = 0
-        self._peak_bytes = 0
         self._next_key = 0
         self._idle: OrderedDict[int, _Region] = OrderedDict()  # oldest return first
         self._idle_keys: dict[int, list[int]] = {}  # size -> keys into _idle, newest last
         self._closed = False
-
-    @property
-    def leased_bytes(self) -> int:
-        """Bytes leased now, in whole pages."""
-        return self._leased_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes that this pool held at once, idle buffers included."""
-        return self._peak_bytes
 
     def lease(self, num_bytes: int, purpose: str) -> Lease:
         """Lease a buffer of `num_bytes`. It holds the bytes of an earlier lease, or zeros.
@@ -116,8 +108,8 @@ class BufferPool(Closing):
             if region is None:
                 self._free_bytes_for(size_bytes, purpose)
                 region = _Region(size_bytes, purpose, self._pin)
-            self._leased_bytes += size_bytes
-            self._peak_bytes = max(self._peak_bytes, self._leased_bytes + self._idle_bytes)
+            self.leased_bytes += size_bytes
+            self.peak_bytes = max(self.peak_bytes, self.leased_bytes + self._idle_bytes)
         return Lease(self, region, num_bytes)
 
     def trim(self) -> None:
@@ -133,7 +125,7 @@ class BufferPool(Closing):
 
     def _take_back(self, region: _Region) -> None:
         with self._lock:
-            self._leased_bytes -= region.size_bytes
+            self.leased_bytes -= region.size_bytes
             if self._closed or region.size_bytes == 0:
                 return
             key = self._next_key
@@ -155,10 +147,10 @@ class BufferPool(Closing):
     def _free_bytes_for(self, size_bytes: int, purpose: str) -> None:
         if self.limit_bytes is None:
             return
-        shortfall_bytes = self._leased_bytes + size_bytes - self.limit_bytes
+        shortfall_bytes = self.leased_bytes + size_bytes - self.limit_bytes
         if shortfall_bytes > 0:
             raise DoesNotFit(
-                f"{purpose}: needs {format_bytes(size_bytes)} of RAM, but {format_bytes(self._leased_bytes)} "
+                f"{purpose}: needs {format_bytes(size_bytes)} of RAM, but {format_bytes(self.leased_bytes)} "
                 f"of {format_bytes(self.limit_bytes)} are in use (short by {shortfall_bytes} bytes)",
                 "raise limits.host_memory",
                 shortfall_bytes=shortfall_bytes,

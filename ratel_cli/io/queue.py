@@ -53,10 +53,8 @@ class Extent:
 class IoQueue(Closing):
     """Moves extents between files and memory. Any thread may submit."""
 
-    @property
-    @abstractmethod
-    def engine(self) -> str:
-        """The name of the engine in use."""
+    engine: str
+    """The name of the engine in use."""
 
     @property
     @abstractmethod
@@ -86,7 +84,7 @@ class LanedQueue(IoQueue):
 
     def __init__(self, engine: EngineName, open_lane: Callable[[Direction], Lane], *, request_bytes: int) -> None:
         assert request_bytes > 0 and request_bytes % PAGE_BYTES == 0
-        self._engine = engine
+        self.engine = engine
         self._request_bytes = request_bytes
         self._reads = open_lane("read")
         try:
@@ -94,10 +92,6 @@ class LanedQueue(IoQueue):
         except BaseException:
             self._reads.close()
             raise
-
-    @property
-    def engine(self) -> str:
-        return self._engine
 
     @property
     def read_bytes(self) -> int:

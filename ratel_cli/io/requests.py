@@ -95,12 +95,8 @@ class Lane(Closing):
         self._waiting: deque[Request] = deque()
         self._broken: BaseException | None = None
         self._is_closed = False
-        self._moved_bytes = 0
-
-    @property
-    def moved_bytes(self) -> int:
+        self.moved_bytes = 0
         """Bytes moved so far. A ticket's bytes are counted before the ticket is done."""
-        return self._moved_bytes
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Take over requests. Never blocks on the device. Raises IntegrityFailure if the lane is broken."""

@@ -78,7 +78,7 @@ class ThreadedLane(Lane):
                 with self._lock:
                     if request not in self._in_flight:  # it timed out, and its ticket has ended
                         return None
-                    self._moved_bytes += request.advance(result)
+                    self.moved_bytes += request.advance(result)
                     self._in_flight[request] = monotonic()
         except RatelError as error:
             return error

@@ -115,7 +115,7 @@ class UringLane(Lane):
             self._abandoned.pop(key, None)  # it timed out before; now the kernel has let go of its memory
             return
         try:
-            self._moved_bytes += flight.request.advance(result)
+            self.moved_bytes += flight.request.advance(result)
         except RatelError as error:
             self._ended.append((flight.request, error))
         else:

@@ -61,7 +61,8 @@ class LayerRunner:
         self._owner = owner
         self.layers = tuple(layers)
         self._forwards = tuple(layer.forward for layer in layers)
-        self._takes_positions = "position_ids" in inspect.signature(owner.forward).parameters
+        self.takes_positions = "position_ids" in inspect.signature(owner.forward).parameters
+        """Whether the model accepts position ids. If not, samples cannot be packed."""
         self._wrap: Callable[[torch.Tensor], object] = _bare
         self._calls: list[LayerCall] = []
         self._expected: torch.Tensor | None = None
@@ -70,11 +71,6 @@ class LayerRunner:
         """Called whenever the owner reaches a layer. For the probe."""
         for index, layer in enumerate(layers):
             layer.forward = self._shim(index)
-
-    @property
-    def takes_positions(self) -> bool:
-        """Whether the model accepts position ids. If not, samples cannot be packed."""
-        return self._takes_positions
 
     def find_layer_output(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> None:
         """Find out by trials whether layers return bare hidden states or a tuple. Both arguments: `[batch, tokens]`.
@@ -135,7 +131,7 @@ class LayerRunner:
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, injected: torch.Tensor | None
     ) -> tuple[Embedded, object]:
         self._start(injected)
-        keywords = {"position_ids": position_ids} if self._takes_positions else {}
+        keywords = {"position_ids": position_ids} if self.takes_positions else {}
         try:
             finished = self._owner(input_ids=input_ids, use_cache=False, **keywords)
             hidden, calls = self._expected, tuple(self._calls)

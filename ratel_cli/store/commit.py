@@ -26,16 +26,12 @@ class Commits:
 
     def __init__(self, lock: StoreLock, manifest: Manifest, previous_sha256: bytes, barrier: Barrier) -> None:
         """`manifest` is the one that counts, and `previous_sha256` the SHA-256 of its page."""
+        self.manifest = manifest
+        """The manifest that counts."""
         self._lock = lock
-        self._manifest = manifest
         self._previous_sha256 = previous_sha256
         self._barrier = barrier
         self._is_stopped = False
-
-    @property
-    def manifest(self) -> Manifest:
-        """The manifest that counts."""
-        return self._manifest
 
     def check_usable(self) -> None:
         """Raise IntegrityFailure if an earlier commit failed or `stop` was called."""
@@ -63,7 +59,7 @@ class Commits:
         if the write fails.
         """
         self.check_usable()
-        generation = self._manifest.generation + 1
+        generation = self.manifest.generation + 1
         manifest = replace(manifest, generation=generation, previous_sha256=self._previous_sha256)
         content = encode_manifest(manifest)
         with BufferPool(None) as pool, pool.lease(PAGE_BYTES, "the manifest") as page:
@@ -74,7 +70,7 @@ class Commits:
             except OSError as exc:
                 self._fail(f"{self._lock.paths[0]}: the manifest could not be written: {exc.strerror}", exc)
         failpoint("manifest.published")
-        self._manifest, self._previous_sha256 = manifest, page_sha256(content)
+        self.manifest, self._previous_sha256 = manifest, page_sha256(content)
 
     def _fail(self, message: str, cause: OSError) -> NoReturn:
         self._is_stopped = True

@@ -20,8 +20,8 @@ from ratel_cli.io.files import StripedFiles
 from ratel_cli.io.tickets import Ticket, follow, in_flight
 from ratel_cli.sizes import BLOCK_ALIGNMENT
 from ratel_cli.store.checksums import ChunkTable
-from ratel_cli.store.layout import ChunkMap, RecordLayout, RecordMap
-from ratel_cli.store.manifest import GenerationEntry, Progress
+from ratel_cli.store.layout import ChunkMap, RecordMap
+from ratel_cli.store.manifest import GenerationEntry
 
 _READ_AHEAD = 8
 """Chunks that `check_all` reads ahead."""
@@ -43,30 +43,18 @@ class Generation:
 
     def __init__(self, slots: StoreSlots, entry: GenerationEntry, table: ChunkTable | None = None) -> None:
         """`table` None: the checksum table is read from the slot when it is first needed."""
+        self.progress = entry.progress
+        """How far training had come when this generation was committed."""
+        self.slot = entry.slot
+        """The slot that holds this generation."""
+        self.layout = slots.records.layout
+        """The fields of every record."""
+        self.block_elements = slots.records.block_elements
+        """Number of elements of each block, gaps between parameters included."""
         self._slots = slots
         self._entry = entry
         self._table = table
         self._lock = Lock()  # for the table
-
-    @property
-    def progress(self) -> Progress:
-        """How far training had come when this generation was committed."""
-        return self._entry.progress
-
-    @property
-    def slot(self) -> int:
-        """The slot that holds this generation."""
-        return self._entry.slot
-
-    @property
-    def layout(self) -> RecordLayout:
-        """The fields of every record."""
-        return self._slots.records.layout
-
-    @property
-    def block_elements(self) -> tuple[int, ...]:
-        """Number of elements of each block, gaps between parameters included."""
-        return self._slots.records.block_elements
 
     def with_entry(self, entry: GenerationEntry) -> Generation:
         """The same bytes, described by another entry of a manifest."""

@@ -26,15 +26,11 @@ class Shadow:
         self._slots = slots
         self._table = None if slots.chunks is None else ChunkTable(slots.chunks, slots.store_id, step)
         self._lock = Lock()  # for the two counts
-        self._submitted_bytes = 0
+        self.submitted_bytes = 0
+        """Bytes of all writes so far, whether they have completed or not."""
         self._confirmed_bytes = 0
         self.generation = Generation(slots, entry, self._table)
         """Reads what was written to the shadow and waited for."""
-
-    @property
-    def submitted_bytes(self) -> int:
-        """Bytes of all writes so far, whether they have completed or not."""
-        return self._submitted_bytes
 
     def write(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
         """Compute the checksums of elements [start, stop) of a field, whole chunks, and write them.
@@ -50,7 +46,7 @@ class Shadow:
         address = self.generation.address(block, field, start, stop, memory)
         ticket = self._slots.files.write(address, memory)
         with self._lock:
-            self._submitted_bytes += len(memory)
+            self.submitted_bytes += len(memory)
         return follow(ticket, lambda: self._confirm(len(memory)))
 
     def seeds(self, block: int, start: int, stop: int) -> list[int | None]:
@@ -79,7 +75,7 @@ class Shadow:
 
     def check_waited(self) -> None:
         """Insist that every write was waited for and every chunk has a checksum. Anything else is a bug."""
-        assert self._confirmed_bytes == self._submitted_bytes, "a write was not waited for, or failed"
+        assert self._confirmed_bytes == self.submitted_bytes, "a write was not waited for, or failed"
         assert self._table is None or self._table.is_complete, "a chunk was written without a checksum"
 
     def write_table(self) -> str:

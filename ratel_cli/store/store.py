@@ -30,7 +30,7 @@ from ratel_cli.store.commit import Commits
 from ratel_cli.store.create import fill_with_zeros, make_files
 from ratel_cli.store.generation import Generation, StoreSlots
 from ratel_cli.store.headers import existing_store, read_header
-from ratel_cli.store.layout import Geometry, RecordLayout
+from ratel_cli.store.layout import Geometry
 from ratel_cli.store.lock import DATA_FILE_NAME, DEFAULT_WAIT_SECONDS, StoreLock
 from ratel_cli.store.manifest import (
     NO_PREVIOUS,
@@ -70,13 +70,28 @@ class Store(Closing):
         self, lock: StoreLock, manifest: Manifest, previous_sha256: bytes, *, queue: IoQueue, barrier: Barrier
     ) -> None:
         """For `create` and `open`. The store owns the lock from here on."""
-        geometry = manifest.geometry
+        geometry, records = manifest.geometry, manifest.geometry.records()
+        self.identity = manifest.identity
+        """What the store belongs to."""
+        self.layout = records.layout
+        """The fields of every record."""
+        self.block_elements = records.block_elements
+        """Number of elements of each block, gaps between parameters included."""
+        self.num_slots = geometry.num_slots
+        """Generations that the store can hold, the shadow included."""
+        self.in_place = geometry.in_place
+        """True if the store has one slot. A step that fails while it writes then loses the store."""
+        self.chunk_elements = geometry.chunk_elements
+        """Elements of a field that share a checksum. 0: the store has no checksums."""
+        self.slot_bytes = records.slot_bytes
+        """Size of one generation with its checksums, which is what a step writes."""
+        self.nvme_bytes = sum(geometry.file_bytes())
+        """Size of all data files together."""
         self._lock = lock
         self._commits = Commits(lock, manifest, previous_sha256, barrier)
-        self._records = geometry.records()
         self._files = StripedFiles(lock.fds, geometry.stripes(), queue)
         self._slots = StoreSlots(
-            files=self._files, records=self._records, chunks=geometry.chunks(), store_id=manifest.store_id
+            files=self._files, records=records, chunks=geometry.chunks(), store_id=manifest.store_id
         )
         self._held: list[Generation] = []
         self._phase = _Phase.READY if manifest.generation else _Phase.IMPORTING
@@ -157,31 +172,6 @@ class Store(Closing):
         return existing_store([read_header(path / DATA_FILE_NAME) for path in check_directories(paths)]) is not None
 
     @property
-    def layout(self) -> RecordLayout:
-        """The fields of every record."""
-        return self._records.layout
-
-    @property
-    def block_elements(self) -> tuple[int, ...]:
-        """Number of elements of each block, gaps between parameters included."""
-        return self._records.block_elements
-
-    @property
-    def num_slots(self) -> int:
-        """Generations that the store can hold, the shadow included."""
-        return self._commits.manifest.geometry.num_slots
-
-    @property
-    def in_place(self) -> bool:
-        """True if the store has one slot. A step that fails while it writes then loses the store."""
-        return self._commits.manifest.geometry.in_place
-
-    @property
-    def identity(self) -> StoreIdentity:
-        """What the store belongs to."""
-        return self._commits.manifest.identity
-
-    @property
     def progress(self) -> Progress:
         """How far training had come when the current generation was committed."""
         return self._commits.manifest.progress
@@ -190,21 +180,6 @@ class Store(Closing):
     def pinned_steps(self) -> tuple[int, ...]:
         """The steps whose generations are pinned, in ascending order."""
         return tuple(sorted(entry.progress.step for entry in self._commits.manifest.pins))
-
-    @property
-    def slot_bytes(self) -> int:
-        """Size of one generation with its checksums, which is what a step writes."""
-        return self._records.slot_bytes
-
-    @property
-    def nvme_bytes(self) -> int:
-        """Size of all data files together."""
-        return sum(self._commits.manifest.geometry.file_bytes())
-
-    @property
-    def chunk_elements(self) -> int:
-        """Elements of a field that share a checksum. 0: the store has no checksums."""
-        return self._commits.manifest.geometry.chunk_elements
 
     def current(self) -> Generation:
         """The last committed generation. It can be read until the step after the next one begins to write."""

@@ -18,13 +18,10 @@ class ThrottledQueue(IoQueue):
     """An IoQueue over another, which it borrows: whoever opened that one may still use and must close it."""
 
     def __init__(self, queue: IoQueue, *, read_bytes_per_second: float, write_bytes_per_second: float) -> None:
+        self.engine = queue.engine
         self._queue = queue
         self._reads = _Clock(read_bytes_per_second)
         self._writes = _Clock(write_bytes_per_second)
-
-    @property
-    def engine(self) -> str:
-        return self._queue.engine
 
     @property
     def read_bytes(self) -> int:
