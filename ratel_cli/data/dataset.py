@@ -24,21 +24,11 @@ import numpy as np
 from ratel_cli.data.encode import Tokenizer
 from ratel_cli.data.ingest import load_token_cache
 from ratel_cli.data.packing import Integers, MicroBatch, Sequences, assemble, one_per_sequence, pack, random_order
-from ratel_cli.data.rows import DatasetSource, DatasetType, open_source
+from ratel_cli.data.rows import DatasetSource, open_source
 from ratel_cli.data.token_cache import TokenCache
 from ratel_cli.errors import BadInput
 from ratel_cli.json_fields import hash_of
 from ratel_cli.units import counted
-
-__all__ = [
-    "DataSettings",
-    "DatasetSource",
-    "DatasetType",
-    "MicroBatch",
-    "Tokenizer",
-    "TrainingData",
-    "load_training_data",
-]
 
 # The second part of each random order's key. The orders of epochs count up from the last.
 _ORDER_OF_SPLIT, _ORDER_OF_TIES, _ORDER_OF_EPOCHS = 0, 1, 2

@@ -21,7 +21,9 @@ from ratel_cli import _native
 from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.data.dataset import DatasetSource, DataSettings, Tokenizer, TrainingData, load_training_data
+from ratel_cli.data.dataset import DataSettings, TrainingData, load_training_data
+from ratel_cli.data.encode import Tokenizer
+from ratel_cli.data.rows import DatasetSource
 from ratel_cli.errors import BadInput, RatelError, first_line
 from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.json_fields import hash_of

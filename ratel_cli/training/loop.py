@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ratel_cli.data.dataset import MicroBatch, TrainingData
+from ratel_cli.data.dataset import TrainingData
+from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.step import StepEngine
