@@ -36,7 +36,7 @@ def measure(
     device: torch.device,
     nvme_rates: tuple[float, float] | None = None,
     budget: MeasurementBudget = BRIEF,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = lambda what: None,
 ) -> HardwareProfile:
     """Profile this machine. Raises EnvironmentFailure if a directory cannot be written.
 
@@ -44,18 +44,17 @@ def measure(
     `nvme_rates` are bytes per second read and written; if given, they are used and the drives are not measured.
     `progress` is called with what is measured next.
     """
-    report = progress or _ignore
     if nvme_rates is None:
-        nvme = measure_drives(paths, queue, pool, budget=budget, progress=report)
+        nvme = measure_drives(paths, queue, pool, budget=budget, progress=progress)
     else:
         nvme = _assume(paths, *nvme_rates)
-    report("matrix products")
+    progress("matrix products")
     gpu = measure_device(dtype, device, budget.seconds)
     link = None
     if device.type == "cuda":
-        report("the link to the GPU")
+        progress("the link to the GPU")
         link = measure_link(device, budget.seconds)
-    report("RAM and AdamW")
+    progress("RAM and AdamW")
     host = Host(
         memory_bytes=memory_bytes(),
         available_bytes=available_bytes(),
@@ -126,7 +125,3 @@ def _adam_rate(seconds: float) -> float:
         )
 
     return _ADAM_PARAMETERS / best_seconds(update, seconds)
-
-
-def _ignore(_: str) -> None:
-    return

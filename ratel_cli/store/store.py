@@ -107,8 +107,8 @@ class Store(Closing):
         identity: StoreIdentity,
         queue: IoQueue,
         overwrite: bool = False,
-        notice: Callable[[str], None] | None = None,
-        progress: Callable[[int], None] | None = None,
+        notice: Callable[[str], None] = lambda text: None,
+        progress: Callable[[int], None] = lambda num_bytes: None,
         lock_wait_seconds: float = DEFAULT_WAIT_SECONDS,
         barrier: Barrier | None = None,
     ) -> Self:
@@ -131,9 +131,9 @@ class Store(Closing):
             lock_wait_seconds=lock_wait_seconds,
         )
         try:
-            use_direct_io(lock.fds, lock.paths, notice or _ignore)
+            use_direct_io(lock.fds, lock.paths, notice)
             store = cls(lock, manifest, NO_PREVIOUS, queue=queue, barrier=barrier)
-            fill_with_zeros(store._files, geometry.num_slots * store.slot_bytes, progress or _ignore)
+            fill_with_zeros(store._files, geometry.num_slots * store.slot_bytes, progress)
         except BaseException:
             lock.close()
             raise
@@ -146,7 +146,7 @@ class Store(Closing):
         *,
         queue: IoQueue,
         identity: StoreIdentity | None,
-        notice: Callable[[str], None] | None = None,
+        notice: Callable[[str], None] = lambda text: None,
         lock_wait_seconds: float = DEFAULT_WAIT_SECONDS,
         barrier: Barrier | None = None,
     ) -> Self:
@@ -158,7 +158,7 @@ class Store(Closing):
         lock, manifest, page = open_files(
             check_directories(paths),
             identity=identity,
-            notice=notice or _ignore,
+            notice=notice,
             lock_wait_seconds=lock_wait_seconds,
         )
         return cls(lock, manifest, page_sha256(page), queue=queue, barrier=barrier or Barrier())
@@ -381,7 +381,3 @@ class Store(Closing):
         """Commit the manifest. `generation` is then the current one; None: the one that was current stays so."""
         self._commits.publish(manifest)
         self._current = (generation or self._current).with_entry(self._commits.manifest.current)
-
-
-def _ignore(_: object) -> None:
-    return

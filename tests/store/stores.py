@@ -43,8 +43,8 @@ def create_store(
     weights: Sequence[int] | None = None,
     stripe_bytes: int = STRIPE_BYTES,
     chunk_elements: int = SMALL_CHUNK,
-    notice: Callable[[str], None] | None = None,
-    progress: Callable[[int], None] | None = None,
+    notice: Callable[[str], None] = lambda text: None,
+    progress: Callable[[int], None] = lambda num_bytes: None,
     barrier: Barrier | None = None,
     store_class: type[Store] = Store,
 ) -> Store:
@@ -114,7 +114,7 @@ def open_store(
     queue: IoQueue,
     *,
     identity: StoreIdentity | None = IDENTITY,
-    notice: Callable[[str], None] | None = None,
+    notice: Callable[[str], None] = lambda text: None,
     lock_wait_seconds: float = 0.2,
 ) -> Store:
     return Store.open(paths, queue=queue, identity=identity, notice=notice, lock_wait_seconds=lock_wait_seconds)
