@@ -28,6 +28,13 @@ from ratel_cli.errors import BadInput
 
 Argument: TypeAlias = "torch.Tensor | str | int | float | bool | tuple[Argument, ...] | list[Argument] | None"
 
+_WRAPS: tuple[Callable[[torch.Tensor], object], ...] = (
+    lambda hidden: hidden,
+    lambda hidden: (hidden,),
+    lambda hidden: (hidden, None),
+)
+"""What a layer may return: bare hidden states, or a tuple that begins with them."""
+
 
 class Forward(Protocol):
     """A function that takes the place of a module's `forward`."""
@@ -63,7 +70,7 @@ class LayerRunner:
         self._forwards = tuple(layer.forward for layer in layers)
         self.takes_positions = "position_ids" in inspect.signature(owner.forward).parameters
         """Whether the model accepts position ids. If not, samples cannot be packed."""
-        self._wrap: Callable[[torch.Tensor], object] = _bare
+        self._wrap = _WRAPS[0]
         self._calls: list[LayerCall] = []
         self._expected: torch.Tensor | None = None
         self._injected: torch.Tensor | None = None
@@ -78,7 +85,7 @@ class LayerRunner:
         Must come before all other calls. Raises BadInput if the model breaks an invariant of this file.
         """
         rejection: BadInput | None = None
-        for wrap in (_bare, _single, _pair):
+        for wrap in _WRAPS:
             self._wrap = wrap
             try:
                 embedded, finished = self._run_owner(input_ids, position_ids, injected=None)
@@ -187,18 +194,6 @@ class LayerRunner:
                 f"{type(self._model).__name__}: its layers share a {type(argument).__name__}; "
                 "such models cannot be streamed"
             )
-
-
-def _bare(hidden: torch.Tensor) -> object:
-    return hidden
-
-
-def _single(hidden: torch.Tensor) -> object:
-    return (hidden,)
-
-
-def _pair(hidden: torch.Tensor) -> object:
-    return (hidden, None)
 
 
 def last_hidden_state(finished: object) -> torch.Tensor:

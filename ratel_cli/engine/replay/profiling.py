@@ -89,8 +89,7 @@ class BlockProfiler:
             for sample, run in enumerate(samples[:num_samples])
             if run.unit is not None
         }
-        outside = {0: self._outside[0], head.index: self._outside[head.index]}
-        return units, {block: _seconds(samples, num_samples) for block, samples in (runs | outside).items()}
+        return units, {block: _seconds(samples, num_samples) for block, samples in (runs | self._outside).items()}
 
     def _embedding(self, block: BlockSpec, batch: MicroBatch) -> tuple[torch.Tensor, tuple[LayerCall, ...]]:
         with self._bound(block) as parameters:
