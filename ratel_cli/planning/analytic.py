@@ -25,7 +25,7 @@ from ratel_cli.model.spec import (
 )
 from ratel_cli.planning.activations import block_activation_bytes, input_bytes
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
-from ratel_cli.planning.placement import StateBytes
+from ratel_cli.planning.placement import StateBytes, Workload
 
 _NORMS_OF_THE_LAST = ("post_feedforward_layernorm.weight", "post_mlp_layernorm.weight")
 _LOGSUMEXP_BYTES = 4
@@ -89,9 +89,7 @@ def head_flops(spec: ModelSpec, *, tokens: int) -> int:
     return 2 * tokens * matrices
 
 
-def analytic_profile(
-    spec: ModelSpec, state: StateBytes, *, traits: LayerTraits, micro_batch_tokens: int, sequence_len: int
-) -> ModelProfile:
+def analytic_profile(spec: ModelSpec, state: StateBytes, workload: Workload, *, traits: LayerTraits) -> ModelProfile:
     """The profile of one micro-batch, without seconds. Layers whose parameters have equal shapes share a profile."""
     profiles: list[LayerProfile] = []
     known: dict[tuple[tuple[str, tuple[int, ...]], ...], int] = {}
@@ -100,17 +98,15 @@ def analytic_profile(
         shapes = tuple((name_in_layer(parameter.name), parameter.shape) for parameter in block.parameters)
         if shapes not in known:
             known[shapes] = len(profiles)
-            profiles.append(
-                _layer_profile(spec, block, state, traits=traits, tokens=micro_batch_tokens, sequence_len=sequence_len)
-            )
+            profiles.append(_layer_profile(spec, block, state, workload, traits))
         layers.append(known[shapes])
     return ModelProfile(
         source="analytic",
         profiles=tuple(profiles),
         layers=tuple(layers),
-        micro_batch_tokens=micro_batch_tokens,
-        sequence_len=sequence_len,
-        flops_head=head_flops(spec, tokens=micro_batch_tokens),
+        micro_batch_tokens=workload.micro_batch_tokens,
+        sequence_len=workload.sequence_len,
+        flops_head=head_flops(spec, tokens=workload.micro_batch_tokens),
     )
 
 
@@ -127,13 +123,14 @@ class _Product:
 
 
 def _layer_profile(
-    spec: ModelSpec, block: BlockSpec, state: StateBytes, *, traits: LayerTraits, tokens: int, sequence_len: int
+    spec: ModelSpec, block: BlockSpec, state: StateBytes, workload: Workload, traits: LayerTraits
 ) -> LayerProfile:
+    tokens = workload.micro_batch_tokens
     products = _products(block, traits)
     dead = _dead(spec, block, products)
     candidates = [_product_candidate(product, state, tokens) for product in products if product is not dead]
     if traits.num_heads:
-        candidates.insert(0, _attention_candidate(traits, state, tokens=tokens, sequence_len=sequence_len))
+        candidates.insert(0, _attention_candidate(traits, state, tokens=tokens, sequence_len=workload.sequence_len))
     flops_recomputed = sum(candidate.flops for candidate in candidates)
     return LayerProfile(
         input_bytes=input_bytes(spec, state, tokens=tokens),

@@ -12,8 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.activations import input_bytes
+from ratel_cli.planning.analytic import head_flops
 from ratel_cli.planning.liveness import Decision, Recorded, decide
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
+from ratel_cli.planning.placement import StateBytes, Workload
 
 _LEAST_SHARE = 0.002
 """The share of a layer's recomputation that a candidate must save."""
@@ -56,18 +60,15 @@ class BlockSeconds:
 def recorded_profile(
     units: Mapping[tuple[int, int], UnitRecord],
     seconds: Mapping[int, BlockSeconds],
-    *,
-    num_blocks: int,
-    input_bytes: int,
-    flops_head: int,
-    micro_batch_tokens: int,
-    sequence_len: int,
+    spec: ModelSpec,
+    state: StateBytes,
+    workload: Workload,
 ) -> ModelProfile:
-    """The profile of a model with `num_blocks` blocks.
+    """The profile of a model from one step.
 
     `units` are by block and micro-batch, and hold every micro-batch of each layer. `seconds` are by block.
-    `input_bytes` is one micro-batch's input of a layer as it is packed.
     """
+    head, tokens = len(spec.blocks) - 1, workload.micro_batch_tokens
     by_block: dict[int, list[UnitRecord]] = {}
     for (block, _), unit in units.items():
         by_block.setdefault(block, []).append(unit)
@@ -81,23 +82,21 @@ def recorded_profile(
             _typical([unit for block in blocks for unit in by_block[block]]),
             forward_seconds=median(seconds[block].forward for block in blocks) / num_micro_batches,
             backward_seconds=median(seconds[block].backward for block in blocks) / num_micro_batches,
-            input_bytes=input_bytes,
+            input_bytes=input_bytes(spec, state, tokens=tokens),
         )
         for blocks in alike.values()
     ]
     number_of = {block: number for number, blocks in enumerate(alike.values()) for block in blocks}
-    outside = {
-        block: (seconds[block].forward + seconds[block].backward) / num_micro_batches for block in (0, num_blocks - 1)
-    }
+    outside = {block: (seconds[block].forward + seconds[block].backward) / num_micro_batches for block in (0, head)}
     return ModelProfile(
         source="recorded",
         profiles=tuple(profiles),
-        layers=tuple(number_of[block] for block in range(1, num_blocks - 1)),
-        micro_batch_tokens=micro_batch_tokens,
-        sequence_len=sequence_len,
-        flops_head=flops_head,
+        layers=tuple(number_of[block] for block in range(1, head)),
+        micro_batch_tokens=tokens,
+        sequence_len=workload.sequence_len,
+        flops_head=head_flops(spec, tokens=tokens),
         embedding_seconds=outside[0],
-        head_seconds=outside[num_blocks - 1],
+        head_seconds=outside[head],
     )
 
 

@@ -47,18 +47,11 @@ def forecaster_of(config: RunConfig, hardware: HardwareProfile, *, name: str, lo
     if config.cost_model == "paper":
         return _paper_forecaster(config, name)
     model = describe_model(config, name=name, log=log)
-    state, workload = state_bytes(config), workload_of(config)
+    state = state_bytes(config)
     recorded = CachedProfile(config, model.spec, hardware).read()
     return RatelForecaster(
         spec=model.spec,
-        profile=recorded
-        or analytic_profile(
-            model.spec,
-            state,
-            traits=model.traits,
-            micro_batch_tokens=workload.micro_batch_tokens,
-            sequence_len=workload.sequence_len,
-        ),
+        profile=recorded or analytic_profile(model.spec, state, workload_of(config), traits=model.traits),
         state=state,
         decisions=decisions_of(config, host_limit_bytes=0),
         process_bytes=_PROCESS_BYTES,

@@ -22,8 +22,7 @@ from ratel_cli.hardware.host import resident_bytes
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import input_bytes
-from ratel_cli.planning.analytic import analytic_profile, head_flops
+from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import StateBytes, Workload
 from ratel_cli.planning.plan import Decisions, Plan, make_plan
@@ -65,15 +64,12 @@ class Planner:
 
     def recorded(self, recording: StepRecording, spans: Sequence[Span]) -> ModelProfile:
         """The profile of the model from a recorded step and the spans of its work."""
-        tokens = self.workload.micro_batch_tokens
         return recorded_profile(
             recording.units(),
             _block_seconds(spans, num_cores=self.hardware.host.num_cores if self.hardware.link is None else None),
-            num_blocks=len(self.spec.blocks),
-            input_bytes=input_bytes(self.spec, self.state, tokens=tokens),
-            flops_head=head_flops(self.spec, tokens=tokens),
-            micro_batch_tokens=tokens,
-            sequence_len=self.workload.sequence_len,
+            self.spec,
+            self.state,
+            self.workload,
         )
 
     def _plan(self, profile: ModelProfile, decisions: Decisions) -> Plan:
@@ -107,13 +103,7 @@ def make_planner(context: RunContext, spec: ModelSpec, hardware: HardwareProfile
 
 def estimated_profile(planner: Planner, model: DecoderModel) -> ModelProfile:
     """The model's profile from its shapes alone."""
-    return analytic_profile(
-        planner.spec,
-        planner.state,
-        traits=model.traits,
-        micro_batch_tokens=planner.workload.micro_batch_tokens,
-        sequence_len=planner.workload.sequence_len,
-    )
+    return analytic_profile(planner.spec, planner.state, planner.workload, traits=model.traits)
 
 
 def _block_seconds(spans: Sequence[Span], *, num_cores: int | None) -> Mapping[int, BlockSeconds]:

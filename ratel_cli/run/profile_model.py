@@ -26,8 +26,7 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import NOTHING_OFFLOADED, input_bytes
-from ratel_cli.planning.analytic import head_flops
+from ratel_cli.planning.activations import NOTHING_OFFLOADED
 from ratel_cli.planning.capacity import StepMemory
 from ratel_cli.planning.gpu_memory import GpuMemory
 from ratel_cli.planning.model_profile import ModelProfile
@@ -98,16 +97,7 @@ def _measured(config: RunConfig, model: DecoderModel) -> ModelProfile:
     with translate_errors("measuring the model needs more than is available"):
         profiler = BlockProfiler(model, dtype=DTYPES[config.dtype], device=device)
         units, seconds = profiler.record(_any_batch(workload, spec.vocab_size))
-    tokens = workload.micro_batch_tokens
-    return recorded_profile(
-        units,
-        seconds,
-        num_blocks=len(spec.blocks),
-        input_bytes=input_bytes(spec, state_bytes(config), tokens=tokens),
-        flops_head=head_flops(spec, tokens=tokens),
-        micro_batch_tokens=tokens,
-        sequence_len=workload.sequence_len,
-    )
+    return recorded_profile(units, seconds, spec, state_bytes(config), workload)
 
 
 def _any_batch(workload: Workload, vocab_size: int) -> MicroBatch:

@@ -287,13 +287,7 @@ def _largest(task: Task, planner: Planner, gpu_memory_gib: float, host_bytes: in
         model = find_blocks(build_skeleton(config, dtype="bfloat16", attn_implementation="sdpa"), name="wide")
         forecaster = RatelForecaster(
             spec=model.spec,
-            profile=analytic_profile(
-                model.spec,
-                planner.state,
-                traits=model.traits,
-                micro_batch_tokens=workload.micro_batch_tokens,
-                sequence_len=workload.sequence_len,
-            ),
+            profile=analytic_profile(model.spec, planner.state, workload, traits=model.traits),
             state=planner.state,
             decisions=Decisions(
                 holds_gradients=True,

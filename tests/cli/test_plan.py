@@ -19,6 +19,7 @@ from ratel_cli.console import RunLog
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.planning.placement import Workload
 from ratel_cli.run.cached_profile import CachedProfile
 from ratel_cli.run.hardware_file import to_text
 from ratel_cli.run.model_description import describe_model
@@ -224,7 +225,8 @@ def keep_profile(config: Path, hardware: HardwareProfile) -> None:
     """As a run would that recorded its first step on this machine."""
     loaded = load_config(config).config
     model = describe_model(loaded, name="", log=RunLog())
-    estimate = analytic_profile(model.spec, BFLOAT16, traits=model.traits, micro_batch_tokens=128, sequence_len=128)
+    workload = Workload(micro_batch_size=1, num_micro_batches=1, sequence_len=128)
+    estimate = analytic_profile(model.spec, BFLOAT16, workload, traits=model.traits)
     profile: ModelProfile = replace(
         estimate,
         source="recorded",

@@ -15,7 +15,8 @@ from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
 from ratel_cli.planning.recorded import recorded_profile
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.engine.machine import attention_of, initial_weights, machine, random_steps
-from tests.engine.test_swap import recorded
+from tests.engine.test_swap import recorded, workload_of
+from tests.planning.shapes import BFLOAT16
 from tests.reference import Recipe
 from tests.tiers import sample
 
@@ -43,15 +44,7 @@ def test_it_is_the_profile_of_a_recorded_step(tmp_path: Path, architecture: str)
         build_skeleton(tiny_config(architecture), dtype="bfloat16", attn_implementation=attention), name="tiny"
     )
     units, seconds = BlockProfiler(model, dtype=torch.bfloat16, device=torch.device("cpu")).record(batches[0])
-    found = recorded_profile(
-        units,
-        seconds,
-        num_blocks=len(model.spec.blocks),
-        input_bytes=wanted.profiles[0].input_bytes,
-        flops_head=0,
-        micro_batch_tokens=wanted.micro_batch_tokens,
-        sequence_len=wanted.sequence_len,
-    )
+    found = recorded_profile(units, seconds, model.spec, BFLOAT16, workload_of(batches))
     assert timeless(found) == timeless(wanted)
     for layer, other in zip(found.profiles, wanted.profiles, strict=True):
         # A number that torch wraps in a tensor counts only if its address is new.

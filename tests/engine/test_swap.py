@@ -15,16 +15,15 @@ from ratel_cli.engine.telemetry import Span
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import offload
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.placement import Placement, Workload
 from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
 from ratel_cli.planning.swap import SwapOrder
 from ratel_cli.planning.traffic import step_traffic
-from ratel_cli.sizes import PACKED_ALIGNMENT
-from ratel_cli.units import align_up
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.engine.exactness import assert_same_training, reference
 from tests.engine.machine import Machine, attention_of, initial_weights, machine, random_steps
 from tests.engine.test_step import STATE_BYTES, moved_by_last_step
+from tests.planning.shapes import BFLOAT16
 from tests.reference import Recipe
 from tests.tiers import sample
 
@@ -41,16 +40,13 @@ def recorded(ratel: Machine, recipe: Recipe, batches: list[MicroBatch]) -> Model
     assert outcome.applied
     ratel.decided = 1
     ratel.settle()
-    spec, tokens = ratel.model.spec, batches[0].input_ids.numel()
-    return recorded_profile(
-        recording.units(),
-        seconds_of(spec, ratel.timeline.take().spans),
-        num_blocks=len(spec.blocks),
-        input_bytes=align_up(tokens * spec.hidden_size * 2, PACKED_ALIGNMENT),
-        flops_head=0,
-        micro_batch_tokens=tokens,
-        sequence_len=tokens,
-    )
+    spec, seconds = ratel.model.spec, seconds_of(ratel.model.spec, ratel.timeline.take().spans)
+    return recorded_profile(recording.units(), seconds, spec, BFLOAT16, workload_of(batches))
+
+
+def workload_of(batches: list[MicroBatch]) -> Workload:
+    """With all tokens of a micro-batch in one row."""
+    return Workload(micro_batch_size=1, num_micro_batches=len(batches), sequence_len=batches[0].input_ids.numel())
 
 
 def seconds_of(spec: ModelSpec, spans: tuple[Span, ...]) -> dict[int, BlockSeconds]:

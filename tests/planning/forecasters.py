@@ -59,7 +59,7 @@ def ratel_forecaster(
     traits = LayerTraits(num_heads=8, head_dim=hidden_size // 8)
     return RatelForecaster(
         spec=spec,
-        profile=analytic_profile(spec, BFLOAT16, traits=traits, micro_batch_tokens=1024 * rows, sequence_len=1024),
+        profile=analytic_profile(spec, BFLOAT16, setting(rows=rows).workload, traits=traits),
         state=BFLOAT16,
         decisions=Decisions(
             holds_gradients=holds_gradients,

@@ -13,13 +13,7 @@ from tests.planning.shapes import BFLOAT16, WORKLOAD
 
 def estimated(spec: ModelSpec, workload: Workload = WORKLOAD, state: StateBytes = BFLOAT16) -> ModelProfile:
     """As from its config.json."""
-    return analytic_profile(
-        spec,
-        state,
-        traits=LayerTraits(num_heads=4, head_dim=spec.hidden_size // 4),
-        micro_batch_tokens=workload.micro_batch_tokens,
-        sequence_len=workload.sequence_len,
-    )
+    return analytic_profile(spec, state, workload, traits=LayerTraits(num_heads=4, head_dim=spec.hidden_size // 4))
 
 
 def candidate(

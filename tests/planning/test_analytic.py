@@ -18,7 +18,7 @@ from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.model.spec import LayerTraits
 from ratel_cli.planning.analytic import analytic_profile, spec_from_shape
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
-from ratel_cli.planning.placement import StateBytes
+from ratel_cli.planning.placement import StateBytes, Workload
 from ratel_cli.sizes import DtypeName
 from tests.engine.architectures import VOCAB_SIZE, tiny_config
 from tests.planning.shapes import BFLOAT16, FLOAT32
@@ -85,9 +85,9 @@ def model_of(config: PretrainedConfig, *, attention: str = "eager", dtype: Dtype
 
 
 def profile_of(model: DecoderModel, state: StateBytes) -> ModelProfile:
-    return analytic_profile(
-        model.spec, state, traits=model.traits, micro_batch_tokens=TOKENS, sequence_len=SEQUENCE_LEN
-    )
+    rows = TOKENS // SEQUENCE_LEN
+    workload = Workload(micro_batch_size=rows, num_micro_batches=1, sequence_len=SEQUENCE_LEN)
+    return analytic_profile(model.spec, state, workload, traits=model.traits)
 
 
 @pytest.mark.parametrize("architecture", WIDER)
@@ -152,9 +152,8 @@ def test_a_gpt_has_the_papers_flops_and_benefits() -> None:
     profile = analytic_profile(
         spec,
         BFLOAT16,
+        Workload(micro_batch_size=32, num_micro_batches=1, sequence_len=1024),
         traits=LayerTraits(num_heads=40, head_dim=128),
-        micro_batch_tokens=32 * 1024,
-        sequence_len=1024,
     )
     assert profile.source == "analytic"
     (layer,) = profile.profiles

@@ -15,7 +15,7 @@ from hypothesis import given
 from ratel_cli.planning.liveness import Decision, decide
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
 from ratel_cli.planning.recorded import BlockSeconds, OperatorRecord, UnitRecord, recorded_profile
-from tests.planning.shapes import SEEDS
+from tests.planning.shapes import BFLOAT16, SEEDS, WORKLOAD, gpt
 from tests.tiers import examples
 
 
@@ -49,15 +49,12 @@ def unit(*operators: OperatorRecord, saved: Collection[int]) -> UnitRecord:
 def profile(
     *layers: UnitRecord, num_micro_batches: int = 1, seconds: dict[int, BlockSeconds] | None = None
 ) -> ModelProfile:
-    num_blocks = len(layers) + 2
     return recorded_profile(
         {(block, number): each for number in range(num_micro_batches) for block, each in enumerate(layers, start=1)},
-        seconds or {block: BlockSeconds(forward=10.0, backward=100.0) for block in range(num_blocks)},
-        num_blocks=num_blocks,
-        input_bytes=64,
-        flops_head=7,
-        micro_batch_tokens=128,
-        sequence_len=64,
+        seconds or {block: BlockSeconds(forward=10.0, backward=100.0) for block in range(len(layers) + 2)},
+        gpt(num_layers=len(layers)),
+        BFLOAT16,
+        WORKLOAD,
     )
 
 
@@ -181,7 +178,8 @@ def test_layers_of_two_kinds_have_two_profiles() -> None:
     found = profile(dense, sparse, dense, sparse, wide)
     assert found.layers == (0, 1, 0, 1, 2)
     assert [each.flops_forward for each in found.profiles] == [1, 6, 1]
-    assert (found.source, found.flops_head, found.micro_batch_tokens, found.sequence_len) == ("recorded", 7, 128, 64)
+    assert (found.source, found.micro_batch_tokens, found.sequence_len) == ("recorded", 128, 64)
+    assert found.flops_head == 2 * 128 * 512 * 64
 
 
 def test_times_are_medians_over_layers_that_are_alike_and_of_one_micro_batch() -> None:
@@ -195,7 +193,7 @@ def test_times_are_medians_over_layers_that_are_alike_and_of_one_micro_batch() -
     assert (each.forward_seconds, each.recomputed_seconds, each.backward_seconds) == (2.0, 2.0, 20.0 - 2.0)
     assert each.candidates[0].seconds == 2.0
     assert (found.embedding_seconds, found.head_seconds) == (88 / 2, 176 / 2)
-    assert (each.input_bytes, each.saved_bytes) == (64, 1000)
+    assert (each.input_bytes, each.saved_bytes) == (128 * 64 * 2, 1000)
 
 
 def test_a_micro_batch_that_ran_more_operators_does_not_count_in_their_times() -> None:
@@ -208,11 +206,9 @@ def test_a_micro_batch_that_ran_more_operators_does_not_count_in_their_times() -
     found = recorded_profile(
         {(1, number): each for number, each in enumerate(units)},
         {block: BlockSeconds(forward=3.0, backward=9.0) for block in range(3)},
-        num_blocks=3,
-        input_bytes=64,
-        flops_head=0,
-        micro_batch_tokens=1,
-        sequence_len=1,
+        gpt(num_layers=1),
+        BFLOAT16,
+        WORKLOAD,
     )
     assert found.profiles[0].recomputed_seconds == 2.0
 

@@ -98,14 +98,9 @@ def test_a_gpu_has_its_own_memory_and_a_cpu_only_a_budget() -> None:
 def test_a_larger_micro_batch_is_as_if_estimated_anew() -> None:
     """And where times were recorded they grow with the rows."""
     forecaster = ratel_forecaster(rows=4)
-    anew = analytic_profile(
-        forecaster.spec,
-        BFLOAT16,
-        traits=LayerTraits(num_heads=8, head_dim=128),
-        micro_batch_tokens=8192,
-        sequence_len=1024,
-    )
     asked = setting(rows=8)
+    traits = LayerTraits(num_heads=8, head_dim=128)
+    anew = analytic_profile(forecaster.spec, BFLOAT16, asked.workload, traits=traits)
     assert forecaster.forecast(asked) == replace(forecaster, profile=anew).forecast(asked)
     timed = recorded(forecaster)
     once, twice = (timed.forecast(setting(rows=rows)) for rows in (4, 8))
