@@ -168,8 +168,7 @@ def export(
         Path, typer.Option("--output", "-o", metavar="DIR", help="The directory to write.", show_default=False)
     ],
     step: Annotated[
-        int | None,
-        typer.Option(min=0, metavar="STEP", help="A saved step. Default: the last one.", show_default=False),
+        int | None, typer.Option(min=0, metavar="STEP", help="A saved step. Default: the last one.", show_default=False)
     ] = None,
 ) -> None:
     from ratel_cli.cli import export as command

@@ -83,10 +83,7 @@ _PER_EPOCH = ("Ratel counts in steps, not in epochs", "use `save_steps` and `eva
 _STAGE = ("Ratel does supervised full fine-tuning only", "remove it")
 _LOADER = ("Ratel prepares the data once, by itself", "remove it")
 _PADDING = ("packing fills the sequences", "use `sample_packing` and `sequence_len`")
-_TEMPLATE = (
-    "Ratel uses the tokenizer's own chat template",
-    "remove it, or change that template",
-)
+_TEMPLATE = ("Ratel uses the tokenizer's own chat template", "remove it, or change that template")
 _STRATEGY = ("`save_steps` and `eval_steps` decide this", "remove it, and use these keys")
 _MERGE = ("YAML merge keys are not supported", "write the keys out")
 

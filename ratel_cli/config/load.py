@@ -25,16 +25,7 @@ from ratel_cli.config.messages import contradictions_in, finding_of
 from ratel_cli.config.overrides import apply_override
 from ratel_cli.config.schema import RunConfig, unused_keys
 from ratel_cli.config.source import Location, is_written, locate, place_of_keys, read_file
-from ratel_cli.config.yaml_marks import (
-    ConfigLoader,
-    Finding,
-    Marked,
-    Plain,
-    Resolvers,
-    plain,
-    raise_all,
-    read_text,
-)
+from ratel_cli.config.yaml_marks import ConfigLoader, Finding, Marked, Plain, Resolvers, plain, raise_all, read_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -210,10 +210,7 @@ def _cache_key(sources: Sequence[RowSource], *, tokenizer: Tokenizer, sequence_l
     parts = {
         "format_version": FORMAT_VERSION,
         "sources": [
-            {
-                "settings": asdict(source.source),
-                "files": [[str(stamp.path), stamp.sha256] for stamp in source.files],
-            }
+            {"settings": asdict(source.source), "files": [[str(stamp.path), stamp.sha256] for stamp in source.files]}
             for source in sources
         ],
         "tokenizer": tokenizer_hash(tokenizer),

@@ -139,10 +139,7 @@ class TokenCacheWriter(Closing):
         lengths = np.frombuffer(self._lengths, dtype=np.int64) if self._lengths else np.zeros(0, dtype=np.int64)
         self._hash.update(_length_bytes(lengths))
         summary = CacheSummary(
-            num_rows=num_rows,
-            num_rejected=self.num_rejected,
-            notices=notices,
-            tokens_sha256=self._hash.hexdigest(),
+            num_rows=num_rows, num_rejected=self.num_rejected, notices=notices, tokens_sha256=self._hash.hexdigest()
         )
         with (self._partial / "lengths.npy").open("wb") as file:
             np.save(file, lengths, allow_pickle=False)

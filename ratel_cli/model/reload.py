@@ -61,10 +61,7 @@ def load_export(directory: Path, *, dtype: torch.dtype | None, attention: str | 
     except Exception as error:
         raise IntegrityFailure(f"{directory}: transformers cannot load the model: {first_line(error)}") from error
     model, findings = cast(tuple[PreTrainedModel, Mapping[str, Iterable[object]]], loaded)
-    for finding, words in (
-        ("missing_keys", "is missing"),
-        ("unexpected_keys", "does not belong to the model"),
-    ):
+    for finding, words in (("missing_keys", "is missing"), ("unexpected_keys", "does not belong to the model")):
         names = sorted(str(name) for name in findings.get(finding, ()))
         if names:
             others = f" ({len(names)} in all)" if len(names) > 1 else ""

@@ -86,8 +86,5 @@ def plan_renaming(model: PreTrainedModel, names: Iterable[str]) -> Renaming:
                 conversions[target] = conversion
             conversion.sources.append((pattern, name))
     return Renaming(
-        direct=direct,
-        conversions=tuple(conversions.values()),
-        unexpected=tuple(unexpected),
-        doubled=tuple(doubled),
+        direct=direct, conversions=tuple(conversions.values()), unexpected=tuple(unexpected), doubled=tuple(doubled)
     )

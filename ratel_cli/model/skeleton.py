@@ -21,11 +21,7 @@ from ratel_cli.model.directory import check_sidecars
 from ratel_cli.model.spec import check_depth
 from ratel_cli.sizes import DtypeName
 
-DTYPES: dict[DtypeName, torch.dtype] = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
+DTYPES: dict[DtypeName, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _PROBABILITIES = ("dropout", "_pdrop", "_dropout_prob")
 """Endings of keys whose values are probabilities."""
 

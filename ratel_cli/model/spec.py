@@ -168,11 +168,7 @@ def lay_out_block(
         placed.append(ParameterSpec(name=parameter_name, shape=shape, start=position, decay=decay))
         position = align_up(placed[-1].stop, PARAMETER_ALIGNMENT)
     return BlockSpec(
-        index=index,
-        kind=kind,
-        name=name,
-        parameters=tuple(placed),
-        num_elements=align_up(position, BLOCK_ALIGNMENT),
+        index=index, kind=kind, name=name, parameters=tuple(placed), num_elements=align_up(position, BLOCK_ALIGNMENT)
     )
 
 

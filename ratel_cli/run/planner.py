@@ -74,13 +74,7 @@ class Planner:
 
     def _plan(self, profile: ModelProfile, decisions: Decisions) -> Plan:
         return make_plan(
-            self.spec,
-            profile,
-            self.state,
-            self.workload,
-            decisions,
-            self.hardware,
-            process_bytes=self.process_bytes,
+            self.spec, profile, self.state, self.workload, decisions, self.hardware, process_bytes=self.process_bytes
         )
 
 
@@ -125,9 +119,6 @@ def _block_seconds(spans: Sequence[Span], *, num_cores: int | None) -> Mapping[i
         optimizing = sum(span.end - span.start for span in spans if span.resource == "optimizer")
         shared = min(0.5, optimizing / num_cores / max(backward_seconds, 1e-9))
     return {
-        block: BlockSeconds(
-            forward=computing[block, "forward"],
-            backward=(1 - shared) * computing[block, "backward"],
-        )
+        block: BlockSeconds(forward=computing[block, "forward"], backward=(1 - shared) * computing[block, "backward"])
         for block in {label.block for label in alike}
     }

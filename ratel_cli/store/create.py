@@ -18,13 +18,7 @@ from ratel_cli.io.files import SpaceNeed, StripedFiles, check_space, make_direct
 from ratel_cli.io.tickets import in_flight
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.barrier import Barrier, failpoint
-from ratel_cli.store.headers import (
-    Header,
-    Identification,
-    erase_headers,
-    existing_store,
-    read_header,
-)
+from ratel_cli.store.headers import Header, Identification, erase_headers, existing_store, read_header
 from ratel_cli.store.layout import IDENTIFICATION_OFFSET
 from ratel_cli.store.lock import DATA_FILE_NAME, StoreLock
 

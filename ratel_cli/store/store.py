@@ -156,10 +156,7 @@ class Store(Closing):
         EnvironmentFailure if another process holds it, and IntegrityFailure if it is damaged.
         """
         lock, manifest, page = open_files(
-            check_directories(paths),
-            identity=identity,
-            notice=notice,
-            lock_wait_seconds=lock_wait_seconds,
+            check_directories(paths), identity=identity, notice=notice, lock_wait_seconds=lock_wait_seconds
         )
         return cls(lock, manifest, page_sha256(page), queue=queue, barrier=barrier or Barrier())
 

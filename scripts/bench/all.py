@@ -37,10 +37,7 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "overlap": (("bench.overlap",), _TINY),
     "step": (("bench.step", "--host-memory-gib", "2.2"), _TINY),
     "resident": (("bench.step", "--contestants", "plain-resident", "ratel"), _TINY),
-    "nvme": (
-        ("bench.step", *_FEW_TOKENS, "--contestants", "ratel", "--host-memory-gib", "2.2"),
-        _TINY,
-    ),
+    "nvme": (("bench.step", *_FEW_TOKENS, "--contestants", "ratel", "--host-memory-gib", "2.2"), _TINY),
     "python": (("bench.step", "--shape", "narrow", "--tokens", "16", "--micro-batches", "16"), _TINY),
     "durability": (("bench.durability",), ("--shape", "tiny", "--tokens", "16", "--steps", "5")),
     "plan": (

@@ -77,13 +77,7 @@ class GroupWork:
     """Reads, updates and writes groups, on the optimizer thread."""
 
     def __init__(
-        self,
-        adamw: GroupAdamW,
-        store: Store,
-        pool: BufferPool,
-        *,
-        timeline: Timeline,
-        resident_states: frozenset[int],
+        self, adamw: GroupAdamW, store: Store, pool: BufferPool, *, timeline: Timeline, resident_states: frozenset[int]
     ) -> None:
         self._adamw = adamw
         self._store = store
