@@ -47,7 +47,7 @@ class Mutant:
 
     name: str
     file: str
-    """In `ratel_cli`."""
+    """Path of the file in `ratel_cli`."""
     old: str
     new: str
     breaks: str

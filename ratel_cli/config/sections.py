@@ -34,7 +34,7 @@ class Contradiction:
     """Something wrong about several keys that are valid by themselves."""
 
     keys: tuple[str, ...]
-    """It is shown at the first of these that the user wrote."""
+    """The keys. The error is shown at the first of these that the user wrote."""
     message: str
     hint: str | None = None
 

@@ -36,7 +36,7 @@ _ORDER_OF_SPLIT, _ORDER_OF_TIES, _ORDER_OF_EPOCHS = 0, 1, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """What decides, together with the samples, which of them each step gets."""
+    """The settings that decide, together with the samples, which samples each step gets."""
 
     sequence_len: int
     """The most tokens of a sample, and with `packing` the tokens of each sequence."""

@@ -63,7 +63,7 @@ class TokensDraft:
 
     input_ids: list[int]
     labels: list[int]
-    """As many as `input_ids`; -100 where there is no loss."""
+    """The target of each token; -100 where there is no loss."""
 
 
 Draft = TextDraft | ChatDraft | TokensDraft

@@ -52,7 +52,7 @@ class FileStamp:
 
     path: Path
     sha256: str
-    """Of its content."""
+    """SHA-256 of the file's content, as hexadecimal digits."""
     identity: tuple[int, int, int, int]
     """Device, inode, size and time of the last change. Any write to the file changes it."""
 

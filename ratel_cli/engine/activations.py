@@ -87,7 +87,7 @@ class _PackedUnit:
     def __init__(self, block: int, unit: Unit, offset: int | None) -> None:
         self.block = block
         self.offset = offset
-        """Where it lies in the scratch file, in bytes; None: it is not spilled."""
+        """Address of the unit in the scratch space, in bytes; None if the unit is not spilled."""
         position = 0
 
         def place(tensor: torch.Tensor) -> _PackedTensor:
@@ -115,7 +115,7 @@ class _PackedUnit:
 
     @property
     def places(self) -> list[_PackedTensor]:
-        """In the order of `Unit.tensors`."""
+        """The places of all tensors, in the order of `Unit.tensors`."""
         return [self.leaf, *(place for each in self.offloaded.values() for place in each)]
 
     @property

@@ -54,13 +54,13 @@ class StepState:
     ) -> None:
         self.batches = place(batches, device)
         self.input_ids = [batch.input_ids for batch in batches]
-        """For each micro-batch `[batch, tokens]`, in host memory."""
+        """Token ids of each micro-batch, `[batch, tokens]`, in host memory."""
         self.loss_scale = loss_scale
         self.num_targets = sum(batch.num_targets for batch in batches)
         self.calls: list[tuple[LayerCall, ...]] = []
         """For each micro-batch: the arguments of every layer apart from its input."""
         self.tapes: dict[tuple[int, int], Tape] = {}
-        """By block and micro-batch."""
+        """By block and micro-batch: the tape of its forward, until backward replays it."""
         self.recording = recording
         self.resources = contextlib.ExitStack()
         """What one phase opens and a later one closes. Closed with the step, however the step ends."""

@@ -18,9 +18,9 @@ class MeasurementBudget:
     """The time and the memory that measuring may take."""
 
     seconds: float
-    """For each quantity. When each drive is measured alone, the drives share it."""
+    """Time for each quantity. Where each drive is measured alone, the drives share it."""
     span_bytes: int
-    """Moved in one run, for each drive. A multiple of `buffer_bytes`."""
+    """Bytes that one run moves on each drive. A multiple of `buffer_bytes`."""
     buffer_bytes: int
     """Memory that the span is moved to and from, again and again."""
     memory_bytes: int

@@ -24,7 +24,7 @@ from ratel_cli.io.queue import IoQueue
 from ratel_cli.sizes import CHUNK_ELEMENTS
 
 _ADAM_PARAMETERS = 1 << 21
-"""As many as in a group of the optimizer, and more than caches hold."""
+"""Parameters of one measured update: a group of the optimizer, more than caches hold."""
 
 
 def measure(

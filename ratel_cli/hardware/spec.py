@@ -57,9 +57,9 @@ class Nvme:
     """The share of each path in the stripes, by the speed of its drive alone (io/striping.py)."""
     free_bytes: int
     endurance_tb_written: float | None = None
-    """In TB of 10^12 bytes. None: unknown; nothing measures it."""
+    """TB (10^12 bytes) that the drives are rated for, from a hardware file. None: unknown; nothing measures it."""
     alone: tuple[DriveRates, ...] = ()
-    """For each path, the rates of its drive while the others are idle. Empty: unknown."""
+    """Rates of each path's drive while the others are idle. Empty: unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ class HardwareProfile:
 
     gpu: ComputeDevice
     link: Link | None = None
-    """None if the CPU runs the blocks."""
+    """The link between host memory and the GPU; None if the CPU computes."""
     nvme: Nvme
     host: Host
 

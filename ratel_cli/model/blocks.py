@@ -79,7 +79,7 @@ class DecoderModel:
         self.parameter_names = tuple(name for name, _ in skeleton.named_parameters())
         """All parameters, in the order of torch's `named_parameters`."""
         self._parameters = tuple(parameters)
-        """Of each block, in the order of `spec`."""
+        """The parameters of each block, in the order of `spec`."""
         self._device = torch.device("cpu")
 
     def place(self, device: torch.device) -> None:

@@ -74,11 +74,11 @@ class _UsageWatch(OperatorMode):
         self._current = self.before
 
     def enter_layers(self) -> None:
-        """From here on the owner works on the output of its layers."""
+        """Count what runs from here on as after the layers: the owner works on their output."""
         self._current = self.after
 
     def leave_layers(self) -> None:
-        """From here on the owner computes its embedding again."""
+        """Count what runs from here on as before the layers: the owner computes its embedding again."""
         self._current = self.before
 
     def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:

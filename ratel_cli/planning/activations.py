@@ -125,7 +125,7 @@ def offload(
 
 
 def offload_bytes(num_bytes: int, *, spilled_bytes: int, gpu_bytes: int = 0) -> OffloadedActivations:
-    """The same where any byte may go anywhere, as cost models without units have it."""
+    """What a step offloads if any byte may be spilled or stay on the GPU, as in cost models without units."""
     spilled = (SpilledUnits(spilled_bytes, 1),)
     return OffloadedActivations(
         total_bytes=num_bytes,
@@ -187,7 +187,7 @@ def logits_bytes(spec: ModelSpec, *, tokens: int) -> int:
 
 
 def tied_bytes(spec: ModelSpec, state: StateBytes, workload: Workload) -> int:
-    """What waits for the embedding's own gradient, if the embedding is tied to the head: 0 if it is not.
+    """Bytes that are held for the gradient of an embedding that is tied to the head; 0 if it is not tied.
 
     That is the head's part of the gradient in fp32, and in the compute dtype its rows of the step's distinct tokens,
     once for each micro-batch.

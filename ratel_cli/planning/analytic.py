@@ -118,7 +118,7 @@ class _Product:
     inputs: int
     outputs: int
     times: int
-    """For each token: 1, or of a stack of experts the number that it visits."""
+    """How often a token passes through it: 1, or the number of experts that it visits in a stack."""
     is_stacked: bool
 
 

@@ -175,13 +175,13 @@ class _Moment:
     """What one moment of a step takes by itself, and how many blocks' gradients have been held by then."""
 
     num_held: int
-    """In order of arrival. A gradient that the moment works on counts in `block` and not here."""
+    """Held gradients, counted in the order of backward. The one that the moment works on counts in `block` instead."""
     block: int
     working_set: int
 
 
 class _BlockMemory:
-    """What the blocks take whatever the placement, worked out once."""
+    """Memory of the blocks that does not depend on the placement, computed once."""
 
     def __init__(self, spec: ModelSpec, state: StateBytes, workload: Workload, *, on_gpu: bool) -> None:
         tokens = workload.micro_batch_tokens

@@ -144,7 +144,7 @@ def _best_level(problem: Problem, start: Evaluation) -> Evaluation:
 
 
 def _best_with_spilled_gradients(problem: Problem, start: Evaluation) -> Evaluation:
-    """Where memory is so short that gradients are spilled, nothing stays, and what is swapped goes to NVMe too."""
+    """The best prefix where gradients are spilled: nothing is resident, and what is swapped goes to NVMe too."""
     if problem.wanted_outputs is not None:
         return start
 

@@ -147,7 +147,7 @@ def _largest_use_bytes(spec: ModelSpec, state: StateBytes, workload: Workload) -
 
 
 def _gradient_bytes(block: BlockSpec, state: StateBytes, *, sum_bytes: int) -> int:
-    """What it takes to hand a block's gradient over.
+    """GPU memory that handing over a block's gradient takes.
 
     First the sum and its rounding; then the gradient, and one parameter of it in fp32, twice where it is scaled.
     """

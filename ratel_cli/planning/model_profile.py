@@ -23,7 +23,7 @@ class SwapCandidate:
     """An operator whose output may be offloaded in forward and fetched in backward, instead of being recomputed."""
 
     operator: str
-    """For people: the module's path within the layer and the operator, `mlp.up_proj mm`."""
+    """The name that people read: the module's path within the layer and the operator, `mlp.up_proj mm`."""
     key: str
     """For the engine: the operator and how many calls of it came before in the layer, `aten.mm.default#5`. Empty in an
     estimate."""

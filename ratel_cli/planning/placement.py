@@ -70,7 +70,9 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where bytes lie and how far transfers run ahead. The default takes the least memory: nothing stays or runs ahead.
+    """Where bytes lie and how far transfers run ahead.
+
+    The default takes the least memory: nothing is resident and nothing runs ahead.
 
     Units are what one layer offloads for one micro-batch, counted in forward order: layer by layer, and within a layer
     micro-batch by micro-batch.

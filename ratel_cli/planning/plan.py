@@ -201,7 +201,7 @@ def _choose(problem: Problem) -> Evaluation:
 
 
 def _swapped_operators(order: SwapOrder, swap: SwapPrefix, num_micro_batches: int) -> Iterator[SwappedOperator]:
-    """By benefit, as they were chosen."""
+    """The operators that the plan swaps, by benefit, as they were chosen."""
     left = swap.num_outputs
     for group in order.groups:
         blocks = min(left, len(group.blocks))

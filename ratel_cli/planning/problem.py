@@ -216,7 +216,7 @@ class Problem:
 
     @cached_property
     def _gpu(self) -> GpuMemory | None:
-        """None where the CPU computes."""
+        """What the GPU's memory is computed with; None where the CPU computes."""
         return None if self.hardware.link is None else GpuMemory(self.spec, self.state, self.workload)
 
     @cached_property

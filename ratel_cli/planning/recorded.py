@@ -28,9 +28,9 @@ class OperatorRecord(Recorded):
     """One operator of one unit, as it ran."""
 
     name: str
-    """For people: `mlp.up_proj mm`."""
+    """The name that people read, such as `mlp.up_proj mm`."""
     key: str
-    """For the engine: `aten.mm.default#5`."""
+    """The name that the engine uses, such as `aten.mm.default#5`."""
     flops: int
     seconds: float
     num_bytes: int
@@ -42,7 +42,7 @@ class UnitRecord:
     """The forward of one layer and one micro-batch."""
 
     operators: tuple[OperatorRecord, ...]
-    """In the order in which they ran."""
+    """All operators, in the order in which they ran."""
     saved: frozenset[int]
     """Storages that autograd would have saved."""
     saved_bytes: int

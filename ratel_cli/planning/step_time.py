@@ -66,7 +66,7 @@ class StepTime:
     """Seconds of one step, whose stages follow each other."""
 
     forward: StageTime
-    """From the embedding to the last layer, overlapped with deferred updates."""
+    """Time from the embedding to the last layer, overlapped with deferred updates."""
     backward: StageTime
     """Head and backward, overlapped with the other updates."""
     update: StageTime = _NO_TIME
@@ -79,7 +79,7 @@ class StepTime:
 
     @property
     def with_update_in_backward(self) -> StepTime:
-        """The same with a separate optimizer counted as the end of backward."""
+        """This time with a separate optimizer counted as the end of backward."""
         return StepTime(forward=self.forward, backward=weighted_sum(((1.0, self.backward), (1.0, self.update))))
 
     @property

@@ -33,7 +33,7 @@ class Traffic:
     """NVMe bytes of a step in the middle of a run, when everything that stays in memory is there."""
 
     forward_read_bytes: int = 0
-    """From the embedding to the last layer, and what overlaps with that."""
+    """Bytes read from the embedding to the last layer, those of overlapped updates included."""
     forward_written_bytes: int = 0
     backward_read_bytes: int = 0
     """Includes the head's weights, whose forward and backward are one, unless their update passes them on."""
@@ -55,7 +55,7 @@ class Traffic:
         return self.forward_written_bytes + self.backward_written_bytes + self.update_written_bytes
 
     def with_offloaded(self, offloaded: OffloadedActivations) -> Traffic:
-        """The same with spilled activations added."""
+        """This traffic with the spilled activations added."""
         return replace(
             self,
             forward_written_bytes=self.forward_written_bytes + offloaded.written_bytes,

@@ -82,7 +82,7 @@ def _base_model(config: RunConfig, log: RunLog) -> ModelDescription:
 
 
 def _build(config: RunConfig) -> ModelDescription:
-    """From the skeleton."""
+    """The description, from the model's skeleton."""
     from ratel_cli.run.base_model import build_base, silence_transformers
 
     silence_transformers()
@@ -91,7 +91,7 @@ def _build(config: RunConfig) -> ModelDescription:
 
 
 def _read(file: Path, *, name: str) -> ModelDescription | None:
-    """None if there is none, or none that can be used."""
+    """The cached description; None if there is none, or if it cannot be used."""
     try:
         fields = JsonFields(json.loads(file.read_text(encoding="utf-8")))
         if fields.integer("format_version") != FORMAT_VERSION:

@@ -63,7 +63,7 @@ def open_run(context: RunContext) -> OpenedRun:
 
 
 def _on_the_cpu(config: RunConfig) -> RunConfig:
-    """The same config with an attention kernel that the CPU has. The store does not depend on it."""
+    """The config with an attention kernel that the CPU has. The store does not depend on it."""
     if not config.attn_implementation.startswith("flash"):
         return config
     return config.model_copy(update={"attn_implementation": "sdpa"})

@@ -73,7 +73,7 @@ def cached_machine_profile(target: ProfileTarget, log: RunLog) -> HardwareProfil
 
 
 def refresh_free_space(profile: HardwareProfile, target: ProfileTarget) -> HardwareProfile:
-    """The same rates, with the target's paths and with the memory and space that are free now."""
+    """The profile with the target's paths, and with the memory and the space that are free now."""
     return replace(
         profile,
         nvme=replace(profile.nvme, paths=tuple(map(str, target.paths)), free_bytes=free_bytes(target.paths)),

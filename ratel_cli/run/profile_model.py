@@ -72,7 +72,7 @@ def _write(cache: CachedProfile, spec: ModelSpec, profile: ModelProfile) -> None
 
 
 def _activation_available_bytes(config: RunConfig, spec: ModelSpec, hardware: HardwareProfile) -> int:
-    """What the limit leaves to activations next to a step that runs ahead and offloads nothing."""
+    """Bytes that the limit leaves to activations, next to a step that runs ahead and offloads nothing."""
     limit_bytes = config.limits.host_memory or default_limit_bytes()
     decisions = decisions_of(config, host_limit_bytes=limit_bytes)
     state, workload = state_bytes(config), workload_of(config)

@@ -34,7 +34,7 @@ class StoreSlots:
     files: StripedFiles
     records: RecordMap
     chunks: ChunkMap | None
-    """None: the store has no checksums."""
+    """Which values share a checksum; None if the store has no checksums."""
     store_id: bytes
 
 
@@ -57,7 +57,7 @@ class Generation:
         self._lock = Lock()  # for the table
 
     def with_entry(self, entry: GenerationEntry) -> Generation:
-        """The same bytes, described by another entry of a manifest."""
+        """This generation, described by another entry of a manifest."""
         assert entry.slot == self.slot
         return Generation(self._slots, entry, self._table)
 

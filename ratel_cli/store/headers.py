@@ -45,7 +45,10 @@ class Identification:
     num_files: int
 
     def page(self) -> bytes:
-        """As stored: magic, format version, store id, index, number of files, zeros, CRC-32 of all before it."""
+        """The page as it is stored.
+
+        Magic, format version, store id, index, number of files, zeros, CRC-32 of all before it.
+        """
         fields = _IDENTIFICATION.pack(_MAGIC, FORMAT_VERSION, self.store_id, self.file_index, self.num_files)
         body = fields.ljust(PAGE_BYTES - _CRC.size, b"\0")
         return body + _CRC.pack(zlib.crc32(body))
@@ -58,7 +61,7 @@ class Header:
     path: Path
     manifest_pages: tuple[bytes, bytes]
     identification: Identification | None
-    """None: there is none, or it is damaged."""
+    """Which file of which store this is; None if that page is missing or damaged."""
     is_blank: bool
     """True if all three pages are zero. A missing or empty file counts as blank."""
     is_foreign: bool

@@ -107,7 +107,7 @@ class Manifest:
         return GenerationEntry(slot=self.slot, progress=self.progress, root_checksum=self.root_checksum)
 
     def at(self, entry: GenerationEntry) -> Manifest:
-        """The same manifest with another generation as the current one."""
+        """This manifest with another generation as the current one."""
         return replace(self, slot=entry.slot, progress=entry.progress, root_checksum=entry.root_checksum)
 
 

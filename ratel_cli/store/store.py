@@ -69,10 +69,10 @@ class Store(Closing):
     def __init__(
         self, lock: StoreLock, manifest: Manifest, previous_sha256: bytes, *, queue: IoQueue, barrier: Barrier
     ) -> None:
-        """For `create` and `open`. The store owns the lock from here on."""
+        """Use `create` or `open` instead. The store owns the lock from here on."""
         geometry, records = manifest.geometry, manifest.geometry.records()
         self.identity = manifest.identity
-        """What the store belongs to."""
+        """The model, settings, data and seed that the store belongs to."""
         self.layout = records.layout
         """The fields of every record."""
         self.block_elements = records.block_elements

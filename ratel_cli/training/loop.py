@@ -63,7 +63,7 @@ class LoopSettings:
     flops_recomputed_per_token: float
     """The part of the forward that backward computes again."""
     predicted_seconds: float
-    """For one step, by the plan."""
+    """Seconds that the plan predicts for one step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,9 +32,9 @@ class StopRequest(Closing):
 
     def __init__(self) -> None:
         self.saved_step: int | None = None
-        """The last committed step of a run that trains. For the message."""
+        """The last committed step of a run that trains; the message names it."""
         self.must_resume = False
-        """The same command would start over, because of its --resume option. For the message."""
+        """True if the same command would start over, because of its --resume option; the message says so."""
         self._received: int | None = None
         self._previous: dict[int, _Handler] = {}
 

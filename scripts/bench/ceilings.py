@@ -24,7 +24,7 @@ from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.units import MIB
 
 _GROUP_BYTES = 24 * MIB
-"""As large as a group of the optimizer."""
+"""Bytes of one transfer: the states of a group of the optimizer."""
 _NUM_IN_FLIGHT = 3
 
 

@@ -53,7 +53,7 @@ class TimedStep:
     outcome: StepOutcome
     start: float
     end: float
-    """By `perf_counter`; when the step was decided, or settled where that was asked for."""
+    """When the step was decided, or settled where that was asked for, by `perf_counter`."""
     times: StepTimes
 
     @property

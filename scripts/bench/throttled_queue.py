@@ -20,8 +20,8 @@ class ThrottledQueue(IoQueue):
     def __init__(self, queue: IoQueue, *, read_bytes_per_second: float, write_bytes_per_second: float) -> None:
         self.engine = queue.engine
         self._queue = queue
-        self._reads = _Clock(read_bytes_per_second)
-        self._writes = _Clock(write_bytes_per_second)
+        self._reads = _Direction(read_bytes_per_second)
+        self._writes = _Direction(write_bytes_per_second)
 
     @property
     def read_bytes(self) -> int:
@@ -41,7 +41,7 @@ class ThrottledQueue(IoQueue):
         """Do nothing: the real queue belongs to whoever opened it."""
 
 
-class _Clock:
+class _Direction:
     """One direction of the drive: when it is done with what it was given so far."""
 
     def __init__(self, bytes_per_second: float) -> None:

@@ -57,7 +57,7 @@ class _Measured:
 
     resource: Resource
     label: SpanLabel | None
-    """None: a stall of computing on the resource."""
+    """The label of the work; None for a stall of computing on the resource."""
     clock: _Clock
     start: torch.cuda.Event
     end: torch.cuda.Event

@@ -62,7 +62,7 @@ class Group:
     memories: dict[str, memoryview] = field(default_factory=dict)
     """By name: the fields' elements in host memory."""
     checksums: GroupChecksums | None = None
-    """None: the store has no checksums."""
+    """Checksums of what is read and written; None if the store has none."""
     leases: list[Lease] = field(default_factory=list)
     read: Ticket | None = None
     write: Ticket | None = None

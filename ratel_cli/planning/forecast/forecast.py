@@ -134,4 +134,4 @@ class Forecaster(Protocol):
         """The model of this width with the most layers that fit; None if not even one layer does."""
 
     def equations(self, setting: Setting) -> Equations:
-        """The same cost model in the form that other systems' choices are compared by (planning/papers)."""
+        """This cost model in the form with which other systems' choices are compared (planning/papers)."""

@@ -29,7 +29,7 @@ class RatelEquations:
 
     problem: Problem
     placement: Placement
-    """With nothing resident."""
+    """The placement that is evaluated, with nothing resident."""
     available_bytes: int
     """Memory for activations, of the host and of the GPU together; resident weights and states get what is left."""
     gpu_bytes: int = 0
@@ -77,7 +77,7 @@ class RatelEquations:
         ).total
 
     def without_states(self) -> RatelEquations:
-        """The same as if the model's states lay on the device."""
+        """These equations as if the model states lay on the device and moved nowhere."""
         return replace(self, moves_states=False)
 
     @cached_property

@@ -28,7 +28,7 @@ from ratel_cli.planning.papers.paper import STATE_BYTES, PaperShape
 MAX_LAYERS = 100_000
 """The end of the search over depth."""
 _STATE_TENSORS = 3
-"""In flight: one is read, one updated, one written."""
+"""Tensors of states in memory at once: one is read, one updated, one written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,7 +101,7 @@ class PaperHardware:
     available_bytes: int
     """Main memory for activations [MEM_avail]."""
     adam_parameters_per_second: float | None = None
-    """None leaves the optimizer's computing out, as the paper does; Fuyou has it [T_o]."""
+    """Rate of AdamW, which Fuyou counts [T_o]. None leaves the optimizer's computing out, as the Ratel paper does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,7 @@ class PaperEquations:
         )
 
     def without_states(self) -> PaperEquations:
-        """The same with no parameters to move: P stands only in the terms of traffic and of the optimizer."""
+        """These equations with no parameters to move: P stands only in the terms of traffic and of the optimizer."""
         return replace(self, shape=replace(self.shape, num_parameters=0))
 
 

@@ -58,7 +58,7 @@ class Equations(Protocol):
         """Predicted seconds of one step."""
 
     def without_states(self) -> Equations:
-        """The same cost model as if the model states lay in the GPU and moved nowhere."""
+        """This cost model as if the model states lay on the GPU and moved nowhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

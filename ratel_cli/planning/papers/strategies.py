@@ -44,7 +44,8 @@ class Outcome:
 
     strategy: Strategy
     why_not: str | None
-    """None if the strategy is feasible. If not, `point` is that of the block inputs alone, spilled nevertheless."""
+    """Why the strategy is not feasible; None if it is. `point` is then that of the block inputs alone, spilled
+    nevertheless."""
     point: Point
     swapped: tuple[SwappableOperator, ...]
     """What it swaps in addition to the block inputs."""
