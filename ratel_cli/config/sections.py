@@ -123,7 +123,7 @@ class DatasetConfig(Section):
 
 
 class SnapshotConfig(Section):
-    """A second copy of the model's state on another device, made while training goes on."""
+    """A second copy of the model's state on another device, made while training continues."""
 
     path: Directory
     """The directory of the snapshot. It takes 24 bytes per parameter (28 with `dtype: float16`): space for two

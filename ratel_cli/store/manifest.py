@@ -6,7 +6,7 @@ docs/store-format.md has the page byte by byte.
 
 A page: magic 8 | format version 4 | payload length 4 | store id 16 | generation 8 | SHA-256 of the previous page 32 |
 payload (JSON) | zeros | CRC-32 of all before it 4. Magic, version and CRC keep their places in every later format, so
-that an older program can tell "another format" from "torn".
+that an older program can distinguish "another format" from "torn".
 
 Invariant: `decode_manifest(encode_manifest(m)) == m`, and no page with any changed bit decodes.
 """

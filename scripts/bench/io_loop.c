@@ -96,7 +96,7 @@ static char *make_buffers(size_t num_bytes)
 	if (start == MAP_FAILED)
 		die("mmap of the buffers");
 	start += -(uintptr_t)start % HUGE_PAGE_BYTES;
-	madvise(start, num_bytes, MADV_HUGEPAGE); /* refused: slower, and as correct */
+	madvise(start, num_bytes, MADV_HUGEPAGE); /* if it fails: slower, and as correct */
 	uint64_t state = 88172645463325252u;
 	for (size_t i = 0; i < num_bytes / sizeof(state); i++) {
 		state ^= state << 13;

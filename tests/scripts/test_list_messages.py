@@ -64,6 +64,6 @@ def test_the_package_is_listed(arguments: list[str]) -> None:
 
 def test_an_unknown_argument_shows_the_usage() -> None:
     command = [sys.executable, "scripts/list_messages.py", "--unknown"]
-    refused = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert "--without-lines" in refused.stderr
+    rejected = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert rejected.returncode == 2
+    assert "--without-lines" in rejected.stderr
