@@ -8,14 +8,13 @@ store is only read.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ratel_cli.closing import Closing
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.import_weights import WEIGHT_GROUP_ELEMENTS
@@ -24,7 +23,7 @@ from ratel_cli.model.sidecars import add_sidecars
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.model.staging import Staging
-from ratel_cli.model.stored_weights import stored_weights
+from ratel_cli.model.stored_weights import ParameterSlice, stored_weights
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.generation import Generation
 from ratel_cli.units import MIB
@@ -76,14 +75,11 @@ def export_model(
     shards = split_into_shards(tensors, max_shard_bytes)
     with Staging(output_dir) as staging:
         staging.require_space(sum(file_bytes(shard.tensors) for shard in shards) + _SIDECAR_BYTES)
-        with _ShardSequence(staging.path, shards) as sequence:
-            weights = stored_weights(spec, generation, pool, dtype, group_elements=group_elements, progress=progress)
-            with closing(weights):
-                for part in weights:
-                    sequence.write(part.name, part.values)
-            for name, buffer in buffers.items():
-                sequence.write(name, buffer.contiguous())
-            sequence.finish()
+        weights = stored_weights(spec, generation, pool, dtype, group_elements=group_elements, progress=progress)
+        with closing(weights):
+            parts = _parts(weights, buffers)
+            for shard in shards:
+                _write_shard(staging.path / shard.file_name, shard.tensors, parts)
         if len(shards) > 1:
             staging.write_text(INDEX_NAME, _index(shards))
         add_sidecars(
@@ -114,38 +110,27 @@ def split_into_shards(tensors: Sequence[TensorSpec], max_shard_bytes: int) -> li
     return [Shard(file_name=name, tensors=tuple(file)) for name, file in zip(names, files, strict=True)]
 
 
-class _ShardSequence(Closing):
-    """Writes tensors that arrive in the order of the shards, with one file open at a time."""
+def _parts(
+    weights: Iterable[ParameterSlice], buffers: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All elements of the export, in the order of its tensors: the name of a tensor, and its next elements."""
+    for part in weights:
+        yield part.name, part.values
+    for name, buffer in buffers.items():
+        yield name, buffer.contiguous()
 
-    def __init__(self, directory: Path, shards: Sequence[Shard]) -> None:
-        self._directory = directory
-        self._shards = shards
-        self._shard_of = {tensor.name: index for index, shard in enumerate(shards) for tensor in shard.tensors}
-        self._index = -1
-        self._writer: ShardWriter | None = None
 
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-    def write(self, name: str, elements: torch.Tensor) -> None:
-        while self._index < self._shard_of[name]:
-            self._open_next()
-        assert self._writer is not None and self._index == self._shard_of[name], f"{name} is out of order"
-        self._writer.write(elements)
-
-    def finish(self) -> None:
-        while self._index + 1 < len(self._shards):
-            self._open_next()
-        if self._writer is not None:
-            self._writer.finish()
-
-    def _open_next(self) -> None:
-        if self._writer is not None:
-            self._writer.finish()
-        self._index += 1
-        shard = self._shards[self._index]
-        self._writer = ShardWriter(self._directory / shard.file_name, shard.tensors)
+def _write_shard(path: Path, tensors: Sequence[TensorSpec], parts: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """Write one file of weights: take parts until its tensors are complete."""
+    with ShardWriter(path, tensors) as writer:
+        for tensor in tensors:
+            num_left = tensor.num_elements
+            while num_left:
+                name, elements = next(parts)
+                assert name == tensor.name or not elements.numel(), f"{name} is out of order"
+                writer.write(elements)
+                num_left -= elements.numel()
+        writer.finish()
 
 
 def _index(shards: Sequence[Shard]) -> str:
