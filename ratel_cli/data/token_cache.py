@@ -25,6 +25,7 @@ from ratel_cli.closing import Closing
 from ratel_cli.data.encode import Sample, TokenIds
 from ratel_cli.data.lines import Reject
 from ratel_cli.errors import EnvironmentFailure, printable
+from ratel_cli.io.files import sync_path
 
 FORMAT_VERSION = 1
 REJECTS_NAME = "rejects.jsonl"
@@ -147,14 +148,14 @@ class TokenCacheWriter(Closing):
         self._tokens.close()
         self._rejects.close()
         for path in self._partial.iterdir():
-            _sync(path)
+            sync_path(path)
         try:
             self._partial.rename(self._directory)
         except OSError:
             if not self._directory.is_dir():
                 raise
             # Another run with the same data was faster. Its files have the same bytes.
-        _sync(self._directory.parent)
+        sync_path(self._directory.parent)
         return TokenCache(self._directory, summary, lengths)
 
     def close(self) -> None:
@@ -186,14 +187,6 @@ def _digest(file: BinaryIO, lengths: npt.NDArray[np.int64]) -> str:
 
 def _length_bytes(lengths: npt.NDArray[np.int64]) -> bytes:
     return lengths.astype("<i8").tobytes()
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _remove_abandoned(directory: Path) -> None:

@@ -148,6 +148,15 @@ class StripedFiles:
         return ticket
 
 
+def sync_path(path: Path) -> None:
+    """Make a file durable, or the names in a directory. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def nearest_existing(path: Path) -> Path:
     """The path itself or its closest existing parent, which is on the same drive unless something is mounted later."""
     while not os.path.exists(path):  # Path.exists raises for names that are too long

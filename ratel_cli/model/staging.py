@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ratel_cli.closing import Closing
 from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.io.files import sync_path
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.shards import write_failure
 from ratel_cli.units import format_bytes
@@ -92,16 +93,9 @@ class Staging(Closing):
                 destination = self.output_dir / name
                 destination.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(self.path / name, destination)
-            self._sync_directory()
+            sync_path(self.output_dir)
         except OSError as error:
             raise write_failure(self.output_dir, error) from error
-
-    def _sync_directory(self) -> None:
-        fd = os.open(self.output_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
     def _remove(self) -> None:
         if self.path.is_symlink():

@@ -98,16 +98,11 @@ class HostDevice:
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
 
-    def reserve(self, num_bytes: int) -> DeviceBuffer:  # noqa: ARG002
+    def reserve(self, num_bytes: int) -> DeviceBuffer:
         return _NOTHING
 
     def upload(
-        self,
-        memory: memoryview,
-        buffer: DeviceBuffer,  # noqa: ARG002
-        label: SpanLabel,  # noqa: ARG002
-        *,
-        after: Download | None = None,  # noqa: ARG002
+        self, memory: memoryview, buffer: DeviceBuffer, label: SpanLabel, *, after: Download | None = None
     ) -> Upload:
         return _InPlace(view(memory, torch.uint8))
 
