@@ -95,7 +95,7 @@ class Snapshots(Closing):
         copy, self._copy = self._copy, None
         if copy is not None:
             copy.join(self._patience_seconds)
-            if copy.is_alive:  # its generation and its buffers must stay
+            if copy.is_alive():  # its generation and its buffers must stay
                 self._target.stop_commits()
                 self._warn("the device of the snapshot does not respond; the last complete snapshot remains valid")
                 return
@@ -120,7 +120,7 @@ class Snapshots(Closing):
     def _end_copy(self) -> None:
         """Phase 3, if the copy has ended."""
         copy = self._copy
-        if copy is None or copy.is_alive:
+        if copy is None or copy.is_alive():
             return
         self._copy = None
         self._source.release(copy.generation)
@@ -151,7 +151,7 @@ class _Abandoned(Exception):
     """The run ends before its copy is complete. Not a failure."""
 
 
-class _Copy:
+class _Copy(Thread):
     """The copy of one generation, in a thread of its own."""
 
     def __init__(
@@ -164,42 +164,30 @@ class _Copy:
         *,
         is_first: bool,
     ) -> None:
+        super().__init__(name="ratel-snapshot", daemon=True)
         self.generation = generation
         self.error: BaseException | None = None
-        """Why it failed; valid when `is_alive` is false."""
-        self._target = target
+        """Why it failed; valid when the thread has ended."""
+        self._snapshot = target
         self._pool = pool
         self._pace = pace
-        self._stop = stop
+        self._abandon = stop
         self._is_first = is_first
-        self._thread = Thread(target=self._run, name="ratel-snapshot", daemon=True)
-        self._thread.start()
+        self.start()
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the thread still runs."""
-        return self._thread.is_alive()
-
-    def join(self, timeout_seconds: float | None) -> None:
-        """Wait until the thread ends, or until the time is over."""
-        self._thread.join(timeout_seconds)
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Phase 2."""
         try:
-            self._copy_generation()
+            if not self._is_first:
+                self._snapshot.begin_step()
+            copy_generation(self.generation, self._snapshot.shadow(), self._pool, progress=self._wait)
+            commit = self._snapshot.commit_import if self._is_first else self._snapshot.commit
+            commit(self.generation.progress)
         except _Abandoned:
             return
         except BaseException as error:  # noqa: BLE001  the loop's thread reports it
             self.error = error
 
-    def _copy_generation(self) -> None:
-        """Phase 2."""
-        if not self._is_first:
-            self._target.begin_step()
-        copy_generation(self.generation, self._target.shadow(), self._pool, progress=self._wait)
-        commit = self._target.commit_import if self._is_first else self._target.commit
-        commit(self.generation.progress)
-
     def _wait(self, num_bytes: int) -> None:
-        if self._stop.wait(max(0.0, self._pace(num_bytes))):
+        if self._abandon.wait(max(0.0, self._pace(num_bytes))):
             raise _Abandoned
