@@ -9,8 +9,7 @@ Invariant: no file and no buffer remains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -85,13 +84,18 @@ def _weights(
 def _measure(
     paths: Sequence[Path], weights: Sequence[int], queue: IoQueue, pool: BufferPool, budget: MeasurementBudget
 ) -> DriveRates:
-    with _open_probe(paths, weights, queue, pool, budget) as probe:
+    with (
+        Scratch(paths, budget.span_bytes, queue, weights=weights) as scratch,
+        pool.lease(budget.buffer_bytes, "measuring the drives") as lease,
+    ):
+        probe = _Probe(scratch=scratch, memory=lease.memory)
         # The first write to reserved space also changes the file's map, so it must be the warm-up: the steps of a run
         # write to space that was written when the store was made.
         write, read, mixed = (
             budget.span_bytes / best_seconds(work, budget.seconds)
             for work in (probe.write, probe.read, probe.read_and_write)
         )
+    pool.trim()
     return DriveRates(read_bytes_per_second=read, write_bytes_per_second=write, mixed_bytes_per_second=mixed)
 
 
@@ -118,15 +122,3 @@ class _Probe:
 
     def _offsets(self) -> range:
         return range(0, self.scratch.num_bytes, len(self.memory))
-
-
-@contextmanager
-def _open_probe(
-    paths: Sequence[Path], weights: Sequence[int], queue: IoQueue, pool: BufferPool, budget: MeasurementBudget
-) -> Iterator[_Probe]:
-    with (
-        Scratch(paths, budget.span_bytes, queue, weights=weights) as scratch,
-        pool.lease(budget.buffer_bytes, "measuring the drives") as lease,
-    ):
-        yield _Probe(scratch=scratch, memory=lease.memory)
-    pool.trim()

@@ -90,18 +90,14 @@ def measure_device(dtype: torch.dtype, device: torch.device, seconds: float) -> 
 
 def measure_link(device: torch.device, seconds: float) -> Link:
     """The rates of uploads, of downloads, and of both at once, on two streams and in pinned memory as in a run."""
-    link = _link_rates(device, seconds)
-    torch.cuda.empty_cache()
-    return link
-
-
-def _link_rates(device: torch.device, seconds: float) -> Link:
     with (
         BufferPool(None, pin=CudaPinning(lambda message: None)) as pool,
         pool.lease(_LINK_BYTES, "copies from the GPU") as into,
         pool.lease(_LINK_BYTES, "copies to the GPU") as out_of,
     ):
-        return _copy_rates(device, view(into.memory, torch.uint8), view(out_of.memory, torch.uint8), seconds)
+        link = _copy_rates(device, view(into.memory, torch.uint8), view(out_of.memory, torch.uint8), seconds)
+    torch.cuda.empty_cache()
+    return link
 
 
 def _copy_rates(device: torch.device, in_host: torch.Tensor, out_of_host: torch.Tensor, seconds: float) -> Link:
