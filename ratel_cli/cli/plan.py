@@ -13,7 +13,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from ratel_cli.config.load import load_config
 from ratel_cli.console import RunLog
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.planning.forecast.advice import Advice, advise
@@ -22,6 +21,7 @@ from ratel_cli.report.plan import advice_lines, forecast_rows, swap_lines
 from ratel_cli.report.plot import check_picture, draw_picture, terminal_curve
 from ratel_cli.run.plan_inputs import find_hardware, forecaster_of, setting_of, snapshot_tiers
 from ratel_cli.run.plan_questions import Questions, answers
+from ratel_cli.run.run_directory import read_config
 from ratel_cli.units import format_bytes
 
 
@@ -36,12 +36,9 @@ def run(
 ) -> None:
     """Show the forecast. Raises RatelError; DoesNotFit only after everything was shown."""
     log = RunLog()
-    loaded = load_config(config_path, overrides)
-    for notice in loaded.notices:
-        log.notice(notice)
+    config = read_config(config_path, log, overrides)
     if picture is not None:
         check_picture(picture)
-    config = loaded.config
     hardware = find_hardware(config, hardware_path, log)
     forecaster = forecaster_of(config, hardware, name=config_path.stem, log=log)
     setting = setting_of(config, hardware)

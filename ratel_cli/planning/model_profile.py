@@ -9,8 +9,8 @@ it swapped already, so that the savings of a prefix add up.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Literal, Self
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Literal, Self, TypeVar
 
 from ratel_cli.json_fields import JsonFields
 
@@ -54,6 +54,9 @@ class LayerProfile:
     """Recomputation not included."""
 
 
+_Costs = TypeVar("_Costs", "ModelProfile", LayerProfile, SwapCandidate)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelProfile:
     """The layers of a model, and what is before and after them."""
@@ -71,6 +74,14 @@ class ModelProfile:
     """Forward and backward."""
     head_seconds: float | None = None
     """Forward and backward, and the loss."""
+
+    def times(self, number: int) -> ModelProfile:
+        """The profile of a micro-batch with `number` times as many rows: all bytes, FLOPs and seconds grow with it."""
+        profiles = (
+            replace(_times(layer, number), candidates=tuple(_times(each, number) for each in layer.candidates))
+            for layer in self.profiles
+        )
+        return replace(_times(self, number), profiles=tuple(profiles), sequence_len=self.sequence_len)
 
     def to_json(self) -> dict[str, object]:
         """A part of `run/model.json`."""
@@ -99,6 +110,12 @@ class ModelProfile:
             embedding_seconds=fields.optional_number("embedding_seconds"),
             head_seconds=fields.optional_number("head_seconds"),
         )
+
+
+def _times(costs: _Costs, number: int) -> _Costs:
+    """The same with `number` times its bytes, FLOPs and seconds."""
+    names = [each.name for each in fields(costs) if isinstance(getattr(costs, each.name), int | float)]
+    return replace(costs, **{name: number * getattr(costs, name) for name in names})
 
 
 def _layer(fields: JsonFields) -> LayerProfile:

@@ -14,7 +14,7 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.capacity import check_device_memory
 from ratel_cli.planning.forecast.forecast import Depth, Forecast, Setting, Tier
 from ratel_cli.planning.forecast.ratel_equations import RatelEquations
-from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
+from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.papers.prefix import Equations
 from ratel_cli.planning.placement import Placement, StateBytes
 from ratel_cli.planning.plan import Decisions, Plan, make_plan
@@ -134,7 +134,7 @@ class RatelForecaster:
         )
 
     def _profile(self, setting: Setting) -> ModelProfile:
-        return _times(self.profile, setting.workload.micro_batch_tokens // self.profile.micro_batch_tokens)
+        return self.profile.times(setting.workload.micro_batch_tokens // self.profile.micro_batch_tokens)
 
     def _device_limit_bytes(self, setting: Setting) -> int | None:
         """The limit that the user set, else the GPU's memory less a margin; None for a CPU."""
@@ -173,43 +173,3 @@ def _forecast(plan: Plan, setting: Setting, *, device_limit_bytes: int | None) -
         tiers.insert(0, gpu)
     prediction = replace(plan, time=plan.time.with_update_in_backward)
     return Forecast(prediction=prediction, setting=setting, tiers=tuple(tiers))
-
-
-def _times(profile: ModelProfile, times: int) -> ModelProfile:
-    """The profile of a micro-batch with `times` as many rows."""
-    if times == 1:
-        return profile
-    return replace(
-        profile,
-        profiles=tuple(_layer_times(layer, times) for layer in profile.profiles),
-        micro_batch_tokens=times * profile.micro_batch_tokens,
-        flops_head=times * profile.flops_head,
-        embedding_seconds=_seconds_times(profile.embedding_seconds, times),
-        head_seconds=_seconds_times(profile.head_seconds, times),
-    )
-
-
-def _layer_times(layer: LayerProfile, times: int) -> LayerProfile:
-    return LayerProfile(
-        input_bytes=times * layer.input_bytes,
-        saved_bytes=times * layer.saved_bytes,
-        flops_forward=times * layer.flops_forward,
-        flops_recomputed=times * layer.flops_recomputed,
-        candidates=tuple(_candidate_times(candidate, times) for candidate in layer.candidates),
-        forward_seconds=_seconds_times(layer.forward_seconds, times),
-        recomputed_seconds=_seconds_times(layer.recomputed_seconds, times),
-        backward_seconds=_seconds_times(layer.backward_seconds, times),
-    )
-
-
-def _candidate_times(candidate: SwapCandidate, times: int) -> SwapCandidate:
-    return replace(
-        candidate,
-        num_bytes=times * candidate.num_bytes,
-        flops=times * candidate.flops,
-        seconds=_seconds_times(candidate.seconds, times),
-    )
-
-
-def _seconds_times(seconds: float | None, times: int) -> float | None:
-    return None if seconds is None else times * seconds
