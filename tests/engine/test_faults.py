@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.errors import EnvironmentFailure, IntegrityFailure
-from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Placement
 from ratel_cli.sizes import BLOCK_ALIGNMENT, PAGE_BYTES
 from tests.engine.faulty_run import MOST_SECONDS, Bench, Kind, Way
 from tests.engine.swaps import EVERYTHING
@@ -27,13 +27,13 @@ AHEAD = Placement(prefetch_blocks=2, pending_updates=2)
 ON_ARRIVAL = Way(options={"placement": replace(AHEAD, adamw_threads=2), "chunk_elements": BLOCK_ALIGNMENT})
 """Groups have many chunks, some for each thread."""
 HELD_ON_DISK = Way(
-    num_layers=2,
+    num_layers=SPILL_WINDOW_UNITS + 1,
     dtype="bfloat16",
     recipe=Recipe(max_grad_norm=1e-3),
     options={
         "held_in_memory_bytes": 0,
         "activation_bytes": 1 << 20,
-        "placement": Placement(prefetch_blocks=2, pending_updates=2, swapped=EVERYTHING, spilled_units=1),
+        "placement": Placement(prefetch_blocks=2, pending_updates=2, swapped=EVERYTHING, spilled_units=99),
     },
 )
 IN_PLACE = Way(options={"placement": AHEAD, "in_place": True})
