@@ -143,29 +143,29 @@ def open_queue(
 
     Raises EnvironmentFailure if `io_uring` is asked for and not available.
     """
+
+    def open_with(name: EngineName, lane: Callable[..., Lane]) -> IoQueue:
+        return LanedQueue(
+            name,
+            lambda direction: lane(direction, depth=depth, timeout_seconds=timeout_seconds),
+            request_bytes=request_bytes,
+        )
+
     if engine != "threads":
         try:
-            return _open_io_uring(request_bytes=request_bytes, depth=depth, timeout_seconds=timeout_seconds)
+            return open_with("io_uring", _uring_lane())
         except EnvironmentFailure as failure:
             if engine == "io_uring":
                 raise
             notice(f"{failure.message}; transfers use threads, with the same results")
-    return LanedQueue(
-        "threads",
-        lambda direction: ThreadedLane(direction, depth=depth, timeout_seconds=timeout_seconds),
-        request_bytes=request_bytes,
-    )
+    return open_with("threads", ThreadedLane)
 
 
-def _open_io_uring(*, request_bytes: int, depth: int, timeout_seconds: float) -> IoQueue:
+def _uring_lane() -> type[Lane]:
     try:
         from ratel_cli.io.uring import UringLane
     except ImportError as exc:
         raise EnvironmentFailure(
             f"io_uring is not available: {exc}", "install the liburing package, or set storage.engine to threads"
         ) from exc
-    return LanedQueue(
-        "io_uring",
-        lambda direction: UringLane(direction, depth=depth, timeout_seconds=timeout_seconds),
-        request_bytes=request_bytes,
-    )
+    return UringLane
