@@ -68,7 +68,11 @@ def _base_model(config: RunConfig, log: RunLog) -> ModelDescription:
     cached = _read(file, name=Path(config.base_model).name)
     if cached is not None:
         return cached
-    description = _build(config)
+    from ratel_cli.run.base_model import build_base, silence_transformers
+
+    silence_transformers()
+    model = build_base(config).model
+    description = ModelDescription(spec=model.spec, traits=model.traits)
     content = {
         "format_version": FORMAT_VERSION,
         "spec": description.spec.to_json(),
@@ -79,15 +83,6 @@ def _base_model(config: RunConfig, log: RunLog) -> ModelDescription:
     except OSError as error:
         log.notice(f"{file}: the model's description cannot be cached ({error.strerror}); the next plan makes it again")
     return description
-
-
-def _build(config: RunConfig) -> ModelDescription:
-    """The description, from the model's skeleton."""
-    from ratel_cli.run.base_model import build_base, silence_transformers
-
-    silence_transformers()
-    model = build_base(config).model
-    return ModelDescription(spec=model.spec, traits=model.traits)
 
 
 def _read(file: Path, *, name: str) -> ModelDescription | None:

@@ -56,16 +56,23 @@ def machine_profile(
     cached = None if refresh else cached_machine_profile(target, log)
     if cached is not None:
         return cached
-    profile = measure(target)
-    _write(cache_file(target), profile, log)
+    profile, file = measure(target), cache_file(target)
+    try:
+        write_user_cache(file, to_text(profile))
+    except OSError as error:
+        log.warn(f"{file}: the profile cannot be cached ({error.strerror}); the next command measures again")
     return profile
 
 
 def cached_machine_profile(target: ProfileTarget, log: RunLog) -> HardwareProfile | None:
     """The cached profile, with a line about its age; None if there is none that can be used."""
     file = cache_file(target)
-    cached = _read(file, log)
-    if cached is None:
+    if not os.path.exists(file):
+        return None
+    try:
+        cached = load_hardware(file)
+    except BadInput as error:
+        log.notice(f"the cached profile of this machine cannot be used: {error.message}")
         return None
     age_seconds = max(0.0, time.time() - file.stat().st_mtime)
     log.say(f"machine measured {format_seconds(age_seconds)} ago; `ratel profile --refresh` measures again")
@@ -95,20 +102,3 @@ def cache_file(target: ProfileTarget) -> Path:
         "software": software_versions("ratel-cli", "torch"),
     }
     return user_cache_file("hardware", rates_depend_on)
-
-
-def _read(file: Path, log: RunLog) -> HardwareProfile | None:
-    if not os.path.exists(file):
-        return None
-    try:
-        return load_hardware(file)
-    except BadInput as error:
-        log.notice(f"the cached profile of this machine cannot be used: {error.message}")
-        return None
-
-
-def _write(file: Path, profile: HardwareProfile, log: RunLog) -> None:
-    try:
-        write_user_cache(file, to_text(profile))
-    except OSError as error:
-        log.warn(f"{file}: the profile cannot be cached ({error.strerror}); the next command measures again")
