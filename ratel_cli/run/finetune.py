@@ -23,12 +23,11 @@ from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Plan
 from ratel_cli.report.run import opening
 from ratel_cli.run.base_model import hub_id, prepare_process
-from ratel_cli.run.cached_profile import CachedProfile
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.inputs import Inputs, identity_of, read_inputs
 from ratel_cli.run.planner import estimated_profile, make_planner
 from ratel_cli.run.profile_machine import measure_for_run
-from ratel_cli.run.run_directory import write_run_files
+from ratel_cli.run.run_directory import CachedProfile, write_run_files
 from ratel_cli.run.settings import place_of, snapshot_space, taken_bytes
 from ratel_cli.run.snapshots import check_space, find_snapshot, make_snapshot, snapshot_rows, start_snapshots
 from ratel_cli.run.store import find_store, make_store, resume_store

@@ -20,11 +20,10 @@ from ratel_cli.planning.forecast.paper_forecast import PaperForecaster
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
 from ratel_cli.planning.papers.largest import with_layers
 from ratel_cli.planning.papers.paper import PaperShape
-from ratel_cli.run.cached_profile import CachedProfile
 from ratel_cli.run.hardware_file import load_hardware
 from ratel_cli.run.model_description import describe_model
 from ratel_cli.run.profile_cache import cached_machine_profile, profile_target, refresh_free_space
-from ratel_cli.run.run_directory import run_directory
+from ratel_cli.run.run_directory import CachedProfile, run_directory
 from ratel_cli.run.settings import decisions_of, snapshot_space, state_bytes, taken_bytes, workload_of
 from ratel_cli.units import MIB
 

@@ -33,7 +33,7 @@ from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Placement, Workload
 from ratel_cli.planning.recorded import recorded_profile
 from ratel_cli.run.base_model import build_base, prepare_process
-from ratel_cli.run.cached_profile import CachedProfile
+from ratel_cli.run.run_directory import CachedProfile
 from ratel_cli.run.settings import decisions_of, state_bytes, workload_of
 
 

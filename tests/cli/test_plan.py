@@ -20,10 +20,10 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Workload
-from ratel_cli.run.cached_profile import CachedProfile
 from ratel_cli.run.hardware_file import to_text
 from ratel_cli.run.model_description import describe_model
 from ratel_cli.run.profile_cache import cache_file, profile_target
+from ratel_cli.run.run_directory import CachedProfile
 from ratel_cli.units import GIB
 from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
 from tests.planning.shapes import BFLOAT16
