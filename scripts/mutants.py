@@ -136,7 +136,7 @@ MUTANTS = (
     Mutant("backward as fast as forward", "planning/costs.py", "backward = 2 * forward +", "backward = forward +", "backward computes twice what forward does", "planning/test_costs.py"),
     Mutant("one rate for both ways", "planning/costs.py", "work.down_bytes / link.from_gpu_bytes_per_second", "work.down_bytes / link.to_gpu_bytes_per_second", "each direction of the link has its rate", "planning/test_costs.py"),
     Mutant("both ways at any rate", "planning/costs.py", "min(nvme.mixed_bytes_per_second, 2 * read_rate, 2 * write_rate)", "nvme.mixed_bytes_per_second", "reading less never takes longer", "planning"),
-    Mutant("twice the memory", "planning/problem.py", "offloaded, limit_bytes=self.limit_bytes)", "offloaded, limit_bytes=2 * self.limit_bytes)", "what is chosen fits", "planning/test_choose.py"),
+    Mutant("twice the memory", "planning/problem.py", "limit_bytes=self.decisions.host_limit_bytes)", "limit_bytes=2 * self.decisions.host_limit_bytes)", "what is chosen fits", "planning/test_choose.py"),
     Mutant("the slowest depth", "planning/choose.py", "return min(evaluations, key", "return max(evaluations, key", "what is chosen is the fastest", "planning/test_choose.py"),
     Mutant("nearly as good is half as good", "planning/choose.py", "_AS_GOOD = 1.005", "_AS_GOOD = 1.5", "what is chosen is the fastest", "planning/test_choose.py"),
     Mutant("the worst candidate first", "planning/swap.py", "key=lambda item: (-item[0], item[1])", "key=lambda item: (item[0], item[1])", "what saves most per byte is swapped first", "planning/test_swap.py"),

@@ -47,9 +47,9 @@ _SCANNED = 16
 
 def choose(problem: Problem) -> Evaluation:
     """The best placement. Raises DoesNotFit."""
-    start = _choose_depth(problem)
+    start, decisions = _choose_depth(problem), problem.decisions
     plain = _best_level(problem, start)
-    if problem.holds_gradients or problem.overlap == "separate" or not start.placement.prefetch_blocks:
+    if decisions.holds_gradients or decisions.overlap == "separate" or not start.placement.prefetch_blocks:
         return plain
     # What deferral gains depends on what is resident: with nothing, or with all that would be without it.
     deferrals = {_defer(problem, each).placement.deferred for each in (start, plain)} - {frozenset()}
@@ -63,7 +63,7 @@ def choose(problem: Problem) -> Evaluation:
 
 def curve(problem: Problem, chosen: Evaluation) -> list[tuple[int, float]]:
     """Bytes offloaded in a step and its seconds, over the prefixes of whole groups, all else as chosen."""
-    available_bytes = problem.limit_bytes - chosen.memory.total + chosen.memory.activations
+    available_bytes = problem.decisions.host_limit_bytes - chosen.memory.total + chosen.memory.activations
     points = []
     for num_outputs in sorted({*problem.order.boundaries, chosen.swap.num_outputs}):
         spilled = problem.spill_into(available_bytes, num_outputs=num_outputs)
@@ -88,7 +88,7 @@ def _choose_depth(problem: Problem) -> Evaluation:
     for prefetch_blocks, pending_updates in _DEPTHS:
         placement = Placement(
             prefetch_blocks=prefetch_blocks,
-            pending_updates=0 if problem.overlap == "separate" else pending_updates,
+            pending_updates=0 if problem.decisions.overlap == "separate" else pending_updates,
             adamw_threads=adamw_threads(problem.hardware),
         )
         try:
@@ -165,7 +165,7 @@ def _best_swap(problem: Problem, placement: Placement) -> Evaluation | None:
         return None
     if spilled_blocks:
         return None
-    available_bytes = problem.limit_bytes - without.total
+    available_bytes = problem.decisions.host_limit_bytes - without.total
     traffic = problem.traffic(placement, NOTHING_OFFLOADED)
 
     @cache

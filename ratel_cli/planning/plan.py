@@ -9,41 +9,17 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from ratel_cli.errors import DoesNotFit
-from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES, HardwareProfile
-from ratel_cli.model.spec import ModelSpec
+from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.planning.capacity import HostMemory, check_device_memory
 from ratel_cli.planning.choose import choose, curve
-from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.papers.prefix import Case
-from ratel_cli.planning.placement import ActivationPolicy, Overlap, Placement, StateBytes, Workload
+from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.prediction import Prediction, SwappedOperator
-from ratel_cli.planning.problem import Evaluation, Problem
+from ratel_cli.planning.problem import Decisions, Evaluation, Problem
 from ratel_cli.planning.swap import SwapOrder, SwapPrefix
 from ratel_cli.planning.traffic import gradient_bytes, store_bytes
 
 FORMAT_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decisions:
-    """What the user's config and limits decide before the plan is made."""
-
-    holds_gradients: bool
-    """No block is updated before the last gradient is there: the norm may have to be clipped, or the store is written
-    in place."""
-    num_slots: int
-    """Generations that the store has space for."""
-    host_limit_bytes: int
-    """Host memory that the run may take, the process included."""
-    activations: ActivationPolicy = "auto"
-    overlap: Overlap = "optimized"
-    device_limit_bytes: int | None = None
-    """Memory of the compute device that the run may take; for a CPU, a budget for what computes. None is no limit."""
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the only generation is overwritten, so that nothing is written before the step is decided."""
-        return self.num_slots == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,36 +92,12 @@ class Plan(Prediction):
         }
 
 
-def make_plan(
-    spec: ModelSpec,
-    profile: ModelProfile,
-    state: StateBytes,
-    workload: Workload,
-    decisions: Decisions,
-    hardware: HardwareProfile,
-    *,
-    process_bytes: int,
-) -> Plan:
-    """Choose what stays where and predict what follows. Raises DoesNotFit.
-
-    `process_bytes` is what the process takes before training.
-    """
+def make_plan(problem: Problem) -> Plan:
+    """Choose what stays where and predict what follows. Raises DoesNotFit."""
+    spec, workload, profile, decisions = problem.spec, problem.workload, problem.profile, problem.decisions
     assert decisions.holds_gradients or not decisions.in_place, "what is written in place cannot be taken back"
-    problem = Problem(
-        spec=spec,
-        state=state,
-        workload=workload,
-        profile=profile,
-        hardware=hardware,
-        holds_gradients=decisions.holds_gradients,
-        overlap=decisions.overlap,
-        activations=decisions.activations,
-        process_bytes=process_bytes,
-        limit_bytes=decisions.host_limit_bytes,
-        device_limit_bytes=decisions.device_limit_bytes,
-    )
     chosen = _choose(problem)
-    spilled_bytes = gradient_bytes(spec, state, num_blocks=chosen.spilled_blocks)
+    spilled_bytes = gradient_bytes(spec, problem.state, num_blocks=chosen.spilled_blocks)
     number, layers = workload.num_micro_batches, [profile.profiles[index] for index in profile.layers]
     inter_block_bytes = number * sum(layer.input_bytes for layer in layers)
     swappable_bytes = inter_block_bytes + number * problem.order.prefix(problem.order.num_outputs).num_bytes
@@ -174,7 +126,7 @@ def make_plan(
         bottleneck=chosen.time.bottleneck,
         gpu_bytes=chosen.memory.device,
         host_bytes=chosen.memory.total,
-        nvme_bytes=store_bytes(spec, state, num_slots=decisions.num_slots)
+        nvme_bytes=store_bytes(spec, problem.state, num_slots=decisions.num_slots)
         + spilled_bytes
         + chosen.offloaded.written_bytes,
         curve=tuple(curve(problem, chosen)),
@@ -189,14 +141,14 @@ def _case(chosen: Evaluation, swappable_bytes: int) -> Case:
 
 def _choose(problem: Problem) -> Evaluation:
     """The best placement, or, if what it swaps does not fit into the GPU, the best that swaps nothing but inputs."""
-    chosen = choose(problem)
+    chosen, decisions = choose(problem), problem.decisions
     try:
-        check_device_memory(chosen.memory, problem.device_limit_bytes)
+        check_device_memory(chosen.memory, decisions.device_limit_bytes)
     except DoesNotFit:
-        if problem.hardware.link is None or problem.activations != "auto":
+        if problem.hardware.link is None or decisions.activations != "auto":
             raise
-        chosen = choose(replace(problem, activations="recompute"))
-        check_device_memory(chosen.memory, problem.device_limit_bytes)
+        chosen = choose(replace(problem, decisions=replace(decisions, activations="recompute")))
+        check_device_memory(chosen.memory, decisions.device_limit_bytes)
     return chosen
 
 

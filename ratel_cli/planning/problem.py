@@ -27,6 +27,28 @@ from ratel_cli.planning.traffic import Traffic, step_traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """What the user's config and limits decide before the plan is made."""
+
+    holds_gradients: bool
+    """No block is updated before the last gradient is there: the norm may have to be clipped, or the store is written
+    in place."""
+    num_slots: int
+    """Generations that the store has space for."""
+    host_limit_bytes: int
+    """Host memory that the run may take, the process included."""
+    activations: ActivationPolicy = "auto"
+    overlap: Overlap = "optimized"
+    device_limit_bytes: int | None = None
+    """Memory of the compute device that the run may take; for a CPU, a budget for what computes. None is no limit."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the only generation is overwritten, so that nothing is written before the step is decided."""
+        return self.num_slots == 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """A placement that fits, and everything that follows from it."""
 
@@ -50,22 +72,16 @@ class SpilledPrefix:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Everything that the choice of a placement depends on."""
+    """Everything that a plan depends on."""
 
     spec: ModelSpec
     state: StateBytes
     workload: Workload
     profile: ModelProfile
     hardware: HardwareProfile
-    holds_gradients: bool
-    """No block is updated before the last gradient is there."""
-    overlap: Overlap
-    activations: ActivationPolicy
+    decisions: Decisions
     process_bytes: int
-    limit_bytes: int
-    """Host memory that the run may take, the process included."""
-    device_limit_bytes: int | None = None
-    """Memory of a GPU that the run may take; None leaves nothing on the GPU from forward to backward."""
+    """What the process takes before training."""
 
     @cached_property
     def order(self) -> SwapOrder:
@@ -80,7 +96,7 @@ class Problem:
     @cached_property
     def wanted_outputs(self) -> int | None:
         """The length of the prefix that the user's choice of `activations` asks for; None leaves it to the plan."""
-        match self.activations:
+        match self.decisions.activations:
             case "auto":
                 return None
             case "recompute" | "static":
@@ -116,7 +132,7 @@ class Problem:
         try:
             return self.evaluate(placement, num_outputs=num_outputs)
         except DoesNotFit as failure:
-            if self.activations == "keep":
+            if self.decisions.activations == "keep":
                 raise
             shortfall_bytes = failure.shortfall_bytes
         offloaded = self.offload(num_outputs)
@@ -132,7 +148,7 @@ class Problem:
 
     def fit(self, placement: Placement, offloaded: OffloadedActivations) -> tuple[HostMemory, int]:
         """Host memory, and how many blocks' held gradients go to NVMe. Raises DoesNotFit."""
-        return self._step_memory.fit(placement, offloaded, limit_bytes=self.limit_bytes)
+        return self._step_memory.fit(placement, offloaded, limit_bytes=self.decisions.host_limit_bytes)
 
     def traffic(self, placement: Placement, offloaded: OffloadedActivations, *, spilled_blocks: int = 0) -> Traffic:
         """NVMe bytes of a step."""
@@ -141,9 +157,9 @@ class Problem:
             self.state,
             placement,
             offloaded,
-            holds_gradients=self.holds_gradients,
+            holds_gradients=self.decisions.holds_gradients,
             spilled_blocks=spilled_blocks,
-            overlap=self.overlap,
+            overlap=self.decisions.overlap,
         )
 
     def seconds(
@@ -156,7 +172,7 @@ class Problem:
     def spill_into(self, available_bytes: int, *, num_outputs: int) -> SpilledPrefix | None:
         """A prefix in `available_bytes` of host memory; None if it does not fit whatever is spilled."""
         spilled_units, offloaded = 0, self.offload(num_outputs)
-        if self.activations != "keep":
+        if self.decisions.activations != "keep":
             spilled_units = self._fewest_spilled(num_outputs, available_bytes, offloaded)
             offloaded = self.offload(num_outputs, spilled_units=spilled_units)
         if offloaded.memory_bytes > available_bytes:
@@ -193,9 +209,9 @@ class Problem:
 
     def _gpu_resident(self, num_outputs: int) -> GpuResident | None:
         """What stays on the GPU when a prefix is swapped; None where the GPU has no memory to spare for that."""
-        if self._gpu is None or self.device_limit_bytes is None:
+        if self._gpu is None or self.decisions.device_limit_bytes is None:
             return None
-        return self._gpu.resident(self.order.unit_bytes(num_outputs), limit_bytes=self.device_limit_bytes)
+        return self._gpu.resident(self.order.unit_bytes(num_outputs), limit_bytes=self.decisions.device_limit_bytes)
 
     def _time(
         self, placement: Placement, traffic: Traffic, swap: SwapPrefix, offloaded: OffloadedActivations
@@ -210,8 +226,8 @@ class Problem:
             compute=self.compute,
             offloaded=offloaded,
             not_recomputed_seconds=self.workload.num_micro_batches * saved,
-            holds_gradients=self.holds_gradients,
-            overlap=self.overlap,
+            holds_gradients=self.decisions.holds_gradients,
+            overlap=self.decisions.overlap,
         )
 
     @cached_property
@@ -225,8 +241,8 @@ class Problem:
             self.spec,
             self.state,
             self.workload,
-            holds_gradients=self.holds_gradients,
+            holds_gradients=self.decisions.holds_gradients,
             process_bytes=self.process_bytes,
-            overlap=self.overlap,
+            overlap=self.decisions.overlap,
             gpu=self._gpu,
         )

@@ -25,7 +25,8 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import StateBytes, Workload
-from ratel_cli.planning.plan import Decisions, Plan, make_plan
+from ratel_cli.planning.plan import Plan, make_plan
+from ratel_cli.planning.problem import Decisions, Problem
 from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.settings import decisions_of, state_bytes, workload_of
@@ -74,7 +75,15 @@ class Planner:
 
     def _plan(self, profile: ModelProfile, decisions: Decisions) -> Plan:
         return make_plan(
-            self.spec, profile, self.state, self.workload, decisions, self.hardware, process_bytes=self.process_bytes
+            Problem(
+                spec=self.spec,
+                state=self.state,
+                workload=self.workload,
+                profile=profile,
+                hardware=self.hardware,
+                decisions=decisions,
+                process_bytes=self.process_bytes,
+            )
         )
 
 

@@ -14,7 +14,7 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.io.files import nearest_existing
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.placement import StateBytes, Workload
-from ratel_cli.planning.plan import Decisions
+from ratel_cli.planning.problem import Decisions
 from ratel_cli.planning.traffic import store_bytes
 from ratel_cli.store.layout import record_layout
 from ratel_cli.store.lock import DATA_FILE_NAME

@@ -39,7 +39,7 @@ from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.forecast.forecast import Setting
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
 from ratel_cli.planning.placement import ActivationPolicy, Overlap, Workload
-from ratel_cli.planning.plan import Decisions
+from ratel_cli.planning.problem import Decisions
 from ratel_cli.planning.traffic import store_bytes
 from ratel_cli.run.planner import Planner
 from ratel_cli.run.settings import num_slots, state_bytes

@@ -14,7 +14,7 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.choose import choose, curve
 from ratel_cli.planning.gpu_memory import GpuMemory
 from ratel_cli.planning.placement import ActivationPolicy, Overlap, Placement, Workload
-from ratel_cli.planning.problem import Evaluation, Problem
+from ratel_cli.planning.problem import Decisions, Evaluation, Problem
 from ratel_cli.units import GIB, MIB
 from tests.planning.profiles import by_chance, estimated
 from tests.planning.shapes import BFLOAT16, SEEDS, WORKLOAD, gpt, machine, machine_by_chance
@@ -48,12 +48,20 @@ def problem(
         workload=WORKLOAD,
         profile=PROFILE,
         hardware=hardware,
-        holds_gradients=holds_gradients,
-        overlap=overlap,
-        activations=activations,
+        decisions=Decisions(
+            holds_gradients=holds_gradients,
+            num_slots=2,
+            host_limit_bytes=limit_bytes,
+            activations=activations,
+            overlap=overlap,
+        ),
         process_bytes=100 * MIB,
-        limit_bytes=limit_bytes,
     )
+
+
+def deciding(of: Problem, **changes: object) -> Problem:
+    """The same problem with other decisions."""
+    return replace(of, decisions=replace(of.decisions, **changes))
 
 
 def problem_by_chance(choice: random.Random) -> Problem:
@@ -79,12 +87,14 @@ def problem_by_chance(choice: random.Random) -> Problem:
         workload=workload,
         profile=profile,
         hardware=machine_by_chance(choice),
-        device_limit_bytes=gpu_bytes + choice.randint(0, 100 * MIB) if choice.random() < 0.5 else None,
-        holds_gradients=choice.random() < 0.4,
-        overlap=choice.choice(["optimized", "optimized", "naive", "separate"]),
-        activations="auto",
+        decisions=Decisions(
+            device_limit_bytes=gpu_bytes + choice.randint(0, 100 * MIB) if choice.random() < 0.5 else None,
+            holds_gradients=choice.random() < 0.4,
+            overlap=choice.choice(["optimized", "optimized", "naive", "separate"]),
+            num_slots=2,
+            host_limit_bytes=ROOMY,
+        ),
         process_bytes=0,
-        limit_bytes=ROOMY,
     )
 
 
@@ -106,12 +116,12 @@ def each_faster(hardware: HardwareProfile, factor: float) -> Iterator[HardwarePr
 def least_bytes(of: Problem) -> int:
     """The lowest limit with which anything fits: what the error says is missing if there is none."""
     with pytest.raises(DoesNotFit) as raised:
-        choose(replace(of, limit_bytes=0))
+        choose(deciding(of, host_limit_bytes=0))
     return raised.value.shortfall_bytes
 
 
 def needed(of: Problem, placement: Placement, *, num_outputs: int = 0) -> int:
-    return replace(of, limit_bytes=1 << 50).evaluate(placement, num_outputs=num_outputs).memory.total
+    return deciding(of, host_limit_bytes=1 << 50).evaluate(placement, num_outputs=num_outputs).memory.total
 
 
 def moved(choice: Evaluation) -> int:
@@ -163,7 +173,7 @@ def test_it_is_as_good_as_the_best_of_all_levels_and_prefixes(seed: int) -> None
     of = problem_by_chance(choice)
     least, most = least_bytes(of), choose(of).memory.total
     for share in (0.0, choice.random() ** 2, choice.random()):
-        tight = replace(of, limit_bytes=least + int(share * max(0, most - least)))
+        tight = deciding(of, host_limit_bytes=least + int(share * max(0, most - least)))
         chosen = choose(tight)
         best = min(each.time.total for each in every_choice(tight, chosen))
         assert chosen.time.total <= AS_GOOD * best * (1 + 1e-12)
@@ -173,14 +183,14 @@ def test_it_is_as_good_as_the_best_of_all_levels_and_prefixes(seed: int) -> None
 @given(seed=SEEDS)
 def test_everything_fits_from_just_enough_to_plenty_and_below_it_says_what_is_missing(seed: int) -> None:
     choice = random.Random(seed)
-    of = replace(problem_by_chance(choice), activations=choice.choice(WISHES))
+    of = deciding(problem_by_chance(choice), activations=choice.choice(WISHES))
     least, most = least_bytes(of), choose(of).memory.total
     for limit_bytes in {least, least + 1, most, *(choice.randint(least, max(least, most)) for _ in range(6))}:
-        chosen = choose(replace(of, limit_bytes=limit_bytes))
+        chosen = choose(deciding(of, host_limit_bytes=limit_bytes))
         assert chosen.memory.total <= limit_bytes
     for missing_bytes in (1, choice.randint(1, least)):
         with pytest.raises(DoesNotFit) as raised:
-            choose(replace(of, limit_bytes=least - missing_bytes))
+            choose(deciding(of, host_limit_bytes=least - missing_bytes))
         assert raised.value.shortfall_bytes == missing_bytes
 
 
@@ -190,7 +200,7 @@ def test_what_is_faster_never_makes_a_step_slower(seed: int) -> None:
     """But for the allowances: half a percent for a higher level, 2 % for deferral."""
     choice = random.Random(seed)
     of = problem_by_chance(choice)
-    of = replace(of, limit_bytes=choice.randint(least_bytes(of), choose(of).memory.total + MIB))
+    of = deciding(of, host_limit_bytes=choice.randint(least_bytes(of), choose(of).memory.total + MIB))
     before = choose(of).time.total
     factor = choice.choice([1.1, 2.0, 30.0])
     for other in each_faster(of.hardware, factor):
@@ -203,11 +213,11 @@ def test_what_is_faster_never_makes_a_step_slower(seed: int) -> None:
 def test_more_memory_never_harms(seed: int, overlap: Overlap) -> None:
     """At one depth: a deeper one, which the prediction sees little of, takes memory from what stays."""
     choice = random.Random(seed)
-    of = replace(problem_by_chance(choice), overlap=overlap)
+    of = deciding(problem_by_chance(choice), overlap=overlap)
     least, most = least_bytes(of), choose(of).memory.total
     fastest: dict[tuple[int, int, bool], float] = {}
     for limit_bytes in sorted(choice.randint(least, max(least, most)) for _ in range(20)):
-        chosen = choose(replace(of, limit_bytes=limit_bytes))
+        chosen = choose(deciding(of, host_limit_bytes=limit_bytes))
         found = *depth(chosen), chosen.spilled_blocks > 0
         assert chosen.time.total <= AS_GOOD * fastest.get(found, chosen.time.total) / 0.98
         fastest[found] = min(fastest.get(found, chosen.time.total), chosen.time.total)
@@ -248,12 +258,12 @@ def test_with_too_little_memory_for_inputs_they_are_spilled() -> None:
     of = problem(SLOW_DEVICE)
     one_bytes = WORKLOAD.micro_batch_tokens * 1024 * 2
     least = least_bytes(of)
-    chosen = choose(replace(of, limit_bytes=least))
+    chosen = choose(deciding(of, host_limit_bytes=least))
     most_spilled = WORKLOAD.num_micro_batches * (SPEC.num_layers - 1)
     assert depth(chosen) == (0, 0)
     assert chosen.placement.spilled_units == most_spilled
     for missing_bytes, spilled_units in ((1, most_spilled), (0, most_spilled - 1)):
-        chosen = choose(replace(of, limit_bytes=least + one_bytes - missing_bytes))
+        chosen = choose(deciding(of, host_limit_bytes=least + one_bytes - missing_bytes))
         assert chosen.placement.spilled_units == spilled_units
 
 
@@ -277,7 +287,7 @@ def test_weights_come_first_from_the_first_block_upwards(num_blocks: int) -> Non
     of = problem(SLOW_DRIVE, activations="recompute")
     wanted = level(deep(2, 2), num_blocks, NUM_BLOCKS)
     total = needed(of, wanted)
-    found = choose(replace(of, limit_bytes=total)).placement
+    found = choose(deciding(of, host_limit_bytes=total)).placement
     # More of them may cost nothing: at the peak, which is the head's, the last layers are read ahead anyway.
     number = len(found.resident_weights) + len(found.resident_states)
     assert number >= num_blocks
@@ -289,7 +299,7 @@ def test_weights_come_first_from_the_first_block_upwards(num_blocks: int) -> Non
 def test_then_states_come(num_blocks: int) -> None:
     of = problem(SLOW_DRIVE, holds_gradients=True, activations="recompute")
     wanted = level(deep(2, 2), NUM_BLOCKS + num_blocks, NUM_BLOCKS)
-    assert choose(replace(of, limit_bytes=needed(of, wanted))).placement == wanted
+    assert choose(deciding(of, host_limit_bytes=needed(of, wanted))).placement == wanted
 
 
 @pytest.mark.parametrize("limit_bytes", [GIB, 2 * GIB, ROOMY])
@@ -302,7 +312,7 @@ def test_nothing_but_inputs_is_swapped_where_the_user_says_so(limit_bytes: int, 
 
 def test_everything_is_swapped_where_the_user_says_so_and_goes_where_there_is_room() -> None:
     of = problem(SLOW_DRIVE, activations="swap_all")
-    plenty, tight = choose(of), choose(replace(of, limit_bytes=least_bytes(of)))
+    plenty, tight = choose(of), choose(deciding(of, host_limit_bytes=least_bytes(of)))
     for chosen in (plenty, tight):
         assert chosen.swap.num_outputs == of.order.num_outputs
     assert plenty.placement.spilled_units == 0
@@ -315,10 +325,10 @@ def test_everything_is_kept_in_memory_or_rejected_where_the_user_says_so() -> No
     least = least_bytes(of)
     assert least == needed(of, deep(0, 0), num_outputs=of.order.num_outputs)
     for limit_bytes in (least, ROOMY):
-        chosen = choose(replace(of, limit_bytes=limit_bytes))
+        chosen = choose(deciding(of, host_limit_bytes=limit_bytes))
         assert (chosen.swap.num_outputs, chosen.placement.spilled_units) == (of.order.num_outputs, 0)
     with pytest.raises(DoesNotFit, match=r"activations .* \(short by 1 B\)"):
-        choose(replace(of, limit_bytes=least - 1))
+        choose(deciding(of, host_limit_bytes=least - 1))
 
 
 @pytest.mark.parametrize(("fraction", "num_layers"), [(0.0, 0), (0.3, 2), (1.0, 6)])
@@ -394,7 +404,7 @@ def test_as_many_are_deferred_as_make_the_step_shortest(flops_per_second: float)
 def test_the_curve_goes_through_what_was_chosen(holds_gradients: bool, share: float) -> None:
     of = problem(SLOW_DEVICE, holds_gradients=holds_gradients)
     least, most = least_bytes(of), choose(of).memory.total
-    of = replace(of, limit_bytes=least + int(share * (most - least)))
+    of = deciding(of, host_limit_bytes=least + int(share * (most - least)))
     chosen = choose(of)
     points = curve(of, chosen)
     assert (chosen.offloaded.total_bytes, chosen.time.total) in points

@@ -14,7 +14,8 @@ from ratel_cli.planning.costs import compute_seconds, overlapped_step
 from ratel_cli.planning.gpu_memory import GpuMemory
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import ActivationPolicy, Overlap
-from ratel_cli.planning.plan import Decisions, Plan, make_plan
+from ratel_cli.planning.plan import Plan, make_plan
+from ratel_cli.planning.problem import Decisions, Problem
 from ratel_cli.planning.traffic import checksum_bytes, step_traffic
 from ratel_cli.units import GIB, MIB
 from tests.hardware.profiles import WITH_GPU
@@ -49,7 +50,17 @@ def plan(
         overlap=overlap,
         device_limit_bytes=device_limit_bytes,
     )
-    return make_plan(SPEC, profile, BFLOAT16, WORKLOAD, decisions, hardware or machine(), process_bytes=200 * MIB)
+    return make_plan(
+        Problem(
+            spec=SPEC,
+            state=BFLOAT16,
+            workload=WORKLOAD,
+            profile=profile,
+            hardware=hardware or machine(),
+            decisions=decisions,
+            process_bytes=200 * MIB,
+        )
+    )
 
 
 @pytest.mark.parametrize("overlap", ["optimized", "naive", "separate"])

@@ -11,7 +11,8 @@ import pytest
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.placement import ActivationPolicy, Workload
-from ratel_cli.planning.plan import Decisions, Plan, make_plan
+from ratel_cli.planning.plan import Plan, make_plan
+from ratel_cli.planning.problem import Decisions, Problem
 from ratel_cli.planning.step_time import RESOURCES, Resource
 from ratel_cli.report.run import opening, plan_line, run_summary, step_line
 from ratel_cli.training.metrics import RunTotals, StepMetrics
@@ -58,19 +59,21 @@ def plan(
 ) -> Plan:
     workload = Workload(micro_batch_size=2, num_micro_batches=num_micro_batches, sequence_len=64)
     return make_plan(
-        SPEC,
-        estimated(SPEC, workload),
-        BFLOAT16,
-        workload,
-        Decisions(
-            holds_gradients=holds_gradients,
-            num_slots=num_slots,
-            host_limit_bytes=limit_bytes,
-            activations=activations,
-            device_limit_bytes=device_limit_bytes,
-        ),
-        machine(),
-        process_bytes=200 * MIB,
+        Problem(
+            spec=SPEC,
+            state=BFLOAT16,
+            workload=workload,
+            profile=estimated(SPEC, workload),
+            hardware=machine(),
+            decisions=Decisions(
+                holds_gradients=holds_gradients,
+                num_slots=num_slots,
+                host_limit_bytes=limit_bytes,
+                activations=activations,
+                device_limit_bytes=device_limit_bytes,
+            ),
+            process_bytes=200 * MIB,
+        )
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.telemetry import Span, SpanLabel
 from ratel_cli.planning.placement import Stage
-from ratel_cli.planning.plan import Decisions
+from ratel_cli.planning.problem import Decisions
 from ratel_cli.planning.recorded import UnitRecord
 from ratel_cli.planning.step_time import Resource
 from ratel_cli.run.planner import Planner

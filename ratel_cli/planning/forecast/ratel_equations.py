@@ -72,8 +72,8 @@ class RatelEquations:
             compute=problem.compute,
             offloaded=offloaded,
             not_recomputed_seconds=(self._most_flops - recomputed_flops) / problem.hardware.gpu.flops_per_second,
-            holds_gradients=problem.holds_gradients,
-            overlap=problem.overlap,
+            holds_gradients=problem.decisions.holds_gradients,
+            overlap=problem.decisions.overlap,
         ).total
 
     def without_states(self) -> RatelEquations:
@@ -117,9 +117,9 @@ class RatelEquations:
             self.problem.state,
             placement,
             NOTHING_OFFLOADED,
-            holds_gradients=self.problem.holds_gradients,
+            holds_gradients=self.problem.decisions.holds_gradients,
             spilled_blocks=self.spilled_blocks,
-            overlap=self.problem.overlap,
+            overlap=self.problem.decisions.overlap,
         )
 
     def _flops(self, candidate: SwapCandidate) -> int:

@@ -17,8 +17,8 @@ from ratel_cli.planning.forecast.ratel_equations import RatelEquations
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.papers.prefix import Equations
 from ratel_cli.planning.placement import Placement, StateBytes
-from ratel_cli.planning.plan import Decisions, Plan, make_plan
-from ratel_cli.planning.problem import Problem
+from ratel_cli.planning.plan import Plan, make_plan
+from ratel_cli.planning.problem import Decisions, Problem
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.units import align_up
 
@@ -42,17 +42,8 @@ class RatelForecaster:
         """The plan for this setting. Where the run does not fit, limits are raised until it does."""
         limit_bytes, device_limit_bytes = host_limit_bytes(setting), self._device_limit_bytes(setting)
         while True:
-            decisions = replace(self.decisions, host_limit_bytes=limit_bytes, device_limit_bytes=device_limit_bytes)
             try:
-                return make_plan(
-                    self.spec,
-                    self._profile(setting),
-                    self.state,
-                    setting.workload,
-                    decisions,
-                    setting.hardware,
-                    process_bytes=self.process_bytes,
-                )
+                return make_plan(self._problem(setting, limit_bytes=limit_bytes, device_limit_bytes=device_limit_bytes))
             except DoesNotFit as failure:
                 if failure.is_gpu_memory:
                     assert device_limit_bytes is not None
@@ -76,7 +67,7 @@ class RatelForecaster:
         )
         activation_bytes = problem.offload(0, spilled_units=bare.spilled_units).memory_bytes
         try:
-            unused_bytes = problem.limit_bytes - problem.evaluate(bare).memory.total
+            unused_bytes = problem.decisions.host_limit_bytes - problem.evaluate(bare).memory.total
         except DoesNotFit as failure:  # the plan fits because the last layer's activations are on the GPU
             unused_bytes = -failure.shortfall_bytes
         return RatelEquations(
@@ -119,18 +110,15 @@ class RatelForecaster:
         """The units of all layers but the last."""
         return (self.spec.num_layers - 1) * setting.workload.num_micro_batches
 
-    def _problem(self, setting: Setting, *, limit_bytes: int) -> Problem:
+    def _problem(self, setting: Setting, *, limit_bytes: int, device_limit_bytes: int | None = None) -> Problem:
         return Problem(
             spec=self.spec,
             state=self.state,
             workload=setting.workload,
             profile=self._profile(setting),
             hardware=setting.hardware,
-            holds_gradients=self.decisions.holds_gradients,
-            overlap=self.decisions.overlap,
-            activations=self.decisions.activations,
+            decisions=replace(self.decisions, host_limit_bytes=limit_bytes, device_limit_bytes=device_limit_bytes),
             process_bytes=self.process_bytes,
-            limit_bytes=limit_bytes,
         )
 
     def _profile(self, setting: Setting) -> ModelProfile:

@@ -11,6 +11,7 @@ from ratel_cli.model.spec import LayerTraits
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster, host_limit_bytes
 from ratel_cli.planning.plan import make_plan
+from ratel_cli.planning.problem import Problem
 from ratel_cli.units import GIB, MIB
 from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
 from tests.planning.forecasters import paper_machine, ratel_forecaster, setting
@@ -21,17 +22,19 @@ def test_a_forecast_is_the_plan_of_a_run() -> None:
     forecaster, asked = ratel_forecaster(), setting(num_steps=10)
     memory_bytes = asked.hardware.gpu.memory_bytes
     plan = make_plan(
-        forecaster.spec,
-        forecaster.profile,
-        forecaster.state,
-        asked.workload,
-        replace(
-            forecaster.decisions,
-            host_limit_bytes=64 * GIB,
-            device_limit_bytes=memory_bytes - margin_bytes(memory_bytes),
-        ),
-        asked.hardware,
-        process_bytes=forecaster.process_bytes,
+        Problem(
+            spec=forecaster.spec,
+            state=forecaster.state,
+            workload=asked.workload,
+            profile=forecaster.profile,
+            hardware=asked.hardware,
+            decisions=replace(
+                forecaster.decisions,
+                host_limit_bytes=64 * GIB,
+                device_limit_bytes=memory_bytes - margin_bytes(memory_bytes),
+            ),
+            process_bytes=forecaster.process_bytes,
+        )
     )
     forecast = forecaster.forecast(asked)
     assert forecast.fits
