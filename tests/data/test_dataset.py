@@ -13,7 +13,7 @@ import pyarrow  # type: ignore[import-untyped]
 import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -53,6 +53,8 @@ def _rejects(tmp_path: Path) -> list[tuple[str, int, str]]:
     shuffle=st.booleans(),
     num_eval=st.integers(0, 3),
 )
+@example(lengths=[16] * 7, micro_batch_size=2, accumulation=3, packing=False, shuffle=True, num_eval=0)
+@example(lengths=[16] * 10, micro_batch_size=2, accumulation=2, packing=True, shuffle=False, num_eval=1)
 def test_an_epoch_holds_every_sample_once_and_exactly(
     load: Load,
     write_rows: WriteRows,

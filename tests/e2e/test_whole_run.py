@@ -74,7 +74,7 @@ def test_it_reports_its_plan_and_its_result(program_run: tuple[Path, str]) -> No
     assert all("stall" in line and "tokens/s" in line and "loss" in line for line in steps)
     assert summary[0].startswith("mean of") and "3 steps" in summary[0]
     assert {line.split()[0] for line in summary[1:]} == {"step", "compute", "NVMe", "optimizer", "stalled"}
-    assert lines[-2].startswith(f"saved {output_of(config)}")
+    assert lines[-2].startswith(f"exported the model to {output_of(config)}")
     assert str(store_of(config).parent) in lines[-1]
     assert "\x1b" not in stderr
 
