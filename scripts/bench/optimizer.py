@@ -39,9 +39,9 @@ from ratel_cli.io.views import view_field
 from ratel_cli.model.spec import BlockSpec, lay_out_block
 from ratel_cli.sizes import GROUP_ELEMENTS
 from ratel_cli.store.layout import Geometry, record_layout
-from ratel_cli.store.store import Progress, Store
+from ratel_cli.store.store import Store
 from scripts.bench.ceilings import mixed_bytes_per_second
-from scripts.bench.ratel_run import NO_IDENTITY
+from scripts.bench.ratel_run import NO_IDENTITY, progress_at
 
 LAYOUT = record_layout("bfloat16")
 BYTES_PER_PARAMETER = 2 * LAYOUT.bytes_per_parameter
@@ -63,7 +63,7 @@ class OptimizerBench:
         self.store = resources.enter_context(
             Store.create([directory], geometry, identity=NO_IDENTITY, queue=self.queue)
         )
-        self.store.commit_import(_progress(0))
+        self.store.commit_import(progress_at(0))
         self._adamw = GroupAdamW(AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01), LAYOUT.dtype)
         self._pipelines = {
             order: resources.enter_context(UpdatePipeline(self._work(), order=order)) for order in ORDERS
@@ -80,7 +80,7 @@ class OptimizerBench:
             self._pipelines[order].submit(BlockUpdate(gradient=gradient, weights=None, adamw=adamw))
         self._pipelines[order].wait_unfinished(at_most=0)
         seconds = time.perf_counter() - start
-        self.store.commit(_progress(step))
+        self.store.commit(progress_at(step))
         return seconds
 
     def nvme(self) -> float:
@@ -164,10 +164,6 @@ def report(num_parameters: int, seconds: dict[str, list[float]]) -> None:
 
 def _block(index: int, num_elements: int) -> BlockSpec:
     return lay_out_block(index=index, kind="layer", name=f"block {index}", parameters=[("w", (num_elements,), True)])
-
-
-def _progress(step: int) -> Progress:
-    return Progress(step=step, updates=step, loss_scale=1.0, good_steps=0, tokens=0)
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ class Steps:
             step=done,
             update=done + 1,
             learning_rate=LEARNING_RATE,
-            commit_previous=lambda: self._store.commit(_progress(done)),
+            commit_previous=lambda: self._store.commit(progress_at(done)),
             recording=recording,
         )
         assert outcome.applied
@@ -126,7 +126,7 @@ class Steps:
         """Write and commit what the last step left to do."""
         if self._engine.is_unsettled:
             self._engine.settle()
-            self._store.commit(_progress(self._done))
+            self._store.commit(progress_at(self._done))
 
 
 @contextmanager
@@ -182,5 +182,6 @@ def run_config(task: Task, directory: Path, *, limit_bytes: int, activations: Ac
     )
 
 
-def _progress(step: int) -> Progress:
+def progress_at(step: int) -> Progress:
+    """The progress of a run in which every step was applied, without its tokens."""
     return Progress(step=step, updates=step, loss_scale=1.0, good_steps=0, tokens=0)
