@@ -13,7 +13,10 @@ ORACLES: dict[str, tuple[str, ...]] = {
     "tests/reference.py": (),
     "tests/kernels/oracle.py": ("ratel_cli._native",),  # the kernels that are judged
     "tests/store/format_reader.py": (),
-    "tests/store/power.py": ("ratel_cli.io",),  # the interface of a queue; the store is judged
+    "tests/store/power.py": (
+        "ratel_cli.io",
+        "ratel_cli.store.barrier",
+    ),  # interfaces; the store is judged
 }
 """Each with the modules that it may import from."""
 

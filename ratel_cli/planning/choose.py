@@ -51,8 +51,11 @@ def choose(problem: Problem) -> Evaluation:
     plain = _best_level(problem, start)
     if decisions.holds_gradients or decisions.overlap == "separate" or not start.placement.prefetch_blocks:
         return plain
-    # What deferral gains depends on what is resident: with nothing, or with all that would be without it.
-    deferrals = {_defer(problem, each).placement.deferred for each in (start, plain)} - {frozenset()}
+    # What deferral gains depends on what is resident: nothing, all that would be without it, or only the weights of
+    # that, since resident states take the memory that deferral needs.
+    weights_only = problem.attempt(replace(plain.placement, resident_states=frozenset()), plain.swap.num_outputs)
+    begins = (start, plain, *([weights_only] if weights_only else ()))
+    deferrals = {_defer(problem, each).placement.deferred for each in begins} - {frozenset()}
     best = plain
     for deferred in sorted(deferrals, key=len):
         begun = problem.attempt(replace(start.placement, deferred=deferred), start.swap.num_outputs)

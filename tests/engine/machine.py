@@ -62,7 +62,17 @@ def random_steps(
 
 
 def initial_weights(config: PretrainedConfig) -> dict[str, torch.Tensor]:
-    """fp32 weights by name, norms and biases drawn too, so that no gradient is zero by symmetry."""
+    """fp32 weights by name, norms and biases drawn too, so that no gradient is zero by symmetry. Made once."""
+    key = config.to_json_string()
+    if key not in _WEIGHTS:
+        _WEIGHTS[key] = _draw_weights(config)
+    return _WEIGHTS[key]
+
+
+_WEIGHTS: dict[str, dict[str, torch.Tensor]] = {}
+
+
+def _draw_weights(config: PretrainedConfig) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention_of(config))
     return {
@@ -71,7 +81,13 @@ def initial_weights(config: PretrainedConfig) -> dict[str, torch.Tensor]:
 
 
 def attention_of(config: PretrainedConfig) -> str:
-    return supported_attention(config, "sdpa")
+    """The implementation of attention that a run takes. Found once for each type of model."""
+    if config.model_type not in _ATTENTION:
+        _ATTENTION[config.model_type] = supported_attention(config, "sdpa")
+    return _ATTENTION[config.model_type]
+
+
+_ATTENTION: dict[str, str] = {}
 
 
 class Source:

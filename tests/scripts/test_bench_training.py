@@ -125,6 +125,7 @@ def test_the_benchmark_of_a_gpu_needs_a_gpu() -> None:
     assert "PyTorch finds no CUDA device" in refused.stderr and "Traceback" not in refused.stderr
 
 
+@pytest.mark.full
 def test_the_optimizer_alone(tmp_path: Path) -> None:
     _, summary = run("bench.optimizer", "--parameters", "200000", "--rounds", "2", "--directory", str(tmp_path))
     assert all(len(summary[name]["seconds"]) == 2 for name in ("NVMe", "AdamW", "optimized", "naive"))  # type: ignore[arg-type]
