@@ -3,7 +3,8 @@
 
 PYTHON ?= python3
 QUESTION ?= What is lambda?
-WORKERS ?= 2
+# One more than two cores: a worker waits a fifth of its time, for the disk or for a process that it started.
+WORKERS ?= 3
 
 BIN := .venv/bin
 TOOLS := .venv/.tools
@@ -12,6 +13,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 GPU := tests/gpu tests/simulated_gpu
 FULL := -m "full or hypothesis" --hypothesis-profile full
+
+# Python keeps what it compiled, whatever the environment says: workers and the processes they start share it.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help demo test check full lint types stress bench clean
 
@@ -48,6 +52,7 @@ bench: $(READY)  ## Measure queue, kernel, optimizer and whole steps against the
 
 clean:  ## Remove everything that these targets made
 	rm -rf .venv build demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find ratel_cli scripts tests -name __pycache__ -prune -exec rm -r {} +
 
 # torch comes first and alone: its version is fixed before anything else can ask for another.
 $(TOOLS): .constraints.txt

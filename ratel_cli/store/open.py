@@ -52,8 +52,9 @@ def open_files(
         manifest, is_damaged = choose_manifest(headers[0].manifest_pages)
         if manifest is None:
             raise BadInput(
-                f"the store in {directories[0]} is incomplete: its import never finished",
-                "run the same command without --resume: it makes the store again",
+                f"the store in {directories[0]} is incomplete: its import or restore never finished",
+                "if it was being restored, run `ratel restore` again; "
+                "if not, run the same command without --resume: it makes the store again",
             )
         check_membership(headers, manifest)
         if identity is not None:

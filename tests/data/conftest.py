@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Protocol, cast
 
 import pytest
+import torch
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ratel_cli.data.dataset import DatasetSource, DataSettings, TrainingData, load_training_data
+from ratel_cli.data.dataset import DatasetSource, DataSettings, MicroBatch, TrainingData, load_training_data
 from ratel_cli.data.encode import Tokenizer
 
 CHATML = (
@@ -20,6 +21,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"]
+GOOD_ROW = {"text": "the quick brown fox"}
 CORPUS = ["the quick brown fox jumps over the lazy dog", "what is a list? a list is a mutable sequence"] * 4
 
 
@@ -127,3 +129,24 @@ def load(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, notices: list[str])
         return load_training_data(items, settings, **arguments)  # type: ignore[arg-type]
 
     return run
+
+
+def same_batches(one: list[MicroBatch], other: list[MicroBatch]) -> bool:
+    return len(one) == len(other) and all(
+        a.sample_ids == b.sample_ids
+        and torch.equal(a.input_ids, b.input_ids)
+        and torch.equal(a.targets, b.targets)
+        and torch.equal(a.position_ids, b.position_ids)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def read_rejects(tmp_path: Path) -> list[tuple[str, int, str]]:
+    lines = (tmp_path / "run" / "rejects.jsonl").read_text().splitlines()
+    return [(row["file"], row["line"], row["reason"]) for row in map(json.loads, lines)]
+
+
+def write_text_rows(path: Path, num_good: int, bad: list[str]) -> Path:
+    """Write good rows, then the bad ones. The first bad line has the number num_good + 1."""
+    path.write_text("".join(line + "\n" for line in [json.dumps(GOOD_ROW)] * num_good + bad))
+    return path

@@ -94,14 +94,17 @@ def signal_at(monkeypatch: pytest.MonkeyPatch) -> SignalAt:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A command that finds its store in use gives up after a tenth of a second, not after ten seconds."""
+    waits: list[float] = []
 
     def lock(directories: Sequence[Path], *, create: bool, wait_seconds: float) -> StoreLock:
-        assert wait_seconds == 10
+        waits.append(wait_seconds)
         return StoreLock(directories, create=create, wait_seconds=0.1)
 
-    monkeypatch.setattr("ratel_cli.store.store.StoreLock", lock)
+    monkeypatch.setattr("ratel_cli.store.open.StoreLock", lock)
+    yield
+    assert 10 in waits
 
 
 @pytest.fixture(autouse=True)

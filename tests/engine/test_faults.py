@@ -38,8 +38,8 @@ HELD_ON_DISK = Way(
 )
 IN_PLACE = Way(options={"placement": AHEAD, "in_place": True})
 HANG_SECONDS = 0.1
-EVERY = 13
-"""A case takes every thirteenth call,"""
+EVERY = 23
+"""A case takes every 23rd call,"""
 EVERY_ON_DISK = 29
 """or every 29th, where a run makes more of them."""
 

@@ -157,10 +157,10 @@ def test_the_memory_limit_holds_until_the_device_is_closed(timeline: Timeline) -
     reserved = torch.cuda.memory_reserved()
     with CudaDevice(torch.device("cuda"), timeline, limit_bytes=reserved + 64 * MIB) as device:
         with pytest.raises(DoesNotFit, match="GPU memory") as raised, device.translate_errors():
-            torch.empty(1024 * MIB, dtype=torch.uint8, device="cuda")
-        assert raised.value.shortfall_bytes == 1024 * MIB
+            torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
+        assert raised.value.shortfall_bytes == 256 * MIB
         assert raised.value.hint is not None and "limits.gpu_memory" in raised.value.hint
-    assert torch.empty(1024 * MIB, dtype=torch.uint8, device="cuda").numel() == 1024 * MIB
+    assert torch.empty(256 * MIB, dtype=torch.uint8, device="cuda").numel() == 256 * MIB
 
 
 def test_a_nondeterministic_operator_is_rejected_with_the_key_to_change(device: CudaDevice) -> None:

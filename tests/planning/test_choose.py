@@ -216,7 +216,7 @@ def test_more_memory_never_harms(seed: int, overlap: Overlap) -> None:
     of = deciding(problem_by_chance(choice), overlap=overlap)
     least, most = least_bytes(of), choose(of).memory.total
     fastest: dict[tuple[int, int, bool], float] = {}
-    for limit_bytes in sorted(choice.randint(least, max(least, most)) for _ in range(20)):
+    for limit_bytes in sorted(choice.randint(least, max(least, most)) for _ in range(10)):
         chosen = choose(deciding(of, host_limit_bytes=limit_bytes))
         found = *depth(chosen), chosen.spilled_blocks > 0
         assert chosen.time.total <= AS_GOOD * fastest.get(found, chosen.time.total) / 0.98

@@ -6,7 +6,6 @@ import errno
 import os
 import struct
 import zlib
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,16 +34,10 @@ from tests.store.stores import (
 
 
 @pytest.fixture
-def queue() -> Iterator[IoQueue]:
-    with FaultyQueue(depth=4) as opened:
-        yield opened
-
-
-@pytest.fixture
-def paths(tmp_path: Path, queue: IoQueue) -> list[Path]:
+def paths(tmp_path: Path, plain_queue: IoQueue) -> list[Path]:
     """A store of three steps in two directories. Its manifest has generation 4 and is on page 0."""
     made = [tmp_path / "a", tmp_path / "b"]
-    with import_all(create_store(made, queue)) as store:
+    with import_all(create_store(made, plain_queue)) as store:
         for _ in range(3):
             run_step(store)
     return made
@@ -69,40 +62,42 @@ def edit(path: Path, offset: int, content: bytes) -> None:
         ("seed", replace(IDENTITY, seed=43)),
     ],
 )
-def test_another_runs_store_is_an_error_by_field(paths: list[Path], queue: IoQueue, field: str, wanted: object) -> None:
+def test_another_runs_store_is_an_error_by_field(
+    paths: list[Path], plain_queue: IoQueue, field: str, wanted: object
+) -> None:
     assert isinstance(wanted, type(IDENTITY))
     with pytest.raises(StoreMismatch) as raised:
-        open_store(paths, queue, identity=wanted)
+        open_store(paths, plain_queue, identity=wanted)
     assert raised.value.fields == (field,)
     assert f"changed since the store in {paths[0]} was made: {field} was " in raised.value.message
     assert "\n" not in raised.value.message
     assert "--resume no" in (raised.value.hint or "")
 
 
-def test_all_fields_that_differ_are_named(paths: list[Path], queue: IoQueue) -> None:
+def test_all_fields_that_differ_are_named(paths: list[Path], plain_queue: IoQueue) -> None:
     with pytest.raises(BadInput, match="model_hash") as raised:
-        open_store(paths, queue, identity=replace(IDENTITY, model_hash="x", seed=1))
+        open_store(paths, plain_queue, identity=replace(IDENTITY, model_hash="x", seed=1))
     assert [other.message.split(":")[1] for other in raised.value.others] == [" seed was 42, is now 1"]
 
 
-def test_other_software_is_a_notice(paths: list[Path], queue: IoQueue) -> None:
+def test_other_software_is_a_notice(paths: list[Path], plain_queue: IoQueue) -> None:
     notices: list[str] = []
-    with open_store(paths, queue, identity=replace(IDENTITY, software="ratel 2"), notice=notices.append) as store:
+    with open_store(paths, plain_queue, identity=replace(IDENTITY, software="ratel 2"), notice=notices.append) as store:
         check_generation(store, 3)
     assert notices == ["the software was ratel 1, is now ratel 2: resuming is valid, but not bit-exact"]
 
 
-def test_without_an_identity_any_store_opens(paths: list[Path], queue: IoQueue) -> None:
-    with open_store(paths, queue, identity=None) as store:
+def test_without_an_identity_any_store_opens(paths: list[Path], plain_queue: IoQueue) -> None:
+    with open_store(paths, plain_queue, identity=None) as store:
         assert store.identity == IDENTITY
 
 
-def test_a_missing_store_is_an_error(tmp_path: Path, queue: IoQueue) -> None:
+def test_a_missing_store_is_an_error(tmp_path: Path, plain_queue: IoQueue) -> None:
     with pytest.raises(BadInput, match="there is no store in"):
-        open_store([tmp_path], queue)
+        open_store([tmp_path], plain_queue)
 
 
-def test_swapped_missing_and_mixed_directories(paths: list[Path], tmp_path: Path, queue: IoQueue) -> None:
+def test_swapped_missing_and_mixed_directories(paths: list[Path], tmp_path: Path, plain_queue: IoQueue) -> None:
     for wrong, reason in (
         (paths[::-1], "is file 2 of its store, but is named as file 1"),
         (paths[:1], "names 1 directory, but the store has 2"),
@@ -110,88 +105,88 @@ def test_swapped_missing_and_mixed_directories(paths: list[Path], tmp_path: Path
         ([paths[0], tmp_path / "c"], "there is no store in"),
     ):
         with pytest.raises(BadInput, match=reason):
-            open_store(wrong, queue)
+            open_store(wrong, plain_queue)
     others = [tmp_path / "c", tmp_path / "d"]
-    import_all(create_store(others, queue)).close()
+    import_all(create_store(others, plain_queue)).close()
     with pytest.raises(BadInput, match="belong to different stores"):
-        open_store([paths[0], others[1]], queue)
+        open_store([paths[0], others[1]], plain_queue)
     three = [tmp_path / "e", tmp_path / "f", tmp_path / "g"]
-    import_all(create_store(three, queue)).close()
+    import_all(create_store(three, plain_queue)).close()
     with pytest.raises(BadInput, match="is file 3 of its store, but is named as file 2"):
-        open_store([three[0], three[2], three[1]], queue)
+        open_store([three[0], three[2], three[1]], plain_queue)
 
 
-def test_a_damaged_identification_is_an_error(paths: list[Path], queue: IoQueue) -> None:
+def test_a_damaged_identification_is_an_error(paths: list[Path], plain_queue: IoQueue) -> None:
     edit(paths[1], 2 * PAGE_BYTES + 20, b"?")
     with pytest.raises(BadInput, match="is not a data file of Ratel, or is damaged"):
-        open_store(paths, queue)
+        open_store(paths, plain_queue)
 
 
-def test_a_truncated_file_is_an_error(paths: list[Path], queue: IoQueue) -> None:
+def test_a_truncated_file_is_an_error(paths: list[Path], plain_queue: IoQueue) -> None:
     size_bytes = (paths[1] / DATA_FILE_NAME).stat().st_size
     os.truncate(paths[1] / DATA_FILE_NAME, size_bytes - 1)
     with pytest.raises(IntegrityFailure, match=f"is truncated: it has {size_bytes - 1} of {size_bytes} bytes"):
-        open_store(paths, queue)
+        open_store(paths, plain_queue)
 
 
-def test_an_empty_file_is_an_incomplete_store(paths: list[Path], queue: IoQueue) -> None:
+def test_an_empty_file_is_an_incomplete_store(paths: list[Path], plain_queue: IoQueue) -> None:
     for path in paths:
         os.truncate(path / DATA_FILE_NAME, 0)
     with pytest.raises(BadInput, match="incomplete"):
-        open_store(paths, queue)
+        open_store(paths, plain_queue)
 
 
-def test_another_format_is_an_error(paths: list[Path], queue: IoQueue) -> None:
+def test_another_format_is_an_error(paths: list[Path], plain_queue: IoQueue) -> None:
     page = bytearray((paths[0] / DATA_FILE_NAME).read_bytes()[: PAGE_BYTES - 4])
     page[8:12] = struct.pack("<I", FORMAT_VERSION + 1)
     edit(paths[0], 0, bytes(page) + struct.pack("<I", zlib.crc32(page)))
     with pytest.raises(BadInput, match="format_version: the store has format 4"):
-        open_store(paths, queue)
+        open_store(paths, plain_queue)
     assert Store.exists(paths)
 
 
 @pytest.mark.parametrize("offset", [0, 8, 100, 2000, PAGE_BYTES - 1])
-def test_a_torn_manifest_falls_back_to_the_one_before(paths: list[Path], queue: IoQueue, offset: int) -> None:
+def test_a_torn_manifest_falls_back_to_the_one_before(paths: list[Path], plain_queue: IoQueue, offset: int) -> None:
     edit(paths[0], offset, b"?")  # generation 4, of step 3
     assert Store.exists(paths)
     notices: list[str] = []
-    with open_store(paths, queue, notice=notices.append) as store:
+    with open_store(paths, plain_queue, notice=notices.append) as store:
         check_generation(store, 2)
         run_step(store)
         check_generation(store, 3)
     assert [text for text in notices if "resuming from step 2" in text] == notices
     assert len(notices) == 1
     notices.clear()
-    with open_store(paths, queue, notice=notices.append) as store:
+    with open_store(paths, plain_queue, notice=notices.append) as store:
         check_generation(store, 3)
     assert notices == []
 
 
-def test_two_torn_manifests_are_an_error(paths: list[Path], queue: IoQueue) -> None:
+def test_two_torn_manifests_are_an_error(paths: list[Path], plain_queue: IoQueue) -> None:
     edit(paths[0], 100, b"?")
     edit(paths[0], PAGE_BYTES + 100, b"?")
     with pytest.raises(IntegrityFailure, match="both manifests"):
-        open_store(paths, queue)
+        open_store(paths, plain_queue)
     with pytest.raises(BadInput, match="there is a store"):
-        create_store(paths, queue)
-    import_all(create_store(paths, queue, overwrite=True)).close()
+        create_store(paths, plain_queue)
+    import_all(create_store(paths, plain_queue, overwrite=True)).close()
 
 
-def test_a_manifest_that_a_drive_lost_is_noticed(paths: list[Path], queue: IoQueue) -> None:
+def test_a_manifest_that_a_drive_lost_is_noticed(paths: list[Path], plain_queue: IoQueue) -> None:
     first_file = (paths[0] / DATA_FILE_NAME).read_bytes()
-    with open_store(paths, queue) as store:
+    with open_store(paths, plain_queue) as store:
         run_step(store)
         run_step(store)
     edit(paths[0], PAGE_BYTES, first_file[PAGE_BYTES : 2 * PAGE_BYTES])  # generation 5 never arrived, 6 did
     with pytest.raises(IntegrityFailure, match="generations 3 and 6 do not follow each other"):
-        open_store(paths, queue)
+        open_store(paths, plain_queue)
 
 
 @pytest.mark.parametrize("fails", ["sync", "write_through"])
 @pytest.mark.parametrize("action", ["import", "step"])
-def test_a_failed_commit_is_final(tmp_path: Path, queue: IoQueue, fails: str, action: str) -> None:
+def test_a_failed_commit_is_final(tmp_path: Path, plain_queue: IoQueue, fails: str, action: str) -> None:
     barrier = FaultyBarrier()
-    with create_store([tmp_path], queue, barrier=barrier, num_slots=3) as store:
+    with create_store([tmp_path], plain_queue, barrier=barrier, num_slots=3) as store:
         if action == "step":
             import_all(store)
             run_step(store)
@@ -211,13 +206,13 @@ def test_a_failed_commit_is_final(tmp_path: Path, queue: IoQueue, fails: str, ac
     if action == "import":
         assert not Store.exists([tmp_path])
     else:
-        with open_store([tmp_path], queue) as store:
+        with open_store([tmp_path], plain_queue) as store:
             check_generation(store, 1)
 
 
-def test_a_failed_sync_writes_no_manifest(tmp_path: Path, queue: IoQueue) -> None:
+def test_a_failed_sync_writes_no_manifest(tmp_path: Path, plain_queue: IoQueue) -> None:
     barrier = FaultyBarrier()
-    with import_all(create_store([tmp_path], queue, barrier=barrier)) as store:
+    with import_all(create_store([tmp_path], plain_queue, barrier=barrier)) as store:
         store.begin_step()
         write_generation(store, 1)
         barrier.fails = "sync"
@@ -227,13 +222,13 @@ def test_a_failed_sync_writes_no_manifest(tmp_path: Path, queue: IoQueue) -> Non
         assert barrier.calls == ["sync"]
 
 
-def test_a_failed_write_of_a_header_is_an_error(tmp_path: Path, queue: IoQueue) -> None:
+def test_a_failed_write_of_a_header_is_an_error(tmp_path: Path, plain_queue: IoQueue) -> None:
     barrier = FaultyBarrier()
     barrier.fails = "write_through"
     with pytest.raises(IntegrityFailure, match="could not be written: Input/output error"):
-        create_store([tmp_path], queue, barrier=barrier)
+        create_store([tmp_path], plain_queue, barrier=barrier)
     assert not Store.exists([tmp_path])
-    create_store([tmp_path], queue).close()
+    create_store([tmp_path], plain_queue).close()
 
 
 def test_every_failing_transfer_leaves_the_last_step(tmp_path: Path) -> None:
@@ -283,8 +278,8 @@ def test_closing_waits_for_transfers_in_flight(tmp_path: Path, pool: BufferPool)
         store.close()
 
 
-def test_a_store_in_place_reports_what_was_lost(tmp_path: Path, queue: IoQueue) -> None:
-    with import_all(create_store([tmp_path], queue, in_place=True)) as store:
+def test_a_store_in_place_reports_what_was_lost(tmp_path: Path, plain_queue: IoQueue) -> None:
+    with import_all(create_store([tmp_path], plain_queue, in_place=True)) as store:
         run_step(store)
         store.begin_step()
         write_generation(store, 2)
@@ -294,5 +289,5 @@ def test_a_store_in_place_reports_what_was_lost(tmp_path: Path, queue: IoQueue) 
     with pytest.raises(
         IntegrityFailure, match=r"step 2 was being written .* the state after step 1 is lost"
     ) as failure:
-        open_store([tmp_path], queue)
+        open_store([tmp_path], plain_queue)
     assert "--resume no" in (failure.value.hint or "")
