@@ -75,6 +75,7 @@ def test_the_plan_changes_no_bit(tmp_path: Path, base: Path, rows: Path, activat
     assert export_hash(plain) == export_hash(other)
 
 
+@pytest.mark.full
 def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, base: Path, rows: Path) -> None:
     plain = write_config(tmp_path / "plain", base=base, rows=rows, **BFLOAT16)
     killed = write_config(tmp_path / "killed", base=base, rows=rows, **BFLOAT16)
