@@ -83,6 +83,7 @@ def test_half_precision_scales_its_loss(make_config: MakeConfig, base: Path) -> 
     check_same(config, reference(config, base, loss_scale=2.0**16), "float16")
 
 
+@pytest.mark.full
 def test_a_step_that_overflows_is_not_applied(make_config: MakeConfig, base: Path) -> None:
     """At this rate the second step's gradients are too large for fp16 times 65536."""
     config = make_config(dtype="float16")

@@ -60,7 +60,7 @@ def three_threads() -> Iterator[None]:
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize(
     ("architecture", "dtype", "num_micro_batches", "max_grad_norm"),
-    rotating(["llama", "llama_tied", "mixtral", "gpt2"], *SETTINGS, every=2, offset=5),
+    rotating(["llama", "llama_tied", "mixtral", "gpt2"], *SETTINGS, every=4, offset=5),
 )
 def test_several_threads_of_torch_change_no_bit(
     tmp_path: Path, architecture: str, dtype: DtypeName, num_micro_batches: int, max_grad_norm: float | None

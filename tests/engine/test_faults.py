@@ -40,8 +40,8 @@ IN_PLACE = Way(options={"placement": AHEAD, "in_place": True})
 HANG_SECONDS = 0.1
 EVERY = 23
 """A case takes every 23rd call,"""
-EVERY_ON_DISK = 29
-"""or every 29th, where a run makes more of them."""
+EVERY_ON_DISK = 47
+"""or every 47th, where a run makes more of them."""
 
 KINDS = {
     "EIO": Kind(fault=Fault(error_number=errno.EIO)),

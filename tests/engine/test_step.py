@@ -26,7 +26,7 @@ from tests.engine.architectures import tiny_config
 from tests.engine.machine import Machine, initial_weights, machine, progress_at, random_steps
 from tests.engine.swaps import EVERYTHING
 from tests.reference import Recipe
-from tests.tiers import pairwise
+from tests.tiers import rotating
 
 NOTHING_SPILLED = offload([0], num_micro_batches=1, spilled_units=0)
 STATE_BYTES = {
@@ -101,7 +101,7 @@ PLACEMENTS = {
 
 
 @pytest.mark.parametrize(
-    ("placement_name", "update", "architecture"), pairwise(list(PLACEMENTS), list(UPDATES), ["llama", "llama_tied"])
+    ("placement_name", "update", "architecture"), rotating(list(PLACEMENTS), list(UPDATES), ["llama", "llama_tied"])
 )
 def test_traffic_is_the_prediction_to_the_byte(
     tmp_path: Path, placement_name: str, update: str, architecture: str

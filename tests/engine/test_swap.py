@@ -63,7 +63,7 @@ def seconds_of(spec: ModelSpec, spans: tuple[Span, ...]) -> dict[int, BlockSecon
     }
 
 
-@pytest.mark.parametrize("architecture", sample(ARCHITECTURES, every=7))
+@pytest.mark.parametrize("architecture", sample(ARCHITECTURES, every=9))
 def test_planned_bytes_are_moved_bytes(tmp_path: Path, architecture: str) -> None:
     config = tiny_config(architecture)
     recipe = Recipe(dtype=torch.bfloat16, attn_implementation=attention_of(config))
