@@ -5,9 +5,9 @@
                    inputs too if that is not enough.
     2. residency   weights stay in memory from the first block upwards (a byte saves two of traffic), then states (a
                    byte saves one). Each block more is one level.
-    3. swapping    for each level, the prefix of all candidates with the least time (planning/swap.py): first in the
-                   memory that a GPU has left over (planning/gpu_memory.py), then in what the level leaves, the rest
-                   on NVMe.
+    3. swapping    for each level, the prefix of all candidates with the least time (planning/swap.py) among those
+                   whose units a GPU has memory for: first in the memory that the GPU has left over
+                   (planning/gpu_memory.py), then in what the level leaves, the rest on NVMe.
     4. deferral    where gradients are not held anyway, updates move to the next forward while that gains, from the
                    last block downwards (the last blocks can wait longest): 2 bytes of memory (G16) take 22 bytes of
                    traffic from the stage that is short of it. Then 2 and 3 once more.
@@ -16,8 +16,8 @@ The time is convex over levels as over prefixes, except for single steps. Of lev
 the highest is taken: it moves the fewest bytes. Deferral has to gain 2 % in the end. Where gradients are spilled,
 nothing else stays.
 
-Invariants: the choice fits. At its depth and deferral, no prefix and no level that fits is predicted to be faster by
-more than these allowances. What is rejected fits in no way.
+Invariants: the choice fits, into a GPU too if anything does. At its depth and deferral, no prefix and no level that
+fits is predicted to be faster by more than these allowances. What is rejected fits in no way.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def curve(problem: Problem, chosen: Evaluation) -> list[tuple[int, float]]:
     """Bytes offloaded in a step and its seconds, over the prefixes of whole groups, all else as chosen."""
     available_bytes = problem.decisions.host_limit_bytes - chosen.memory.total + chosen.memory.activations
     points = []
-    for num_outputs in sorted({*problem.order.boundaries, chosen.swap.num_outputs}):
+    prefixes = {*filter(problem.fits_device, problem.order.boundaries), chosen.swap.num_outputs}
+    for num_outputs in sorted(prefixes):
         spilled = problem.spill_into(available_bytes, num_outputs=num_outputs)
         if spilled is not None:
             traffic = problem.traffic(chosen.placement, spilled.offloaded, spilled_blocks=chosen.spilled_blocks)
@@ -155,7 +156,10 @@ def _best_with_spilled_gradients(problem: Problem, start: Evaluation) -> Evaluat
     def at(num_outputs: int) -> Evaluation | None:
         return problem.attempt(start.placement, num_outputs)
 
-    best = at(problem.order.least(lambda num_outputs: _seconds(at(num_outputs))))
+    def seconds(num_outputs: int) -> float:
+        return _seconds(at(num_outputs)) if problem.fits_device(num_outputs) else inf
+
+    best = at(problem.order.least(seconds))
     assert best is not None
     return best
 
@@ -177,7 +181,7 @@ def _best_swap(problem: Problem, placement: Placement) -> Evaluation | None:
 
     def seconds(num_outputs: int) -> float:
         found = spilled(num_outputs)
-        if found is None:
+        if found is None or not problem.fits_device(num_outputs):
             return inf
         offloaded = found.offloaded
         return problem.seconds(placement, traffic.with_offloaded(offloaded), offloaded, num_outputs=num_outputs)

@@ -6,9 +6,8 @@ Invariant: a plan fits into the limits that it was made for.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
-from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.planning.capacity import HostMemory, check_device_memory
 from ratel_cli.planning.choose import choose, curve
@@ -96,7 +95,8 @@ def make_plan(problem: Problem) -> Plan:
     """Choose what stays where and predict what follows. Raises DoesNotFit."""
     spec, workload, profile, decisions = problem.spec, problem.workload, problem.profile, problem.decisions
     assert decisions.holds_gradients or not decisions.in_place, "what is written in place cannot be taken back"
-    chosen = _choose(problem)
+    chosen = choose(problem)
+    check_device_memory(chosen.memory, decisions.device_limit_bytes)
     spilled_bytes = gradient_bytes(spec, problem.state, num_blocks=chosen.spilled_blocks)
     number, layers = workload.num_micro_batches, [profile.profiles[index] for index in profile.layers]
     inter_block_bytes = number * sum(layer.input_bytes for layer in layers)
@@ -137,19 +137,6 @@ def _case(chosen: Evaluation, swappable_bytes: int) -> Case:
     if not chosen.swap.num_outputs:
         return 1
     return 2 if chosen.offloaded.total_bytes == swappable_bytes else 3
-
-
-def _choose(problem: Problem) -> Evaluation:
-    """The best placement, or, if what it swaps does not fit into the GPU, the best that swaps nothing but inputs."""
-    chosen, decisions = choose(problem), problem.decisions
-    try:
-        check_device_memory(chosen.memory, decisions.device_limit_bytes)
-    except DoesNotFit:
-        if problem.hardware.link is None or decisions.activations != "auto":
-            raise
-        chosen = choose(replace(problem, decisions=replace(decisions, activations="recompute")))
-        check_device_memory(chosen.memory, decisions.device_limit_bytes)
-    return chosen
 
 
 def _swapped_operators(order: SwapOrder, swap: SwapPrefix, num_micro_batches: int) -> Iterator[SwappedOperator]:

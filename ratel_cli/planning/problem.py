@@ -4,7 +4,7 @@
 outputs of the problem's order (planning/swap.py).
 
 Invariant: an `Evaluation` fits into the limit of host memory, and all its parts belong to its placement. That it fits
-into the GPU is for the caller to check.
+into the GPU is for the caller to check (`fits_device`).
 """
 
 from __future__ import annotations
@@ -105,6 +105,13 @@ class Problem:
                 return self.order.num_outputs
             case fraction:
                 return self.order.reaching(int(fraction * self.order.prefix(self.order.num_outputs).num_bytes))
+
+    def fits_device(self, num_outputs: int) -> bool:
+        """True if the units of a prefix fit into the GPU's limit. Where a prefix does, all shorter ones do."""
+        limit_bytes = self.decisions.device_limit_bytes
+        if self._gpu is None or limit_bytes is None:
+            return True
+        return self._gpu.needed_bytes(largest_unit_bytes=max(self.order.unit_bytes(num_outputs))) <= limit_bytes
 
     def evaluate(self, placement: Placement, *, num_outputs: int = 0) -> Evaluation:
         """What follows from a placement when a prefix is swapped. Raises DoesNotFit."""

@@ -80,7 +80,8 @@ def problem_by_chance(choice: random.Random) -> Problem:
     profile = estimated(spec, workload)
     if choice.random() < 0.4:
         profile = by_chance(choice, num_layers=spec.num_layers, most_kib=4000, most_flops=10**10)
-    gpu_bytes = GpuMemory(spec, BFLOAT16, workload).needed_bytes(largest_unit_bytes=0)
+    inputs_bytes = max(layer.input_bytes for layer in profile.profiles)
+    gpu_bytes = GpuMemory(spec, BFLOAT16, workload).needed_bytes(largest_unit_bytes=inputs_bytes)
     return Problem(
         spec=spec,
         state=BFLOAT16,
@@ -145,6 +146,11 @@ def level(placement: Placement, number: int, num_blocks: int) -> Placement:
     )
 
 
+def fits_gpu(of: Problem, choice: Evaluation) -> bool:
+    limit_bytes = of.decisions.device_limit_bytes
+    return limit_bytes is None or of.hardware.link is None or choice.memory.device <= limit_bytes
+
+
 def every_choice(of: Problem, chosen: Evaluation) -> Iterator[Evaluation]:
     """All levels and prefixes that fit at the depth and with the deferral that were chosen, as few units spilled as do.
 
@@ -160,7 +166,7 @@ def every_choice(of: Problem, chosen: Evaluation) -> Iterator[Evaluation]:
                     found = of.evaluate(replace(placement, spilled_units=spilled_units), num_outputs=num_outputs)
                 except DoesNotFit:
                     continue
-                if bool(found.spilled_blocks) == bool(chosen.spilled_blocks):
+                if bool(found.spilled_blocks) == bool(chosen.spilled_blocks) and fits_gpu(of, found):
                     yield found
                 break
 
@@ -221,6 +227,39 @@ def test_more_memory_never_harms(seed: int, overlap: Overlap) -> None:
         found = *depth(chosen), chosen.spilled_blocks > 0
         assert chosen.time.total <= AS_GOOD * fastest.get(found, chosen.time.total) / 0.98
         fastest[found] = min(fastest.get(found, chosen.time.total), chosen.time.total)
+
+
+@examples(40)
+@given(seed=SEEDS)
+def test_more_gpu_memory_never_harms(seed: int) -> None:
+    """A little less than everything takes does not mean that nothing is swapped."""
+    choice = random.Random(seed)
+    of = problem_by_chance(choice)
+    while of.hardware.link is None:
+        of = problem_by_chance(choice)
+    memory = GpuMemory(of.spec, of.state, of.workload)
+    least, most = (
+        memory.needed_bytes(largest_unit_bytes=max(of.order.unit_bytes(number))) for number in (0, of.order.num_outputs)
+    )
+    fastest = choose(deciding(of, device_limit_bytes=least)).time.total
+    for limit_bytes in (*sorted(choice.randint(least, most) for _ in range(6)), most, 2 * most):
+        chosen = choose(deciding(of, device_limit_bytes=limit_bytes))
+        assert chosen.memory.device <= limit_bytes
+        assert chosen.time.total <= AS_GOOD * fastest / 0.98
+        fastest = min(fastest, chosen.time.total)
+
+
+def test_a_gpu_with_a_byte_less_than_all_takes_swaps_less_and_not_nothing() -> None:
+    num_partial = 0
+    for seed in range(40):
+        of = deciding(problem_by_chance(random.Random(seed)), device_limit_bytes=1 << 40)
+        free = choose(of)
+        if of.hardware.link is None or not free.swap.num_outputs:
+            continue
+        tight = choose(deciding(of, device_limit_bytes=free.memory.device - 1))
+        assert tight.swap.num_outputs < free.swap.num_outputs
+        num_partial += tight.swap.num_outputs > 0
+    assert num_partial >= 5
 
 
 @pytest.mark.parametrize("depths", [(2, 2), (1, 1), (0, 0)])
