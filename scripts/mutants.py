@@ -35,6 +35,8 @@ from ratel_cli import _native
 ROOT = Path(__file__).parents[1]
 COPIED_FOLDERS = ("ratel_cli", "tests", "scripts", "configs", "docs", "kernels", ".ci")
 GPU_TESTS = ("tests/gpu", "tests/simulated_gpu")
+TEXTS = "tests/scripts/test_mutants.py"
+"""Would notice every mutant, since it looks for the old texts."""
 SECONDS = 1800
 """The most that one call of pytest may take; a mutant that hangs is caught."""
 Verdict = Literal["caught", "survived", "not tried"]
@@ -69,12 +71,18 @@ MUTANTS = (
     Mutant("loss of one micro-batch", "engine/step.py", "loss=loss_total / state.num_targets", "loss=loss_total / len(state.batches)", "the loss is the mean over all targets of the step", "engine/test_exactness.py"),
     Mutant("loss scale stays in", "engine/step.py", "gradient_scale=1.0 / loss_scale", "gradient_scale=1.0", "gradients are divided by the loss scale", "engine/test_exactness.py"),
     Mutant("a loss of NaN is decided", "engine/step.py", "if not math.isfinite(loss_total):", "if False:", "a loss that is not finite is named", "engine/test_step.py"),
-    Mutant("micro-batches share a gradient", "engine/step.py", "output, (unit.leaf, *weights.parameters), gradients[number]", "output, (unit.leaf, *weights.parameters), gradients[0]", "each micro-batch has its own gradient", "engine/test_exactness.py"),
+    Mutant("micro-batches share a gradient", "engine/step.py", "output.backward(gradients[number], inputs", "output.backward(gradients[0], inputs", "each micro-batch has its own gradient", "engine/test_exactness.py"),
     Mutant("clipping without epsilon", "engine/optimizer/gradients.py", "max_norm / (norm + 1e-6), max", "max_norm / norm, max", "clipping has the bits of clip_grad_norm_", "engine/test_exactness.py"),
     Mutant("clipping enlarges", "engine/optimizer/gradients.py", "max=1.0", "max=2.0", "small gradients are not scaled up", "engine/test_exactness.py"),
     Mutant("sums in the compute dtype", "engine/optimizer/gradients.py", "dtype if single else torch.float32", "dtype", "gradients are summed in fp32", "engine/test_exactness.py"),
     Mutant("the last micro-batch counts", "engine/optimizer/gradients.py", "values.add_(gradient.reshape", "values.copy_(gradient.reshape", "gradients of all micro-batches are summed", "engine/test_exactness.py"),
-    Mutant("norm of the scaled loss", "engine/optimizer/gradients.py", "if scale != 1.0:", "if False:", "the norm is that of the gradient", "engine/test_exactness.py"),
+    Mutant("a gradient leaves too early", "engine/step.py", "is_last=number == len(state.batches) - 1", "is_last=True", "a gradient leaves when all micro-batches are added", "engine/test_exactness.py"),
+    Mutant("leaving gradients without a limit", "engine/optimizer/gradients.py", "max(0, self._leaving_bytes - len(memory))", "1 << 60", "predicted GPU memory is enough", "engine/test_gradients.py"),
+    Mutant("a speculation goes on to the end", "engine/optimizer/speculation.py", "_CERTAIN * self._max_norm", "1e30", "speculating ends once clipping is certain", "engine/test_speculation.py engine/test_exactness.py"),
+    Mutant("states that were updated in vain", "engine/optimizer/update.py", "self._pipeline.cancel(updated)", "self._pipeline.cancel(frozenset())", "resident states are those of the current generation", "engine/test_exactness.py"),
+    Mutant("an unclipped step takes as long", "planning/plan.py", "replace(decisions, holds_gradients=False)", "decisions", "the plan tells what an unclipped step takes", "planning/test_plan.py"),
+    Mutant("any split is advised", "planning/forecast/advice.py", "if then is not None and (best is None or then > best):", "if then is not None:", "advice is the fastest split", "planning/forecast/test_advice.py"),
+    Mutant("norm of the scaled loss", "engine/optimizer/gradients.py", "if self._scale != 1.0:", "if False:", "the norm is that of the gradient", "engine/test_exactness.py"),
     Mutant("gradients on NVMe are not checked", "engine/optimizer/gradients.py", 'self._seal.check(self._lease.memory, f"gradient of {self.block.name}")', "pass", "damaged gradients are noticed", "engine/test_faults.py"),
     Mutant("bias correction a step late", "engine/optimizer/adamw.py", "settings.beta2**update.number", "settings.beta2 ** (update.number + 1)", "AdamW has torch's bits", "engine/test_exactness.py"),
     Mutant("decay of norms and biases", "engine/optimizer/adamw.py", "parameter.decay))", "True))", "norms and biases do not decay", "engine/test_exactness.py"),
@@ -82,11 +90,11 @@ MUTANTS = (
     Mutant("gradient of the first group", "engine/optimizer/adamw.py", "flat[first:last]", "flat[first - start : last - start]", "each group is updated by its own gradient", "engine/test_exactness.py"),
     Mutant("parts across chunks", "engine/optimizer/adamw.py", "PARAMETER_ALIGNMENT if checksums is None else checksums.chunk_elements", "PARAMETER_ALIGNMENT", "threads of AdamW take whole chunks", "engine/test_exactness.py"),
     Mutant("a clipped speculation stands", "engine/optimizer/update.py", "if clip == 1.0:", "if clip > 0.0:", "a speculation that was wrong is done again", "engine/test_exactness.py"),
-    Mutant("speculation whatever was clipped", "engine/optimizer/update.py", "self._was_clipped.append(clip < 1.0)", "self._was_clipped.append(False)", "updates wait for the norm while clipping is frequent", "engine/test_exactness.py"),
+    Mutant("speculation whatever was clipped", "engine/optimizer/update.py", "self._speculation.end(is_clipped=self.is_clipped)", "self._speculation.end(is_clipped=False)", "updates wait for the norm while clipping is frequent", "engine/test_step.py"),
     Mutant("resident weights after a failed step", "engine/optimizer/update.py", "self._resident.forget()  # the step", "pass  # the step", "a step that is run again takes nothing in memory on trust", "engine/test_step.py"),
     Mutant("settled before it is written", "engine/optimizer/update.py", "wait_unfinished(at_most=0)", "wait_unfinished(at_most=1)", "a step is committed when all of it is written", "engine/test_exactness.py"),
     Mutant("gradients that come and go", "engine/optimizer/update.py", "if now != then:", "if False:", "a parameter with a gradient in some steps only is rejected", "engine/test_step.py"),
-    Mutant("stale states after a discard", "engine/optimizer/groups.py", "self._valid.clear()", "pass", "resident states are those of the current generation", "engine/test_step.py engine/test_exactness.py"),
+    Mutant("stale states after a discard", "engine/optimizer/groups.py", "self._valid -= forgotten", "pass", "resident states are those of the current generation", "engine/test_step.py engine/test_exactness.py"),
     Mutant("states are not checked", "engine/optimizer/adamw.py", "self._current.check_digests(self._block, start, stop, before)", "pass", "damaged optimizer states are noticed", "engine/test_faults.py"),
     Mutant("old weights in forward", "engine/weights.py", "in_shadow = self._updates.is_in_shadow(block)", "in_shadow = False", "forward computes with the newest weights", "engine/test_exactness.py"),
     Mutant("activations are not checked", "engine/activations.py", "packed.seal.check(packed.memory, label.text)", "pass", "damaged activations are noticed", "engine/test_offloading.py"),
@@ -99,7 +107,7 @@ MUTANTS = (
     Mutant("token 0 is ignored", "engine/loss.py", "ignore_index=IGNORED_TARGET", "ignore_index=0", "only -100 is ignored", "engine/test_exactness.py"),
     Mutant("an upload does not wait", "engine/device/cuda.py", "self._up.wait_event(buffer.free)", "pass", "device memory is not overwritten while it is in use", "gpu/test_device.py gpu/test_exactness.py"),
     Mutant("a download does not wait", "engine/device/cuda.py", "self._down.wait_event(_record(self._compute))", "pass", "a download waits for what computes it", "gpu/test_device.py gpu/test_exactness.py"),
-    Mutant("a download is forgotten", "engine/device/cuda.py", "self._downloading = end, [tensor for tensor, _ in pieces]", "pass", "what is downloaded stays until it has left", "gpu/test_device.py gpu/test_exactness.py"),
+    Mutant("a download is forgotten", "engine/device/cuda.py", "self._downloading.append(_Leaving(end, [tensor for tensor, _ in pieces]))", "pass", "what is downloaded stays until it has left", "gpu/test_device.py gpu/test_exactness.py"),
     Mutant("manifest over the current one", "store/commit.py", "generation % NUM_MANIFESTS", "(generation + 1) % NUM_MANIFESTS", "the older manifest is overwritten", "store/test_checksums.py"),
     Mutant("commits after a failed sync", "store/commit.py", "        self._is_stopped = True\n        raise", "        raise", "nothing is committed after a failed sync", "store/test_store_power.py"),
     Mutant("published before it is durable", "store/store.py", "self._commits.sync(manifest.progress.step)", "pass", "a manifest refers to durable bytes only", "store/test_store_power.py"),
@@ -245,7 +253,8 @@ def pytest_calls(tests: Sequence[str]) -> Iterator[tuple[dict[str, str], list[st
     on_gpu = [name for name in tests if name.startswith(GPU_TESTS)]
     others = [name for name in tests if name not in on_gpu]
     if others or not tests:
-        yield {}, [*others, *(f"--ignore={name}" for name in GPU_TESTS)]
+        ignored = GPU_TESTS if tests else (*GPU_TESTS, TEXTS)
+        yield {}, [*others, *(f"--ignore={name}" for name in ignored)]
     if on_gpu or not tests:
         yield {"RATEL_SIMULATED_GPU": "1"}, on_gpu or list(GPU_TESTS)
 

@@ -31,7 +31,8 @@ COMMANDS = [
     (["plan", "--help"], 0),
     (["plan", "there/is/no/such.yaml"], 2),
     (["plan", "{right}", "--hardware", "configs/hardware/paper-4090-12ssd.yaml"], 2),
-    (["plan", *PAPER], 3),
+    (["plan", *PAPER], 0),
+    (["plan", *PAPER, "limits.host_memory=1GiB"], 3),
     (["plan", *PAPER, "cost_model=paper", "--largest", "--prices"], 0),
 ]
 """Arguments, and the exit code."""

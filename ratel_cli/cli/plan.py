@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ratel_cli.console import RunLog
 from ratel_cli.errors import DoesNotFit
-from ratel_cli.planning.forecast.advice import Advice, advise
+from ratel_cli.planning.forecast.advice import Advice, advise, best_split
 from ratel_cli.planning.forecast.forecast import Forecast, Forecaster, Setting
 from ratel_cli.report.plan import advice_lines, forecast_rows, swap_lines
 from ratel_cli.report.plot import check_picture, draw_picture, terminal_curve
@@ -61,17 +61,20 @@ def run(
     if picture is not None:
         draw_picture(forecast.prediction, picture)
         log.say(f"wrote {picture}")
-    _check(forecast)
+    _check(forecast, advices)
 
 
 def _advices(forecaster: Forecaster, forecast: Forecast) -> tuple[Advice, ...]:
-    """Advice for a run that fits; none for one that does not, whose tiers say what to change."""
+    """Advice for a run that fits; for one that does not, only the same batch in micro-batches that do."""
 
     def tokens_per_second(setting: Setting) -> float | None:
         each = forecast if setting is forecast.setting else forecaster.forecast(setting)
         return each.prediction.tokens_per_second if each.fits else None
 
-    return advise(forecast.setting, tokens_per_second)
+    if forecast.fits:
+        return advise(forecast.setting, tokens_per_second)
+    split = best_split(forecast.setting, tokens_per_second)
+    return () if split is None else (split,)
 
 
 def _show(forecast: Forecast, advices: tuple[Advice, ...], *, dtype: str) -> None:
@@ -82,6 +85,8 @@ def _show(forecast: Forecast, advices: tuple[Advice, ...], *, dtype: str) -> Non
     _block(page, "curve", terminal_curve(forecast.prediction))
     if forecast.fits:
         _block(page, "what would help", advice_lines(advices))
+    elif advices:
+        _block(page, "what would fit", advice_lines(advices))
 
 
 def _block(page: RunLog, title: str, lines: list[str]) -> None:
@@ -91,12 +96,13 @@ def _block(page: RunLog, title: str, lines: list[str]) -> None:
             page.say(f"  {line}")
 
 
-def _check(forecast: Forecast) -> None:
+def _check(forecast: Forecast, advices: tuple[Advice, ...]) -> None:
     if forecast.fits:
         return
+    remedies = [*(f"set {advice.change}" for advice in advices), *(tier.remedy for tier in forecast.shortfalls)]
     named = [f"{tier.name} is short by {format_bytes(tier.shortfall_bytes)}" for tier in forecast.shortfalls]
     raise DoesNotFit(
         f"the run does not fit: {', '.join(named)}",
-        "; ".join(tier.remedy for tier in forecast.shortfalls),
+        "; ".join(remedies),
         shortfall_bytes=sum(tier.shortfall_bytes for tier in forecast.shortfalls),
     )

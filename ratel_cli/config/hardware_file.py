@@ -136,6 +136,8 @@ class HostSection(Section):
     """The sum of reading and writing by all cores. Default: unknown; plans then ignore it."""
     num_cores: Count = 1
     """Cores that compute."""
+    activation_bytes: Bytes | None = None
+    """The MEM_avail of the paper's equations, for `cost_model: paper`. Default: `available_bytes`."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -121,6 +121,8 @@ def open_engine(
                 ActivationOffloader(pool, activations, placement, device=device, timeline=timeline),
                 swapped=placement.swapped,
                 gradient_dtype=updates.gradient_dtype,
+                leaving_bytes=placement.gpu_leaving_bytes,
+                holds_tied=device.is_host or placement.gpu_holds_tied,
                 seed=settings.seed,
                 device=device,
                 chunk_tokens=settings.chunk_tokens,

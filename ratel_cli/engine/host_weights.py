@@ -76,8 +76,9 @@ class ResidentWeights:
         if weights.block.index in self._blocks:
             self._weights[weights.block.index] = weights.share()
 
-    def forget(self) -> None:
-        """Release all weights: they are not those of the current generation, or nobody needs them any more."""
-        resident, self._weights = self._weights, {}
-        for weights in resident.values():
-            weights.release()
+    def forget(self, blocks: frozenset[int] | None = None) -> None:
+        """Release the weights of these blocks, or of all: they are not those of the current generation, or nobody needs
+        them any more."""
+        forgotten = frozenset(self._weights) if blocks is None else blocks & self._weights.keys()
+        for block in forgotten:
+            self._weights.pop(block).release()

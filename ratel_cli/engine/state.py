@@ -34,6 +34,8 @@ class StepOutcome:
     """Bytes offloaded in forward for backward, layers' inputs included."""
     applied: bool
     """False if the loss or a gradient was not finite. The store's current generation is then unchanged."""
+    clipped: bool
+    """True if the gradients were scaled down to the limit on their norm."""
     first_not_finite: str | None
     """What was not finite: "the loss", or the first parameter whose gradient was not; None if only the global norm was
     not, or if all were finite."""

@@ -7,8 +7,8 @@ A block's weights cross the link and the drives once for all micro-batches, so o
                  the operator outputs that the plan swaps; unbind
     3. head      run final norm, head and loss in chunks of tokens, each chunk's gradients right away; hand the head's
                  gradient over to the update
-    4. backward  for each layer downwards: bind its weights; fetch and replay each micro-batch; sum the gradients and
-                 hand them over
+    4. backward  for each layer downwards: bind its weights; fetch and replay each micro-batch; sum the gradients as
+                 autograd makes them, let each leave with the last micro-batch, and hand them over
     5. embedding run the embedding's backward and hand its gradient over; a tied embedding also has the head's part
     6. decide    compute the global norm: is it finite, must it be clipped? (engine.optimizer.update)
 
@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -46,6 +47,7 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.layer_runner import last_hidden_state
 from ratel_cli.model.spec import BlockSpec
+from ratel_cli.planning.gpu_memory import least_leaving_bytes
 from ratel_cli.planning.placement import Stage, block_schedule
 
 
@@ -64,10 +66,14 @@ class StepEngine(Closing):
         gradient_dtype: torch.dtype,
         seed: int,
         device: Device,
+        leaving_bytes: int,
+        holds_tied: bool,
         chunk_tokens: int | None,
         check_stop: Callable[[], None],
     ) -> None:
-        """`swapped`: by block, the keys of the operators whose outputs are offloaded. Others as in engine/build.py."""
+        """`swapped`: by block, the keys of the operators whose outputs are offloaded. `leaving_bytes`: GPU memory for
+        gradients that are being downloaded, if that is more than they need. `holds_tied`: a tied head's gradient is on
+        the device until the embedding's is there. Others as in engine/build.py."""
         self._model = model
         self._layer_runner = model.layer_runner
         self._pool = pool
@@ -78,6 +84,8 @@ class StepEngine(Closing):
         self._gradient_dtype = gradient_dtype
         self._seed = seed
         self._device = device
+        self._leaving_bytes = leaving_bytes
+        self._holds_tied = holds_tied
         self._chunk_tokens = chunk_tokens or tokens_per_chunk(model.spec.vocab_size)
         self._check_stop = check_stop
 
@@ -179,6 +187,7 @@ class StepEngine(Closing):
             forward_seconds=forward_end() - forward_start(),
             swapped_bytes=swapped_bytes,
             applied=math.isfinite(norm),
+            clipped=math.isfinite(norm) and self._updates.is_clipped,
             first_not_finite=not_finite,
         )
 
@@ -245,7 +254,7 @@ class StepEngine(Closing):
         block = self._model.spec.blocks[-1]
         total, gradients = torch.zeros((), dtype=torch.float64, device=self._device.torch_device), []
         tied = self._open_tied(state) if self._model.spec.tied else None
-        with self._reader.open(block) as weights, self._sum(block, single=False) as head_sum:
+        with self._reader.open(block) as weights, self._sum(state, block, single=False) as head_sum:
             begins_early = self._updates.is_written
             if begins_early:
                 begin_updates()
@@ -284,22 +293,23 @@ class StepEngine(Closing):
             if not begins_early:
                 begin_updates()
             self._hand_over(head_sum, weights)
+        if tied is not None and not self._holds_tied:
+            tied.offload(self._pool)
         self._trim()
         return total, gradients, tied
 
     def _backward(self, state: StepState, block: BlockSpec, gradients: list[torch.Tensor]) -> None:
         """Phase 4 for one layer: replace the `gradients` of its output, `[batch, tokens, hidden]` for each micro-batch,
         by those of its input."""
-        with self._reader.open(block) as weights, self._sum(block, single=len(state.batches) == 1) as total:
+        single = len(state.batches) == 1
+        with self._reader.open(block) as weights, self._sum(state, block, single=single) as total:
             for number in range(len(state.batches)):
                 with self._activations.fetch(block.index, number) as unit, self._computing(block, "backward"):
                     output = self._replay(state, block, number, unit)
-                    first, *others = torch.autograd.grad(
-                        output, (unit.leaf, *weights.parameters), gradients[number], allow_unused=True
-                    )
-                    total.add(others)
-                    gradients[number] = first
-                    del unit, output, others
+                    with _adding(weights.parameters, total, is_last=number == len(state.batches) - 1):
+                        output.backward(gradients[number], inputs=[unit.leaf, *weights.parameters])
+                    gradients[number] = _taken(unit.leaf)
+                    del unit, output
             self._hand_over(total, weights)
 
     def _replay(self, state: StepState, block: BlockSpec, number: int, unit: Unit) -> torch.Tensor:
@@ -313,7 +323,10 @@ class StepEngine(Closing):
         """Phase 5. `gradients`: those of the first hidden states, `[batch, tokens, hidden]` for each micro-batch."""
         self._trim()
         block = self._model.spec.blocks[0]
-        total = tied.total if tied else state.resources.enter_context(self._sum(block, single=len(state.batches) == 1))
+        single = len(state.batches) == 1
+        total = tied.total if tied else state.resources.enter_context(self._sum(state, block, single=single))
+        if tied:
+            tied.fetch()
         with self._reader.open(block) as weights:
             with self._computing(block, "backward"):
                 for number, batch in enumerate(state.batches):
@@ -373,11 +386,19 @@ class StepEngine(Closing):
             yield (self._model.tie(embedding.parameters),)
 
     def _open_tied(self, state: StepState) -> TiedSum:
-        total = state.resources.enter_context(self._sum(self._model.spec.blocks[0], single=False))
-        return TiedSum(total, state.input_ids)
+        total = state.resources.enter_context(self._sum(state, self._model.spec.blocks[0], single=False))
+        return state.resources.enter_context(TiedSum(total, state.input_ids, device=self._device))
 
-    def _sum(self, block: BlockSpec, *, single: bool) -> GradientSum:
-        return GradientSum(block, self._pool, self._device, dtype=self._gradient_dtype, single=single)
+    def _sum(self, state: StepState, block: BlockSpec, *, single: bool) -> GradientSum:
+        return GradientSum(
+            block,
+            self._pool,
+            self._device,
+            dtype=self._gradient_dtype,
+            single=single,
+            scale=1.0 / state.loss_scale,
+            leaving_bytes=max(self._leaving_bytes, least_leaving_bytes(block, self._gradient_dtype.itemsize)),
+        )
 
     def _computing(self, block: BlockSpec, stage: Stage) -> contextlib.AbstractContextManager[None]:
         return self._device.computing(SpanLabel.of(stage, block, stage))
@@ -389,3 +410,33 @@ class StepEngine(Closing):
         """
         if self._device.is_host:
             self._pool.trim()
+
+
+@contextlib.contextmanager
+def _adding(parameters: Sequence[torch.nn.Parameter], total: GradientSum, *, is_last: bool) -> Iterator[None]:
+    """While a backward runs inside: add each parameter's gradient to `total` as soon as autograd has made it.
+
+    So no more than one parameter's gradient is waiting. With `is_last`, each leaves at once.
+    """
+
+    def add(index: int, parameter: torch.Tensor) -> None:
+        total.add_one(index, _taken(parameter))
+        if is_last:
+            total.leave(index)
+
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(partial(add, index)) for index, parameter in enumerate(parameters)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _taken(leaf: torch.Tensor) -> torch.Tensor:
+    """The gradient of a leaf, which has none afterwards."""
+    gradient = leaf.grad
+    assert gradient is not None
+    leaf.grad = None
+    return gradient

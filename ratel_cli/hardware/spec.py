@@ -73,6 +73,8 @@ class Host:
     memory_bytes_per_second: float | None = None
     """Reading and writing together, by all cores. None: unknown."""
     num_cores: int = 1
+    activation_bytes: int | None = None
+    """The paper's MEM_avail, for `cost_model: paper`, from a hardware file. None: all that is available."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

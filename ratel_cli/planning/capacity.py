@@ -29,7 +29,7 @@ from ratel_cli.planning.activations import (
     tied_bytes,
     tied_sum_bytes,
 )
-from ratel_cli.planning.gpu_memory import GpuMemory, weight_bytes_of
+from ratel_cli.planning.gpu_memory import GpuMemory
 from ratel_cli.planning.placement import (
     Overlap,
     Placement,
@@ -153,7 +153,7 @@ class StepMemory:
         if self._gpu is None:
             return 0
         needed_bytes = self._gpu.needed_bytes(largest_unit_bytes=offloaded.largest_unit_bytes)
-        return needed_bytes + offloaded.gpu_bytes + weight_bytes_of(self._spec, self._state, placement.gpu_weights)
+        return needed_bytes + offloaded.gpu_bytes + self._gpu.resident_bytes(placement)
 
 
 def check_device_memory(memory: HostMemory, limit_bytes: int | None) -> None:
@@ -195,7 +195,9 @@ class _BlockMemory:
         ]
         self.logits = 0 if on_gpu else logits_bytes(spec, tokens=tokens)
         self.groups = _NUM_GROUPS * state.record * min(GROUP_ELEMENTS, largest)
-        self.tied = 0 if on_gpu else tied_bytes(spec, state, workload)
+        self.tied = tied_bytes(spec, state, workload)
+        """A tied head's gradient until the embedding's is there. Counted even if a GPU holds it, since whether it does
+        depends on what is offloaded."""
         self.tied_sum = tied_sum_bytes(spec, tokens=tokens)
         self.is_summed = workload.num_micro_batches > 1
 
@@ -269,7 +271,7 @@ class _PlacedStep:
         return _Moment(
             num_held=num_arrived - len(pending),
             block=self._window(len(memory.schedule) - len(self._blocks) + num_arrived)
-            + (0 if is_embedding else memory.tied)
+            + (0 if is_embedding and not memory.on_gpu else memory.tied)
             + memory.gradient(block, computing, sum_bytes=sum_bytes)
             + self._pending(pending)
             + self._groups_in_backward(),

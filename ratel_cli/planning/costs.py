@@ -101,6 +101,7 @@ def overlapped_step(
         stage = placement.update_stage(block.index, holds_gradients=holds_gradients, overlap=overlap)
         updated[stage] += block.num_elements
     elements = sum(spec.block_elements)
+    tied_bytes = 4 * spec.blocks[0].num_elements if spec.tied and not placement.gpu_holds_tied else 0
     weight_bytes, gradient_bytes = elements * state.compute, elements * state.gradient
     reads_ahead = placement.prefetch_blocks > 0
     stages = _Stages(hardware, overlap, adamw_threads=placement.adamw_threads)
@@ -133,8 +134,11 @@ def overlapped_step(
     backward = stages.with_spilled_units(
         _StageWork(
             compute=backward_seconds,
-            up_bytes=weight_bytes - weight_bytes_of(spec, state, placement.gpu_weights) + offloaded.linked_bytes,
-            down_bytes=gradient_bytes,
+            up_bytes=weight_bytes
+            - weight_bytes_of(spec, state, placement.gpu_weights)
+            + offloaded.linked_bytes
+            + tied_bytes,
+            down_bytes=gradient_bytes + tied_bytes,
             read_bytes=traffic.backward_read_bytes - offloaded.read_bytes,
             written_bytes=traffic.backward_written_bytes,
             num_updated=updated["backward"],

@@ -3,11 +3,13 @@
 The hidden states of all micro-batches and their gradients stay on the GPU. A step is followed use by use of the block
 schedule (planning/placement.py). Each use takes the weights of its block and space for those of the next
 (engine/weights.py), the activations of a layer, and the unit that is downloaded or uploaded meanwhile
-(engine/activations.py). Backward adds gradients, their sum in fp32, and the gradients of the block before that are
-still being downloaded (engine/device/cuda.py).
+(engine/activations.py). Backward adds the gradient of one parameter at a time, the fp32 sum of a block's gradients if
+there are several micro-batches, and gradients that are still being downloaded (engine/optimizer/gradients.py).
 
-Memory that is left over holds units, then weights, of the last layers from forward to backward. A byte of a unit saves
-the link one byte down and one up; a byte of weights saves one up. Both count as if they were there all the time.
+Memory that is left over serves four purposes, in this order. The gradient of a tied head stays until that of the
+embedding is there. More gradients of a layer may be on their way at once, so that computing does not wait for the link.
+Units, then weights, of the last layers stay from forward to backward: a byte of a unit saves the link one byte down and
+one up, a byte of weights saves one up. All of it counts as if it were there all the time.
 """
 
 from __future__ import annotations
@@ -24,11 +26,14 @@ from ratel_cli.planning.activations import (
     tied_bytes,
     tied_sum_bytes,
 )
-from ratel_cli.planning.placement import StateBytes, Workload, block_schedule
+from ratel_cli.planning.placement import Placement, StateBytes, Workload, block_schedule
 from ratel_cli.units import MIB
 
 _WORKSPACE_BYTES = 256 * MIB
 """cuBLAS takes 32 MiB for each of its handles; forward, backward and products with a bias have their own."""
+
+_VECTORS_BYTES = MIB
+"""Gradients of norms and biases that are downloaded next to that of a matrix, and should not wait for it."""
 
 _RESIDENT_SHARE = 0.9
 """The share of the memory left over that is used. What stays for long between what comes and goes leaves gaps."""
@@ -42,6 +47,10 @@ class GpuResident:
     """The first unit that stays, in forward order; the number of all units if none stays."""
     weights: frozenset[int]
     """Layers whose compute weights stay."""
+    leaving_bytes: int
+    """Memory for gradients until their downloads have ended."""
+    holds_tied: bool
+    """Whether a tied head's gradient stays until the embedding's is there."""
 
 
 class GpuMemory:
@@ -52,7 +61,9 @@ class GpuMemory:
         self._state = state
         self._workload = workload
         passing = passing_bytes(spec, state, tokens=workload.tokens, sequence_len=workload.sequence_len)
+        self._layers_leaving_bytes = max(least_leaving_bytes(block, state.gradient) for block in spec.blocks[1:-1])
         self._peak_bytes = GPU_CONTEXT_BYTES + _WORKSPACE_BYTES + passing + _largest_use_bytes(spec, state, workload)
+        self._tied_bytes = tied_bytes(spec, state, workload)
 
     def needed_bytes(self, *, largest_unit_bytes: int) -> int:
         """The most that a step takes. `largest_unit_bytes` is the most that one layer offloads for one micro-batch.
@@ -69,6 +80,12 @@ class GpuMemory:
         """
         taken_bytes = self.needed_bytes(largest_unit_bytes=max(unit_bytes))
         available_bytes = int(_RESIDENT_SHARE * max(0, limit_bytes - taken_bytes))
+        holds_tied = 0 < self._tied_bytes <= available_bytes
+        available_bytes -= self._tied_bytes if holds_tied else 0
+        least_bytes = self._layers_leaving_bytes
+        layer_bytes = max(block.num_elements for block in self._spec.blocks[1:-1]) * self._state.gradient
+        more_bytes = min(available_bytes, max(0, layer_bytes - least_bytes))
+        available_bytes -= more_bytes
         num_micro_batches = self._workload.num_micro_batches
         units_from = num_micro_batches * len(unit_bytes)
         for size in reversed(unit_bytes):
@@ -83,7 +100,27 @@ class GpuMemory:
             if available_bytes < 0:
                 break
             weights.append(block.index)
-        return GpuResident(units_from=max(1, units_from), weights=frozenset(weights))
+        return GpuResident(
+            units_from=max(1, units_from),
+            weights=frozenset(weights),
+            leaving_bytes=least_bytes + more_bytes,
+            holds_tied=holds_tied,
+        )
+
+    def resident_bytes(self, placement: Placement) -> int:
+        """What stays that `needed_bytes` does not count: weights, a tied head's gradient, gradients on their way."""
+        weight_bytes = weight_bytes_of(self._spec, self._state, placement.gpu_weights)
+        tied = self._tied_bytes if placement.gpu_holds_tied else 0
+        return weight_bytes + tied + max(0, placement.gpu_leaving_bytes - self._layers_leaving_bytes)
+
+
+def least_leaving_bytes(block: BlockSpec, gradient_bytes: int) -> int:
+    """The least GPU memory for a block's gradients until their downloads have ended: for its largest parameter.
+
+    `gradient_bytes`: those of one element.
+    """
+    leaving = _largest_elements(block) * gradient_bytes + _VECTORS_BYTES
+    return min(leaving, block.num_elements * gradient_bytes)
 
 
 def weight_bytes_of(spec: ModelSpec, state: StateBytes, blocks: Collection[int]) -> int:
@@ -109,32 +146,41 @@ def _largest_use_bytes(spec: ModelSpec, state: StateBytes, workload: Workload) -
 
     def forward(position: int) -> int:
         # The embedding's gradient is the last to be downloaded, and is held until the first unit is.
-        leaving = spec.blocks[0].num_elements * state.gradient if position < 2 else 0
-        return window(position) + leaving + activations(schedule[position].block)
+        leaving_bytes = least_leaving_bytes(spec.blocks[0], state.gradient) if position < 2 else 0
+        return window(position) + leaving_bytes + activations(schedule[position].block)
 
     def head() -> int:
         block, embedding = spec.blocks[-1], spec.blocks[0]
         multiplied = block.num_elements + (embedding.num_elements if spec.tied else 0)
-        computing = multiplied * state.compute + 4 * block.num_elements + tied_sum_bytes(spec, tokens=tokens)
+        computing = multiplied * state.compute + tied_sum_bytes(spec, tokens=tokens)
         return (
             window(head_position, num_open=2 if spec.tied else 1)
             + waiting_bytes
-            + max(computing, _gradient_bytes(block, state, sum_bytes=4))
+            + 4 * block.num_elements
+            + max(computing, gradient(block, is_summed=True) + least_leaving_bytes(block, state.gradient))
             + logits_bytes(spec, tokens=tokens)
             + 2 * activations(block)
         )
+
+    def gradient(block: BlockSpec, *, is_summed: bool) -> int:
+        """One parameter's gradient: as autograd makes it and lays it out anew, then rounded, with an fp32 copy for its
+        norm. A sum serves as that copy."""
+        copy_bytes = 0 if is_summed and state.gradient < 4 else 4
+        return _largest_elements(block) * max(2 * state.compute, state.gradient + copy_bytes)
 
     def backward(position: int) -> int:
         block = schedule[position].block
         is_embedding = position == len(schedule) - 1
         is_summed = workload.num_micro_batches > 1 or (spec.tied and is_embedding)
-        sum_bytes = 4 if is_summed else state.gradient
-        computing = block.num_elements * (state.compute + sum_bytes)
+        made_bytes = gradient(block, is_summed=is_summed)
+        if is_embedding:  # its parameters get their gradients all at once
+            made_bytes += block.num_elements * state.compute
+        leaving_bytes = max(least_leaving_bytes(each, state.gradient) for each in spec.blocks[block.index :][:2])
         return (
             window(position)
-            + (0 if is_embedding else waiting_bytes)
-            + max(computing, _gradient_bytes(block, state, sum_bytes=sum_bytes))
-            + spec.blocks[block.index + 1].num_elements * state.gradient
+            + (waiting_bytes if spec.tied and is_embedding else 4 * block.num_elements if is_summed else 0)
+            + made_bytes
+            + leaving_bytes
             + 2 * activations(block)
         )
 
@@ -146,11 +192,5 @@ def _largest_use_bytes(spec: ModelSpec, state: StateBytes, workload: Workload) -
     )
 
 
-def _gradient_bytes(block: BlockSpec, state: StateBytes, *, sum_bytes: int) -> int:
-    """GPU memory that handing over a block's gradient takes.
-
-    First the sum and its rounding; then the gradient, and one parameter of it in fp32, twice where it is scaled.
-    """
-    rounded = state.gradient if sum_bytes != state.gradient else 0
-    norm = 8 * max((parameter.num_elements for parameter in block.parameters), default=0)
-    return max(block.num_elements * (sum_bytes + rounded), block.num_elements * state.gradient + norm)
+def _largest_elements(block: BlockSpec) -> int:
+    return max((parameter.num_elements for parameter in block.parameters), default=0)

@@ -9,7 +9,9 @@ it swapped already, so that the savings of a prefix add up.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields, replace
+from fractions import Fraction
 from typing import Literal, Self, TypeVar
 
 from ratel_cli.json_fields import JsonFields
@@ -55,6 +57,7 @@ class LayerProfile:
 
 
 _Costs = TypeVar("_Costs", "ModelProfile", LayerProfile, SwapCandidate)
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +78,14 @@ class ModelProfile:
     head_seconds: float | None = None
     """Forward and backward, and the loss."""
 
-    def times(self, number: int) -> ModelProfile:
-        """The profile of a micro-batch with `number` times as many rows: all bytes, FLOPs and seconds grow with it."""
+    def of_tokens(self, micro_batch_tokens: int) -> ModelProfile:
+        """The profile of a micro-batch of this many tokens: all bytes, FLOPs and seconds grow with its rows."""
+        share = Fraction(micro_batch_tokens, self.micro_batch_tokens)
         profiles = (
-            replace(_times(layer, number), candidates=tuple(_times(each, number) for each in layer.candidates))
+            replace(_scaled(layer, share), candidates=tuple(_scaled(each, share) for each in layer.candidates))
             for layer in self.profiles
         )
-        return replace(_times(self, number), profiles=tuple(profiles), sequence_len=self.sequence_len)
+        return replace(_scaled(self, share), profiles=tuple(profiles), sequence_len=self.sequence_len)
 
     def to_json(self) -> dict[str, object]:
         """A part of `run/model.json`."""
@@ -112,10 +116,15 @@ class ModelProfile:
         )
 
 
-def _times(costs: _Costs, number: int) -> _Costs:
-    """The same with `number` times its bytes, FLOPs and seconds."""
+def _scaled(costs: _Costs, share: Fraction) -> _Costs:
+    """The same with this share of its bytes, FLOPs and seconds."""
     names = [each.name for each in fields(costs) if isinstance(getattr(costs, each.name), int | float)]
-    return replace(costs, **{name: number * getattr(costs, name) for name in names})
+    return replace(costs, **{name: _share_of(getattr(costs, name), share) for name in names})
+
+
+def _share_of(number: _Number, share: Fraction) -> _Number:
+    """Bytes and FLOPs are rounded up."""
+    return math.ceil(share * number) if isinstance(number, int) else float(share) * number
 
 
 def _layer(fields: JsonFields) -> LayerProfile:

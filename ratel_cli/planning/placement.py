@@ -95,6 +95,11 @@ class Placement:
     """Units from this one on stay in the GPU's memory; backward begins with them. None: no unit does."""
     gpu_weights: frozenset[int] = frozenset()
     """Layers whose compute weights stay in the GPU's memory from forward to backward: the last ones."""
+    gpu_leaving_bytes: int = 0
+    """GPU memory for gradients until their downloads have ended. Each block takes at least what its largest parameter
+    needs."""
+    gpu_holds_tied: bool = False
+    """Whether the GPU holds a tied head's gradient until the embedding's is there; otherwise host memory does."""
     adamw_threads: int = 1
     """Threads that update one group of parameters together."""
     deferred: frozenset[int] = frozenset()

@@ -6,7 +6,7 @@ Invariant: a plan fits into the limits that it was made for.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.planning.capacity import HostMemory, check_device_memory
@@ -19,6 +19,8 @@ from ratel_cli.planning.swap import SwapOrder, SwapPrefix
 from ratel_cli.planning.traffic import gradient_bytes, store_bytes
 
 FORMAT_VERSION = 1
+_LEAST_GAIN = 0.01
+"""The share of a step's time that is worth updating blocks before it is known whether the step is clipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,8 @@ class Plan(Prediction):
                 "spilled_units": placement.spilled_units,
                 "kept_from": placement.gpu_units_from,
                 "kept_weights": sorted(placement.gpu_weights),
+                "leaving_bytes": placement.gpu_leaving_bytes,
+                "holds_tied": placement.gpu_holds_tied,
                 "deferred": sorted(placement.deferred),
             },
             "time": {
@@ -71,6 +75,7 @@ class Plan(Prediction):
                 "backward_seconds": time.backward.total + time.update.total,
                 "case": self.case,
                 "step_seconds": time.total,
+                "unclipped_seconds": self.unclipped_seconds,
                 "bottleneck": self.bottleneck,
             },
             "traffic": {
@@ -130,7 +135,21 @@ def make_plan(problem: Problem) -> Plan:
         + spilled_bytes
         + chosen.offloaded.written_bytes,
         curve=tuple(curve(problem, chosen)),
+        unclipped_seconds=_unclipped_seconds(problem, chosen),
     )
+
+
+def _unclipped_seconds(problem: Problem, chosen: Evaluation) -> float | None:
+    """The seconds of a step whose blocks are updated as their gradients arrive. None if that gains less than 1 %, or if
+    the engine never does it while it holds gradients (engine/optimizer/update.py)."""
+    decisions = problem.decisions
+    is_possible = decisions.holds_gradients and not decisions.in_place and decisions.overlap != "separate"
+    if not is_possible or chosen.spilled_blocks:
+        return None
+    eager = replace(problem, decisions=replace(decisions, holds_gradients=False))
+    traffic = eager.traffic(chosen.placement, chosen.offloaded)
+    seconds = eager.seconds(chosen.placement, traffic, chosen.offloaded, num_outputs=chosen.swap.num_outputs)
+    return seconds if seconds < (1 - _LEAST_GAIN) * chosen.time.total else None
 
 
 def _case(chosen: Evaluation, swappable_bytes: int) -> Case:

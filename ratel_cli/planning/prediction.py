@@ -66,6 +66,9 @@ class Prediction:
     """Everything on NVMe: model states and what is spilled."""
     curve: tuple[tuple[int, float], ...]
     """Bytes offloaded, and the step's seconds then."""
+    unclipped_seconds: float | None = None
+    """The seconds of a step that could have been clipped, but was not; `time` is that of a clipped one. None if no step
+    is clipped, or if both take about the same time."""
 
     @property
     def tokens_per_second(self) -> float:

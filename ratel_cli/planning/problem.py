@@ -212,7 +212,13 @@ class Problem:
         if resident is None:
             return placement
         units_from = max(placement.spilled_units, resident.units_from)
-        return replace(placement, gpu_units_from=units_from, gpu_weights=resident.weights)
+        return replace(
+            placement,
+            gpu_units_from=units_from,
+            gpu_weights=resident.weights,
+            gpu_leaving_bytes=resident.leaving_bytes,
+            gpu_holds_tied=resident.holds_tied,
+        )
 
     def _gpu_resident(self, num_outputs: int) -> GpuResident | None:
         """What stays on the GPU when a prefix is swapped; None where the GPU has no memory to spare for that."""

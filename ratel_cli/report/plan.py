@@ -72,9 +72,12 @@ def swap_lines(prediction: Prediction) -> list[str]:
 def advice_lines(advices: Sequence[Advice]) -> list[str]:
     """What would help, and by how much."""
     if not advices:
-        return ["none of these gains more than 1 %: one more SSD, twice the RAM, a larger batch"]
+        return ["none of these gains more than 1 %: one more SSD, twice the RAM, a larger batch, other micro-batches"]
     return aligned(
-        [(f"+{advice.gain:.0%}", f"{advice.tokens_per_second:.4g} tokens/s", advice.change) for advice in advices]
+        [
+            (f"+{advice.gain:.0%}" if advice.gain else "", f"{advice.tokens_per_second:.4g} tokens/s", advice.change)
+            for advice in advices
+        ]
     )
 
 
@@ -133,9 +136,17 @@ def _stage(stage: StageTime) -> str:
     return f"{format_seconds(stage.total)}: {', '.join(shown)}"
 
 
+def step_time(prediction: Prediction) -> str:
+    """A step's predicted time, clipped and unclipped if they differ, and the resource that is busy longest."""
+    fact = f"{format_seconds(prediction.time.total)} per step"
+    if prediction.unclipped_seconds is not None:
+        fact += f" that is clipped, {format_seconds(prediction.unclipped_seconds)} per step that is not"
+    return f"{fact}, mostly {RESOURCE_NAMES[prediction.bottleneck]}"
+
+
 def _predicted(prediction: Prediction) -> str:
     return (
-        f"{format_seconds(prediction.time.total)} per step, mostly {RESOURCE_NAMES[prediction.bottleneck]}; "
+        f"{step_time(prediction)}; "
         f"{prediction.tokens_per_second:.4g} tokens/s; "
         f"{prediction.tflops_model:.3g} TFLOP/s of the model, {prediction.tflops_hardware:.3g} with recomputation"
     )

@@ -12,7 +12,7 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.plan import Plan
 from ratel_cli.planning.step_time import RESOURCES, Resource
-from ratel_cli.report.plan import RESOURCE_NAMES
+from ratel_cli.report.plan import RESOURCE_NAMES, step_time
 from ratel_cli.training.metrics import RunTotals, StepMetrics
 from ratel_cli.units import counted, format_bytes, format_count, format_seconds
 
@@ -59,7 +59,7 @@ def step_line(metrics: StepMetrics, num_steps: int) -> str:
         f"step {metrics.step}/{num_steps}",
         f"loss {metrics.loss:.4f}",
         f"lr {metrics.learning_rate:.2e}",
-        f"norm {metrics.grad_norm:.3f}",
+        f"norm {metrics.grad_norm:.3f}{' clipped' if metrics.clipped else ''}",
         f"{metrics.tokens_per_second:.0f} tokens/s",
         format_seconds(metrics.step_seconds),
     ]
@@ -81,7 +81,7 @@ def plan_line(plan: Plan) -> str:
     size = ", ".join([format_bytes(offloaded.total_bytes), *places])
     recomputed_bytes = plan.swappable_bytes - offloaded.total_bytes
     rest = f"{format_bytes(recomputed_bytes)} recomputed" if recomputed_bytes > 0 else "none recomputed"
-    return f"plan updated from step 1: {what} offloaded ({size}), {rest}; {_step_time(plan)}"
+    return f"plan updated from step 1: {what} offloaded ({size}), {rest}; {step_time(plan)}"
 
 
 def run_summary(totals: RunTotals) -> list[tuple[str, str]]:
@@ -199,9 +199,5 @@ def _nvme(plan: Plan, hardware: HardwareProfile, *, engine: str, paths: Sequence
 def _prediction(plan: Plan, num_steps_left: int) -> str:
     seconds, written_bytes = plan.time.total * num_steps_left, plan.traffic.written_bytes * num_steps_left
     steps = counted(num_steps_left, "step")
-    fact = f"{_step_time(plan)}; {format_seconds(seconds)} and {written_bytes / 1e12:.3g} TB written for {steps}"
+    fact = f"{step_time(plan)}; {format_seconds(seconds)} and {written_bytes / 1e12:.3g} TB written for {steps}"
     return f"{fact}; estimated from shapes until step 1 is recorded" if plan.source == "analytic" else fact
-
-
-def _step_time(plan: Plan) -> str:
-    return f"{format_seconds(plan.time.total)} per step, mostly {RESOURCE_NAMES[plan.time.bottleneck]}"

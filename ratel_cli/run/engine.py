@@ -33,6 +33,7 @@ def engine_settings(config: RunConfig, plan: Plan) -> EngineSettings:
         updates=UpdateSettings(
             gradient_dtype=DTYPES[config.resolved_gradient_dtype],
             max_grad_norm=config.max_grad_norm,
+            speculates=plan.unclipped_seconds is not None,
             hold=plan.decisions.in_place,
             held_in_memory_bytes=plan.held_in_memory_bytes,
             overlap=plan.decisions.overlap,

@@ -165,4 +165,5 @@ class Training(Closing):
             flops_forward_per_token=plan.flops_forward / plan.workload.tokens,
             flops_recomputed_per_token=plan.flops_recomputed / plan.workload.tokens,
             predicted_seconds=plan.time.total,
+            predicted_unclipped_seconds=plan.time.total if plan.unclipped_seconds is None else plan.unclipped_seconds,
         )

@@ -63,6 +63,8 @@ class LoopSettings:
     flops_recomputed_per_token: float
     """The part of the forward that backward computes again."""
     predicted_seconds: float
+    """Of a step that is clipped."""
+    predicted_unclipped_seconds: float
     """Seconds that the plan predicts for one step."""
 
 
@@ -273,8 +275,9 @@ class TrainingLoop:
             bottleneck=max(RESOURCES, key=lambda resource: times.busy[resource]),
             busy_seconds=times.busy,
             waited_seconds=times.stalled,
-            predicted_seconds=settings.predicted_seconds,
+            predicted_seconds=settings.predicted_seconds if outcome.clipped else settings.predicted_unclipped_seconds,
             applied=outcome.applied,
+            clipped=outcome.clipped,
             eval_loss=None,
         )
 

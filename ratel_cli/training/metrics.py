@@ -57,6 +57,8 @@ class StepMetrics:
     """The time of a step, as the plan predicted it."""
     applied: bool
     """False if the step was skipped because its gradients overflowed."""
+    clipped: bool
+    """True if the gradients were scaled down to `max_grad_norm`."""
     eval_loss: float | None
     """The mean over the target tokens of the held-out samples; None if the step was not evaluated."""
 

@@ -31,7 +31,7 @@ from tests.e2e.runs import (
 METRICS = {
     "step", "loss", "learning_rate", "grad_norm", "tokens", "step_seconds", "forward_seconds", "backward_seconds",
     "tokens_per_second", "tflops_model", "tflops_hardware", "swapped_bytes", "nvme_read_bytes", "nvme_written_bytes",
-    "gpu_peak_bytes", "host_peak_bytes", "bottleneck", "predicted_seconds",
+    "gpu_peak_bytes", "host_peak_bytes", "bottleneck", "predicted_seconds", "clipped",
 }  # fmt: skip
 OPENING = ["model", "data", "step", "compute", "memory", "NVMe", "predicted", "output"]
 
@@ -39,7 +39,7 @@ OPENING = ["model", "data", "step", "compute", "memory", "NVMe", "predicted", "o
 @pytest.fixture(scope="module")
 def chat_run(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Path:
     """The config of a run on conversations. Tests must not change it."""
-    config = write_config(tmp_path_factory.mktemp("chat"), base=base, rows=rows, data_type=CHAT)
+    config = write_config(tmp_path_factory.mktemp("chat"), base=base, rows=rows, data_type=CHAT, max_grad_norm=1000.0)
     succeed(config)
     return config
 

@@ -129,7 +129,16 @@ PLACEMENTS: dict[str, dict[str, object]] = {
     "everything swapped to NVMe": {"placement": replace(AHEAD, swapped=EVERYTHING, spilled_units=99)},
     "some operators, some on NVMe": {"placement": replace(AHEAD, swapped=ChosenEverywhere(0.5), spilled_units=3)},
     "inputs on NVMe": {"placement": Placement(spilled_units=99)},
-    "all kept on a GPU": {"placement": replace(AHEAD, swapped=EVERYTHING, gpu_units_from=0, gpu_weights=EVERY_BLOCK)},
+    "all kept on a GPU": {
+        "placement": replace(
+            AHEAD,
+            swapped=EVERYTHING,
+            gpu_units_from=0,
+            gpu_weights=EVERY_BLOCK,
+            gpu_leaving_bytes=1 << 30,
+            gpu_holds_tied=True,
+        )
+    },
     "some kept on a GPU": {
         "placement": replace(
             AHEAD, swapped=ChosenEverywhere(0.5), spilled_units=1, gpu_units_from=3, gpu_weights=frozenset((2, 3))

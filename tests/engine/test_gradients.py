@@ -31,6 +31,8 @@ class Linked(HostDevice):
         super().__init__(Timeline())
         self.is_computing = False
         self.num_downloads = 0
+        self.held_bytes: list[int] = []
+        """For each download: its bytes, and those that may be on their way meanwhile."""
 
     @contextmanager
     def computing(self, label: SpanLabel) -> Iterator[None]:
@@ -38,9 +40,12 @@ class Linked(HostDevice):
         yield
         self.is_computing = False
 
-    def download(self, pieces: Sequence[tuple[torch.Tensor, memoryview]], label: SpanLabel) -> Download:
+    def download(
+        self, pieces: Sequence[tuple[torch.Tensor, memoryview]], label: SpanLabel, *, beside_bytes: int = 0
+    ) -> Download:
         assert not self.is_computing
         self.num_downloads += 1
+        self.held_bytes.append(beside_bytes + sum(len(memory) for _, memory in pieces))
         return super().download(pieces, label)
 
 
@@ -84,8 +89,76 @@ def test_a_download_is_not_part_of_computing(block: BlockSpec, dtype: torch.dtyp
         total = GradientSum(block, pool, device, dtype=dtype, single=False)
         total.add(random_gradients(1, dtype))
         gradient = total.finish()
-        assert device.num_downloads == 1
+        assert device.num_downloads == len(SHAPES)
         gradient.release()
+
+
+@pytest.mark.parametrize("device", [HOST, Linked()], ids=["host", "linked"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("contributions", [1, 3])
+def test_what_leaves_early_is_the_same(
+    block: BlockSpec, device: HostDevice, dtype: torch.dtype, contributions: int
+) -> None:
+    """Parameters leave in any order, before others have all their contributions; the last one leaves at the end."""
+    parts = [random_gradients(seed, dtype) for seed in range(contributions)]
+    with BufferPool(None) as pool:
+        found = []
+        for order in ([], [2, 0, 3]):
+            single = contributions == 1
+            total = GradientSum(block, pool, device, dtype=dtype, single=single, scale=0.5)
+            for part in parts[:-1]:
+                total.add(part)
+            for index in [*order, *({0, 1, 2, 3} - {*order})]:
+                part = parts[-1][index]
+                assert part is not None
+                total.add_one(index, part)
+                if index in order:
+                    total.leave(index)
+            found.append(total.finish())
+        whole, early = found
+        whole.fetch(pool)
+        early.fetch(pool)
+        assert torch.equal(early.flat, whole.flat)
+        assert early.norms == whole.norms
+        assert early.present == whole.present == (True,) * 4
+        whole.release()
+        early.release()
+        assert pool.leased_bytes == 0
+
+
+@pytest.mark.parametrize("leaving_bytes", [0, 100, 1 << 20])
+def test_what_is_on_its_way_has_a_limit(block: BlockSpec, leaving_bytes: int) -> None:
+    device = Linked()
+    with BufferPool(None) as pool:
+        total = GradientSum(block, pool, device, dtype=torch.float32, single=True, leaving_bytes=leaving_bytes)
+        total.add(random_gradients(1, torch.float32))
+        total.finish().release()
+    sizes = [4 * parameter.num_elements for parameter in block.parameters]
+    assert device.held_bytes == [max(size, leaving_bytes) for size in sizes]
+
+
+def test_nothing_is_added_to_what_has_left(block: BlockSpec) -> None:
+    with BufferPool(None) as pool, GradientSum(block, pool, HOST, dtype=torch.float32, single=False) as total:
+        total.add_one(1, torch.ones(7))
+        total.leave(1)
+        with pytest.raises(AssertionError, match="after the last one"):
+            total.add_one(1, torch.ones(7))
+        with pytest.raises(AssertionError):
+            total.leave(0)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("device", [HOST, Linked()], ids=["host", "linked"])
+def test_a_sum_that_is_given_up_gives_its_memory_back(block: BlockSpec, device: HostDevice, leaves: bool) -> None:
+    with BufferPool(None) as pool:
+        for single in (False, True):
+            total = GradientSum(block, pool, device, dtype=torch.bfloat16, single=single)
+            total.add(random_gradients(1, torch.bfloat16))
+            if leaves:
+                total.leave(2)
+            total.close()
+            total.close()
+            assert pool.leased_bytes == 0
 
 
 def test_none_stays_none(block: BlockSpec) -> None:
@@ -113,9 +186,9 @@ def test_norm_and_coefficient_are_torchs(block: BlockSpec, dtype: torch.dtype, m
     before = [parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
     wanted = nn.utils.clip_grad_norm_(parameters, max_norm)
     with BufferPool(None) as pool:
-        total = GradientSum(block, pool, HOST, dtype=dtype, single=True)
+        total = GradientSum(block, pool, HOST, dtype=dtype, single=True, scale=scale)
         total.add(parts)
-        gradient = total.finish(scale)
+        gradient = total.finish()
         norm = total_norm(gradient.norms, ["a", "b", "c", "d"])
         gradient.release()
     assert torch.equal(norm, wanted)
@@ -175,7 +248,7 @@ def test_tied_sum_adds_in_the_order_of_plain_pytorch(dtype: torch.dtype, num_mic
         wanted = wanted + (head + embedding).float()
     with BufferPool(None) as pool:
         total = GradientSum(block, pool, HOST, dtype=torch.float32, single=False)
-        rows = TiedSum(total, ids)
+        rows = TiedSum(total, ids, device=HOST)
         for head in heads:
             rows.add_head(head)
             rows.end_micro_batch()

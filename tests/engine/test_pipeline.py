@@ -78,7 +78,7 @@ class FakeWork:
         self._note("A", group)
         self.alive -= 1
 
-    def forget_states(self) -> None:
+    def forget_states(self, blocks: frozenset[int] | None = None) -> None:
         self.events.append("forget")
 
 
@@ -143,7 +143,7 @@ def test_announced_states_are_read_before_the_gradient_comes(pool: BufferPool) -
         while len(work.events) < 2:
             time.sleep(0.001)
         assert work.events == ["R 0.0", "R 1.0"]
-        pipeline.cancel()
+        pipeline.cancel(frozenset(range(9)))
         assert work.events[2:] == ["A 0.0", "A 1.0", "forget"]
         pipeline.submit(update := update_of(blocks[1], pool))
         pipeline.wait_written(update)
@@ -156,7 +156,7 @@ def test_cancel_drops_what_was_submitted(pool: BufferPool) -> None:
             pipeline.submit(update_of(block, pool))
         while "C 0.0" not in work.events:
             time.sleep(0.001)
-        pipeline.cancel()
+        pipeline.cancel(frozenset(range(9)))
         assert work.alive == 0
         assert pool.leased_bytes == 0
         pipeline.wait_unfinished(at_most=0)
@@ -238,7 +238,7 @@ def test_resident_states_are_read_once_until_they_are_forgotten(tmp_path: Path, 
                 store.discard()
                 store.begin_step()
                 if len(read) == 2:
-                    pipeline.cancel()
+                    pipeline.cancel(frozenset(range(9)))
         assert read == [12 * 4, 12 + 2 * 3, 12 * 4, 12 + 2 * 3]
 
 

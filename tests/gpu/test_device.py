@@ -3,6 +3,7 @@ pinned."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -129,6 +130,39 @@ def test_memory_does_not_depend_on_how_far_the_gpu_is_behind(device: CudaDevice,
         assert torch.cuda.max_memory_allocated() - before - matrices <= 3 * LARGE
         del busy
         torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize(("beside_bytes", "most"), [(0, 2), (LARGE - 1, 2), (LARGE, 3), (2 * LARGE, 4)])
+def test_downloads_take_no_more_memory_than_is_allowed_beside_them(
+    device: CudaDevice, pool: BufferPool, beside_bytes: int, most: int
+) -> None:
+    """The tensors of the downloads that are allowed, of the one that is asked for, and of the next that is computed."""
+    with pool.lease(LARGE, "down") as down:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        for number in range(8):
+            leaving = torch.full((LARGE,), number, dtype=torch.uint8, device="cuda")
+            device.download([(leaving, down.memory)], LABEL, beside_bytes=beside_bytes)
+            del leaving
+        assert torch.cuda.max_memory_allocated() - before == most * LARGE
+        torch.cuda.synchronize()
+
+
+def test_a_stall_is_not_computing(device: CudaDevice, pool: BufferPool, timeline: Timeline) -> None:
+    """A second download makes computing wait for the first one; the span of computing is interrupted meanwhile."""
+    label = SpanLabel(text="products", block=2, stage="backward")
+    with pool.lease(LARGE, "down") as down, device.computing(label):
+        for _ in range(2):
+            leaving = torch.zeros(LARGE, dtype=torch.uint8, device="cuda")
+            keep_busy(device)
+            device.download([(leaving, down.memory)], LABEL)
+    torch.cuda.synchronize()
+    device.collect()
+    spans = [span for span in timeline.take().spans if span.resource == "compute"]
+    assert {span.label for span in spans} == {label}
+    assert len(spans) <= 2
+    assert all(one.end <= other.start for one, other in itertools.pairwise(sorted(spans, key=lambda span: span.start)))
 
 
 def test_times_are_those_of_the_gpu(device: CudaDevice, pool: BufferPool, timeline: Timeline) -> None:

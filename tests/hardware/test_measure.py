@@ -91,6 +91,7 @@ def test_the_profile_has_the_keys_of_a_hardware_file(queue: IoQueue, tmp_path: P
         "adam_parameters_per_second",
         "memory_bytes_per_second",
         "num_cores",
+        "activation_bytes",
     }
     assert found["nvme"]["paths"] == [str(tmp_path)]
     assert isinstance(profile, HardwareProfile)

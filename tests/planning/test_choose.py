@@ -256,7 +256,9 @@ def test_a_gpu_with_a_byte_less_than_all_takes_swaps_less_and_not_nothing() -> N
         free = choose(of)
         if of.hardware.link is None or not free.swap.num_outputs:
             continue
-        tight = choose(deciding(of, device_limit_bytes=free.memory.device - 1))
+        largest_bytes = max(of.order.unit_bytes(free.swap.num_outputs))
+        needed_bytes = GpuMemory(of.spec, of.state, of.workload).needed_bytes(largest_unit_bytes=largest_bytes)
+        tight = choose(deciding(of, device_limit_bytes=needed_bytes - 1))
         assert tight.swap.num_outputs < free.swap.num_outputs
         num_partial += tight.swap.num_outputs > 0
     assert num_partial >= 5

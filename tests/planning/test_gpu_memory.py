@@ -10,9 +10,9 @@ from hypothesis import given
 
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import NOTHING_OFFLOADED, block_activation_bytes, offload
+from ratel_cli.planning.activations import NOTHING_OFFLOADED, block_activation_bytes, offload, tied_bytes
 from ratel_cli.planning.capacity import HostMemory, StepMemory
-from ratel_cli.planning.gpu_memory import GpuMemory, weight_bytes_of
+from ratel_cli.planning.gpu_memory import GpuMemory, least_leaving_bytes, weight_bytes_of
 from ratel_cli.planning.placement import Placement, StateBytes, Workload
 from ratel_cli.units import MIB
 from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, WORKLOAD, gpt
@@ -24,7 +24,7 @@ def walk(spec: ModelSpec, state: StateBytes, workload: Workload, unit_bytes: int
     size = [block.num_elements for block in spec.blocks]
     largest = [max(parameter.num_elements for parameter in block.parameters) for block in spec.blocks]
     num_layers, tokens = spec.num_layers, workload.micro_batch_tokens
-    head, summed = num_layers + 1, 4 if workload.num_micro_batches > 1 else state.gradient
+    head, is_summed = num_layers + 1, workload.num_micro_batches > 1
     order = [*range(num_layers + 1), head, *([0] if spec.tied else []), *range(num_layers, -1, -1)]
 
     def weights(position: int, num_open: int) -> int:
@@ -34,41 +34,40 @@ def walk(spec: ModelSpec, state: StateBytes, workload: Workload, unit_bytes: int
         mask = tokens * workload.sequence_len * state.compute if 0 < i < head else 0
         return block_activation_bytes(spec, spec.blocks[i], state, tokens=tokens) + mask
 
-    def gradient(i: int, sum_bytes: int) -> int:
-        """While it is added up; when it is rounded; when its norms are taken."""
-        rounded = 0 if sum_bytes == state.gradient else state.gradient
-        return max(
-            size[i] * (state.compute + sum_bytes),
-            size[i] * (sum_bytes + rounded),
-            size[i] * state.gradient + 8 * largest[i],
-        )
+    def made(i: int, is_summed: bool) -> int:
+        """One parameter's gradient, and once more in another layout; then rounded, and for its norm in fp32."""
+        norm = 0 if is_summed and state.gradient == 2 else 4
+        return largest[i] * max(2 * state.compute, state.gradient + norm)
+
+    def leaving(i: int) -> int:
+        return min(state.gradient * size[i], state.gradient * largest[i] + MIB)
 
     tied = 0
     if spec.tied:
         rows = workload.num_micro_batches * min(workload.tokens, spec.vocab_size)
         tied = 4 * size[0] + rows * spec.hidden_size * state.compute
-    stages = []
-    for i in range(num_layers + 1):
-        leaving = state.gradient * size[0] if i < 2 else 0
-        stages.append(weights(i, 1) + vectors(i) + 2 * unit_bytes + leaving)
+    stages = [weights(i, 1) + vectors(i) + 2 * unit_bytes + (leaving(0) if i < 2 else 0) for i in range(num_layers + 1)]
     chunk = min(tokens, max(16, (64 * MIB) // (4 * spec.vocab_size)))
     both = size[head] + (size[0] if spec.tied else 0)
     parts = 4 * size[0] if spec.tied and chunk < tokens else 0
     stages.append(
         weights(head, 2 if spec.tied else 1)
         + tied
-        + max(state.compute * both + 4 * size[head] + parts, gradient(head, 4))
+        + 4 * size[head]
+        + max(state.compute * both + parts, made(head, True) + leaving(head))
         + 16 * chunk * spec.vocab_size
         + 2 * vectors(head)
         + 2 * unit_bytes
     )
     first = len(order) - num_layers - 1
     for number, i in enumerate(range(num_layers, -1, -1)):
+        is_summed_here = is_summed or (spec.tied and not i)
         stages.append(
             weights(first + number, 1)
-            + (tied if i else 0)
-            + gradient(i, 4 if spec.tied and not i else summed)
-            + state.gradient * size[i + 1]
+            + (tied if spec.tied and not i else 4 * size[i] if is_summed_here else 0)
+            + made(i, is_summed_here)
+            + (0 if i else state.compute * size[0])
+            + max(leaving(i), leaving(i + 1))
             + 2 * vectors(i)
             + 2 * unit_bytes
         )
@@ -118,7 +117,7 @@ def test_micro_batches_cost_their_hidden_states_alone() -> None:
 @given(seed=SEEDS)
 def test_units_and_then_weights_are_kept_while_there_is_room(seed: int) -> None:
     choice = random.Random(seed)
-    spec = gpt(num_layers=choice.randint(1, 8), hidden_size=256)
+    spec = gpt(num_layers=choice.randint(1, 8), hidden_size=256, vocab_size=20_000, tied=choice.random() < 0.5)
     workload = replace(WORKLOAD, num_micro_batches=choice.randint(1, 4))
     unit_bytes = [choice.randint(1, 10 * MIB) for _ in range(spec.num_layers)]
     needed = GpuMemory(spec, BFLOAT16, workload).needed_bytes(largest_unit_bytes=max(unit_bytes))
@@ -126,7 +125,14 @@ def test_units_and_then_weights_are_kept_while_there_is_room(seed: int) -> None:
     resident = GpuMemory(spec, BFLOAT16, workload).resident(unit_bytes, limit_bytes=limit_bytes)
     units = [size for size in unit_bytes for _ in range(workload.num_micro_batches)]
     weights = [BFLOAT16.compute * block.num_elements for block in spec.blocks]
-    available_bytes = 0.9 * max(0, limit_bytes - needed)
+    least_bytes = max(least_leaving_bytes(block, BFLOAT16.gradient) for block in spec.blocks[1:-1])
+    more_bytes, layer_bytes = resident.leaving_bytes - least_bytes, BFLOAT16.gradient * spec.blocks[1].num_elements
+    spare_bytes = int(0.9 * max(0, limit_bytes - needed))
+    waiting_bytes = tied_bytes(spec, BFLOAT16, workload)
+    assert resident.holds_tied == (0 < waiting_bytes <= spare_bytes)
+    spare_bytes -= waiting_bytes if resident.holds_tied else 0
+    assert more_bytes == min(spare_bytes, max(0, layer_bytes - least_bytes))
+    available_bytes = spare_bytes - more_bytes
     units_bytes = sum(units[resident.units_from :])
     assert units_bytes + weight_bytes_of(spec, BFLOAT16, resident.weights) <= available_bytes
     assert resident.weights == frozenset(range(spec.num_layers + 1 - len(resident.weights), spec.num_layers + 1))

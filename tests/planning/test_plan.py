@@ -231,7 +231,7 @@ def test_json_has_the_promised_keys() -> None:
         "flops_forward": made.flops_forward,
     }
     stages = ("forward", "backward", "update")
-    summary = {"forward_seconds", "backward_seconds", "step_seconds", "bottleneck", "case"}
+    summary = {"forward_seconds", "backward_seconds", "step_seconds", "unclipped_seconds", "bottleneck", "case"}
     assert set(found["time"]) == {*stages, *summary}
     resources = {"compute", "up", "down", "nvme", "optimizer", "memory"}
     assert all(set(found["time"][stage]) == resources for stage in stages)
@@ -280,7 +280,21 @@ def test_json_lists_what_stays_in_order() -> None:
         "spilled_units": 0,
         "kept_from": None,
         "kept_weights": [],
+        "leaving_bytes": 0,
+        "holds_tied": False,
         "deferred": sorted(made.placement.deferred),
     }
     assert found["activations"]["swapped_bytes"] == made.memory.activations > 0
     assert found["traffic"]["nvme_first_read_bytes"] == made.memory.resident == 12 * sum(ELEMENTS)
+
+
+def test_a_step_that_is_not_clipped_takes_the_time_of_a_run_without_clipping() -> None:
+    clipped, free = (plan(holds_gradients=holds, activations="recompute") for holds in (True, False))
+    assert clipped.placement == free.placement
+    assert clipped.unclipped_seconds == free.time.total < 0.99 * clipped.time.total
+    assert free.unclipped_seconds is None
+
+
+def test_where_no_block_is_updated_before_the_norm_is_known_all_steps_take_the_same_time() -> None:
+    assert plan(holds_gradients=True, overlap="separate").unclipped_seconds is None
+    assert plan(holds_gradients=True, num_slots=1).unclipped_seconds is None

@@ -44,6 +44,7 @@ METRICS = StepMetrics(
     waited_seconds=IDLE | {"nvme read": 0.12, "optimizer": 0.04},
     predicted_seconds=3.0,
     applied=True,
+    clipped=False,
     eval_loss=None,
 )
 

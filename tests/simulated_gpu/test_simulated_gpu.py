@@ -72,7 +72,7 @@ def test_it_catches_a_tensor_overwritten_during_its_download(device: CudaDevice,
 
 def test_it_catches_a_tensor_freed_during_its_download(device: CudaDevice, lease: Lease) -> None:
     download = device.download([(torch.full((4096,), 7, dtype=torch.uint8, device="cuda"), lease.memory)], LABEL)
-    device._downloading = None
+    device._downloading.clear()
     download.wait()
     assert lease.memory[0] != 7
 

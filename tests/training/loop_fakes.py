@@ -35,6 +35,7 @@ SETTINGS = LoopSettings(
     flops_forward_per_token=1e9,
     flops_recomputed_per_token=0.75e9,
     predicted_seconds=0.125,
+    predicted_unclipped_seconds=0.0625,
 )
 
 
@@ -140,6 +141,7 @@ class FakeEngine:
             forward_seconds=0.0,
             swapped_bytes=5,
             applied=self._unsettled,
+            clipped=self._unsettled,
             first_not_finite=None if self._unsettled else BAD_TENSOR if math.isfinite(loss) else "the loss",
         )
 

@@ -26,6 +26,7 @@ def outcome(loss: float, norm: float, first_not_finite: str | None = BAD_TENSOR)
         forward_seconds=0.0,
         swapped_bytes=0,
         applied=False,
+        clipped=False,
         first_not_finite=first_not_finite,
     )
 

@@ -16,7 +16,7 @@ from tests.model.tiny import file_size_limit
 KEYS = [
     "step", "loss", "learning_rate", "grad_norm", "tokens", "step_seconds", "forward_seconds", "backward_seconds",
     "tokens_per_second", "tflops_model", "tflops_hardware", "swapped_bytes", "nvme_read_bytes", "nvme_written_bytes",
-    "gpu_peak_bytes", "host_peak_bytes", "bottleneck", "predicted_seconds",
+    "gpu_peak_bytes", "host_peak_bytes", "bottleneck", "predicted_seconds", "clipped",
 ]  # fmt: skip
 """The keys that the README promises."""
 
@@ -44,6 +44,7 @@ def metrics(step: int) -> StepMetrics:
         waited_seconds=dict.fromkeys(RESOURCES, 0.0) | {"nvme read": 0.25, "optimizer": 0.125},
         predicted_seconds=1.75,
         applied=True,
+        clipped=False,
         eval_loss=None,
     )
 

@@ -7,8 +7,9 @@ Four rules order the streams:
     2. an upload waits for all work that was queued when its buffer was reserved: nothing later may use that memory
     3. computing waits for an upload where the upload is opened
     4. a download waits for all work that was queued before it. Its tensors are held until computing has waited for
-       the end of the download, and computing waits when the next download is asked for: so one download is overlapped
-       with the computing of the next one's tensors
+       the end of the download. Computing waits when another download is asked for, for the oldest downloads first,
+       until those that remain take no more memory than that call allows (none, unless it says so): so a download is
+       overlapped with the computing of the next one's tensors
 
 Host memory that is registered with CUDA (io/pinning.py) is copied while the host continues. Copies of other memory
 are as correct, but the host waits for them. Spans and stalls are timed by events on the streams; `collect` records
@@ -21,6 +22,7 @@ and `collect`, and in copies of memory that is not registered.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -104,6 +106,19 @@ class _CudaDownload:
         _wait(self.end)
 
 
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """A download whose tensors are held."""
+
+    end: torch.cuda.Event
+    tensors: list[torch.Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of the tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
 class CudaDevice(Closing):
     """One GPU as a `Device`. Use as a context manager."""
 
@@ -121,8 +136,10 @@ class CudaDevice(Closing):
         self._compute = torch.cuda.current_stream(self.torch_device)
         self._up = torch.cuda.Stream(self.torch_device)
         self._down = torch.cuda.Stream(self.torch_device)
-        self._downloading: tuple[torch.cuda.Event, list[torch.Tensor]] | None = None
-        """The end of the last download, and the tensors that are held for it."""
+        self._downloading: deque[_Leaving] = deque()
+        """Downloads whose tensors are held, the oldest first."""
+        self._open_span: tuple[SpanLabel, torch.cuda.Event] | None = None
+        """The span of computing that is open, and where it begins or goes on."""
         self._measured: list[_Measured] = []
         """Not in the timeline yet."""
         self._clock = self._set_clock()
@@ -144,26 +161,28 @@ class CudaDevice(Closing):
             buffer.values.copy_(view(memory, torch.uint8), non_blocking=True)
         return _CudaUpload(self, buffer.values, self._measure("up", label, start, self._up))
 
-    def download(self, pieces: Sequence[tuple[torch.Tensor, memoryview]], label: SpanLabel) -> _CudaDownload:
-        if self._downloading is not None:
-            self.wait_in_stream("down", self._downloading[0])
-            self._downloading = None
+    def download(
+        self, pieces: Sequence[tuple[torch.Tensor, memoryview]], label: SpanLabel, *, beside_bytes: int = 0
+    ) -> _CudaDownload:
+        while sum(leaving.num_bytes for leaving in self._downloading) > beside_bytes:
+            self.wait_in_stream("down", self._downloading[0].end)
+            self._downloading.popleft()
         self._down.wait_event(_record(self._compute))
         start = _record(self._down)
         with torch.cuda.stream(self._down):
             for tensor, memory in pieces:
                 view(memory, torch.uint8).copy_(tensor, non_blocking=True)
         end = self._measure("down", label, start, self._down)
-        self._downloading = end, [tensor for tensor, _ in pieces]
+        self._downloading.append(_Leaving(end, [tensor for tensor, _ in pieces]))
         return _CudaDownload(end)
 
     @contextmanager
     def computing(self, label: SpanLabel) -> Iterator[None]:
-        start = _record(self._compute)
+        self._open_span = label, _record(self._compute)
         try:
             yield
         finally:
-            self._measure("compute", label, start, self._compute)
+            self._interrupt_span()
 
     def mark(self) -> Moment:
         clock, event = self._clock, _record(self._compute)
@@ -181,26 +200,38 @@ class CudaDevice(Closing):
             else:
                 running.append(measured)
         self._measured = running
-        if self._downloading is not None and self._downloading[0].query():
-            self._downloading = None
+        while self._downloading and self._downloading[0].end.query():
+            self._downloading.popleft()
         self._clock = self._set_clock()
 
     def wait_in_stream(self, cause: Resource, end: torch.cuda.Event) -> None:
         """Make everything that is computed from now on wait for the end of a transfer; the host does not wait."""
         if end.query():
             return
+        interrupted = self._interrupt_span()
         start = _record(self._compute)
         self._compute.wait_event(end)
         self._measure(cause, None, start, self._compute)
+        if interrupted is not None:
+            self._open_span = interrupted, _record(self._compute)
 
     def close(self) -> None:
         """Wait for what is queued, and lift the memory limit. Idempotent."""
         torch.cuda.synchronize(self.torch_device)
         self._measured.clear()
-        self._downloading = None
+        self._downloading.clear()
         if self._is_limited:
             self._is_limited = False
             torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
+
+    def _interrupt_span(self) -> SpanLabel | None:
+        """End the open span of computing here. Returns its label; None if none is open."""
+        if self._open_span is None:
+            return None
+        label, start = self._open_span
+        self._open_span = None
+        self._measure("compute", label, start, self._compute)
+        return label
 
     def _measure(
         self, resource: Resource, label: SpanLabel | None, start: torch.cuda.Event, stream: torch.cuda.Stream

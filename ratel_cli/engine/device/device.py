@@ -73,8 +73,14 @@ class Device(Protocol):
     ) -> Upload:
         """Copy host memory to the buffer. `after` is the download that fills the memory, if it may still be running."""
 
-    def download(self, pieces: Sequence[tuple[torch.Tensor, memoryview]], label: SpanLabel) -> Download:
-        """Copy flat uint8 tensors `[bytes]`, each to host memory of its size."""
+    def download(
+        self, pieces: Sequence[tuple[torch.Tensor, memoryview]], label: SpanLabel, *, beside_bytes: int = 0
+    ) -> Download:
+        """Copy flat uint8 tensors `[bytes]`, each to host memory of its size.
+
+        `beside_bytes`: how much device memory earlier downloads may still take meanwhile. What is computed from now on
+        waits for the oldest of them until they take no more.
+        """
 
     def computing(self, label: SpanLabel) -> AbstractContextManager[None]:
         """Record the work that is queued inside as a span of computing."""
@@ -106,7 +112,9 @@ class HostDevice:
     ) -> Upload:
         return _InPlace(view(memory, torch.uint8))
 
-    def download(self, pieces: Sequence[tuple[torch.Tensor, memoryview]], label: SpanLabel) -> Download:
+    def download(
+        self, pieces: Sequence[tuple[torch.Tensor, memoryview]], label: SpanLabel, *, beside_bytes: int = 0
+    ) -> Download:
         with self._timeline.during("down", label):
             for tensor, memory in pieces:
                 view(memory, torch.uint8).copy_(tensor)

@@ -170,15 +170,16 @@ class GroupWork:
             lease.release()
         group.leases.clear()
 
-    def forget_states(self) -> None:
-        """Release the resident states, which are not those of the current generation. They will be read again.
+    def forget_states(self, blocks: frozenset[int] | None = None) -> None:
+        """Release the resident states of these blocks, or of all: they are not those of the current generation. They
+        will be read again.
 
         The optimizer thread must not be walking.
         """
-        states, self._states = self._states, {}
-        self._valid.clear()
-        for leases in states.values():
-            for lease in leases.values():
+        forgotten = frozenset(self._states) if blocks is None else blocks & self._states.keys()
+        self._valid -= forgotten
+        for block in forgotten:
+            for lease in self._states.pop(block).values():
                 lease.release()
 
     def _wait_read(self, group: Group) -> None:

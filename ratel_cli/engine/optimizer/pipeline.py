@@ -101,15 +101,18 @@ class UpdatePipeline(Closing):
         """The resource that the optimizer thread is waiting for or working on at this moment."""
         return self._work.waits_for
 
-    def cancel(self) -> None:
-        """Drop all announced and submitted updates. The shadow must be discarded afterwards."""
+    def cancel(self, updated: frozenset[int]) -> None:
+        """Drop all announced and submitted updates. The shadow must be discarded afterwards.
+
+        `updated`: the blocks that have been submitted since the last generation; their resident states are forgotten.
+        """
         with self._changed:
             self._cancelled = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._is_walking)
             self._drop()
             self._cancelled = False
-        self._work.forget_states()
+        self._work.forget_states(updated)
 
     def close(self) -> None:
         """End the thread and give all memory back. Idempotent."""

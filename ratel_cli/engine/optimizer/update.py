@@ -7,8 +7,9 @@ global norm finite, and must the gradients be clipped? There are three modes, wh
                  blocks below (active gradient offloading, Ratel section IV-C)
     deferred     with clipping: all gradients are held. When the norm is known, each block's update waits until the
                  next step's forward comes near the block, and is overlapped with that forward
-    speculative  with clipping that has been rare: as eager, but the gradients are held too. If the norm must be
-                 clipped after all, the shadow is discarded and all blocks are updated again, deferred
+    speculative  with clipping, while that pays (engine/optimizer/speculation.py): as eager, but the gradients are held
+                 too. As soon as clipping is certain, the shadow is discarded, the gradients that follow are only held,
+                 and all blocks are updated deferred
 
 The path of one block's gradient:
 
@@ -40,15 +41,13 @@ from ratel_cli.engine.optimizer.adamw import AdamWUpdate
 from ratel_cli.engine.optimizer.gradients import BlockGradient, GradientSum, Norms, clip_coefficient, total_norm
 from ratel_cli.engine.optimizer.groups import BlockUpdate
 from ratel_cli.engine.optimizer.pipeline import UpdatePipeline
+from ratel_cli.engine.optimizer.speculation import Speculation
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import BadInput
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.model.spec import BlockSpec
 from ratel_cli.planning.placement import Overlap, Placement
 from ratel_cli.store.store import Store
-
-_RARE_STEPS = 8
-"""Clipping counts as rare when none of the last 8 steps was clipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +62,8 @@ class UpdateSettings:
     held_in_memory_bytes: int | None
     """Host memory for held gradients. The first gradient that does not fit goes to the scratch file, and so do all
     later ones of the step. None: all stay in host memory."""
+    speculates: bool = True
+    """Whether updating blocks before it is known if the step is clipped makes a step faster that is not."""
     overlap: Overlap = "optimized"
     """`separate` holds all gradients until backward is over, and updates all blocks before the next step begins."""
 
@@ -95,7 +96,12 @@ class Updates:
         self._timeline = timeline
         self._presence: dict[int, tuple[bool, ...]] = {}
         """By block: which of its parameters had a gradient in the first step."""
-        self._was_clipped: deque[bool] = deque(maxlen=_RARE_STEPS)
+        self._speculation: Speculation | None = None
+        if settings.max_grad_norm is not None:
+            num_elements = sum(block.num_elements for block in blocks)
+            self._speculation = Speculation(settings.max_grad_norm, num_elements=num_elements)
+        self._unknown_norms: deque[BlockGradient] = deque()
+        """Gradients of the arriving step whose norms are not known in host memory yet."""
         self._started: dict[int, BlockUpdate] = {}
         """By block: updates of the arriving step, or of the decided step that is not settled yet."""
         self._deferred: dict[int, BlockGradient] = {}
@@ -105,6 +111,8 @@ class Updates:
         self._is_writing = False
         """True from the store's `begin_step` until the step is settled or discarded."""
         self._is_decided = False
+        self.is_clipped = False
+        """True if the gradients of the last decided step were clipped."""
 
     @property
     def is_unsettled(self) -> bool:
@@ -159,6 +167,9 @@ class Updates:
         self._adamw = adamw
         self._norms: Norms = {}
         self._held_bytes = self._spilled_bytes = 0
+        self._unknown_norms.clear()
+        if self._speculation is not None:
+            self._speculation.begin()
         self._mode = self._choose_mode()
         if self._mode != "deferred":
             self._begin_writing()
@@ -169,10 +180,11 @@ class Updates:
 
         Raises BadInput if other parameters of the block have a gradient than in the first step.
         """
-        gradient = total.finish(self._adamw.gradient_scale)
+        gradient = total.finish()
         try:
             self._norms |= gradient.norms
             self._check_presence(gradient)
+            self._watch_norm(gradient)
             if self._mode == "deferred" or self._is_deferred(gradient.block):
                 self._hold(gradient)
                 return
@@ -196,9 +208,11 @@ class Updates:
             self.abandon()
             return norm
         clip = 1.0
-        if self._settings.max_grad_norm is not None:
+        if self._speculation is not None:
+            assert self._settings.max_grad_norm is not None
             clip = clip_coefficient(norm, self._settings.max_grad_norm)
-            self._was_clipped.append(clip < 1.0)
+            self.is_clipped = clip < 1.0
+            self._speculation.end(is_clipped=self.is_clipped)
         if self._mode == "speculative":
             if clip == 1.0:
                 self._is_decided = True
@@ -243,7 +257,7 @@ class Updates:
         self._held.extend(self._deferred.values())
         self._deferred = {}
         if self._store.in_place and self._started:
-            self._pipeline.cancel()  # what was written in place cannot be discarded
+            self._pipeline.cancel(frozenset(self._started))  # what was written in place cannot be discarded
             self._is_writing = False
         self._is_decided = False
         self.abandon()
@@ -254,9 +268,21 @@ class Updates:
             return "deferred"
         if settings.max_grad_norm is None:
             return "eager"
-        in_memory = settings.held_in_memory_bytes is None
-        is_rare = len(self._was_clipped) == _RARE_STEPS and not any(self._was_clipped)
-        return "speculative" if in_memory and is_rare else "deferred"
+        assert self._speculation is not None
+        is_possible = settings.speculates and settings.held_in_memory_bytes is None
+        return "speculative" if is_possible and self._speculation.is_worthwhile else "deferred"
+
+    def _watch_norm(self, gradient: BlockGradient) -> None:
+        """Follow the norm of the gradients that have arrived, and stop speculating when clipping is certain."""
+        if self._speculation is None:
+            return
+        self._unknown_norms.append(gradient)
+        while self._unknown_norms and self._unknown_norms[0].is_in_host_memory:
+            known = self._unknown_norms.popleft()
+            self._speculation.add(known.squared_norm, known.block.num_elements)
+        if self._mode == "speculative" and self._speculation.is_clipping_certain:
+            self._discard()
+            self._mode = "deferred"
 
     def _is_deferred(self, block: BlockSpec) -> bool:
         return self._mode == "eager" and block.index in self._placement.deferred
@@ -271,8 +297,9 @@ class Updates:
         """Discard all updates of the arriving step. Held gradients stay."""
         if not self._is_writing:
             return
-        self._pipeline.cancel()
-        self._resident.forget()
+        updated = frozenset(self._started)
+        self._pipeline.cancel(updated)
+        self._resident.forget(updated)
         self._started.clear()
         self._is_writing = False
         self._store.discard()

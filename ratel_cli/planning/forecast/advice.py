@@ -1,4 +1,5 @@
-"""What would help: a better machine or a larger batch, each planned anew by itself; and what a server costs. Pure.
+"""What would help: a better machine, a larger batch, or the same batch in other micro-batches, each planned anew by
+itself; and what a server costs. Pure.
 
 Invariant: advice gains more than 1 % and fits. The greatest gain comes first.
 """
@@ -38,12 +39,51 @@ def advise(setting: Setting, tokens_per_second: Callable[[Setting], float | None
     now = tokens_per_second(setting)
     if now is None:
         return ()
-    advices = []
+    advices: list[Advice] = []
+    split = best_split(setting, tokens_per_second)
+    if split is not None:
+        advices.append(split)
     for change, changed in _changes(setting):
         then = tokens_per_second(changed)
         if then is not None and then > (1 + LEAST_GAIN) * now:
             advices.append(Advice(change=change, tokens_per_second=then, gain=then / now - 1))
     return tuple(sorted(advices, key=lambda advice: -advice.gain))
+
+
+def best_split(setting: Setting, tokens_per_second: Callable[[Setting], float | None]) -> Advice | None:
+    """The same tokens per step in other micro-batches. None if no other split gains, or if no smaller micro-batch fits
+    where the setting does not.
+
+    It goes from one divisor of the step's rows to the next while that gains. Where the setting does not fit, the gain
+    is 0: there is nothing to compare with.
+    """
+    workload = setting.workload
+    rows = workload.micro_batch_size * workload.num_micro_batches
+
+    def rate_of(size: int) -> float | None:
+        changed = replace(workload, micro_batch_size=size, num_micro_batches=rows // size)
+        return tokens_per_second(replace(setting, workload=changed))
+
+    divisors = [number for number in range(1, rows + 1) if rows % number == 0]
+    start = divisors.index(workload.micro_batch_size)
+    now = best = tokens_per_second(setting)
+    chosen: int | None = None
+    smaller, larger = divisors[:start][::-1], divisors[start + 1 :]
+    for size in smaller:
+        then = rate_of(size)
+        if then is not None and (best is None or then > best):
+            best, chosen = then, size
+        elif best is not None:
+            break
+    for size in larger if now is not None else ():
+        then = rate_of(size)
+        if then is None or best is None or then <= best:
+            break
+        best, chosen = then, size
+    if chosen is None or best is None or (now is not None and best <= (1 + LEAST_GAIN) * now):
+        return None
+    change = f"micro_batch_size: {chosen}, gradient_accumulation_steps: {rows // chosen} (the same tokens per step)"
+    return Advice(change=change, tokens_per_second=best, gain=0.0 if now is None else best / now - 1)
 
 
 def with_drives(hardware: HardwareProfile, count: int) -> HardwareProfile:
@@ -75,8 +115,12 @@ def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
     yield f"one more SSD, {count} in all", replace(setting, hardware=with_drives(hardware, count))
     host = hardware.host
     memory_bytes = limit_bytes or host.memory_bytes
+    activation_bytes = host.activation_bytes
     more_memory = replace(
-        host, memory_bytes=2 * host.memory_bytes, available_bytes=host.available_bytes + host.memory_bytes
+        host,
+        memory_bytes=2 * host.memory_bytes,
+        available_bytes=host.available_bytes + host.memory_bytes,
+        activation_bytes=None if activation_bytes is None else activation_bytes + host.memory_bytes,
     )
     yield (
         f"twice the RAM, {format_bytes(2 * memory_bytes)}",

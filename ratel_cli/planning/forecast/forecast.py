@@ -96,6 +96,7 @@ class Forecast:
                 "forward_seconds": time.forward.total,
                 "backward_seconds": time.backward.total,
                 "step_seconds": time.total,
+                "unclipped_seconds": self.prediction.unclipped_seconds,
                 "run_seconds": self.run_seconds,
                 "bottleneck": prediction.bottleneck,
                 "case": prediction.case,

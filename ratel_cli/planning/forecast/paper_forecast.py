@@ -115,7 +115,7 @@ class PaperForecaster:
 def _hardware(shape: PaperShape, setting: Setting) -> PaperHardware:
     """The machine in the paper's words.
 
-    MEM_avail is what the profile has as available or, if the user set a limit, what buffers leave of the limit.
+    MEM_avail is what the hardware file says or, if the user set a limit, what buffers leave of the limit.
     """
     hardware = setting.hardware
     if hardware.link is None:
@@ -123,7 +123,8 @@ def _hardware(shape: PaperShape, setting: Setting) -> PaperHardware:
             "`cost_model: paper` needs a machine with a GPU, but this one has no `link` to a GPU",
             "give a hardware file: --hardware configs/hardware/paper-4090-12ssd.yaml",
         )
-    available_bytes = hardware.host.available_bytes
+    host = hardware.host
+    available_bytes = host.available_bytes if host.activation_bytes is None else host.activation_bytes
     if setting.host_limit_bytes is not None:
         available_bytes = max(0, setting.host_limit_bytes - need(shape).host_bytes)
     return PaperHardware(

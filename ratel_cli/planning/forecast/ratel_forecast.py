@@ -122,7 +122,7 @@ class RatelForecaster:
         )
 
     def _profile(self, setting: Setting) -> ModelProfile:
-        return self.profile.times(setting.workload.micro_batch_tokens // self.profile.micro_batch_tokens)
+        return self.profile.of_tokens(setting.workload.micro_batch_tokens)
 
     def _device_limit_bytes(self, setting: Setting) -> int | None:
         """The limit that the user set, else the GPU's memory less a margin; None for a CPU."""

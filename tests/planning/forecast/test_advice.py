@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ratel_cli.planning.forecast.advice import Advice, advise, server_dollars, with_drives
+from ratel_cli.planning.forecast.advice import Advice, advise, best_split, server_dollars, with_drives
 from ratel_cli.planning.forecast.forecast import Setting
 from ratel_cli.planning.placement import Workload
 from ratel_cli.units import GIB
@@ -27,8 +27,10 @@ def test_each_change_is_tried_by_itself() -> None:
         return 1.0
 
     assert advise(SETTING, note) == ()
-    now, drive, memory, rows, number = tried
-    assert now is SETTING
+    now, again, fewer, more, drive, memory, rows, number = tried
+    assert now is again is SETTING
+    assert fewer == replace(SETTING, workload=replace(SETTING.workload, micro_batch_size=1, num_micro_batches=6))
+    assert more == replace(SETTING, workload=replace(SETTING.workload, micro_batch_size=3, num_micro_batches=2))
     assert drive == replace(SETTING, hardware=with_drives(WITH_GPU, 3))
     assert memory.workload == SETTING.workload
     assert memory.hardware.host.memory_bytes == 256 * GIB
@@ -50,13 +52,50 @@ def test_the_greatest_gain_comes_first_and_small_ones_are_left_out() -> None:
             return 102.0
         if setting.hardware.host.memory_bytes > WITH_GPU.host.memory_bytes:
             return 101.0
-        return {(2, 3): 100.0, (4, 3): 150.0, (2, 6): 99.0}[
+        return {(2, 3): 100.0, (4, 3): 150.0, (2, 6): 99.0, (1, 6): 90.0, (3, 2): 110.0, (6, 1): 101.0}[
             setting.workload.micro_batch_size, setting.workload.num_micro_batches
         ]
 
     advices = advise(SETTING, rate)
-    assert changes(advices) == ["micro_batch_size: 4", "one more SSD, 3 in all"]
-    assert [advice.gain for advice in advices] == pytest.approx([0.5, 0.02])
+    assert changes(advices) == [
+        "micro_batch_size: 4",
+        "micro_batch_size: 3, gradient_accumulation_steps: 2 (the same tokens per step)",
+        "one more SSD, 3 in all",
+    ]
+    assert [advice.gain for advice in advices] == pytest.approx([0.5, 0.1, 0.02])
+
+
+@pytest.mark.parametrize(
+    ("rates", "wanted"),
+    [
+        ({4: 10.0, 2: 11.0, 1: 12.0, 8: 9.0}, 1),
+        ({4: 10.0, 2: 11.0, 1: 10.5, 8: 9.0}, 2),
+        ({4: 10.0, 2: 9.0, 1: 20.0, 8: 12.0}, 8),
+        ({4: 10.0, 2: 10.05}, None),
+        ({4: 10.0}, None),
+        ({1: 3.0}, 1),
+        ({2: 3.0, 1: 2.0}, 2),
+        ({8: 3.0}, None),
+        ({}, None),
+    ],
+)
+def test_the_fastest_split_that_fits(rates: dict[int, float], wanted: int | None) -> None:
+    """Of 8 rows in micro-batches of 4. What is not listed does not fit; more never does where less does not."""
+    setting = replace(SETTING, workload=replace(SETTING.workload, micro_batch_size=4, num_micro_batches=2))
+
+    def rate(each: Setting) -> float | None:
+        workload = each.workload
+        assert workload.micro_batch_size * workload.num_micro_batches == 8
+        return rates.get(workload.micro_batch_size)
+
+    split = best_split(setting, rate)
+    if wanted is None:
+        assert split is None
+        return
+    assert split is not None
+    assert split.change.startswith(f"micro_batch_size: {wanted}, gradient_accumulation_steps: {8 // wanted} (")
+    assert split.tokens_per_second == rates[wanted]
+    assert split.gain == pytest.approx(rates[wanted] / rates[4] - 1 if 4 in rates else 0.0)
 
 
 def test_what_does_not_fit_is_no_help() -> None:

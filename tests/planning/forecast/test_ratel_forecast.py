@@ -65,7 +65,8 @@ def test_the_run_is_its_steps() -> None:
 def test_the_limit_is_the_user_s_or_what_is_free_less_a_margin() -> None:
     assert host_limit_bytes(setting(host_limit_bytes=GIB)) == GIB
     assert host_limit_bytes(setting(WITH_GPU, host_limit_bytes=None)) == 100 * GIB - 128 * GIB // 20
-    assert host_limit_bytes(setting(host_limit_bytes=None)) == 0, "a machine with nothing free"
+    full = replace(WITH_GPU, host=replace(WITH_GPU.host, available_bytes=0))
+    assert host_limit_bytes(setting(full, host_limit_bytes=None)) == 0, "a machine with nothing free"
 
 
 @pytest.mark.parametrize("holds_gradients", [True, False])

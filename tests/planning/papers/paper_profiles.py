@@ -23,7 +23,7 @@ def paper_hardware(name: str = "paper-4090-12ssd") -> PaperHardware:
         link_bytes_per_second=read["link"]["from_gpu_bytes_per_second"],
         read_bytes_per_second=read["nvme"]["read_bytes_per_second"],
         write_bytes_per_second=read["nvme"]["write_bytes_per_second"],
-        available_bytes=read["host"]["available_bytes"],
+        available_bytes=read["host"]["activation_bytes"],
     )
 
 

@@ -137,6 +137,7 @@ KEYS = {
     "nvme": {"num_devices", "read_bytes_per_second", "write_bytes_per_second", "free_bytes"},
     "host": {
         "num_cores",
+        "activation_bytes",
         "memory_bytes",
         "available_bytes",
         "adam_parameters_per_second",
