@@ -47,6 +47,14 @@ def are_done(*tickets: Ticket) -> tuple[bool, ...]:
     return tuple(ticket.done for ticket in tickets)
 
 
+def flip(path: Path, offset: int) -> None:
+    """Flip a bit of the data file."""
+    with (path / DATA_FILE_NAME).open("rb") as file:
+        file.seek(offset)
+        [byte] = file.read(1)
+    edit(path, offset, bytes([byte ^ 1]))
+
+
 def edit(path: Path, offset: int, content: bytes) -> None:
     with (path / DATA_FILE_NAME).open("r+b") as file:
         file.seek(offset)
@@ -117,7 +125,7 @@ def test_swapped_missing_and_mixed_directories(paths: list[Path], tmp_path: Path
 
 
 def test_a_damaged_identification_is_an_error(paths: list[Path], plain_queue: IoQueue) -> None:
-    edit(paths[1], 2 * PAGE_BYTES + 20, b"?")
+    flip(paths[1], 2 * PAGE_BYTES + 20)
     with pytest.raises(BadInput, match="is not a data file of Ratel, or is damaged"):
         open_store(paths, plain_queue)
 
@@ -147,7 +155,7 @@ def test_another_format_is_an_error(paths: list[Path], plain_queue: IoQueue) -> 
 
 @pytest.mark.parametrize("offset", [0, 8, 100, 2000, PAGE_BYTES - 1])
 def test_a_torn_manifest_falls_back_to_the_one_before(paths: list[Path], plain_queue: IoQueue, offset: int) -> None:
-    edit(paths[0], offset, b"?")  # generation 4, of step 3
+    flip(paths[0], offset)  # generation 4, of step 3
     assert Store.exists(paths)
     notices: list[str] = []
     with open_store(paths, plain_queue, notice=notices.append) as store:
@@ -163,8 +171,8 @@ def test_a_torn_manifest_falls_back_to_the_one_before(paths: list[Path], plain_q
 
 
 def test_two_torn_manifests_are_an_error(paths: list[Path], plain_queue: IoQueue) -> None:
-    edit(paths[0], 100, b"?")
-    edit(paths[0], PAGE_BYTES + 100, b"?")
+    flip(paths[0], 100)
+    flip(paths[0], PAGE_BYTES + 100)
     with pytest.raises(IntegrityFailure, match="both manifests"):
         open_store(paths, plain_queue)
     with pytest.raises(BadInput, match="there is a store"):
