@@ -137,8 +137,8 @@ class GradientSum(Closing):
                     rounded = self._round(index)
                 self._send(index, rounded)
                 del rounded
-        lease, self._lease = self._lease or self._lease_for(self._dtype), None
         norms_lease = self._send_norms()
+        lease, self._lease = self._lease or self._lease_for(self._dtype), None
         download, self._download = self._download, None
         if self._sum_lease is lease:
             self._sum_lease = None
