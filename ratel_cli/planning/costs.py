@@ -101,6 +101,7 @@ def overlapped_step(
         stage = placement.update_stage(block.index, holds_gradients=holds_gradients, overlap=overlap)
         updated[stage] += block.num_elements
     elements = sum(spec.block_elements)
+    # A tied head's fp32 gradient goes to host memory and comes back. The rows that go with it are few.
     tied_bytes = 4 * spec.blocks[0].num_elements if spec.tied and not placement.gpu_holds_tied else 0
     weight_bytes, gradient_bytes = elements * state.compute, elements * state.gradient
     reads_ahead = placement.prefetch_blocks > 0

@@ -63,9 +63,9 @@ class LoopSettings:
     flops_recomputed_per_token: float
     """The part of the forward that backward computes again."""
     predicted_seconds: float
-    """Of a step that is clipped."""
+    """Seconds that the plan predicts for a step that is clipped."""
     predicted_unclipped_seconds: float
-    """Seconds that the plan predicts for one step."""
+    """Seconds that it predicts for any other step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

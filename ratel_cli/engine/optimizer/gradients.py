@@ -123,10 +123,10 @@ class GradientSum(Closing):
         if self._download is not None:
             self._download.wait()
             self._download = None
-        for lease in {self._lease, self._sum_lease} - {None}:
-            assert lease is not None
-            lease.release()
+        leases = {lease for lease in (self._lease, self._sum_lease) if lease is not None}  # often one for both
         self._lease = self._sum_lease = None
+        for lease in leases:
+            lease.release()
 
     def finish(self) -> BlockGradient:
         """The gradient, once all contributions have been added."""

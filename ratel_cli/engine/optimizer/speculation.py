@@ -31,15 +31,14 @@ class Speculation:
         self._max_norm = max_norm
         self._num_elements = num_elements
         self._lost: deque[float] = deque(maxlen=_NUM_STEPS)
-        """For each step: the share of its update that speculating would have done in vain; 0 if it was not clipped."""
-        self._was_clipped: deque[bool] = deque(maxlen=_NUM_STEPS)
+        """For each step: the share of its update that speculating would have done in vain; 0 if it was not clipped.
+        A clipped step has lost something, since the gradient that made clipping certain counts."""
         self.begin()
 
     @property
     def is_worthwhile(self) -> bool:
         """True if speculating would have gained at least as much as it lost, over the last steps."""
-        gained = self._was_clipped.count(False)
-        return not self._lost or gained >= sum(self._lost)
+        return self._lost.count(0.0) >= sum(self._lost)
 
     @property
     def is_clipping_certain(self) -> bool:
@@ -59,6 +58,5 @@ class Speculation:
 
     def end(self, *, is_clipped: bool) -> None:
         """The step is decided."""
-        self._was_clipped.append(is_clipped)
         share = self._arrived_elements / self._num_elements if self.is_clipping_certain else 1.0
         self._lost.append(share if is_clipped else 0.0)
