@@ -152,6 +152,7 @@ def traffic_of(
 def step_time(
     hardware: HardwareProfile,
     *,
+    spec: ModelSpec = SPEC,
     placement: Placement = DEEP,
     offloaded: OffloadedActivations = NOTHING_OFFLOADED,
     compute: ComputeSeconds = COMPUTE,
@@ -160,10 +161,10 @@ def step_time(
     overlap: Overlap = "optimized",
 ) -> StepTime:
     return overlapped_step(
-        SPEC,
+        spec,
         BFLOAT16,
         placement,
-        step_traffic(SPEC, BFLOAT16, placement, offloaded, holds_gradients=holds_gradients, overlap=overlap),
+        step_traffic(spec, BFLOAT16, placement, offloaded, holds_gradients=holds_gradients, overlap=overlap),
         hardware,
         compute=compute,
         offloaded=offloaded,
@@ -175,6 +176,16 @@ def step_time(
 
 def longest(stage: StageTime) -> float:
     return max(stage.compute, stage.up, stage.down, stage.nvme, stage.optimizer, stage.memory)
+
+
+def test_a_tied_gradient_that_the_gpu_does_not_hold_crosses_the_link_twice() -> None:
+    spec = gpt(vocab_size=5000, tied=True)
+    away, held = (
+        step_time(machine(), spec=spec, placement=replace(DEEP, gpu_holds_tied=holds)).backward
+        for holds in (False, True)
+    )
+    seconds = 4 * spec.blocks[0].num_elements / 1e10
+    assert [away.up - held.up, away.down - held.down] == pytest.approx([seconds, seconds], rel=1e-9)
 
 
 def test_every_resource_has_its_work() -> None:
