@@ -27,11 +27,11 @@ demo: $(READY)  ## Fine-tune a small model with all its state on disk, and let i
 	$(BIN)/ratel finetune configs/demo.yaml
 	$(BIN)/python scripts/complete.py "$(QUESTION)" demo/base demo/output
 
-test: $(READY)  ## Run the short tier of the tests: every module, the large products sampled (four minutes)
+test: $(READY)  ## Run the short tier of the tests: every module, the large products sampled (eight minutes)
 	RATEL_SIMULATED_GPU=1 $(PYTEST) $(GPU)
 	$(PYTEST) $(GPU:%=--ignore=%)
 
-check: lint types test full  ## Check all that must hold for a change: lint, types, short and full tier (twenty minutes)
+check: lint types test full  ## Check all that must hold for a change: lint, types, short and full tier (thirty-five minutes)
 
 full: $(READY)  ## Run what the full tier of the tests has beyond the short one
 	RATEL_SIMULATED_GPU=1 $(PYTEST) $(FULL) $(GPU)

@@ -1,10 +1,11 @@
-"""The compiled kernels (kernels/): AdamW in one fused pass, and what measures and tests it.
+"""The compiled kernels (kernels/): AdamW in one fused pass, what measures and tests it, and what cuts transfers.
 
 Training calls `update_*`, imports and exports call `split_bfloat16` and `join_bfloat16`. `adamw_*` and `stream_*` are
 what tests and benchmarks compare `update_*` with. Every array is 1-D, contiguous, on the CPU and detached: a torch
 tensor (through DLPack) or a numpy array. Arrays are changed in place, may not overlap, and have one length. Wrong types
 raise TypeError; wrong devices, shapes, lengths, names and overlaps raise ValueError; nothing has been written then. The
-GIL is released.
+GIL is released. An array that a kernel writes may also come as its bytes, a memoryview of format "B", which takes less
+time than a view of torch.
 
 `isa` names the instruction set ("baseline", "avx2", "avx512"); None takes RATEL_FORCE_ISA if set, else the widest that
 the processor runs. All give the same bits. `square_root` says how AdamW's square root is rounded: "correct",
@@ -15,11 +16,14 @@ bf16 layout: the fp32 master is hi16 (the bf16 weight, rounded to nearest even) 
 0x8000, a tie, the sign of v32 is set if hi16 was rounded up; v itself is never negative.
 """
 
+from array import array
 from collections.abc import Sequence
-from typing import Literal, Protocol, TypeAlias, final
+from typing import Literal, Protocol, TypeAlias, TypeVar, final
 
+from ratel_cli.sizes import DtypeName
+
+_Extent = TypeVar("_Extent", bound=tuple[int, int, memoryview])
 _SquareRoot: TypeAlias = Literal["correct", "mkl_avx512", "mkl_sse"]
-_Checksums: TypeAlias = list[int | None]
 
 class _Array(Protocol):
     """What torch tensors and numpy arrays have in common."""
@@ -49,6 +53,28 @@ class AdamWScalars:
         square_root: _SquareRoot | None = None,
     ) -> None: ...
 
+@final
+class ChunkChecksums:
+    """Where the checksums of one block's chunks stand in a table, and what their seeds are made of.
+
+    `table`: an array of 64-bit numbers. `is_set`: as long, 1 for each entry that has a checksum. `entries`: for each
+    field of the record, in its order, the table's entry for the block's first chunk, those of the next chunks follow;
+    None: no checksum of this field is wanted. The seed is the XXH3-64 of store id (16 bytes), step (8 bytes), block,
+    number of the field and number of the chunk in the block (4 bytes each). Raises ValueError for another length of
+    `store_id` or `is_set`.
+    """
+
+    def __init__(
+        self,
+        *,
+        table: array[int],
+        is_set: bytearray,
+        store_id: bytes,
+        step: int,
+        block: int,
+        entries: Sequence[int | None],
+    ) -> None: ...
+
 class _AdamW(Protocol):
     """One AdamW update of a layout's fields. The gradient, the last array, may be bfloat16, float16 or float32.
 
@@ -60,23 +86,27 @@ class _AdamW(Protocol):
 class _Update(Protocol):
     """`adamw_*` on segments of the arrays: (first, last, whether decay_factor applies), in order; and checksums.
 
-    A chunk is `chunk_elements` of the arrays (a multiple of 512); the last one is the rest. `seeds_before` and
-    `seeds_after` hold a seed or None for each chunk, and in it for each field in the order of the arrays: a seed asks
-    for a checksum before or after the update; an empty list asks for none. Returns the checksums in the same order:
-    XXH3-64 of the field's bytes in the chunk, as xxhash.xxh3_64_intdigest computes it. With checksums the arrays must
-    have a multiple of 512 elements.
+    A chunk is `chunk_elements` of the arrays (a multiple of 512); the last one is the rest. The arrays begin with chunk
+    number `first_chunk` of their block. A checksum is the XXH3-64 of the field's bytes in the chunk, as
+    xxhash.xxh3_64_intdigest computes it with the chunk's seed. Those of the bytes before the update are compared with
+    the table of `before`, all of which must be set; those after it are entered into the table of `after`, and set
+    there. None: neither is wanted. Returns which of the former differ: (number of the field, number of the chunk in the
+    arrays), both from 0. With checksums the arrays must have a multiple of 512 elements. `gradient_dtype`: the gradient
+    comes as its bytes, too, and this is the type of its elements.
     """
 
     def __call__(
         self,
-        *arrays: _Array,
+        *arrays: _Array | memoryview,
         scalars: AdamWScalars,
         segments: Sequence[tuple[int, int, bool]],
         chunk_elements: int,
-        seeds_before: Sequence[int | None],
-        seeds_after: Sequence[int | None],
+        first_chunk: int = 0,
+        before: ChunkChecksums | None = None,
+        after: ChunkChecksums | None = None,
+        gradient_dtype: DtypeName | None = None,
         isa: str | None = None,
-    ) -> tuple[_Checksums, _Checksums]: ...
+    ) -> list[tuple[int, int]]: ...
 
 class _Stream(Protocol):
     """The loads and stores of `adamw_*` with almost no arithmetic: the limit that memory sets.
@@ -109,6 +139,41 @@ def join_bfloat16(hi16: _Array, lo16: _Array, v32: _Array, w32: _Array, *, isa: 
 
 def square_root(values: _Array, *, square_root: _SquareRoot | None = None, isa: str | None = None) -> None:
     """Replace float32 values by their square roots, as the AdamW kernels compute them."""
+
+@final
+class Stripes:
+    """Spreads logical addresses over files (ratel_cli/io/striping.py).
+
+    `turns`: for each stripe of a cycle its file, and how many stripes of that file came before it in the cycle;
+    `weights`: how many each file has in a cycle. Raises ValueError if they do not go together.
+    """
+
+    def __init__(
+        self, *, turns: Sequence[tuple[int, int]], weights: Sequence[int], stripe_bytes: int, header_bytes: int
+    ) -> None: ...
+    def ranges(self, address: int, num_bytes: int) -> list[tuple[int, int, int]]:
+        """(file, offset, bytes) of each range that holds logical bytes [address, address + num_bytes), in order."""
+
+    def extents(
+        self, parts: Sequence[tuple[int, memoryview]], fds: Sequence[int], extent: type[_Extent]
+    ) -> list[_Extent]:
+        """(descriptor, offset, memory) of each range that holds the memories, each from its logical address on.
+
+        `fds`: one descriptor for each file. `extent`: the type of these tuples. Raises TypeError for other types, and
+        ValueError for another number of descriptors and for memory that is not contiguous bytes.
+        """
+
+def cut_extents(
+    extents: Sequence[tuple[int, int, memoryview]], most_bytes: int, page_bytes: int
+) -> list[tuple[int, int, memoryview]]:
+    """Extents of at most `most_bytes` each, none of them empty.
+
+    Raises ValueError unless offsets, lengths and addresses are multiples of `page_bytes`, and TypeError for anything
+    but memoryviews.
+    """
+
+def address_of(memory: memoryview) -> int:
+    """The address of the first byte of a writable buffer. Raises BufferError for one that is read-only."""
 
 def native_square_root() -> _SquareRoot:
     """The rounding that torch's MKL is expected to use on this processor. Only a comparison with torch is certain."""

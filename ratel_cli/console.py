@@ -1,67 +1,124 @@
-"""What a command prints: notices, errors, tables and progress bars, all in one way.
+"""What a command prints: notices, errors, tables and what changes while it works, all in one way.
 
 A command opens a RunLog and passes its methods on as plain callables, so that the layers below know nothing about
 terminals. Messages go to stderr. A result goes to stdout, through a RunLog of its own or as JSON.
 
-Invariant: no control character reaches the terminal, because names come from files that others wrote. Nothing is read
-as markup. Without a terminal there are no bars and no colours.
+Invariants: no control character reaches the terminal, because names come from files that others wrote. Nothing is read
+as markup. Without a terminal there are no bars and no colours. Lines that change are drawn by a thread of their own, at
+most `DRAWS_PER_SECOND` times a second, however often the work behind them goes on.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TextIO
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from threading import Event, RLock, Thread
+from time import perf_counter
+from typing import Self, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.cells import cell_len
+from rich.console import Console, ConsoleRenderable, RenderHook
+from rich.file_proxy import FileProxy
+from rich.segment import ControlType, Segment, Segments
 from rich.text import Text
 
+from ratel_cli.closing import Closing
 from ratel_cli.errors import printable
+from ratel_cli.units import format_count, format_wait, meter
+
+DRAWS_PER_SECOND = 4
+_BAR_CELLS = 40
+_INDENT = "  "
+_LEAST_COLUMNS = 20
+"""Text is not folded into less."""
+_MOST_COUNTED = 100_000
+"""A bar counts up to so many in plain numbers."""
+
+Lines = Callable[[int], Sequence[Text]]
+"""The lines to show, each at most as wide as the number of columns that it is called with."""
 
 
 class Bar:
-    """A progress bar; without a terminal, nothing."""
+    """A line that shows how far a piece of work is."""
 
-    def __init__(self, progress: Progress | None, task: TaskID | None) -> None:
-        self._progress = progress
-        self._task = task
+    def __init__(self, what: str, total: float, *, ascii_only: bool = False) -> None:
+        self._what = what
+        self._total = total
+        self._done = 0.0
+        self._start = perf_counter()
+        self._ascii_only = ascii_only
 
     def advance(self, amount: float = 1) -> None:
         """Advance the bar by an amount of work."""
-        if self._progress is not None and self._task is not None:
-            self._progress.advance(self._task, amount)
+        self._done += amount
+
+    def lines(self, width: int) -> list[Text]:
+        """The bar, its numbers, and the time that is left."""
+        share = min(1.0, self._done / self._total) if self._total else 1.0
+        each = "{:.0f}".format if self._total <= _MOST_COUNTED else format_count
+        numbers = f" {each(self._done)}/{each(self._total)}"
+        left = (perf_counter() - self._start) * (1 - share) / share if 0 < share < 1 else 0.0
+        numbers += f", {format_wait(left)} left" if left >= 1 else ""
+        cells = max(0, min(_BAR_CELLS, width - cell_len(self._what) - len(numbers) - 1))
+        done, rest = meter(share, cells, ascii_only=self._ascii_only)
+        line = Text.assemble(f"{self._what} ", (done, "cyan"), (rest, "dim"), numbers)
+        line.truncate(width)
+        return [line]
 
 
 class RunLog:
-    """Prints to one stream, by default stderr. While there is a progress bar, lines appear above it."""
+    """Prints to one stream, by default stderr. Lines that change stay at the bottom of a terminal."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._console = Console(file=stream or sys.stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._stream = stream or sys.stderr
+        self._console = _Console(file=self._stream, highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._printed: set[str] = set()
+        self._live: _LiveLines | None = None
 
     @property
     def is_terminal(self) -> bool:
         """Whether the stream is a terminal, so that a person watches it."""
         return self._console.is_terminal
 
+    @property
+    def is_live(self) -> bool:
+        """Whether lines on the terminal can change. FORCE_COLOR colours a file, but does not make it a terminal."""
+        console = self._console
+        return console.is_terminal and console.is_interactive and self._stream.isatty() and not console.is_dumb_terminal
+
+    @property
+    def columns(self) -> int:
+        """The width of the terminal; 80 without one."""
+        return _size(self._console, self._stream)[0]
+
+    @property
+    def ascii_only(self) -> bool:
+        """Whether the stream can show nothing but ASCII."""
+        return self._console.options.ascii_only
+
     def say(self, text: str) -> None:
-        """Print a text, which may have several lines."""
+        """Print a text, which may have several lines, as it is."""
         for line in text.split("\n"):
             self._print("", line)
+
+    def remark(self, text: str) -> None:
+        """Print a sentence; on a terminal it is folded between words."""
+        self._print_folded("", text)
 
     def notice(self, text: str) -> None:
         """Print something worth knowing. The same notice is printed once."""
         if text not in self._printed:
             self._printed.add(text)
-            self._print("note: ", text, "dim")
+            self._print_folded("note: ", text, "dim")
 
     def warn(self, text: str) -> None:
         """Print something that the user probably does not want. The same warning is printed once."""
         if text not in self._printed:
             self._printed.add(text)
-            self._print("warning: ", text, "yellow")
+            self._print_folded("warning: ", text, "yellow")
 
     def error(self, message: str, hint: str | None = None) -> None:
         """Print why the command ends, and what the user can do."""
@@ -69,22 +126,177 @@ class RunLog:
         if hint:
             self._print("hint: ", hint, "cyan")
 
+    def marked(self, parts: Sequence[tuple[str, bool]]) -> None:
+        """Print a text of several parts. The marked ones are coloured on a terminal, and in brackets elsewhere."""
+        text = Text()
+        for part, is_marked in parts:
+            lines = "\n".join(map(printable, part.split("\n")))
+            opened, closed = ("", "") if self.is_terminal or not is_marked else ("\u27e6", "\u27e7")
+            text.append(f"{opened}{lines}{closed}", "green" if is_marked else "dim")
+        self._print_text(text)
+
     def facts(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Print rows of a name and a fact, in two columns."""
+        """Print rows of a name and a fact, in two columns. On a terminal a long fact continues in its column."""
         width = max((len(name) for name, _ in rows), default=0)
         for name, fact in rows:
-            self._print("", f"{name:<{width}}  {fact}".rstrip())
+            for part_name, part in zip((name, *[""] * len(fact)), self._folded(fact, width + 2), strict=False):
+                self._print("", f"{part_name:<{width}}  {part}".rstrip())
 
     @contextmanager
     def bar(self, what: str, total: float) -> Iterator[Bar]:
-        """Show a progress bar on a terminal. `total` is the whole amount of work."""
-        if not self.is_terminal:
-            yield Bar(None, None)
+        """Show a progress bar on a terminal; elsewhere nothing. `total` is the whole amount of work."""
+        bar = Bar(printable(what), total, ascii_only=self.ascii_only)
+        with self.live(bar.lines):
+            yield bar
+
+    @contextmanager
+    def live(self, lines: Lines) -> Iterator[None]:
+        """Show lines at the bottom of a terminal until the `with` statement ends; then they are gone.
+
+        Another thread calls `lines`. Elsewhere, and where other lines are shown already, nothing is shown.
+        """
+        if not self.is_live or self._live is not None:
+            yield
             return
-        what_column = TextColumn("{task.description}", markup=False)
-        columns = (what_column, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=self._console, transient=True) as progress:
-            yield Bar(progress, progress.add_task(printable(what), total=total))
+        shown = _LiveLines(self._console, self._stream, lines)
+        try:
+            with shown as self._live:
+                yield
+        finally:
+            self._live = None
+            if shown.failure is not None:
+                self.warn(f"what changes can no longer be shown on the terminal ({printable(shown.failure)})")
+
+    def _folded(self, text: str, indent: int, *, then: str = "") -> list[str]:
+        """The text as one line; on a terminal as lines that fit behind an indent, folded between words.
+
+        All but the first begin with `then`. Errors and hints are not folded: people copy commands out of them.
+        """
+        width = self.columns - indent
+        if not self.is_live or width < _LEAST_COLUMNS:
+            return [text]
+        lines = textwrap.wrap(text, width, subsequent_indent=then, break_long_words=False, break_on_hyphens=False)
+        return lines or [""]
+
+    def _print_folded(self, label: str, text: str, style: str = "") -> None:
+        first, *others = self._folded(label + text, 0, then=_INDENT)
+        self._print(label, first.removeprefix(label), style)
+        for line in others:
+            self._print("", line)
 
     def _print(self, label: str, text: str, style: str = "") -> None:
-        self._console.print(Text.assemble((label, style), printable(text)))
+        self._print_text(Text.assemble((label, style), printable(text)))
+
+    def _print_text(self, text: Text) -> None:
+        with self._live.lock if self._live is not None else nullcontext():
+            self._console.print(text)
+
+
+class _Console(Console):
+    """A console that ends the command, and nothing else, when nobody reads the stream any more."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise SystemExit, which no `except Exception` on the way takes for a failure of its own."""
+        raise SystemExit
+
+
+class _LiveLines(Closing, RenderHook):
+    """Lines at the bottom of a terminal that a thread draws again and again. What is printed appears above them.
+
+    Each drawing is one write, and covers the one before without erasing it first, so that nothing flickers. The cursor
+    stays visible, below the lines: a process that is killed leaves a terminal that works.
+
+    Invariant: between two writes the cursor is at the beginning of the line below the lines.
+    """
+
+    def __init__(self, console: Console, stream: TextIO, lines: Lines) -> None:
+        self.failure: str | None = None
+        """Why drawing ended early; None if it did not."""
+        self._console = console
+        self._stream = stream
+        self._lines = lines
+        self._shown: list[Text] = []
+        self._drawn_at = (0, 0)
+        """Columns and rows when the lines were drawn last."""
+        self.lock = RLock()
+        """Held while something is printed, so that two threads do not draw at once."""
+        self._ends = Event()
+        self._thread = Thread(target=self._run, name="ratel-screen", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._console.push_render_hook(self)
+        # A warning that a library prints while the lines are shown appears above them, as our own do.
+        self._stdout, self._stderr = sys.stdout, sys.stderr
+        if self._stderr is self._stream:
+            sys.stderr = FileProxy(self._console, self._stderr)
+        if _is_terminal(self._stdout):
+            sys.stdout = FileProxy(self._console, self._stdout)
+        self._draw()
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        """Remove the lines. Idempotent."""
+        if self._ends.is_set():
+            return
+        self._ends.set()
+        self._thread.join()
+        sys.stdout, sys.stderr = self._stdout, self._stderr
+        self._console.pop_render_hook()
+        self._console.print(self._to_start("\x1b[J"))
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        """What rich prints instead of `renderables`: they take the place of the lines, which follow below them."""
+        if renderables == [_NOTHING]:
+            width, height = size = _size(self._console, self._stream)
+            # Rows that a narrower terminal has wrapped stay joined for it until they are erased.
+            start = self._to_start("" if size == self._drawn_at else "\x1b[J")
+            self._drawn_at = size
+            self._shown = list(self._lines(width - 1))[: height - 1]
+            return [start, *self._drawn(), _control("\x1b[J")]
+        return [self._to_start("\x1b[J"), *renderables, *self._drawn()]
+
+    def _run(self) -> None:
+        while self.failure is None and not self._ends.wait(1 / DRAWS_PER_SECOND):
+            self._draw()
+
+    def _draw(self) -> None:
+        try:
+            with self.lock:
+                self._console.print(_NOTHING)
+        except Exception as error:  # noqa: BLE001 - the work goes on without its display
+            self.failure = str(error) or type(error).__name__
+
+    def _to_start(self, then: str = "") -> Segments:
+        """To the beginning of the first line. A terminal that has become narrower has wrapped what was drawn."""
+        width, _ = _size(self._console, self._stream)
+        height = sum(max(1, -(-line.cell_len // width)) for line in self._shown)
+        return _control(f"\r\x1b[{height}A{then}" if height else f"\r{then}")
+
+    def _drawn(self) -> Iterator[Segments]:
+        for line in self._shown:
+            style = self._console.get_style(line.style)
+            yield Segments(Segment.apply_style(line.render(self._console), style))
+            yield _control("\x1b[K\n")
+
+
+def _control(text: str) -> Segments:
+    """Text that only a terminal gets, as it is."""
+    return Segments([Segment(text, None, [(ControlType.CLEAR,)])])
+
+
+_NOTHING = _control("")
+"""Printed to draw the lines again."""
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty()
+
+
+def _size(console: Console, stream: TextIO) -> tuple[int, int]:
+    """Columns and rows of the stream's own terminal, as it is now. Rich asks those of stdin first."""
+    try:
+        columns, rows = os.get_terminal_size(stream.fileno())
+    except (OSError, ValueError):
+        columns, rows = 0, 0
+    return (columns, rows) if columns and rows else (max(1, console.width), max(2, console.height))

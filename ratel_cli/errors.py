@@ -3,10 +3,13 @@
     RatelError                    1   a bug in Ratel (only this base class; never raised on its own)
       BadInput                    2   config, data, model files or arguments are wrong
       EnvironmentFailure          3   the machine cannot do it: space, permission, limits, lock
+        NotEnoughSpace            3   a drive has too little free space for a file
         DoesNotFit                3   a memory tier is too small; reports by how many bytes and which key to change
       IntegrityFailure            4   an I/O error, a failed checksum, a torn manifest
       Diverged                    5   the loss or a gradient is NaN or infinite
       Interrupted           130/143   a signal asked to stop; every committed step is saved
+
+`cli.app` has one more: 141, without an error, when nobody reads the output any more.
 
 Raise an error where the fact is known. Translate a foreign error once, with `from exc`. Only `cli.app` prints errors:
 one `error:` line each, then a `hint:` line if there is a hint. Interrupted is printed without a label.
@@ -16,34 +19,46 @@ Names and reasons that come from a user's files go into a message through `print
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import ClassVar, TypeVar
+
+_Result = TypeVar("_Result")
+
+ConfigKey = tuple[int | str, ...]
+"""A key of the config with the sections and list positions around it; empty if none is meant."""
 
 
 class RatelError(Exception):
-    """Base of all expected failures: a message that says what happened where, and a hint that says what to do."""
+    """Base of all expected failures: a message that says what happened where, and a hint that says what to do.
+
+    `others` are further findings, so that all are reported at once.
+    """
 
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, message: str, hint: str | None = None) -> None:
+    def __init__(self, message: str, hint: str | None = None, *, others: tuple[RatelError, ...] = ()) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.others = others
+        self.key: ConfigKey = ()
+        """The key that the error is about, if that is known."""
 
 
 class BadInput(RatelError):
-    """The user's input is wrong. `others` are further findings, so that all are reported at once."""
+    """The user's input is wrong."""
 
     exit_code = 2
-
-    def __init__(self, message: str, hint: str | None = None, *, others: tuple[BadInput, ...] = ()) -> None:
-        super().__init__(message, hint)
-        self.others = others
 
 
 class EnvironmentFailure(RatelError):
     """The machine does not provide what the run needs."""
 
     exit_code = 3
+
+
+class NotEnoughSpace(EnvironmentFailure):
+    """A drive has too little free space for a file."""
 
 
 class DoesNotFit(EnvironmentFailure):
@@ -80,6 +95,38 @@ class Interrupted(RatelError):
     def signal_exit_code(self) -> int:
         """130 for SIGINT, 143 for SIGTERM."""
         return 128 + self.signal_number
+
+
+class ErrorList:
+    """Keeps errors about the user's input and about the machine, so that the checks after them are made, too."""
+
+    def __init__(self) -> None:
+        self._errors: list[BadInput | EnvironmentFailure] = []
+
+    def __bool__(self) -> bool:
+        """Whether there is an error."""
+        return bool(self._errors)
+
+    def attempt(self, key: ConfigKey, work: Callable[[], _Result]) -> _Result | None:
+        """The result of `work`; None if it raised an error, which is kept. `key`: the key that it is about."""
+        try:
+            return work()
+        except (BadInput, EnvironmentFailure) as error:
+            error.key = error.key or key
+            self._errors.append(error)
+            return None
+
+    def raise_all(self) -> None:
+        """Raise the first error, with the others. What is wrong about the input comes before the machine."""
+        ordered = sorted(self._errors, key=lambda error: error.exit_code)
+        found: dict[str, RatelError] = {}
+        for error in ordered:
+            for each in (error, *error.others):
+                found.setdefault(each.message, each)
+        if ordered:
+            first, *others = found.values()
+            first.others = tuple(others)
+            raise first
 
 
 def printable(text: str) -> str:

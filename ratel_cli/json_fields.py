@@ -29,6 +29,14 @@ class JsonFields:
             raise ValueError(f"{key} is missing")
         return self._values[key]
 
+    def names(self) -> list[str]:
+        """The keys, in their order."""
+        return list(self._values)
+
+    def optional(self, key: str) -> object:
+        """The value as it is; None if the key is missing."""
+        return self._values.get(key)
+
     def integer(self, key: str) -> int:
         """A whole number of any sign."""
         return checked_integer(self.value(key), key)

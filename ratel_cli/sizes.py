@@ -32,6 +32,6 @@ GROUP_ELEMENTS: Final = 1 << 21
 """Elements that the optimizer reads, updates and writes as one group."""
 
 LOGITS_CHUNK_BYTES: Final = 64 << 20
-"""Logits of a chunk of tokens, at most, in fp32: logits of a whole micro-batch never exist."""
+"""Logits of a chunk of tokens in fp32, at most, unless a GPU has memory for more (planning/head_chunk.py)."""
 IGNORED_TARGET: Final = -100
 """The target of a position without loss, as in torch's cross-entropy."""

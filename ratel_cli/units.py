@@ -7,6 +7,7 @@ people read and write.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 
 KIB = 1 << 10
@@ -68,6 +69,32 @@ def format_seconds(seconds: float) -> str:
     return f"{days} d {hours} h"
 
 
+def format_traffic(num_bytes: float) -> str:
+    """Bytes that move or are written, in decimal units as drives are rated: `14.4 GB`, `60.5 MB`, `15.1 PB`."""
+    number, unit = _scaled(num_bytes, ["B", "KB", "MB", "GB", "TB", "PB"])
+    return f"{number} {unit}"
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """A rate in decimal units: `2.10 GB/s`."""
+    return f"{format_traffic(bytes_per_second)}/s"
+
+
+def format_token_rate(tokens_per_second: float) -> str:
+    """Tokens per second with their unit: `3.217 tokens/s`, `508070 tokens/s`."""
+    return f"{format_rate_number(tokens_per_second)} tokens/s"
+
+
+def format_rate_number(per_second: float) -> str:
+    """Tokens per second where the unit stands elsewhere, without an exponent: `3.217`, `508070`."""
+    return f"{per_second:.0f}" if per_second >= 1000 else f"{per_second:.4g}"
+
+
+def format_wait(seconds: float) -> str:
+    """A time that passes while one looks on, in whole seconds: `12 s`, `4 min 10 s`, `3 h 05 min`."""
+    return f"{seconds:.0f} s" if seconds < 99.5 else format_seconds(seconds)
+
+
 def counted(count: int, singular: str, plural: str | None = None) -> str:
     """A count with its noun: `1 step`, `2 steps`. The plural ends in s unless it is given."""
     return f"{count} {singular if count == 1 else plural or singular + 's'}"
@@ -76,6 +103,22 @@ def counted(count: int, singular: str, plural: str | None = None) -> str:
 def align_up(value: int, alignment: int) -> int:
     """The least multiple of `alignment` that is at least `value`."""
     return -(-value // alignment) * alignment
+
+
+def meter(share: float, width: int, *, ascii_only: bool = False) -> tuple[str, str]:
+    """A bar of `width` characters in two parts, the filled and the empty one. `share` is from 0 to 1."""
+    filled = round(min(1.0, max(0.0, share)) * width)
+    full, empty = ("#", "-") if ascii_only else ("\u2501", "\u2500")
+    return full * filled, empty * (width - filled)
+
+
+def sparkline(values: Sequence[float], *, ascii_only: bool = False) -> str:
+    """A curve with one character for each value, from the least to the greatest."""
+    heights = "_.-:=+*#" if ascii_only else "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+    if not values:
+        return ""
+    least, span = min(values), max(values) - min(values)
+    return "".join(heights[round((value - least) / span * (len(heights) - 1)) if span else 0] for value in values)
 
 
 def _scaled(count: float, units: list[str]) -> tuple[str, str]:

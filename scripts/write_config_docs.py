@@ -1,25 +1,22 @@
-"""Writes docs/config.md: every key of a run's config, from the docstrings of `config/schema.py` and the alias tables.
+"""Writes docs/config.md, every key of a run's config from the docstrings of `config/schema.py` and the alias tables;
+and from the same the JSON schema that the package has for editors.
 
     python -m scripts.write_config_docs
 
-`tests/test_docs.py` fails while the file differs from what this module would write. Only the introduction and the
+`tests/test_docs.py` fails while a file differs from what this module would write. Only the introduction and the
 titles of the groups stand here; types, bounds, defaults, meanings and aliases come from the schema itself.
 """
 
 from __future__ import annotations
 
-import re
-import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
-
-from ratel_cli.config.aliases import ALIASES, FOREIGN, FOREIGN_PREFIXES, INVERSE, SECTIONS, TOP, VALUE_ALIASES
-from ratel_cli.config.sections import Section
+from ratel_cli.config.aliases import SECTIONS, TOP
+from ratel_cli.config.describe import facts_of, meaning_of
+from ratel_cli.config.foreign import FOREIGN, FOREIGN_PREFIXES, Foreign
+from ratel_cli.config.json_schema import SCHEMA_FILE, schema_text
 
 DESTINATION = Path(__file__).parents[1] / "docs" / "config.md"
 COMMAND = "python -m scripts.write_config_docs"
@@ -38,6 +35,7 @@ GROUPS: Mapping[str, str] = {
 SECTION_TITLES: Mapping[str, str] = {
     TOP: "",
     "datasets": "Each item of `datasets`",
+    "lr_scheduler_kwargs": "In `lr_scheduler_kwargs`",
     "storage": "In `storage`",
     "storage.snapshot": "In `storage.snapshot`",
     "limits": "In `limits`",
@@ -62,30 +60,30 @@ datasets: train.jsonl
 * **Names** are axolotl's where axolotl has one. Names of other trainers are accepted with a notice; they are listed
   below each key as "also".
 * **Unknown keys are errors**, each with file, line, column and the nearest known key. All errors of a config are
-  reported at once. Keys of other trainers that mean something Ratel does not do are [listed below](#rejected-keys)
-  with the reason.
+  reported at once. Keys of other trainers are [listed below](#keys-of-other-trainers): those that change nothing here
+  are ignored, with one notice for all, and those that mean something Ratel does not do are errors with the reason.
 * **Sizes** are numbers of bytes or texts such as `24GiB`, `500MB`. `1e-5` is a number, as in YAML 1.2.
 
 The config with every default filled in is written to `run/config.yaml` of the output directory.
 """
 
 REJECTED = """\
-## Rejected keys
+## Keys of other trainers
 
-These keys of other trainers are rejected with the reason and what to do instead. `…` stands for any ending.
+What becomes of keys that Ratel has no key for. An empty value is always ignored, and so is `false` for whatever one
+would have to turn on. `…` stands for any ending. `bf16`, `fp16`, `save_strategy`, `eval_strategy`, `dataset_name`,
+`dataset` and `max_samples` are not here: they are read as keys of ours, with a notice.
 
-| key | why | what to do |
-|---|---|---|
+| key | it is | why | what to do |
+|---|---|---|---|
 """
 
 
-_PLAIN_TYPES = {"bool": "`true` or `false`", "int": "whole number", "float": "number", "str": "text", "Path": "path"}
-
-
 def main() -> None:
-    """Write the file."""
-    DESTINATION.write_text(config_page(), encoding="utf-8")
-    print(f"wrote {DESTINATION}")
+    """Write the files."""
+    for path, text in ((DESTINATION, config_page()), (SCHEMA_FILE, schema_text())):
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path}")
 
 
 def config_page() -> str:
@@ -95,113 +93,39 @@ def config_page() -> str:
     for section in sorted(SECTIONS, key=list(SECTION_TITLES).index):
         if section != TOP:
             parts.append(f"## {SECTION_TITLES[section]}\n")
-        for name, field in SECTIONS[section].model_fields.items():
+        for name in SECTIONS[section].model_fields:
             if section == TOP and name in GROUPS:
                 parts.append(f"## {GROUPS[name]}\n")
-            parts.append(_entry(section, name, field))
+            parts.append(_entry(section, name))
     parts.append(REJECTED + "\n".join(_rejected_rows()) + "\n")
     return "\n".join(parts)
 
 
-def _entry(section: str, name: str, field: FieldInfo) -> str:
+def _entry(section: str, name: str) -> str:
     """One key: its heading, a line of facts, and its meaning."""
     key = f"{section}.{name}" if section else name
-    meaning = " ".join((field.description or "").split())
-    facts = [describe_type(field), *_default(field, meaning), *_also(section, name)]
+    meaning = meaning_of(section, name)
+    facts = facts_of(section, name)
     return f"### `{key}`\n\n{' · '.join(facts)}\n\n{meaning}\n"
 
 
-def _default(field: FieldInfo, meaning: str) -> Iterator[str]:
-    """Nothing where the meaning says what stands for an absent value."""
-    if field.default is PydanticUndefined:
-        yield "required"
-    elif field.default is None or field.default == () or isinstance(field.default, Section | Path):
-        explained = isinstance(field.default, Section) or re.search(r"Default:|Required\.", meaning)
-        yield from () if explained else ("not set by default",)
-    else:
-        yield f"default `{describe_value(field.default)}`"
-
-
-def _also(section: str, name: str) -> Iterator[str]:
-    """The other names of a key, and of its values."""
-    names = [
-        f"`{alias}`" + (" (inverse)" if alias in INVERSE else "")
-        for alias, ours in ALIASES.get(section, {}).items()
-        if ours == name
-    ]
-    if names:
-        yield f"also {', '.join(names)}"
-    values = VALUE_ALIASES.get(name, {}) if section == TOP else {}
-    if values:
-        yield "also the values " + ", ".join(f"`{alias}` (`{ours}`)" for alias, ours in values.items())
-
-
 def _rejected_rows() -> Iterator[str]:
-    """One row for each reason."""
-    keys: dict[tuple[str, str], list[str]] = {}
-    for key, reason in FOREIGN.items():
-        keys.setdefault(reason, []).append(f"`{key}`")
-    for prefix, reason in FOREIGN_PREFIXES.items():
-        keys.setdefault(reason, []).append(f"`{prefix}…`")
-    for (why, instead), names in keys.items():
-        yield f"| {', '.join(names)} | {why} | {instead} |"
+    """One row for each fate and reason."""
+    keys: dict[Foreign, list[str]] = {}
+    for key, foreign in FOREIGN.items():
+        keys.setdefault(replace(foreign, harmless=()), []).append(f"`{key}`")
+    for prefix, foreign in FOREIGN_PREFIXES.items():
+        keys.setdefault(replace(foreign, harmless=()), []).append(f"`{prefix}…`")
+    for foreign, names in sorted(keys.items(), key=lambda row: list(_FATES).index(row[0].fate)):
+        yield f"| {', '.join(names)} | {_FATES[foreign.fate]} | {foreign.reason} | {foreign.hint} |"
 
 
-def describe_type(field: FieldInfo) -> str:
-    """A field's type and bounds, in the words of a person's YAML."""
-    for extra in field.metadata:
-        if isinstance(extra, str):
-            return extra
-    *others, last = _type_words(field.annotation)
-    if type(None) in get_args(field.annotation) and field.default is not None:
-        others, last = [*others, last], "`null`"
-    words = " or ".join(filter(None, (", ".join(others), last)))
-    bounds = [bound for extra in field.metadata if (bound := _bound(extra))]
-    return ", ".join([words, *bounds])
-
-
-def _type_words(annotation: object) -> Iterable[str]:
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _type_words(arguments[0])
-    if origin is Literal:
-        return [f"`{choice}`" for choice in arguments]
-    if origin in (Union, types.UnionType):
-        return [words for each in arguments if each is not type(None) for words in _type_words(each)]
-    if origin is tuple:
-        return [f"list of {words}s" for words in _type_words(arguments[0])]
-    assert isinstance(annotation, type)
-    if issubclass(annotation, Section):
-        return ["mapping"]
-    return [_PLAIN_TYPES[annotation.__name__]]
-
-
-def _bound(constraint: object) -> str | None:
-    match constraint:
-        case Ge(ge=0):
-            return "not negative"
-        case Ge(ge=bound):
-            return f"at least {bound}"
-        case Gt(gt=bound):
-            return f"more than {bound}"
-        case Le(le=bound):
-            return f"at most {bound}"
-        case Lt(lt=9223372036854775808):
-            return "below 2^63"
-        case Lt(lt=bound):
-            return f"below {bound}"
-        case _:
-            return None
-
-
-def describe_value(value: object) -> str:
-    """A default as it would be written in YAML."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        mantissa, _, exponent = f"{value:g}".partition("e")
-        return f"{mantissa}e{int(exponent)}" if exponent else str(value)
-    return str(value)
+_FATES: Mapping[str, str] = {
+    "impossible": "error",
+    "undecided": "error; `import` leaves it out",
+    "noted": "ignored, with a notice",
+    "ignored": "ignored",
+}
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ class Recipe:
     dtype: torch.dtype = torch.float32
     gradient_dtype: torch.dtype | None = None
     learning_rate: float = 1e-3
+    learning_rates: tuple[float, ...] | None = None
+    """One for each step; None: `learning_rate` for all."""
     weight_decay: float = 0.1
     max_grad_norm: float | None = None
     seed: int = 42
@@ -62,6 +64,7 @@ def train_in_memory(
 ) -> Trained:
     model = AutoModelForCausalLM.from_config(config, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation)
     model.to(recipe.device).train()
+    model.tie_weights()  # on devices that torch does not know, `to` separates tied weights
     masters = {name: nn.Parameter(weights[name].clone().float()) for name, _ in model.named_parameters()}
     _copy_down(model, masters)
     matrices = [p for n, p in masters.items() if _decays(n, p)]
@@ -77,6 +80,9 @@ def train_in_memory(
         dtype = recipe.gradient_dtype or recipe.dtype
         gradients = {name: sums[name].to(dtype).float() * (1.0 / recipe.loss_scale) for name in masters if name in sums}
         norm = _clip(list(gradients.values()), recipe.max_grad_norm)
+        if recipe.learning_rates is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.learning_rates[step]
         for name, master in masters.items():
             master.grad = gradients[name].cpu() if name in gradients else None
         optimizer.step()

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import io
+import logging
+import sys
+import threading
+import time
+import warnings
+from threading import Event
 
 import pytest
+from rich.text import Text
 
 from ratel_cli.console import RunLog
+from tests.terminal import Screen
 
 
 class Terminal(io.StringIO):
@@ -14,6 +22,14 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+def as_terminal(monkeypatch: pytest.MonkeyPatch, *, columns: int = 60, rows: int = 24) -> None:
+    """Have an environment in which a `Terminal` is one, of this size."""
+    for name, value in {"TERM": "xterm", "COLUMNS": str(columns), "LINES": str(rows)}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_lines_without_a_terminal_are_plain() -> None:
@@ -51,8 +67,7 @@ def test_no_bar_without_a_terminal() -> None:
 
 
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
+    as_terminal(monkeypatch)
     stream = Terminal()
     run_log = RunLog(stream)
     assert run_log.is_terminal
@@ -60,7 +75,190 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         bar.advance()
         run_log.say("step 1")
         bar.advance()
-    shown = stream.getvalue()
-    assert "steps [x]\\x1b[2J" in shown
-    assert "2/2" in shown
-    assert "step 1" in shown
+        deadline = time.monotonic() + 60
+        while "2/2" not in stream.getvalue():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert shown(stream).lines == ["step 1", "steps [x]\\x1b[2J " + "\u2501" * 38 + " 2/2"]
+    assert shown(stream).lines == ["step 1"]
+
+
+def test_facts_are_folded_in_their_column_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_terminal(monkeypatch, columns=30)
+    stream = Terminal()
+    RunLog(stream).facts(
+        [("model", "one two three four five six seven"), ("at", "/a/path/that/is/longer/than/the/line")]
+    )
+    assert stream.getvalue().splitlines() == [
+        "model  one two three four five",
+        "       six seven",
+        "at     /a/path/that/is/longer/than/the/line",
+    ]
+
+
+class Numbered:
+    """Lines that count how often they were drawn."""
+
+    def __init__(self, height: int = 2) -> None:
+        self.height = height
+        self.num_drawn = 0
+        self.drawn = Event()
+
+    def __call__(self, width: int) -> list[Text]:
+        self.num_drawn += 1
+        self.drawn.set()
+        return [Text(f"line {number}, drawn".ljust(width, ".")) for number in range(self.height)]
+
+    def wait(self) -> None:
+        """Return when they are drawn again."""
+        self.drawn.clear()
+        assert self.drawn.wait(60)
+
+
+def shown(stream: Terminal, *, columns: int = 60, rows: int = 24) -> Screen:
+    screen = Screen(columns, rows)
+    screen.write(stream.getvalue())
+    return screen
+
+
+def test_lines_stay_below_what_is_printed_and_go_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_terminal(monkeypatch)
+    stream = Terminal()
+    run_log = RunLog(stream)
+    lines = Numbered()
+    run_log.say("before")
+    with run_log.live(lines):
+        run_log.say("one")
+        lines.wait()
+        run_log.warn("two")
+        assert shown(stream).lines == ["before", "one", "warning: two", *[line.plain for line in lines(59)]]
+        assert shown(stream).cursor == (5, 0)
+        run_log.say("x" * 150)
+    run_log.say("after")
+    assert shown(stream).lines == ["before", "one", "warning: two", "x" * 60, "x" * 60, "x" * 30, "after"]
+
+
+def test_what_libraries_print_does_not_tear_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_terminal(monkeypatch)
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    run_log = RunLog()
+    with run_log.live(Numbered()):
+        sys.stderr.write("a part, ")
+        sys.stderr.write("and its end\n")
+        logging.StreamHandler(sys.stderr).handle(logging.makeLogRecord({"msg": "logged"}))
+        sys.stderr.write(warnings.formatwarning("careful", UserWarning, "file.py", 3))
+        assert shown(stream).lines[:2] == ["a part, and its end", "logged"]
+        assert shown(stream).lines[-2:] == [f"line {number}, drawn".ljust(59, ".") for number in (0, 1)]
+        assert any("UserWarning: careful" in line for line in shown(stream).lines)
+    assert sys.stderr is stream
+    assert "drawn" not in "".join(shown(stream).lines)
+
+
+def test_a_file_on_stdout_gets_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only stderr is a terminal: what goes to stdout stays out of it."""
+    as_terminal(monkeypatch)
+    stream, output = Terminal(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", output)
+    with RunLog(stream).live(Numbered()):
+        print("a result")
+    assert output.getvalue() == "a result\n"
+    assert "a result" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_terminal", "is_live"),
+    [
+        ({}, True, True),
+        ({"NO_COLOR": "1"}, True, True),
+        ({"TERM": "dumb"}, True, False),
+        ({}, False, False),
+        ({"FORCE_COLOR": "1"}, False, False),
+    ],
+)
+def test_where_lines_change(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], is_terminal: bool, is_live: bool
+) -> None:
+    as_terminal(monkeypatch)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    stream = Terminal() if is_terminal else io.StringIO()
+    run_log = RunLog(stream)
+    lines = Numbered()
+    assert run_log.is_live == is_live
+    with run_log.live(lines):
+        run_log.say("said")
+    assert (lines.num_drawn > 0) == is_live
+    if not is_live:
+        assert stream.getvalue() == "said\n"
+
+
+def test_no_color_has_no_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_terminal(monkeypatch)
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = Terminal()
+    with RunLog(stream).live(lambda width: [Text("red", "bold red")]):
+        pass
+    assert "\x1b[1mred\x1b[0m" in stream.getvalue()
+
+
+def test_lines_are_drawn_at_most_four_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much is printed: what is printed shows the lines as they were drawn last."""
+    as_terminal(monkeypatch)
+    run_log = RunLog(Terminal())
+    lines = Numbered()
+    start = time.monotonic()
+    with run_log.live(lines):
+        while time.monotonic() < start + 0.6:
+            run_log.say("busy")
+        assert 2 <= lines.num_drawn <= 1 + 4 * (time.monotonic() - start)
+
+
+def test_one_set_of_lines_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_terminal(monkeypatch)
+    run_log = RunLog(Terminal())
+    inner = Numbered()
+    with run_log.live(Numbered()), run_log.live(inner):
+        pass
+    assert inner.num_drawn == 0
+
+
+def test_a_terminal_with_few_rows_shows_the_first_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_terminal(monkeypatch, rows=4)
+    stream = Terminal()
+    lines = Numbered(height=9)
+    with (run_log := RunLog(stream)).live(lines):
+        run_log.say("said")
+        lines.wait()
+        screen = shown(stream, rows=4)
+        assert [line.rstrip(".") for line in screen.lines] == [
+            "said",
+            "line 0, drawn",
+            "line 1, drawn",
+            "line 2, drawn",
+        ]
+    assert shown(stream, rows=4).lines == ["said"]
+
+
+def test_a_failure_to_draw_ends_the_lines_and_not_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_terminal(monkeypatch)
+
+    def broken(width: int) -> list[Text]:
+        raise ValueError("no such number")
+
+    stream = Terminal()
+    run_log = RunLog(stream)
+    with run_log.live(broken):
+        run_log.say("work")
+    assert shown(stream).lines == [
+        "work",
+        "warning: what changes can no longer be shown on the terminal",
+        "  (no such number)",
+    ]
+
+
+def test_the_thread_ends_with_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_terminal(monkeypatch)
+    with pytest.raises(KeyError), RunLog(Terminal()).live(Numbered()):
+        raise KeyError
+    assert [thread.name for thread in threading.enumerate() if thread.name == "ratel-screen"] == []

@@ -68,6 +68,16 @@ def _statements(tree: ast.AST, *, deferred: bool) -> Iterator[ast.stmt]:
         yield from _statements(node, deferred=deferred)
 
 
+def names_of_two(sources: Mapping[str, str]) -> dict[str, list[str]]:
+    """The public classes whose name another class has, too, with the modules of each."""
+    homes: dict[str, list[str]] = {}
+    for module, source in sources.items():
+        for node in _parsed(source).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    return {name: modules for name, modules in homes.items() if len(modules) > 1}
+
+
 def forbidden(source: str, module: str) -> list[str]:
     """What the module imports and may not: rules 1 and 2, without circles."""
     own = part_of(module)
@@ -192,3 +202,12 @@ def test_the_heavy_test_can_fail() -> None:
     }
     assert heavy("cli.app", sources) == ["io.views imports torch"]
     assert heavy("cli.verify", sources) == []
+
+
+def test_a_name_means_one_thing() -> None:
+    assert names_of_two(product()) == {}
+
+
+def test_two_classes_of_one_name_are_found() -> None:
+    sources = {"io.a": "class Place:\n    x = 1\n", "run.b": "class Place:\n    y = 1\n\nclass Other:\n    z = 1\n"}
+    assert names_of_two(sources) == {"Place": ["io.a", "run.b"]}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratel_cli import units
 from ratel_cli.units import (
     GIB,
     KIB,
@@ -17,8 +19,15 @@ from ratel_cli.units import (
     format_bytes,
     format_count,
     format_flops,
+    format_rate,
+    format_rate_number,
     format_seconds,
+    format_token_rate,
+    format_traffic,
+    format_wait,
+    meter,
     parse_bytes,
+    sparkline,
 )
 
 
@@ -177,3 +186,79 @@ def test_align_up(value: int, alignment: int, aligned: int) -> None:
 )
 def test_counted(count: int, nouns: tuple[str, ...], text: str) -> None:
     assert counted(count, *nouns) == text
+
+
+def test_what_moves_is_in_decimal_units() -> None:
+    assert [format_traffic(each) for each in (0, 999, 1e3, 60.5e6, 14.4e9, 999.4e9, 1e12, 15.1e15, 2e18)] == [
+        "0 B",
+        "999 B",
+        "1.00 KB",
+        "60.5 MB",
+        "14.4 GB",
+        "999 GB",
+        "1.00 TB",
+        "15.1 PB",
+        "2000 PB",
+    ]
+    assert [format_rate(each) for each in (0, 36.2e6, 2.1e9, 1.01e12)] == [
+        "0 B/s",
+        "36.2 MB/s",
+        "2.10 GB/s",
+        "1.01 TB/s",
+    ]
+
+
+def test_a_wait_is_in_whole_seconds() -> None:
+    assert [format_wait(each) for each in (0, 0.4, 1.6, 99.4, 99.6, 250, 7500)] == [
+        "0 s",
+        "0 s",
+        "2 s",
+        "99 s",
+        "1 min 40 s",
+        "4 min 10 s",
+        "2 h 05 min",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [
+        (0, "0"),
+        (3.21654, "3.217"),
+        (512, "512"),
+        (999.96, "1000"),
+        (1000, "1000"),
+        (1701.4, "1701"),
+        (508070, "508070"),
+    ],
+)
+def test_a_token_rate_has_no_exponent(rate: float, text: str) -> None:
+    assert format_rate_number(rate) == text
+    assert format_token_rate(rate) == f"{text} tokens/s"
+
+
+@pytest.mark.parametrize(
+    ("share", "width", "filled"),
+    [(0, 10, 0), (0.5, 10, 5), (1, 10, 10), (-1, 4, 0), (7, 4, 4), (0.5, 0, 0), (0.99, 1, 1)],
+)
+def test_a_meter_is_as_wide_as_it_should_be(share: float, width: int, filled: int) -> None:
+    assert meter(share, width, ascii_only=True) == ("#" * filled, "-" * (width - filled))
+    assert meter(share, width) == ("\u2501" * filled, "\u2500" * (width - filled))
+
+
+def test_a_sparkline_goes_from_the_least_to_the_greatest() -> None:
+    assert sparkline([]) == ""
+    assert sparkline([3.0]) == "\u2581"
+    assert sparkline([2.0, 2.0]) == "\u2581\u2581"
+    assert sparkline([0.0, 7.0, 3.5, 1.0]) == "\u2581\u2588\u2585\u2582"
+    assert sparkline([0.0, 7.0, 1.0], ascii_only=True) == "_#."
+
+
+def test_no_other_file_makes_units_by_hand() -> None:
+    """A quantity in a message goes through `units`: nothing is divided by 1e9 where it is printed."""
+    package = Path(units.__file__).parent
+    found = {
+        path.name: re.findall(r"\{[^{}'\x22]* / 1e\d+[^{}'\x22]*:[^{}'\x22]*\}", path.read_text(encoding="utf-8"))
+        for path in package.rglob("*.py")
+    }
+    assert {name: texts for name, texts in found.items() if texts} == {}

@@ -16,6 +16,7 @@ using Code = nb::dlpack::dtype_code;
 
 constexpr nb::dlpack::dtype type_of(Code code, uint8_t bits) { return {static_cast<uint8_t>(code), bits, 1}; }
 
+constexpr nb::dlpack::dtype kByte = type_of(Code::UInt, 8);
 constexpr nb::dlpack::dtype kFloat32 = type_of(Code::Float, 32);
 constexpr nb::dlpack::dtype kFloat16 = type_of(Code::Float, 16);
 constexpr nb::dlpack::dtype kBfloat16 = type_of(Code::Bfloat, 16);
@@ -41,10 +42,14 @@ std::string name_of(const nb::dlpack::dtype& type) {
   return kind + std::to_string(type.bits);
 }
 
+Element element_of(const nb::dlpack::dtype& type) {
+  return type == kBfloat16 ? Element::bfloat16 : type == kFloat16 ? Element::float16 : Element::float32;
+}
+
 }  // namespace
 
 const Arrays::Array& Arrays::take(const char* name, nb::handle object, bool is_writable,
-                                  std::initializer_list<Type> types, const char* expected) {
+                                  std::initializer_list<Type> types, const char* expected, bool may_be_bytes) {
   const std::string label(name);
   Array array;
   nb::ndarray<> writable;
@@ -65,22 +70,32 @@ const Arrays::Array& Arrays::take(const char* name, nb::handle object, bool is_w
   if (array.ndim() != 1) {
     throw std::invalid_argument(label + ": must have 1 dimension, has " + std::to_string(array.ndim()));
   }
-  const size_t count = array.shape(0);
+  size_t count = array.shape(0);
   if (count > 1 && array.stride(0) != 1) {
     throw std::invalid_argument(label + ": must be contiguous, has stride " + std::to_string(array.stride(0)));
+  }
+  const char* begin = static_cast<const char*>(array.data());
+  const char* end = begin + count * array.itemsize();
+  const size_t element_bytes = types.begin()->bits / 8;
+  const bool is_bytes = may_be_bytes && array.dtype() == kByte;
+  if (is_bytes) {
+    if (count % element_bytes != 0 || reinterpret_cast<uintptr_t>(begin) % element_bytes != 0) {
+      throw std::invalid_argument(label + ": its bytes must be whole and aligned elements of " +
+                                  std::to_string(element_bytes) + " bytes, are " + std::to_string(count));
+    }
+    count /= element_bytes;
   }
   if (!ranges_.empty() && count != count_) {
     throw std::invalid_argument(label + ": has " + std::to_string(count) + " elements, " + ranges_.front().name +
                                 " has " + std::to_string(count_));
   }
-  const char* begin = static_cast<const char*>(array.data());
-  const Range range{name, begin, begin + count * array.itemsize()};
+  const Range range{name, begin, end};
   for (const Range& other : ranges_) {
     if (range.begin < other.end && other.begin < range.end) {
       throw std::invalid_argument(label + " and " + other.name + " overlap in memory");
     }
   }
-  if (std::find(types.begin(), types.end(), array.dtype()) == types.end()) {
+  if (!is_bytes && std::find(types.begin(), types.end(), array.dtype()) == types.end()) {
     const std::string message = label + ": must be " + expected + ", is " + name_of(array.dtype());
     throw nb::type_error(message.c_str());
   }
@@ -91,7 +106,7 @@ const Arrays::Array& Arrays::take(const char* name, nb::handle object, bool is_w
 }
 
 void* Arrays::writable(const char* name, nb::handle object, std::initializer_list<Type> types, const char* expected) {
-  return const_cast<void*>(take(name, object, true, types, expected).data());  // nanobind has checked that it may
+  return const_cast<void*>(take(name, object, true, types, expected, true).data());  // nanobind has checked that it may
 }
 
 float* Arrays::float32(const char* name, nb::handle object) {
@@ -115,12 +130,18 @@ const float* Arrays::read_only_float32(const char* name, nb::handle object) {
   return static_cast<const float*>(take(name, object, false, {kFloat32}, "float32").data());
 }
 
-Gradient Arrays::gradient(const char* name, nb::handle object) {
-  const Array& array = take(name, object, false, {kBfloat16, kFloat16, kFloat32}, "bfloat16, float16 or float32");
-  const Element element = array.dtype() == kBfloat16  ? Element::bfloat16
-                          : array.dtype() == kFloat16 ? Element::float16
-                                                      : Element::float32;
-  return {array.data(), element};
+Gradient Arrays::gradient(const char* name, nb::handle object, const std::optional<std::string>& dtype) {
+  if (!dtype) {
+    const Type type =
+        take(name, object, false, {kBfloat16, kFloat16, kFloat32}, "bfloat16, float16 or float32").dtype();
+    return {arrays_.back().data(), element_of(type)};
+  }
+  for (const Type& type : {kBfloat16, kFloat16, kFloat32}) {
+    if (*dtype == name_of(type)) {
+      return {take(name, object, false, {type}, dtype->c_str(), true).data(), element_of(type)};
+    }
+  }
+  throw std::invalid_argument("gradient_dtype: must be 'bfloat16', 'float16' or 'float32', is '" + *dtype + "'");
 }
 
 }  // namespace ratel

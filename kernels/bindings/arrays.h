@@ -1,4 +1,5 @@
-// The arrays of one kernel call: 1-D, contiguous, on the CPU, of the expected element types and of one length.
+// The arrays of one kernel call: 1-D, contiguous, on the CPU, of the expected element types and of one length. An array
+// that the kernel writes, and a gradient, may come as its bytes: a buffer of unsigned 8-bit numbers.
 //
 // Invariant: a kernel gets pointers only after every check has passed. No two arrays of a call overlap, since kernels
 // read and write whole vectors. An `Arrays` holds a reference to each array while it lives.
@@ -10,6 +11,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "ratel/kernels.h"
@@ -25,7 +28,8 @@ class Arrays {
   uint16_t* float16(const char* name, nanobind::handle object);
   uint16_t* int16(const char* name, nanobind::handle object);
   const float* read_only_float32(const char* name, nanobind::handle object);
-  Gradient gradient(const char* name, nanobind::handle object);
+  // `dtype`: the element type of a gradient that comes as its bytes.
+  Gradient gradient(const char* name, nanobind::handle object, const std::optional<std::string>& dtype = std::nullopt);
 
   size_t count() const { return count_; }
 
@@ -40,7 +44,7 @@ class Arrays {
   };
 
   const Array& take(const char* name, nanobind::handle object, bool is_writable, std::initializer_list<Type> types,
-                    const char* expected);
+                    const char* expected, bool may_be_bytes = false);
   void* writable(const char* name, nanobind::handle object, std::initializer_list<Type> types, const char* expected);
 
   std::vector<Array> arrays_;

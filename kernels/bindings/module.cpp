@@ -3,6 +3,7 @@
 // Invariant: arguments are checked whole before the first byte changes, and kernels run without the GIL.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -11,6 +12,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -20,9 +22,11 @@
 #include <vector>
 
 #include "arrays.h"
+#include "ratel/checksum.h"
 #include "ratel/chunk.h"
 #include "ratel/dispatch.h"
 #include "ratel/kernels.h"
+#include "transfers.h"
 
 namespace nb = nanobind;
 
@@ -32,8 +36,90 @@ namespace {
 
 using Name = std::optional<std::string>;
 using Ranges = std::vector<std::tuple<size_t, size_t, bool>>;
-// Chunk by chunk, one for each field of the record in its order; empty: none at all.
-using Checksums = std::vector<std::optional<uint64_t>>;
+// Chunks whose checksum is another one: number of the field in the record, number of the chunk in the arrays.
+using Mismatches = std::vector<std::pair<size_t, size_t>>;
+
+// Where the checksums of a block's chunks stand in a table, and what their seeds are made of.
+class ChunkChecksums {
+ public:
+  using Table = nb::ndarray<uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+  // By entry of the table: 1 if it has a checksum.
+  using IsSet = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+  // By field of the record: the table's entry for the block's first chunk; none: no checksum is wanted.
+  using Entries = std::vector<std::optional<size_t>>;
+
+  static void make(ChunkChecksums* self, Table table, IsSet is_set, nb::bytes store_id, uint64_t step, uint32_t block,
+                   Entries entries) {
+    if (store_id.size() != kStoreIdBytes) {
+      throw std::invalid_argument("store_id: must have 16 bytes, has " + std::to_string(store_id.size()));
+    }
+    if (is_set.size() != table.size()) {
+      throw std::invalid_argument("is_set: must be as long as the table, " + std::to_string(table.size()) + ", has " +
+                                  std::to_string(is_set.size()));
+    }
+    new (self) ChunkChecksums(std::move(table), std::move(is_set), std::move(entries));
+    memcpy(self->place_, store_id.c_str(), kStoreIdBytes);
+    memcpy(self->place_ + kStoreIdBytes, &step, sizeof step);
+    memcpy(self->place_ + kStoreIdBytes + 8, &block, sizeof block);
+  }
+
+  // Throws unless `num_chunks` chunks from `first_chunk` on have entries.
+  void check(const char* name, size_t num_fields, uint32_t first_chunk, size_t num_chunks, size_t count) const {
+    if (entries_.size() != num_fields) {
+      throw std::invalid_argument(std::string(name) + ": must have one entry for each field, " +
+                                  std::to_string(num_fields) + ", has " + std::to_string(entries_.size()));
+    }
+    for (const auto& entry : entries_) {
+      if (entry && (*entry > table_.size() || first_chunk + num_chunks > table_.size() - *entry)) {
+        throw std::invalid_argument(std::string(name) + ": entries must lie in the table, which has " +
+                                    std::to_string(table_.size()));
+      }
+    }
+    if (count % kChunkGrain != 0) {
+      throw std::invalid_argument(std::string(name) + ": arrays with checksums must have a multiple of " +
+                                  std::to_string(kChunkGrain) + " elements, have " + std::to_string(count));
+    }
+  }
+
+  // Throws unless these chunks have checksums already.
+  void check_set(const char* name, uint32_t first_chunk, size_t num_chunks) const {
+    for (const auto& entry : entries_) {
+      if (entry && num_chunks > 0 && memchr(is_set_.data() + *entry + first_chunk, 0, num_chunks) != nullptr) {
+        throw std::invalid_argument(std::string(name) + ": a chunk has no checksum yet");
+      }
+    }
+  }
+
+  // The seed of a field's chunk, by its number in the block; none if no checksum of that field is wanted.
+  std::optional<uint64_t> seed(uint32_t field, uint32_t chunk) const {
+    if (!entries_[field]) {
+      return std::nullopt;
+    }
+    uint8_t place[kPlaceBytes];
+    memcpy(place, place_, sizeof place_);
+    memcpy(place + sizeof place_, &field, sizeof field);
+    memcpy(place + sizeof place_ + 4, &chunk, sizeof chunk);
+    return seed_of(place);
+  }
+
+  uint64_t at(size_t field, size_t chunk) const { return table_.data()[*entries_[field] + chunk]; }
+
+  void enter(size_t field, size_t chunk, uint64_t checksum) const {
+    table_.data()[*entries_[field] + chunk] = checksum;
+    is_set_.data()[*entries_[field] + chunk] = 1;
+  }
+
+ private:
+  static constexpr size_t kStoreIdBytes = 16;
+
+  ChunkChecksums(Table table, IsSet is_set, Entries entries)
+      : table_(std::move(table)), is_set_(std::move(is_set)), entries_(std::move(entries)) {}
+
+  Table table_;
+  IsSet is_set_;
+  Entries entries_;
+  uint8_t place_[kPlaceBytes - 8];  // store, step, block; field and chunk follow
+};
 
 constexpr std::pair<SquareRoot, const char*> kSquareRoots[] = {
     {SquareRoot::correct, "correct"},
@@ -123,20 +209,6 @@ std::vector<Segment> segments_of(const Ranges& ranges, size_t count) {
   return segments;
 }
 
-void check_seeds(const char* name, const Checksums& seeds, size_t expected, size_t count) {
-  if (seeds.empty()) {
-    return;
-  }
-  if (seeds.size() != expected) {
-    throw std::invalid_argument(std::string(name) + ": must have one for each field of each chunk, " +
-                                std::to_string(expected) + ", has " + std::to_string(seeds.size()));
-  }
-  if (count % kChunkGrain != 0) {
-    throw std::invalid_argument(std::string(name) + ": arrays with checksums must have a multiple of " +
-                                std::to_string(kChunkGrain) + " elements, have " + std::to_string(count));
-  }
-}
-
 // What Python calls for one layout. `Fields` is nb::handle for each field of the record.
 template <class State, class... Fields>
 struct Layout {
@@ -160,14 +232,13 @@ struct Layout {
     layout_of(kernels, state).stream(state, typed, arrays.count());
   }
 
-  static std::pair<Checksums, Checksums> update(Fields... fields, nb::handle gradient, const AdamWScalars& scalars,
-                                                const Ranges& ranges, size_t chunk_elements,
-                                                const Checksums& seeds_before, const Checksums& seeds_after,
-                                                const Name& isa) {
+  static Mismatches update(Fields... fields, nb::handle gradient, const AdamWScalars& scalars, const Ranges& ranges,
+                           size_t chunk_elements, uint32_t first_chunk, const ChunkChecksums* before,
+                           const ChunkChecksums* after, const Name& gradient_dtype, const Name& isa) {
     Arrays arrays;
     State state;
     take(arrays, &state, fields...);
-    const Gradient typed = arrays.gradient("gradient", gradient);
+    const Gradient typed = arrays.gradient("gradient", gradient, gradient_dtype);
     const size_t count = arrays.count();
     const std::vector<Segment> segments = segments_of(ranges, count);
     if (chunk_elements == 0 || chunk_elements % kChunkGrain != 0) {
@@ -176,23 +247,33 @@ struct Layout {
     }
     std::vector<ChunkField> chunk = fields_of(state);
     const size_t num_chunks = count / chunk_elements + (count % chunk_elements != 0);
-    check_seeds("seeds_before", seeds_before, num_chunks * chunk.size(), count);
-    check_seeds("seeds_after", seeds_after, num_chunks * chunk.size(), count);
+    if (before != nullptr) {
+      before->check("before", chunk.size(), first_chunk, num_chunks, count);
+      before->check_set("before", first_chunk, num_chunks);
+    }
+    if (after != nullptr) {
+      after->check("after", chunk.size(), first_chunk, num_chunks, count);
+    }
     const Kernels& kernels = select_kernels(isa);
-    std::pair<Checksums, Checksums> found;
+    Mismatches mismatches;
     nb::gil_scoped_release unlocked;
-    for (size_t start = 0, place = 0; start < count; start += chunk_elements) {
-      for (size_t number = 0; number < chunk.size(); ++number, ++place) {
-        chunk[number].seed_before = seeds_before.empty() ? std::nullopt : seeds_before[place];
-        chunk[number].seed_after = seeds_after.empty() ? std::nullopt : seeds_after[place];
+    for (size_t number = 0; number < num_chunks; ++number) {
+      for (size_t field = 0; field < chunk.size(); ++field) {
+        chunk[field].seed_before = before == nullptr ? std::nullopt : before->seed(field, first_chunk + number);
+        chunk[field].seed_after = after == nullptr ? std::nullopt : after->seed(field, first_chunk + number);
       }
+      const size_t start = number * chunk_elements;
       update_chunk(kernels, state, typed, scalars, segments, &chunk, start, std::min(count, start + chunk_elements));
-      for (const ChunkField& field : chunk) {
-        found.first.push_back(field.before);
-        found.second.push_back(field.after);
+      for (size_t field = 0; field < chunk.size(); ++field) {
+        if (chunk[field].before && *chunk[field].before != before->at(field, first_chunk + number)) {
+          mismatches.emplace_back(field, number);
+        }
+        if (chunk[field].after) {
+          after->enter(field, first_chunk + number, *chunk[field].after);
+        }
       }
     }
-    return found;
+    return mismatches;
   }
 };
 
@@ -207,8 +288,8 @@ void define_layout(nb::module_& module, const char* adamw, const char* stream, c
              nb::arg("isa") = nb::none());
   module.def(stream, Functions::stream, nb::arg(fields)..., gradient, nb::kw_only(), nb::arg("isa") = nb::none());
   module.def(update, Functions::update, nb::arg(fields)..., gradient, nb::kw_only(), scalars, nb::arg("segments"),
-             nb::arg("chunk_elements"), nb::arg("seeds_before"), nb::arg("seeds_after"),
-             nb::arg("isa") = nb::none());
+             nb::arg("chunk_elements"), nb::arg("first_chunk") = 0, nb::arg("before") = nb::none(),
+             nb::arg("after") = nb::none(), nb::arg("gradient_dtype") = nb::none(), nb::arg("isa") = nb::none());
 }
 
 void split_bfloat16(nb::handle w32, nb::handle hi16, nb::handle lo16, nb::handle v32, const Name& isa) {
@@ -240,6 +321,16 @@ void square_root_in_place(nb::handle values, const Name& square_root, const Name
   kernels.square_root(data, kind, arrays.count());
 }
 
+uintptr_t address_of(nb::handle memory) {
+  Py_buffer buffer;
+  if (PyObject_GetBuffer(memory.ptr(), &buffer, PyBUF_WRITABLE) != 0) {
+    throw nb::python_error();
+  }
+  const auto address = reinterpret_cast<uintptr_t>(buffer.buf);
+  PyBuffer_Release(&buffer);
+  return address;
+}
+
 std::vector<std::string> supported_isas() {
   std::vector<std::string> names;
   for (const Kernels* kernels : supported_kernels()) {
@@ -260,6 +351,9 @@ NB_MODULE(_native, module) {
       .def("__init__", make_scalars, nb::kw_only(), nb::arg("decay_factor"), nb::arg("one_minus_beta1"),
            nb::arg("beta2"), nb::arg("one_minus_beta2"), nb::arg("step_size"), nb::arg("bias_correction2_sqrt"),
            nb::arg("epsilon"), nb::arg("gradient_scale"), nb::arg("square_root") = nb::none());
+  nb::class_<ChunkChecksums>(module, "ChunkChecksums", nb::is_final())
+      .def("__init__", ChunkChecksums::make, nb::kw_only(), nb::arg("table"), nb::arg("is_set"), nb::arg("store_id"),
+           nb::arg("step"), nb::arg("block"), nb::arg("entries"));
   define_layout<Bfloat16State>(module, "adamw_bfloat16", "stream_bfloat16", "update_bfloat16", "hi16", "lo16", "m32",
                                "v32");
   define_layout<Float32State>(module, "adamw_float32", "stream_float32", "update_float32", "w32", "m32", "v32");
@@ -268,6 +362,8 @@ NB_MODULE(_native, module) {
   module.def("join_bfloat16", join_bfloat16, hi16, lo16, v32, w32, nb::kw_only(), nb::arg("isa") = nb::none());
   module.def("square_root", square_root_in_place, nb::arg("values"), nb::kw_only(),
              nb::arg("square_root") = nb::none(), nb::arg("isa") = nb::none());
+  define_transfers(module);
+  module.def("address_of", address_of, nb::arg("memory"));
   module.def("native_square_root", [] { return square_root_name(native_square_root()); });
   module.def("supported_isas", supported_isas);
   module.def("active_isa", [] { return select_kernels(std::nullopt).isa; });

@@ -49,7 +49,24 @@ uint64_t folded_product(uint64_t a, uint64_t b) {
   return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
 }
 
+uint64_t mixed(const uint8_t* data, const uint8_t* secret) {
+  return folded_product(read(data) ^ read(secret), read(data + 8) ^ read(secret + 8));
+}
+
+uint64_t scattered(uint64_t value) {
+  value ^= value >> 37;
+  value *= 0x165667919E3779F9;
+  return value ^ (value >> 32);
+}
+
 }  // namespace
+
+uint64_t seed_of(const uint8_t* place) {
+  static_assert(kPlaceBytes > 32 && kPlaceBytes <= 64, "another length has another algorithm");
+  return scattered(kPlaceBytes * kPrimes64[0] + mixed(place + 16, kSecret + 32) +
+                   mixed(place + kPlaceBytes - 32, kSecret + 48) + mixed(place, kSecret) +
+                   mixed(place + kPlaceBytes - 16, kSecret + 16));
+}
 
 void begin(Checksum* checksum, uint64_t seed) {
   const uint64_t sums[8] = {kPrimes32[2], kPrimes64[0], kPrimes64[1], kPrimes64[2],
@@ -74,9 +91,7 @@ uint64_t finish(const Checksum& checksum, const uint8_t* last_block, size_t tota
     const uint8_t* secret = checksum.secret + 11 + 8 * lane;
     result += folded_product(sums[lane] ^ read(secret), sums[lane + 1] ^ read(secret + 8));
   }
-  result ^= result >> 37;
-  result *= 0x165667919E3779F9;
-  return result ^ (result >> 32);
+  return scattered(result);
 }
 
 }  // namespace ratel

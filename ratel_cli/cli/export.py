@@ -8,18 +8,20 @@ from __future__ import annotations
 from pathlib import Path
 
 from ratel_cli.console import RunLog
+from ratel_cli.run.output import check_export_output
 from ratel_cli.run.run_directory import find_run
 
 
-def run(path: Path, step: int | None, output: Path) -> None:
+def run(path: Path, step: int | None, output: Path, *, overwrite: bool) -> None:
     """Export the saved step `step`, or the last one. Raises RatelError."""
     log = RunLog()
     config = find_run(path, log)
+    check_export_output(config, output, step=step, overwrite=overwrite)
     from ratel_cli.run.context import open_context
     from ratel_cli.run.open import open_run, write_export
 
     with open_context(config, log) as context:
         context.listen()
         opened = open_run(context)
-        exported = write_export(opened, opened.generation(step), output)
+        exported = write_export(opened, opened.generation(step), output, overwrite=overwrite)
     log.say(f"exported step {exported} to {output}; load it with transformers' from_pretrained")

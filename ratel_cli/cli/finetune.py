@@ -10,17 +10,47 @@ from pathlib import Path
 
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
-from ratel_cli.run.run_directory import read_config
+from ratel_cli.run.origin import check_origin, find_origin
+from ratel_cli.run.output import check_run_output
+from ratel_cli.run.run_directory import read_config, reject_plan_only
+from ratel_cli.run.trackers import check_trackers
 
 
-def run(path: Path, overrides: Sequence[str], resume: str, dry_run: bool) -> None:
-    """Run the config in `path`. Raises RatelError."""
+def run(
+    path: Path,
+    overrides: Sequence[str],
+    resume: str,
+    *,
+    dry_run: bool,
+    overwrite: bool,
+    overwrite_store: bool,
+    origin: str | None,
+    fresh_optimizer: bool,
+) -> None:
+    """Run the config in `path`, from the step of another run if `origin` names one. Raises RatelError."""
+    if fresh_optimizer and origin is None:
+        raise BadInput("argument '--fresh-optimizer': it belongs to --from, which names the run to start from")
+    if origin is not None and resume not in ("auto", "no"):
+        raise BadInput(
+            f"arguments '--from' and '--resume {resume}': a run that starts from another one has no step to go back to",
+            "name the other run's step with --from RUN@STEP",
+        )
     log = RunLog()
     config = read_config(path, log, overrides)
-    if config.cost_model != "ratel":
-        log.notice("`cost_model` is only for `ratel plan`; a run is always planned with `cost_model: ratel`")
-    if config.base_model is None:
-        raise BadInput("`model_shape` is only for `ratel plan`", "set `base_model` to train a model")
+    reject_plan_only(config, log.notice)
+    check_trackers(config, notice=log.notice if dry_run else None)
+    check_run_output(config, overwrite=overwrite)
+    start = None if origin is None else find_origin(origin, log, fresh_optimizer=fresh_optimizer)
+    if start is not None:
+        check_origin(config, start)
     from ratel_cli.run.finetune import run_finetune
 
-    run_finetune(config, log, resume=resume, dry_run=dry_run)
+    run_finetune(
+        config,
+        log,
+        resume=resume,
+        dry_run=dry_run,
+        overwrite=overwrite,
+        overwrite_store=overwrite_store,
+        origin=start,
+    )

@@ -1,9 +1,11 @@
 """`ratel plan CONFIG`: will it fit, how long does it take and why, and what would help.
 
-Nothing is measured, no weights are read, and nothing is written but the picture that `--plot` asks for and the
-description of a model in the user's cache. The forecast goes to stdout, everything else to stderr.
+No weights are read, and only a machine that nothing is known about is measured. Nothing is written but the picture that
+`--plot` asks for and the description of a model in the user's cache. The forecast goes to stdout, everything else to
+stderr.
 
-Invariant: a run that does not fit is shown whole, and the command then ends with exit code 3.
+Invariants: a run that does not fit is shown whole, and the command then ends with exit code 3; a picture replaces no
+file unless the user insists.
 """
 
 from __future__ import annotations
@@ -15,13 +17,23 @@ from pathlib import Path
 
 from ratel_cli.console import RunLog
 from ratel_cli.errors import DoesNotFit
-from ratel_cli.planning.forecast.advice import Advice, advise, best_split
+from ratel_cli.planning.forecast.advice import Advice, advise
 from ratel_cli.planning.forecast.forecast import Forecast, Forecaster, Setting
+from ratel_cli.planning.split import SplitRate
 from ratel_cli.report.plan import advice_lines, forecast_rows, swap_lines
 from ratel_cli.report.plot import check_picture, draw_picture, terminal_curve
-from ratel_cli.run.plan_inputs import find_hardware, forecaster_of, setting_of, snapshot_tiers
+from ratel_cli.run.new_file import reject_existing
+from ratel_cli.run.plan_inputs import (
+    find_hardware,
+    forecaster_of,
+    setting_of,
+    snapshot_tiers,
+    wear_warning,
+    with_planned_split,
+)
 from ratel_cli.run.plan_questions import Questions, answers
 from ratel_cli.run.run_directory import read_config
+from ratel_cli.run.settings import as_recorded
 from ratel_cli.units import format_bytes
 
 
@@ -33,19 +45,28 @@ def run(
     questions: Questions,
     *,
     as_json: bool,
+    overwrite: bool,
 ) -> None:
     """Show the forecast. Raises RatelError; DoesNotFit only after everything was shown."""
     log = RunLog()
     config = read_config(config_path, log, overrides)
     if picture is not None:
         check_picture(picture)
+        reject_existing(picture, overwrite=overwrite)
     hardware = find_hardware(config, hardware_path, log)
+    is_split_planned = config.is_split_planned
+    if hardware_path is None:
+        config = as_recorded(config)
+    config = with_planned_split(config, hardware, name=config_path.stem, log=log)
     forecaster = forecaster_of(config, hardware, name=config_path.stem, log=log)
-    setting = setting_of(config, hardware)
+    setting = setting_of(config, hardware, is_split_planned=is_split_planned)
     forecast = forecaster.forecast(setting)
     if hardware_path is None:
         snapshot = snapshot_tiers(config, forecaster, nvme_bytes=forecast.prediction.nvme_bytes)
         forecast = replace(forecast, tiers=(*forecast.tiers, *snapshot))
+    warning = wear_warning(config, forecaster)
+    if warning is not None:
+        log.warn(warning)
     advices = _advices(forecaster, forecast)
     answered = answers(questions, forecaster, forecast)
     if as_json:
@@ -55,7 +76,7 @@ def run(
         content = {**forecast.to_json(), "advice": helps, **{answer.key: answer.content for answer in answered}}
         sys.stdout.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
     else:
-        _show(forecast, advices, dtype=config.dtype)
+        _show(forecast, advices, dtype=config.dtype, has_data=bool(config.datasets))
         for answer in answered:
             _block(RunLog(sys.stdout), answer.title, answer.lines)
     if picture is not None:
@@ -67,19 +88,15 @@ def run(
 def _advices(forecaster: Forecaster, forecast: Forecast) -> tuple[Advice, ...]:
     """Advice for a run that fits; for one that does not, only the same batch in micro-batches that do."""
 
-    def tokens_per_second(setting: Setting) -> float | None:
-        each = forecast if setting is forecast.setting else forecaster.forecast(setting)
-        return each.prediction.tokens_per_second if each.fits else None
+    def rate(setting: Setting) -> SplitRate:
+        return (forecast if setting == forecast.setting else forecaster.forecast(setting)).split_rate
 
-    if forecast.fits:
-        return advise(forecast.setting, tokens_per_second)
-    split = best_split(forecast.setting, tokens_per_second)
-    return () if split is None else (split,)
+    return advise(forecast.setting, rate)
 
 
-def _show(forecast: Forecast, advices: tuple[Advice, ...], *, dtype: str) -> None:
+def _show(forecast: Forecast, advices: tuple[Advice, ...], *, dtype: str, has_data: bool) -> None:
     page = RunLog(sys.stdout)
-    page.facts(forecast_rows(forecast, dtype=dtype))
+    page.facts(forecast_rows(forecast, dtype=dtype, has_data=has_data))
     for line in swap_lines(forecast.prediction):
         page.say(f"  {line}")
     _block(page, "curve", terminal_curve(forecast.prediction))

@@ -2,7 +2,8 @@
 
 The profile goes to stdout, everything else to stderr.
 
-Invariant: nothing heavy is imported before arguments and config are known to be right, nor if the profile is cached.
+Invariants: nothing heavy is imported before arguments and config are known to be right, nor if the profile is cached; a
+file that exists is not replaced unless the user insists.
 """
 
 from __future__ import annotations
@@ -14,16 +15,25 @@ from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.errors import BadInput
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.report.profile import hardware_rows, model_rows, operator_lines
 from ratel_cli.run.hardware_file import to_text
+from ratel_cli.run.new_file import reject_existing, write_new
+from ratel_cli.run.plan_inputs import with_planned_chunk, with_planned_split
 from ratel_cli.run.profile_cache import ProfileTarget, machine_profile, profile_target
 from ratel_cli.run.run_directory import read_config
+from ratel_cli.run.settings import as_recorded
 
 
 def run(
-    config_path: Path | None, storage: Sequence[Path], output: Path | None, *, as_json: bool, refresh: bool
+    config_path: Path | None,
+    storage: Sequence[Path],
+    output: Path | None,
+    *,
+    as_json: bool,
+    refresh: bool,
+    overwrite: bool,
 ) -> None:
     """Print the machine's profile, and write it to `output` if that is given. Raises RatelError."""
     log = RunLog()
@@ -31,7 +41,7 @@ def run(
     config = None if config_path is None else read_config(config_path, log)
     target = _target(config, storage)
     if output is not None:
-        _check_writable(output)
+        _check_writable(output, overwrite=overwrite)
 
     def measure(target: ProfileTarget) -> HardwareProfile:
         from ratel_cli.run.profile_machine import measure_machine
@@ -44,7 +54,7 @@ def run(
     else:
         RunLog(sys.stdout).facts(hardware_rows(profile, dtype=target.dtype))
     if output is not None:
-        _write(output, profile)
+        write_new(output, to_text(profile), overwrite=overwrite)
         log.say(f"wrote {output}")
     if config is not None and config.base_model is not None:
         _profile_model(config, profile, log, refresh=refresh, quiet=as_json)
@@ -61,6 +71,8 @@ def _profile_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *,
     """Measure and print what the config's model costs here. `ratel plan` and `ratel finetune` use the same figures."""
     from ratel_cli.run.profile_model import record_model
 
+    config = with_planned_split(as_recorded(config), hardware, name="", log=log)
+    config = with_planned_chunk(config, hardware, name="", log=log)
     costs = record_model(config, hardware, log, refresh=refresh)
     if quiet:
         return
@@ -81,16 +93,10 @@ def _check_directories(storage: Sequence[Path]) -> None:
         raise BadInput(wrong[0].message, others=tuple(wrong[1:]))
 
 
-def _check_writable(output: Path) -> None:
+def _check_writable(output: Path, *, overwrite: bool) -> None:
     """Check the path before half a minute of measuring."""
     if os.path.isdir(output):
         raise BadInput(f"argument '-o {output}': this is a directory", "give the name of the file to write")
     if not os.path.isdir(output.parent):
         raise BadInput(f"argument '-o {output}': there is no directory {output.parent}")
-
-
-def _write(output: Path, profile: HardwareProfile) -> None:
-    try:
-        output.write_text(to_text(profile), encoding="utf-8")
-    except OSError as exc:
-        raise EnvironmentFailure(f"{output}: cannot be written: {exc.strerror}") from exc
+    reject_existing(output, overwrite=overwrite)

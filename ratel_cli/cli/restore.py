@@ -28,5 +28,5 @@ def run(path: Path, overrides: Sequence[str], snapshot: Path | None, *, overwrit
     from ratel_cli.run.restore import restore
 
     step = restore(config, snapshot, overwrite=overwrite, log=log)
-    command = " ".join(["ratel finetune", str(path) if path.is_file() else "CONFIG", *overrides])
+    command = " ".join(["ratel finetune", str(path), *overrides])
     log.say(f"restored step {step} from {snapshot} to {place_of(config)}; `{command}` resumes from it")

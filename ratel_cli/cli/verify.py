@@ -9,6 +9,7 @@ reported; if anything is wrong, the exit code is 4.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -21,13 +22,13 @@ from ratel_cli.run.settings import place_of
 def run(path: Path, *, as_json: bool) -> None:
     """Verify a run, or a directory with a model. Raises RatelError; IntegrityFailure after the table was printed."""
     log = RunLog()
-    config = None if path.is_dir() and not is_output_of_run(path) else find_run(path, log)
+    config = None if os.path.isdir(path) and not is_output_of_run(path) else find_run(path, log)
     from ratel_cli.run.verify import verify_directory, verify_run
     from ratel_cli.store.store import Store
 
     if config is None:
         checks = verify_directory(path, log)
-    elif path.is_dir() and not Store.exists(config.storage.paths):
+    elif os.path.isdir(path) and not Store.exists(config.storage.paths):
         log.notice(f"there is no store in {place_of(config)}; only the export is verified")
         checks = verify_directory(path, log)
     else:

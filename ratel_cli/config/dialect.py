@@ -3,25 +3,63 @@
 It works on the marked tree, so that every note and every error has its place.
 
 Invariant: afterwards a mapping has only keys of its section, each at most once and under our name. Everything that was
-dropped has a finding.
+dropped has an outcome with its reason, and what Ratel cannot do has a finding.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from ratel_cli.config.aliases import INVERSE, SECTIONS, TOP, VALUE_ALIASES, canonical_key, explain_unknown, section_in
-from ratel_cli.config.yaml_marks import Entry, Finding, Marked
+from ratel_cli.config.aliases import (
+    ALIASES,
+    INVERSE,
+    SECTIONS,
+    TOP,
+    VALUE_ALIASES,
+    VALUE_NOTES,
+    canonical_key,
+    explain_unknown,
+    is_dataset_type,
+    section_in,
+)
+from ratel_cli.config.foreign import foreign_key
+from ratel_cli.config.their_datasets import translate_dataset
+from ratel_cli.config.translations import translate_top_level
+from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Where, plain, show
+
+Fate = Literal["kept", "translated", "ignored", "noted", "undecided", "impossible"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyOutcome:
+    """What became of one key that a user wrote."""
+
+    where: Where
+    written: str
+    """The key with its section: `datasets.split`."""
+    value: str
+    """The value, shortened."""
+    fate: Fate
+    ours: str = ""
+    """What it is read as."""
+    reason: str = ""
 
 
 class Dialect:
-    """Translates marked trees in place, and collects the findings and notices."""
+    """Translates marked trees in place, and collects the findings, the notices and what became of each key."""
 
-    def __init__(self, findings: list[Finding]) -> None:
+    def __init__(self, findings: list[Finding], *, forgiving: bool = False) -> None:
+        """A forgiving dialect drops what Ratel does not know or leaves undecided; otherwise that is an error."""
         self.findings = findings
         self.notices: list[Finding] = []
+        self.outcomes: list[KeyOutcome] = []
         self.doubtful: set[tuple[str, ...]] = set()
         """Keys that a finding is about. If such a key is absent, that is no further finding."""
+        self._forgiving = forgiving
+        self._recorded: set[tuple[Where, str]] = set()
+        self._section = TOP
 
     def translate(self, section: str, marked: Marked) -> None:
         """Translate one section, whatever its value is."""
@@ -53,11 +91,17 @@ class Dialect:
         """Translate some keys of a section; for the section `datasets`, the keys of one dataset."""
         if not isinstance(marked.content, dict):
             return
+        self._section = section
+        if section == TOP:
+            translate_top_level(marked.content, self)
+        elif section == "datasets":
+            translate_dataset(marked.content, self)
         translated: dict[str, Entry] = {}
         for written, entry in marked.content.items():
+            self._section = section
             key = canonical_key(section, written)
             if key not in SECTIONS[section].model_fields:
-                self._reject_unknown(section, entry)
+                self._drop_foreign(section, entry)
             elif key in translated:
                 message = f"`{written}` and `{translated[key].written}` are both set and mean the same"
                 self._find(Finding(where=entry.where, message=message, hint=f"keep only `{key}`"), section, key)
@@ -65,9 +109,44 @@ class Dialect:
                 translated[key] = entry
         marked.content = translated
 
+    def finish(self) -> None:
+        """Add one notice for all keys that change nothing, and one for each reason why a key is not needed."""
+        quiet: dict[str, Where] = {}
+        loud: dict[str, dict[str, Where]] = {}
+        for outcome in self.outcomes:
+            if outcome.fate == "ignored":
+                quiet.setdefault(outcome.written, outcome.where)
+            elif outcome.fate in ("noted", "undecided"):
+                loud.setdefault(outcome.reason, {}).setdefault(outcome.written, outcome.where)
+        if quiet:
+            self._notice_for(quiet, "changes nothing here", "change nothing here")
+        for reason, places in loud.items():
+            self._notice_for(places, f"is ignored: {reason}", f"are ignored: {reason}")
+
+    def _notice_for(self, places: Mapping[str, Where], one: str, several: str) -> None:
+        names = ", ".join(f"`{name}`" for name in places)
+        message = f"{names} {one if len(places) == 1 else several}"
+        self.notices.append(Finding(where=min(places.values()), message=message))
+
+    def read_as(self, entry: Entry, ours: str) -> None:
+        """Report that the entry is read as these lines of ours."""
+        value = _shown(entry.value)
+        is_same = ours == f"{entry.written}: {value}"
+        self._record(entry, "kept" if is_same else "translated", ours="" if is_same else ours)
+        self._note(entry, f"`{self._named(entry)}: {value}` is read as `{ours}`")
+
+    def drop(self, entry: Entry, reason: str, *, quietly: bool = True) -> None:
+        """Report that the entry changes nothing, for this reason."""
+        self._record(entry, "ignored" if quietly else "noted", reason=reason)
+
+    def reject(self, finding: Finding, key: str) -> None:
+        """Report that an entry is wrong; `key` is our name for it."""
+        self._find(finding, TOP, key)
+
     def _translate_entry(self, section: str, key: str, entry: Entry) -> bool:
         """Translate one entry. False if it must be dropped."""
         value = entry.value
+        before, was = len(self.notices), _shown(value)
         if entry.written in INVERSE:
             if not isinstance(value.content, bool):
                 message = f"`{entry.written}` must be true or false"
@@ -76,22 +155,48 @@ class Dialect:
             inverted = not value.content
             written, read = (str(each).lower() for each in (value.content, inverted))
             self._note(entry, f"`{entry.written}: {written}` is read as `{key}: {read}`")
+            self._record(entry, "translated", ours=f"{key}: {read}", value=was)
             value.content = inverted
-        elif entry.written != key:
+        elif entry.written != key and entry.written in ALIASES.get(section, {}):
             self._note(entry, f"`{entry.written}` is read as `{key}`")
-        ours = VALUE_ALIASES.get(key, {}) if section == TOP else {}
+        ours = VALUE_ALIASES.get(f"{section}.{key}" if section else key, {})
         if isinstance(value.content, str) and value.content in ours:
-            self._note(entry, f"`{entry.written}: {value.content}` is read as `{ours[value.content]}`")
-            value.content = ours[value.content]
+            name, value.content = value.content, ours[value.content]
+            different = f"; {VALUE_NOTES[name]}" if name in VALUE_NOTES else ""
+            self._note(entry, f"`{entry.written}: {name}` is read as `{value.content}`{different}")
+        if section == "datasets" and key == "type" and self._forgiving and not is_dataset_type(value.content):
+            self._record(entry, "undecided", reason="Ratel has no such form; the columns of the first row decide")
+            return False
+        if entry.written not in INVERSE:
+            changed = len(self.notices) > before
+            self._record_read(entry, key, value=was, changed=changed)
         if section == "storage" and key == "paths" and isinstance(value.content, str):
             value.content = [replace(value)]
-        if section_in(section, key) in SECTIONS:
-            self.translate(section_in(section, key), value)
+        inner = "datasets" if key == "test_datasets" else section_in(section, key)
+        if inner in SECTIONS:
+            self.translate(inner, value)
         return True
 
-    def _reject_unknown(self, section: str, entry: Entry) -> None:
-        finding, meant = explain_unknown(section, entry.written, entry.where)
-        self._find(finding, section, meant or entry.written)
+    def _record_read(self, entry: Entry, key: str, *, value: str, changed: bool) -> None:
+        """Record an entry that is read: kept as it was written, or translated."""
+        if changed:
+            self._record(entry, "translated", ours=f"{key}: {_shown(entry.value)}", value=value)
+        elif entry.written == key:
+            self._record(entry, "kept")
+
+    def _drop_foreign(self, section: str, entry: Entry) -> None:
+        """Drop a key that is not one of ours: silently if it changes nothing, otherwise with a finding."""
+        foreign = foreign_key(section, entry.written)
+        fate = "undecided" if foreign is None else foreign.fate_of(entry.value)
+        reason = "Ratel has no such key" if foreign is None else foreign.reason
+        if fate in ("ignored", "noted"):
+            self._record(entry, fate, reason=reason)
+        elif fate == "undecided" and self._forgiving:
+            self._record(entry, "undecided", reason=reason)
+        else:
+            finding, meant = explain_unknown(section, entry.written, entry.where, entry.value)
+            self._record(entry, "impossible", reason=reason)
+            self._find(finding, section, meant or entry.written)
 
     def _find(self, finding: Finding, section: str, key: str) -> None:
         self.findings.append(finding)
@@ -99,3 +204,20 @@ class Dialect:
 
     def _note(self, entry: Entry, message: str) -> None:
         self.notices.append(Finding(where=entry.where, message=message))
+
+    def _named(self, entry: Entry) -> str:
+        return f"{self._section}.{entry.written}" if self._section else entry.written
+
+    def _record(self, entry: Entry, fate: Fate, *, ours: str = "", reason: str = "", value: str | None = None) -> None:
+        """Record what became of an entry, once."""
+        written = self._named(entry)
+        if fate in ("kept", "translated") and (entry.where, written) in self._recorded:
+            return
+        self._recorded.add((entry.where, written))
+        shown = _shown(entry.value) if value is None else value
+        outcome = KeyOutcome(where=entry.where, written=written, value=shown, fate=fate, ours=ours, reason=reason)
+        self.outcomes.append(outcome)
+
+
+def _shown(value: Marked) -> str:
+    return "" if value.content is None else show(plain(value)).strip("'")

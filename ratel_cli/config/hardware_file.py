@@ -61,6 +61,8 @@ class GpuSection(Section):
     """All memory of the device."""
     flops_per_second: Speed
     """The rate of large matrix products, in the data type of training."""
+    memory_bytes_per_second: Rate | None = None
+    """The sum of reading and writing a GPU's own memory. Default: unknown; plans then ignore it."""
 
 
 class LinkSection(Section):
@@ -71,8 +73,7 @@ class LinkSection(Section):
     from_gpu_bytes_per_second: Rate
     """The rate of downloads alone."""
     both_bytes_per_second: Rate | None = None
-    """The sum of both rates while both run at once. Default: the sum of the single rates, as PCI Express is full
-    duplex."""
+    """The sum of both rates while both are busy. Default: the sum of the single rates, as on a full-duplex link."""
 
 
 class DriveSection(Section):
@@ -147,6 +148,17 @@ class HostSection(Section):
         return self
 
 
+class PricesSection(Section):
+    """What the machine's parts cost, in dollars, for `ratel plan --prices`."""
+
+    server_dollars: Annotated[int, Field(ge=0)]
+    """The machine without GPUs and SSDs."""
+    gpu_dollars: Annotated[int, Field(ge=0)]
+    """A GPU."""
+    ssd_dollars: Annotated[int, Field(ge=0)]
+    """An SSD."""
+
+
 class HardwareFile(Section):
     """One machine."""
 
@@ -160,6 +172,8 @@ class HardwareFile(Section):
     """The drives."""
     host: HostSection
     """Main memory and the CPU."""
+    prices: PricesSection | None = None
+    """What the machine's parts cost. Default: unknown."""
 
 
 _SECTIONS: Mapping[tuple[str, ...], type[Section]] = {
@@ -169,6 +183,7 @@ _SECTIONS: Mapping[tuple[str, ...], type[Section]] = {
     ("nvme",): NvmeSection,
     ("nvme", "alone"): DriveSection,
     ("host",): HostSection,
+    ("prices",): PricesSection,
 }
 
 

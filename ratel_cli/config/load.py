@@ -11,7 +11,7 @@ that carries the others. Only a syntax error comes alone, because nothing after 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +23,21 @@ from ratel_cli.config.aliases import SECTIONS, TOP
 from ratel_cli.config.dialect import Dialect
 from ratel_cli.config.messages import contradictions_in, finding_of
 from ratel_cli.config.overrides import apply_override
-from ratel_cli.config.schema import RunConfig, unused_keys
-from ratel_cli.config.source import Location, is_written, locate, place_of_keys, read_file
-from ratel_cli.config.yaml_marks import ConfigLoader, Finding, Marked, Plain, Resolvers, plain, raise_all, read_text
+from ratel_cli.config.schema import RunConfig, doubtful_keys
+from ratel_cli.config.source import Location, is_written, keys_by_place, locate, place_of_keys, read_file
+from ratel_cli.config.torchtune import is_torchtune
+from ratel_cli.config.yaml_marks import (
+    ConfigLoader,
+    Finding,
+    Marked,
+    Plain,
+    Resolvers,
+    Where,
+    plain,
+    raise_all,
+    read_text,
+)
+from ratel_cli.errors import ConfigKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,27 +49,100 @@ class LoadedConfig:
     """Aliases, and keys that are ignored, each with its place. For the log."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What a config says, although parts of it may be wrong."""
+
+    config: RunConfig | None
+    """The config without the keys in `left_out`; None if nothing can be made of it."""
+    left_out: frozenset[str]
+    """Top-level keys that are wrong or missing. They have their defaults in `config`, or a path that does not exist."""
+    doubtful: frozenset[str]
+    """These, and top-level keys with something wrong inside."""
+    findings: tuple[Finding, ...]
+    """What is wrong, by place; empty if the config is right."""
+    notices: tuple[str, ...]
+    _root: Marked
+    _keys: Mapping[Where, str]
+
+    @property
+    def written(self) -> Mapping[str, Plain]:
+        """The top-level keys that the user wrote, under our names, and their values."""
+        values = plain(self._root)
+        assert isinstance(values, dict)
+        return values
+
+    def place_of(self, key: ConfigKey) -> Where | None:
+        """The place of a key's value; None if the user did not write it."""
+        if not key or not is_written(self._root, key):
+            return None
+        return locate(self._root, key).value
+
+    def key_at(self, where: Where) -> str | None:
+        """The dotted key at a place, as the user wrote it."""
+        return self._keys.get(where)
+
+
 def load_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """The config in a file, with `key=value` overrides. Raises BadInput with everything that is wrong."""
+    return _accepted(examine_config(path, overrides))
+
+
+def config_from(content: Mapping[str, Plain], overrides: Sequence[str], *, path: Path) -> LoadedConfig:
+    """The config with these values and `key=value` overrides; `path` is what it is about. Raises BadInput."""
+    return _accepted(examine_text(dump(content), path, overrides))
+
+
+def _accepted(reading: Reading) -> LoadedConfig:
+    raise_all(list(reading.findings))
+    assert reading.config is not None
+    return LoadedConfig(config=reading.config, notices=reading.notices)
+
+
+def examine_config(path: Path, overrides: Sequence[str] = ()) -> Reading:
+    """Like `load_config`, but keeps what is wrong, and goes on. Raises BadInput if the file is no config at all."""
+    return examine_text(read_file(path, "config"), path, overrides)
+
+
+def examine_text(text: str, path: Path, overrides: Sequence[str] = ()) -> Reading:
+    """`examine_config` for the text of a file, which need not exist; `path` is its name."""
     findings: list[Finding] = []
     dialect = Dialect(findings)
-    root = read_text(read_file(path, "config"), str(path), findings)
+    root = read_text(text, str(path), findings)
     if not isinstance(root.content, dict):
         hint = "write `base_model: ...` and the other keys, one per line"
         raise Finding(where=root.where, message="a config consists of `key: value` lines", hint=hint).as_error()
+    if is_torchtune(root):
+        hint = f"translate it: ratel import {path} -o run.yaml"
+        raise Finding(where=root.where, message="this is a config of torchtune", hint=hint).as_error()
+    keys = keys_by_place(root)
     dialect.translate(TOP, root)
     for number, argument in enumerate(overrides, start=1):
         apply_override(root, argument, number, dialect)
-    config = _validate(root, dialect)
-    raise_all(findings)
-    assert config is not None
-    for unused in unused_keys(config):
-        where = place_of_keys(root, (), unused.keys)
-        dialect.notices.append(Finding(where=where, message=unused.message))
+    dialect.finish()
+    config, left_out = validate(root, dialect), frozenset[str]()
+    if findings:
+        config, left_out = _usable_part(root)
+    else:
+        assert config is not None
+        for doubtful in doubtful_keys(config):
+            where = place_of_keys(root, (), doubtful.keys)
+            dialect.notices.append(Finding(where=where, message=doubtful.message))
     notices = sorted(dialect.notices, key=lambda notice: notice.where)
-    return LoadedConfig(
-        config=config.resolved(path.stem), notices=tuple(f"{notice.where}: {notice.message}" for notice in notices)
+    return Reading(
+        config=None if config is None else config.resolved(path.stem),
+        left_out=left_out,
+        doubtful=left_out | {steps[0] for steps in dialect.doubtful},
+        findings=tuple(sorted(findings, key=lambda finding: finding.where)),
+        notices=tuple(f"{notice.where}: {notice.message}" for notice in notices),
+        _root=root,
+        _keys=keys,
     )
+
+
+def dump(content: Mapping[str, Plain]) -> str:
+    """Values as YAML text that our own reader reads as the same values."""
+    return yaml.dump(dict(content), Dumper=_ConfigDumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -80,7 +165,7 @@ class _ConfigDumper(yaml.SafeDumper):
     yaml_implicit_resolvers = _BOTH_READINGS
 
 
-def _validate(root: Marked, dialect: Dialect) -> RunConfig | None:
+def validate(root: Marked, dialect: Dialect) -> RunConfig | None:
     """The config; None if it is not valid, with the reasons added to the findings.
 
     pydantic checks the rules about several keys only if every key is right by itself. To report them at once too,
@@ -110,6 +195,35 @@ def _validate(root: Marked, dialect: Dialect) -> RunConfig | None:
         for location in wrong:
             _remove(data, location)
         is_first = False
+
+
+_NO_PATH = "/dev/null/missing"
+"""Of a file or model that is not named: no hub id, so that nothing is looked for on the hub."""
+
+
+def _usable_part(root: Marked) -> tuple[RunConfig | None, frozenset[str]]:
+    """The config without the top-level keys that are wrong, and these keys. The finding about each was made before."""
+    data = plain(root)
+    assert isinstance(data, dict)
+    stand_ins: dict[str, Plain] = {"base_model": _NO_PATH, "datasets": [{"path": _NO_PATH}]}
+    left_out: set[str] = set()
+    while True:
+        try:
+            return RunConfig.model_validate(data), frozenset(left_out)
+        except ValidationError as exc:
+            errors = exc.errors(include_url=False)
+        wrong = {str(step) for error in errors for step in error["loc"][:1]}
+        for error in errors:
+            if error["type"] == "contradictions" and not error["loc"]:
+                wrong.update(key for each in error["ctx"]["found"] for key in each.keys)
+        if not wrong & data.keys():
+            wrong = stand_ins.keys() - data.keys()
+            if not wrong:
+                return None, frozenset(left_out)
+            data.update({key: stand_ins[key] for key in wrong})
+        else:
+            data = {key: value for key, value in data.items() if key not in wrong}
+        left_out |= wrong
 
 
 def _remove(data: dict[str, Plain], location: Location) -> None:

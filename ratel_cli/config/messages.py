@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from ratel_cli.config.sections import Contradiction
 from ratel_cli.config.source import locate, place_of_keys
-from ratel_cli.config.yaml_marks import Finding, Marked, shorten
+from ratel_cli.config.yaml_marks import Finding, Marked, show
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -35,14 +35,23 @@ _KEY_HINTS = {
     "eval_steps": "write a number of steps, or remove the key to evaluate only at the end",
 }
 _CHAT_HINT = "use `chat_template` for lists of messages with `role` and `content`; `field_messages` names their column"
-_EXACT_HINT = "use `adamw`: its states are on NVMe, so there is no need to compress them"
-_VALUE_HINTS = {
-    "sharegpt": _CHAT_HINT,
-    "chatml": _CHAT_HINT,
-    "adamw_8bit": _EXACT_HINT,
-    "adamw_bnb_8bit": _EXACT_HINT,
-    "paged_adamw_8bit": _EXACT_HINT,
-    "paged_adamw_32bit": _EXACT_HINT,
+_VALUE_HINTS: Mapping[str, str] = {
+    **dict.fromkeys(("oasst", "input_output"), _CHAT_HINT),
+    **dict.fromkeys(
+        (
+            "adafactor",
+            "muon",
+            "lion",
+            "lion_8bit",
+            "paged_lion_8bit",
+            "sgd",
+            "adam_mini",
+            "ademamix",
+            "lomo",
+            "adalomo",
+        ),
+        "Ratel has AdamW; with its states on NVMe there is no need to make them smaller",
+    ),
 }
 
 
@@ -80,11 +89,11 @@ def _explain(error: ErrorDetails, key: str, default: object) -> tuple[str, str |
         name, words = _BOUNDS[kind]
         bound = context[name]
         shown = f"{bound:g}" if isinstance(bound, float) else str(bound)
-        return f"`{key}` must be {words} {shown}, not {_show(value)}", _KEY_HINTS.get(key)
+        return f"`{key}` must be {words} {shown}, not {show(value)}", _KEY_HINTS.get(key)
     if kind == "string_too_short":
         return f"`{key}` must not be empty", None
     if kind in _EXPECTED:
-        return f"`{key}` must be {_EXPECTED[kind]}, not {_show(value)}", _hint_for_type(kind, value, key)
+        return f"`{key}` must be {_EXPECTED[kind]}, not {show(value)}", _hint_for_type(kind, value, key)
     return f"`{key}` is not accepted: {error['msg'][:1].lower()}{error['msg'][1:]}", None
 
 
@@ -92,7 +101,7 @@ def _explain_literal(expected: str, value: object, key: str) -> tuple[str, str |
     choices = [choice.strip("' ") for choice in expected.replace(" or ", ", ").split(",")]
     named = [f"`{choice}`" for choice in choices]
     listed = " or ".join(filter(None, (", ".join(named[:-1]), named[-1])))
-    message = f"`{key}` must be {listed}, not {_show(value)}"
+    message = f"`{key}` must be {listed}, not {show(value)}"
     if not isinstance(value, str):
         return message, None
     close = get_close_matches(value, choices, n=1)
@@ -107,17 +116,3 @@ def _hint_for_type(kind: str, value: object, key: str) -> str | None:
     if kind == "int_type" and isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return f"write {int(value)}"
     return _KEY_HINTS.get(key)
-
-
-def _show(value: object) -> str:
-    if value is None:
-        return "empty"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return shorten(value)
-    if isinstance(value, dict):
-        return "a mapping"
-    if isinstance(value, list | tuple):
-        return "a list"
-    return shorten(str(value)).strip("'")

@@ -13,7 +13,13 @@ from ratel_cli.config.aliases import SECTIONS, TOP, canonical_key, explain_unkno
 from ratel_cli.config.dialect import Dialect
 from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Where, read_value, shorten
 
-_EITHER_OR = (("warmup_steps", "warmup_ratio"), ("num_epochs", "max_steps"), ("base_model", "model_shape"))
+_EITHER_OR = (
+    ("warmup_steps", "warmup_ratio"),
+    ("num_epochs", "max_steps"),
+    ("base_model", "model_shape"),
+    ("save_steps", "saves_per_epoch"),
+    ("eval_steps", "evals_per_epoch"),
+)
 _FORM = "write key=value, for example learning_rate=1e-4"
 
 

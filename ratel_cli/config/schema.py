@@ -9,11 +9,13 @@ config that is written (`config.load.to_yaml`) and loaded again is equal to the 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
+from ratel_cli.config.scheduler import SchedulerChoice, SchedulerConfig, scheduler_contradictions
 from ratel_cli.config.sections import (
     Contradiction,
     DatasetConfig,
@@ -22,52 +24,39 @@ from ratel_cli.config.sections import (
     ModelShape,
     PathOrHubId,
     Section,
+    SizeOrAuto,
     SnapshotConfig,
     StorageConfig,
     contradictions,
-    rejection,
+)
+from ratel_cli.config.values import (
+    ActivationPolicy,
+    ClipNorm,
+    CountOrAuto,
+    Decay,
+    FractionOrCount,
+    HubId,
+    Interval,
+    TimesPerEpoch,
+    TrackerNames,
+    WarmupSteps,
 )
 from ratel_cli.sizes import DtypeName
 
-__all__ = ["DatasetConfig", "LimitsConfig", "ModelShape", "RunConfig", "SnapshotConfig", "StorageConfig"]
-
-_ACTIVATION_POLICIES = ("auto", "keep", "recompute", "swap_all", "static")
-
-
-def _check_activations(value: object) -> object:
-    if isinstance(value, str) and value in _ACTIVATION_POLICIES:
-        return value
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
-        return float(value)
-    raise rejection("must be `auto`, `keep`, `recompute`, `swap_all`, `static` or a fraction from 0 to 1")
-
-
-def _check_val_set_size(value: object) -> object:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        raise rejection("must be a fraction below 1 or a whole number of samples")
-    if isinstance(value, float) and not value < 1:
-        whole = f"; for {int(value)} samples write {int(value)}" if value.is_integer() else ""
-        raise rejection(f"must be a fraction below 1 or a whole number of samples, not {value}{whole}")
-    return value
-
-
-def _check_report_to(value: object) -> object:
-    if value in (None, "none"):
-        return "none"
-    hint = "the metrics of every step are in run/metrics.jsonl in the output directory; send them on from there"
-    raise rejection("must be `none`", hint)
-
-
-def _zero_is_off(value: float | None) -> float | None:
-    return value or None
-
-
-ActivationPolicy = Annotated[
-    Literal["auto", "keep", "recompute", "swap_all", "static"] | float, BeforeValidator(_check_activations)
+__all__ = [
+    "DatasetConfig",
+    "LimitsConfig",
+    "ModelShape",
+    "RunConfig",
+    "SchedulerConfig",
+    "SnapshotConfig",
+    "StorageConfig",
 ]
-FractionOrCount = Annotated[int | float, BeforeValidator(_check_val_set_size)]
-ClipNorm = Annotated[float | None, Field(ge=0), AfterValidator(_zero_is_off)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
+
+_GREAT_LEARNING_RATE = 0.1
+
+
+SpecialToken = Literal["bos_token", "eos_token", "pad_token", "unk_token", "mask_token", "cls_token", "sep_token"]
 
 
 class RunConfig(Section):
@@ -87,6 +76,21 @@ class RunConfig(Section):
     datasets: Annotated[tuple[DatasetConfig, ...], Field(strict=False)] = ()
     """What to train on: one path or hub id, or a list of paths or of mappings with `path` and more keys.
     Required."""
+    test_datasets: Annotated[tuple[DatasetConfig, ...], Field(strict=False)] = ()
+    """What to evaluate on, written like `datasets`, instead of samples held out by `val_set_size`. Default: none."""
+    streaming: bool = False
+    """Read only as many rows as `max_steps` needs, in their order, and mix them in windows of 16384 samples. For sets
+    that are larger than the drives, or that need not be downloaded whole. Several datasets take turns, in the
+    proportion of their weights. Needs `max_steps`; `test_datasets` take the place of `val_set_size`."""
+    chat_template: Annotated[str, Field(min_length=1)] | None = None
+    """The chat template for conversations: `chatml` or `llama3`; `jinja`: the one in `chat_template_jinja`;
+    `tokenizer_default`: the tokenizer's own. Under another name the tokenizer's own is used, with a notice. The
+    exported tokenizer has it too. Default: the tokenizer's own."""
+    chat_template_jinja: Annotated[str, Field(min_length=1)] | None = None
+    """A chat template in Jinja, or the path of a file with one."""
+    special_tokens: dict[SpecialToken, Annotated[str, Field(min_length=1)]] | None = None
+    """Other special tokens than the tokenizer's own, such as `{eos_token: "<|im_end|>"}`. `bos_token` and `eos_token`
+    must be in its vocabulary; others that are not are ignored, with a notice. The exported tokenizer has them too."""
     train_on_inputs: bool = False
     """Also train on the tokens of the prompt. By default only the answer counts in the loss."""
     sequence_len: int = Field(default=1024, ge=2)
@@ -98,26 +102,36 @@ class RunConfig(Section):
     shuffle: bool = True
     """Visit the samples in a new order in each epoch. The order is drawn from `seed`."""
 
-    micro_batch_size: int = Field(default=1, ge=1)
-    """Sequences that the model computes at once. More of them need more GPU memory, or RAM on the CPU."""
-    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    micro_batch_size: CountOrAuto = 1
+    """Sequences that the model computes at once. More of them need more GPU memory, or RAM on the CPU. `auto`: it
+    follows from `tokens_per_step` and `gradient_accumulation_steps`. If the latter is `auto` too, the plan chooses the
+    fastest split of the step that fits, before the first step and for the whole run."""
+    gradient_accumulation_steps: CountOrAuto = 1
     """Micro-batches in one step. More of them cost computing time but no further weight or optimizer traffic, because
-    weights and states move once per step."""
+    weights and states move once per step. `auto`: as many as reach `tokens_per_step`."""
+    tokens_per_step: int | None = Field(default=None, ge=1)
+    """Tokens in one step, padding included: a multiple of `sequence_len`. If you set it, `micro_batch_size` and
+    `gradient_accumulation_steps` are `auto` unless you set them. Default: these two decide."""
     num_epochs: float = Field(default=1.0, gt=0)
-    """Passes over the training data; a fraction is allowed. Ignored if `max_steps` is set."""
+    """Passes over the training data; a fraction is allowed. Ignored if `max_steps` is set. A run that has ended goes on
+    if you raise it and run again."""
     max_steps: int | None = Field(default=None, ge=1)
-    """End the run after this many steps. Default: `num_epochs` decides."""
+    """End the run after this many steps. Default: `num_epochs` decides. A run that has ended goes on if you raise it
+    and run again."""
 
     learning_rate: float = Field(default=2e-5, ge=0)
     """The peak learning rate, which is reached at the end of the warm-up."""
-    lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
+    lr_scheduler: SchedulerChoice = "cosine"
     """The learning rate after the warm-up. `constant`: it stays at its peak. `linear`, `cosine`: it falls to zero at
-    the last step."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the learning rate rises linearly from zero to its peak. If you set it, `warmup_ratio` becomes
-    0."""
+    the last step. The others are those of transformers, to the bit; `lr_scheduler_kwargs` has their settings."""
+    lr_scheduler_kwargs: SchedulerConfig | None = None
+    """What else the schedule needs to know, such as `min_lr` for `cosine_with_min_lr`. Default: the schedule's own
+    defaults."""
+    warmup_steps: WarmupSteps = 0
+    """Steps in which the learning rate rises linearly from zero to its peak. A number below 1 is a share of all steps,
+    rounded up, as in transformers. If you set this key, `warmup_ratio` becomes 0."""
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
-    """The length of the warm-up as a fraction of all steps. Set this or `warmup_steps`, not both."""
+    """The length of the warm-up as a fraction of all steps, rounded down. Set this or `warmup_steps`, not both."""
     optimizer: Literal["adamw"] = "adamw"
     """The optimizer. AdamW is the only one; it updates fp32 master weights with fp32 moments."""
     adam_beta1: Decay = 0.9
@@ -147,6 +161,11 @@ class RunConfig(Section):
     each of them. `keep`: all stay in memory. `swap_all`: all are offloaded, to NVMe if memory is short. `recompute`,
     `static`: only the inputs of layers are offloaded; the rest is recomputed. A number from 0 to 1: this fraction of
     the bytes is offloaded."""
+    head_chunk: SizeOrAuto = "auto"
+    """The logits that exist at once, in fp32: the head and the loss work on as many tokens as have them. Larger chunks
+    are faster on a GPU and need three times their size of its memory. The size decides in which order the head's
+    gradient is summed, so it is fixed for a run. `auto`: the plan chooses from 64MiB to 1GiB before the first step; on
+    the CPU it is 64MiB."""
     optimizer_overlap: Literal["optimized", "naive", "separate"] = "optimized"
     """When the optimizer runs. `optimized`: overlapped with backward; one group of parameters is read while another is
     updated and a third is written. `naive`: overlapped with backward, but it reads, updates and writes one after
@@ -164,21 +183,37 @@ class RunConfig(Section):
     output_dir: Directory = Path("outputs/run")
     """The directory for the trained model, in the Hugging Face format, and for the run's records in run/. Default:
     outputs/ and the name of the config file."""
-    save_steps: int | None = Field(default=None, ge=1)
+    save_steps: Interval = None
     """Save a step in the store every N steps, without copying anything. `ratel export` and `--resume` can go back to
-    saved steps. Default: no step is saved but the last one."""
+    saved steps. A number below 1 is a share of all steps. Default: no step is saved but the last one."""
+    saves_per_epoch: TimesPerEpoch = None
+    """Save a step this many times in each of `num_epochs`, instead of every `save_steps`. 0: never."""
     save_total_limit: int = Field(default=1, ge=1)
     """The most saved steps in the store. When there is one more, the oldest is dropped."""
-    eval_steps: int | None = Field(default=None, ge=1)
-    """Evaluate on the held-out samples every N steps, and at the end. Default: only at the end. Needs
-    `val_set_size`."""
+    eval_steps: Interval = None
+    """Evaluate on the held-out samples every N steps, and at the end. A number below 1 is a share of all steps.
+    Default: only at the end. Needs `val_set_size` or `test_datasets`."""
+    evals_per_epoch: TimesPerEpoch = None
+    """Evaluate this many times in each of `num_epochs`, instead of every `eval_steps`. 0: only at the end."""
     val_set_size: FractionOrCount = 0
     """Samples that are held out of training for evaluation: a fraction below 1, or a whole number of samples. 0:
     none."""
     logging_steps: int = Field(default=1, ge=1)
     """Print a line every N steps. run/metrics.jsonl in the output directory always has every step."""
-    report_to: Annotated[Literal["none"], BeforeValidator(_check_report_to)] = "none"
-    """Accepted for compatibility. `none` is the only value: Ratel never sends data anywhere."""
+    report_to: TrackerNames = ()
+    """Send the metrics of every step to these trackers. Each is a package of its own, such as
+    `pip install 'ratel-cli[wandb]'`, and takes its settings from the environment: WANDB_MODE, MLFLOW_TRACKING_URI.
+    Default: none; Ratel then sends no data anywhere."""
+    run_name: Annotated[str, Field(min_length=1)] | None = None
+    """What trackers call the run. Default: the name of `output_dir`."""
+    project: Annotated[str, Field(min_length=1)] | None = None
+    """The project in wandb and trackio, or the experiment in mlflow, that the run belongs to. Default: the tracker's
+    own."""
+    hub_model_id: HubId = None
+    """Upload the exported model to this repository of the Hugging Face hub when the run ends, with the login of
+    `hf auth login`. Default: nothing is uploaded."""
+    hub_private_repo: bool | None = None
+    """Whether the repository is private, if the upload makes it. Default: as the hub's account says."""
     seed: int = Field(default=42, ge=0, lt=2**63)
     """The seed of everything random: the order of the data, dropout, and the weights if `random_init` is set."""
 
@@ -188,7 +223,47 @@ class RunConfig(Section):
         named = output_dir.name not in ("", "..")
         store = output_dir.with_name(output_dir.name + ".store") if named else output_dir / "ratel.store"
         storage = self.storage if self.storage.paths else self.storage.model_copy(update={"paths": (store,)})
-        return self.model_copy(update={"output_dir": output_dir, "storage": storage})
+        config = self.model_copy(update={"output_dir": output_dir, "storage": storage})
+        if isinstance(self.micro_batch_size, int):
+            return config.split_by(self.micro_batch_size)
+        if isinstance(self.gradient_accumulation_steps, int):
+            return config.split_by(self.sequences_per_step // self.gradient_accumulation_steps)
+        return config
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences in a full step."""
+        if self.tokens_per_step is not None:
+            return self.tokens_per_step // self.sequence_len
+        size, number = self.split
+        return size * number
+
+    @property
+    def is_split_planned(self) -> bool:
+        """Whether the plan has still to choose how a step is split into micro-batches."""
+        return self.micro_batch_size == self.gradient_accumulation_steps == "auto"
+
+    @property
+    def split(self) -> tuple[int, int]:
+        """Sequences of a micro-batch, and micro-batches of a step; of a resolved config whose split is known."""
+        assert isinstance(self.micro_batch_size, int) and isinstance(self.gradient_accumulation_steps, int)
+        return self.micro_batch_size, self.gradient_accumulation_steps
+
+    def split_by(self, micro_batch_size: int) -> Self:
+        """This config with the same step in micro-batches of this many sequences."""
+        if isinstance(self.gradient_accumulation_steps, int) and self.micro_batch_size == micro_batch_size:
+            return self
+        number = self.sequences_per_step // micro_batch_size
+        return self.model_copy(update={"micro_batch_size": micro_batch_size, "gradient_accumulation_steps": number})
+
+    @property
+    def is_chunk_planned(self) -> bool:
+        """Whether the plan has still to choose how large the head's chunks are."""
+        return self.head_chunk == "auto"
+
+    def chunked_by(self, chunk_bytes: int) -> Self:
+        """This config with chunks of the head of this many bytes of logits."""
+        return self.model_copy(update={"head_chunk": chunk_bytes})
 
     @property
     def resolved_gradient_dtype(self) -> DtypeName:
@@ -200,7 +275,34 @@ class RunConfig(Section):
         """How many saved steps the store has space for, in addition to the two generations that a step needs."""
         if self.storage.keep_generations is not None:
             return self.storage.keep_generations
-        return self.save_total_limit if self.save_steps is not None else 0
+        return self.save_total_limit if self.saves else 0
+
+    @property
+    def saves(self) -> bool:
+        """Whether steps before the last one are saved."""
+        return self.save_steps is not None or self.saves_per_epoch is not None
+
+    def save_interval(self, num_steps: int) -> int | None:
+        """Steps from one saved step to the next, in a run of `num_steps`; None: only the last one is saved."""
+        return self._interval(self.save_steps, self.saves_per_epoch, num_steps)
+
+    def eval_interval(self, num_steps: int) -> int | None:
+        """Steps from one evaluation to the next, in a run of `num_steps`; None: only the last one is evaluated."""
+        return self._interval(self.eval_steps, self.evals_per_epoch, num_steps)
+
+    def _interval(self, steps: float | None, per_epoch: float | None, num_steps: int) -> int | None:
+        """As axolotl and transformers count: N times per epoch is the share 1 / (N x `num_epochs`) of all steps."""
+        if per_epoch is not None:
+            return max(1, math.ceil(num_steps * min(1.0, 1.0 / (per_epoch * self.num_epochs))))
+        if steps is None or steps >= 1:
+            return None if steps is None else int(steps)
+        return max(1, math.ceil(num_steps * steps))
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Steps of the warm-up in a run of `num_steps`."""
+        if 0 < self.warmup_steps < 1:
+            return math.ceil(num_steps * self.warmup_steps)
+        return int(self.warmup_steps) or int(self.warmup_ratio * num_steps)
 
     @model_validator(mode="before")
     @classmethod
@@ -209,16 +311,26 @@ class RunConfig(Section):
             return {**data, "warmup_ratio": 0.0}
         return data
 
+    @model_validator(mode="before")
+    @classmethod
+    def _split_follows_from_tokens(cls, data: object) -> object:
+        keys = ("micro_batch_size", "gradient_accumulation_steps")
+        if isinstance(data, dict) and (data.get("tokens_per_step") is not None or data.get(keys[0]) == "auto"):
+            return {**dict.fromkeys(keys, "auto"), **data}
+        return data
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        found = _model_contradictions(self) + _run_contradictions(self)
+        found = _model_contradictions(self) + _run_contradictions(self) + _split_contradictions(self)
+        options = self.lr_scheduler_kwargs or SchedulerConfig()
+        found += scheduler_contradictions(self.lr_scheduler, options, learning_rate=self.learning_rate)
         if found:
             raise contradictions(found)
         return self
 
 
-def unused_keys(config: RunConfig) -> list[Contradiction]:
-    """Keys that the user set and that this run ignores, each with the reason."""
+def doubtful_keys(config: RunConfig) -> list[Contradiction]:
+    """Keys that the user set and that this run ignores, and values that can hardly be meant, each with the reason."""
     found = []
     if config.max_steps is not None and config.num_epochs != 1:
         found.append(_unused("num_epochs", f"`max_steps` ({config.max_steps}) decides when the run ends"))
@@ -226,10 +338,14 @@ def unused_keys(config: RunConfig) -> list[Contradiction]:
         steps = f"`warmup_steps` is {config.warmup_steps}, but `max_steps` is {config.max_steps}"
         message = f"{steps}: the run ends during warm-up"
         found.append(Contradiction(keys=("warmup_steps",), message=message))
-    if config.save_steps is None and config.save_total_limit != 1:
+    if not config.saves and config.save_total_limit != 1:
         found.append(_unused("save_total_limit", "`save_steps` is not set"))
-    if config.eval_steps is not None and not config.val_set_size:
-        found.append(_unused("eval_steps", "`val_set_size` is 0"))
+    if not config.val_set_size and not config.test_datasets:
+        given = (key for key in ("eval_steps", "evals_per_epoch") if getattr(config, key) is not None)
+        found.extend(_unused(key, "`val_set_size` is 0") for key in given)
+    if config.learning_rate > _GREAT_LEARNING_RATE:
+        message = f"`learning_rate` is {config.learning_rate:g}: AdamW moves every weight by about that much in a step"
+        found.append(Contradiction(keys=("learning_rate",), message=f"{message}; 1e-6 to 1e-3 are usual"))
     return found
 
 
@@ -262,15 +378,77 @@ def _run_contradictions(config: RunConfig) -> list[Contradiction]:
     if config.gradient_dtype == "float16" and config.dtype != "float16":
         message = f"`gradient_dtype: float16` needs `dtype: float16`, which scales the loss; `dtype` is {config.dtype}"
         found.append(Contradiction(keys=("gradient_dtype", "dtype"), message=message))
-    if config.save_steps is not None:
+    for pair in (("save_steps", "saves_per_epoch"), ("eval_steps", "evals_per_epoch")):
+        if all(getattr(config, key) is not None for key in pair):
+            message = f"`{pair[0]}` and `{pair[1]}` are both set"
+            found.append(Contradiction(keys=(pair[1], pair[0]), message=message, hint="remove one of them"))
+    if config.saves:
         found.extend(_save_contradictions(config))
+    return found + _data_contradictions(config)
+
+
+def _data_contradictions(config: RunConfig) -> list[Contradiction]:
+    found = []
+    if config.test_datasets and config.val_set_size:
+        message = "`test_datasets` and `val_set_size` are both set"
+        found.append(Contradiction(keys=("val_set_size", "test_datasets"), message=message, hint="remove one of them"))
+    if config.streaming and config.max_steps is None:
+        message = "`streaming` needs `max_steps`: the end of a stream is not known"
+        found.append(Contradiction(keys=("streaming",), message=message))
+    if config.streaming and config.val_set_size:
+        message = "`val_set_size` holds out a part of the samples, which `streaming` does not know"
+        hint = "name data for evaluation with `test_datasets`"
+        found.append(Contradiction(keys=("val_set_size", "streaming"), message=message, hint=hint))
+    if config.chat_template == "jinja" and config.chat_template_jinja is None:
+        message = "`chat_template: jinja` needs `chat_template_jinja`"
+        hint = "write `chat_template_jinja: FILE`"
+        found.append(Contradiction(keys=("chat_template",), message=message, hint=hint))
+    if config.chat_template_jinja is not None and config.chat_template not in (None, "jinja"):
+        keys = ("chat_template", "chat_template_jinja")
+        message = "`chat_template` and `chat_template_jinja` name two templates"
+        found.append(Contradiction(keys=keys, message=message, hint="remove one of them"))
     return found
 
 
+def _split_contradictions(config: RunConfig) -> list[Contradiction]:
+    """What is wrong about `tokens_per_step`, and about an `auto` that nothing decides."""
+    size, number, tokens = config.micro_batch_size, config.gradient_accumulation_steps, config.tokens_per_step
+    if tokens is None:
+        key = "micro_batch_size" if size == "auto" else "gradient_accumulation_steps"
+        if "auto" not in (size, number):
+            return []
+        message = f"`{key}: auto` needs `tokens_per_step`, the tokens of a step"
+        hint = "write `tokens_per_step: N`: the sequences of a step times `sequence_len`"
+        given = number if isinstance(number, int) else size
+        if isinstance(given, int):
+            hint = f"for a step of {given} sequences, write `tokens_per_step: {given * config.sequence_len}`"
+            hint += f" and remove `{'gradient_accumulation_steps' if given == number else 'micro_batch_size'}`"
+        return [Contradiction(keys=(key,), message=message, hint=hint)]
+    keys = ("tokens_per_step", "micro_batch_size", "gradient_accumulation_steps", "sequence_len")
+    rows, rest = divmod(tokens, config.sequence_len)
+    if rest:
+        message = f"`tokens_per_step` ({tokens}) must be a multiple of `sequence_len` ({config.sequence_len})"
+        near = [each * config.sequence_len for each in (rows, rows + 1) if each]
+        return [Contradiction(keys=keys, message=message, hint=f"write {' or '.join(map(str, near))}")]
+    if isinstance(size, int) and isinstance(number, int):
+        if size * number == rows:
+            return []
+        product = f"{size} x {number} x {config.sequence_len} = {size * number * config.sequence_len}"
+        message = f"`tokens_per_step` is {tokens}, but `micro_batch_size` x `gradient_accumulation_steps` x "
+        message += f"`sequence_len` is {product}"
+        return [Contradiction(keys=keys, message=message, hint="remove one of them; it follows from the others")]
+    for key, count in (("micro_batch_size", size), ("gradient_accumulation_steps", number)):
+        if isinstance(count, int) and rows % count:
+            message = f"`tokens_per_step` ({tokens}) is {rows} sequences, which is not a multiple of `{key}` ({count})"
+            return [Contradiction(keys=(key, "tokens_per_step"), message=message)]
+    return []
+
+
 def _save_contradictions(config: RunConfig) -> list[Contradiction]:
+    saved_by = "save_steps" if config.save_steps is not None else "saves_per_epoch"
     if config.storage.durability == "none":
-        message = "`save_steps` needs `storage.durability: step`; with `none` the store has no earlier step"
-        return [Contradiction(keys=("save_steps", "storage"), message=message)]
+        message = f"`{saved_by}` needs `storage.durability: step`; with `none` the store has no earlier step"
+        return [Contradiction(keys=(saved_by, "storage"), message=message)]
     keep = config.storage.keep_generations
     if keep is not None and keep < config.save_total_limit:
         message = f"`save_total_limit` is {config.save_total_limit}, but `storage.keep_generations` is {keep}"

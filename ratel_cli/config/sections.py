@@ -73,14 +73,21 @@ def _to_path(value: object) -> object:
 
 
 def _to_bytes(value: object) -> object:
-    if value is None:
-        return None
+    return None if value is None else _bytes_of(value, "a size like 24GiB")
+
+
+def _to_bytes_or_auto(value: object) -> object:
+    return value if value == "auto" else _bytes_of(value, "`auto` or a size like 256MiB")
+
+
+def _bytes_of(value: object, words: str) -> int:
+    """The number of bytes; `words` name what is expected."""
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise rejection("must be a size like 24GiB")
+        raise rejection(f"must be {words}")
     try:
         num_bytes = parse_bytes(value)
     except (ValueError, OverflowError) as exc:
-        raise rejection("must be a size like 24GiB, 500MB or 1073741824") from exc
+        raise rejection(f"must be {words}, 500MB or 1073741824") from exc
     if num_bytes < _LEAST_LIMIT_BYTES:
         number = str(value)
         hint = f"did you mean {number}GiB?" if number.isdigit() and int(number) else None
@@ -88,10 +95,17 @@ def _to_bytes(value: object) -> object:
     return num_bytes
 
 
-Directory = Annotated[Path, BeforeValidator(_to_path)]
+Directory = Annotated[Path, BeforeValidator(_to_path, json_schema_input_type=Annotated[str, Field(min_length=1)])]
 PathOrHubId = Annotated[str, Field(min_length=1), AfterValidator(_expand_home)]
-Size = Annotated[int | None, BeforeValidator(_to_bytes), "size"]
+_WrittenSize = Annotated[str, Field(pattern=r"^\s*[0-9]+(\.[0-9]+)?\s*([KkMmGgTt]([Ii]?[Bb])?|[Bb])?\s*$")]
+_SizeInput = Annotated[int, Field(ge=_LEAST_LIMIT_BYTES)] | _WrittenSize
+Size = Annotated[int | None, BeforeValidator(_to_bytes, json_schema_input_type=_SizeInput | None), "size"]
 """A text among the metadata is the type's name in docs/config.md."""
+SizeOrAuto = Annotated[
+    Literal["auto"] | int,
+    BeforeValidator(_to_bytes_or_auto, json_schema_input_type=Literal["auto"] | _SizeInput),
+    "`auto` or size",
+]
 Column = Annotated[str, Field(min_length=1)]
 
 
@@ -99,11 +113,11 @@ class DatasetConfig(Section):
     """One source of training samples. Instead of a mapping, a bare path or hub id is enough."""
 
     path: PathOrHubId
-    """A JSONL, JSON, Parquet or text file, a directory or glob pattern of such files, or a hub id."""
+    """A JSONL, JSON, CSV, TSV, Parquet or text file, a directory or glob pattern of such files, or a hub id."""
     type: Literal["auto", "completion", "chat_template", "alpaca", "tokens"] = "auto"
-    """How a row becomes tokens. `completion`: plain text. `chat_template`: a list of messages, in the format of the
-    model's chat template. `alpaca`: instruction, input and output. `tokens`: token ids. `auto`: decided by the columns
-    of the first row, and printed."""
+    """How a row becomes tokens. `completion`: plain text, or prompt and completion. `chat_template`: a list of
+    messages, or another form of conversation, in the format of the model's chat template. `alpaca`: instruction, input
+    and output. `tokens`: token ids. `auto`: decided by the columns of the first row, and printed."""
     split: str = Field(default="train", min_length=1)
     """The split of a hub dataset. Local files have no splits."""
     name: str | None = None
@@ -120,14 +134,43 @@ class DatasetConfig(Section):
     """The column with the answer, for `alpaca`."""
     max_samples: int | None = Field(default=None, ge=1)
     """Use only the first N usable rows. Default: all of them."""
+    weight: float = Field(default=1.0, gt=0)
+    """How often an epoch visits each sample: 2 is twice. Of 0.3, or the 0.3 in 2.3, an epoch visits a part of the
+    samples, drawn from `seed` and the same in each epoch."""
+    text_unit: Literal["line", "file"] = "line"
+    """What a sample of a text file (.txt) is: each `line`, or the whole `file`."""
+    field_system: Column | None = None
+    """The column with a system prompt. `chat_template` puts it before the conversation; `alpaca` writes it in place of
+    the first sentences of its prompt. Default: no column."""
+    field_history: Column | None = None
+    """The column with earlier rounds, as pairs of question and answer, for `chat_template` with instruction and output.
+    Default: no column."""
+    field_tools: Column = "tools"
+    """The column with the tools of a conversation: a list, or its JSON text."""
+    message_property_mappings: dict[str, Column] | None = None
+    """The keys that messages use, by our names: `{role: from, content: value}`. Default: `role` and `content`, or
+    ShareGPT's `from` and `value`."""
+    roles: Annotated[dict[str, Annotated[tuple[Column, ...], Field(strict=False)]] | None, Field(strict=False)] = None
+    """The names that the rows use for each role: `{user: [human], assistant: [gpt, bot]}`. Default: the names of
+    ShareGPT."""
+    roles_to_train: Annotated[tuple[Column, ...] | None, Field(strict=False)] = None
+    """The roles whose turns have loss, such as `[assistant]`. Only the words of a turn have loss then, without the
+    marks that the chat template puts around them, and `train_on_eos`. Default: assistant turns have loss, with the mark
+    that ends them."""
+    train_on_eos: Literal["all", "turn", "last", "none"] | None = None
+    """Which EOS tokens behind turns have loss: `all`, those of the trained turns (`turn`), the `last` of a
+    conversation, or `none`. Default: `turn` if `roles_to_train` is set; otherwise the mark that ends a trained turn."""
+    message_field_training: Column | None = None
+    """The key of a message that says whether its turn has loss: true or false. A message without it follows
+    `roles_to_train`. Default: no key."""
 
 
 class SnapshotConfig(Section):
     """A second copy of the model's state on another device, made while training continues."""
 
     path: Directory
-    """The directory of the snapshot. It takes 24 bytes per parameter (28 with `dtype: float16`): space for two
-    generations of the state."""
+    """The directory of the snapshot, which no other run may use. It takes 24 bytes per parameter (28 with
+    `dtype: float16`): space for two generations of the state."""
     every: int = Field(ge=1)
     """Copy the state every N steps, in the background."""
 
@@ -136,8 +179,9 @@ class StorageConfig(Section):
     """Where the store with the model's state is, and how it is written."""
 
     paths: Annotated[tuple[Directory, ...], Field(strict=False)] = ()
-    """The store's directories, one for each SSD. The state is striped over them. Default: one directory next to
-    `output_dir`, with the same name and `.store`."""
+    """Directories for stores, one on each SSD. The state is striped over them. Each run makes a directory of its own in
+    each of them, named after `output_dir`. Default: one directory next to `output_dir`, with the same name and
+    `.store`."""
     engine: Literal["auto", "io_uring", "threads"] = "auto"
     """How files are read and written. `auto`: with io_uring, or with threads where the system does not allow it."""
     durability: Literal["step", "none"] = "step"
@@ -145,8 +189,15 @@ class StorageConfig(Section):
     the one before it. `none`: the state is written in place, which takes half the space; a crash costs the whole
     run."""
     max_tb_written: float | None = Field(default=None, gt=0)
-    """Stop before more than this many TB (10^12 bytes) are written to the store; every step so far stays saved.
-    Default: no limit."""
+    """Stop before more than this many TB (10^12 bytes) are written to the store; every step so far stays saved. A dry
+    run says at which step. Default: no limit."""
+    wear: Literal["save", "balanced", "ignore"] = "balanced"
+    """What may be written to the drives to save time, in addition to the model's state. `balanced`: activations and
+    gradients, where writing a percent more makes a step at least half a percent faster. `save`: nothing, unless the run
+    does not fit otherwise. `ignore`: whatever makes a step faster."""
+    endurance_tb: float | None = Field(default=None, gt=0)
+    """The rated endurance of all drives of the store together: the sum of their TBW, in TB (10^12 bytes). With it,
+    `ratel plan` and a run report the share of the drives' life that the run takes. Default: unknown."""
     keep_generations: int | None = Field(default=None, ge=0)
     """How many saved steps the store has space for, in addition to the two generations that a step needs. Fixed when
     the store is made. Default: `save_total_limit` if `save_steps` is set, otherwise 0."""
@@ -183,7 +234,8 @@ class LimitsConfig(Section):
     """How much memory the run may use."""
 
     gpu_memory: Size = None
-    """The most GPU memory that the run may use, such as 24GiB. Default: what is free, less a margin."""
+    """The most GPU memory that the run may use, such as 24GiB; the plan leaves 4 % of it to torch's allocator. Default:
+    what is free, of which the plan leaves 5 %, and at least 1GiB."""
     host_memory: Size = None
     """The most RAM that the run may use, such as 64GiB. Default: what is free, less a margin."""
 

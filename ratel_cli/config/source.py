@@ -5,7 +5,7 @@ Invariant: a file that cannot be read gives one BadInput with the file's name, w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,7 +19,7 @@ Location = tuple[int | str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class KeyPlace:
     """Where a location is in the file. If the user did not write it, the innermost mapping around it."""
 
     name: str
@@ -38,7 +38,7 @@ def read_file(path: Path, what: str) -> str:
         with path.open("rb") as file:
             content = file.read(MAX_TEXT_BYTES + 1)
     except FileNotFoundError as exc:
-        raise BadInput(f"{path}: no such file", _similar_file(path)) from exc
+        raise BadInput(f"{path}: no such file", similar_path(path, is_config_name)) from exc
     except IsADirectoryError as exc:
         raise BadInput(f"{path}: is a directory", "write the path of the YAML file") from exc
     except OSError as exc:
@@ -56,7 +56,7 @@ def read_file(path: Path, what: str) -> str:
         raise BadInput(message, "save the file as UTF-8") from exc
 
 
-def locate(root: Marked, location: Location) -> Place:
+def locate(root: Marked, location: Location) -> KeyPlace:
     """The place of a location, or of the innermost mapping around it that the user wrote."""
     names: list[str] = []
     node, key = root, root.where
@@ -72,13 +72,32 @@ def locate(root: Marked, location: Location) -> Place:
             key = node.where
         else:
             names.append(str(step))
-    return Place(name=".".join(names), key=key, value=node.where, node=node)
+    return KeyPlace(name=".".join(names), key=key, value=node.where, node=node)
 
 
 def is_written(root: Marked, location: Location) -> bool:
     """True if the user wrote this key."""
     around = locate(root, location[:-1]).node.content
     return isinstance(around, dict) and location[-1] in around
+
+
+def keys_by_place(root: Marked) -> dict[Where, str]:
+    """The dotted key at each place: where it stands, and where its value does. As the user wrote it, with positions."""
+    found: dict[Where, str] = {}
+    waiting: list[tuple[tuple[str, ...], Marked]] = [((), root)]
+    while waiting:
+        above, node = waiting.pop()
+        inner: list[tuple[str, Where, Marked]] = []
+        if isinstance(node.content, dict):
+            inner = [(entry.written, entry.where, entry.value) for entry in node.content.values()]
+        elif isinstance(node.content, list):
+            inner = [(str(number), each.where, each) for number, each in enumerate(node.content)]
+        for name, where, value in inner:
+            steps = (*above, name)
+            for place in (where, value.where):
+                found.setdefault(place, ".".join(steps))
+            waiting.append((steps, value))
+    return found
 
 
 def place_of_keys(root: Marked, location: Location, keys: Sequence[str]) -> Where:
@@ -89,10 +108,16 @@ def place_of_keys(root: Marked, location: Location, keys: Sequence[str]) -> Wher
     return locate(root, location).value
 
 
-def _similar_file(path: Path) -> str | None:
+def similar_path(path: Path, is_meant: Callable[[Path], bool]) -> str | None:
+    """A hint with a name like that of `path` among what is next to it and may be meant; None without one."""
     try:
-        names = [each.name for each in path.parent.iterdir() if each.suffix in (".yaml", ".yml", ".json")]
+        names = [each.name for each in path.parent.iterdir() if is_meant(each)]
     except (OSError, ValueError):
         return None
     close = get_close_matches(path.name, names, n=1)
     return f"did you mean {path.with_name(close[0])}?" if close else None
+
+
+def is_config_name(path: Path) -> bool:
+    """Whether a file of this name may be a config."""
+    return path.suffix in (".yaml", ".yml", ".json")

@@ -118,6 +118,16 @@ for _name, _pattern, _starts in (
     ConfigLoader.add_implicit_resolver(_TAG + _name, re.compile(rf"(?:{_pattern})\Z"), _starts)
 
 
+def marked(value: Plain, where: Where) -> Marked:
+    """A value as a tree whose parts all have this place."""
+    if isinstance(value, dict):
+        content = {key: Entry(where=where, written=key, value=marked(each, where)) for key, each in value.items()}
+        return Marked(where=where, content=content)
+    if isinstance(value, list):
+        return Marked(where=where, content=[marked(each, where) for each in value])
+    return Marked(where=where, content=value)
+
+
 def read_text(text: str, origin: str, findings: list[Finding]) -> Marked:
     """The tree of a file's text. Raises BadInput if the text cannot be parsed; other errors become findings."""
     start = Where(layer=0, line=1, column=1, origin=origin)
@@ -227,6 +237,21 @@ class _Converter:
 def shorten(text: str, limit: int = 60) -> str:
     """The text in quotes, cut if it is longer than `limit` characters."""
     return f"'{text}'" if len(text) <= limit else f"'{text[: limit - 3]}...'"
+
+
+def show(value: object) -> str:
+    """A value in a message."""
+    if value is None:
+        return "empty"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return shorten(value)
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return "a list"
+    return shorten(str(value)).strip("'")
 
 
 def _construct(tag: str, text: str) -> Scalar:

@@ -11,37 +11,47 @@ is set, and it leaves a resource tracker process behind.
 from __future__ import annotations
 
 import json
+import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 from ratel_cli.closing import Closing
-from ratel_cli.data.formats import ChatDraft, Unusable
+from ratel_cli.data.chat_child import ChatMessage
+from ratel_cli.data.drafts import ChatDraft, Unusable
 from ratel_cli.errors import BadInput, EnvironmentFailure, excerpt, printable
 
 LIMIT_SECONDS = 10.0
 """The most time for one conversation. Some milliseconds are usual."""
 
+SLOW_SECONDS = 2.0
+"""After this time for one conversation the user gets to know what the run waits for."""
 _START_SECONDS = 120  # importing transformers takes 1 s on an idle machine
 _LIMIT_BYTES = 2 << 30  # address space; the child has mapped 0.2 GB before the first template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedChat:
-    """The text of a conversation and the characters [start, end) of each assistant turn."""
+    """The text of a conversation, and which of its characters were asked for."""
 
     text: str
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[int, int] | None, ...]
+    """Characters [start, end) of each part, in order; None for the words of a message that were not found."""
+    lost: tuple[str, ...]
+    """What the conversation has and the text has not, such as tool calls."""
+    skips_header: bool
+    """Whether the template has no generation prompt, so that turns begin behind their headers."""
 
 
 class ChatRenderer(Closing):
     """The child process that renders one template, which gets `variables` (names of special tokens) as well.
 
-    `limit_seconds` is the most time for one conversation, `limit_bytes` the most address space of the child.
+    `limit_seconds` is the most time for one conversation, `limit_bytes` the most address space of the child. After
+    `slow_seconds` for one conversation `notice` gets a remark for the user, once.
     """
 
     def __init__(
@@ -49,11 +59,16 @@ class ChatRenderer(Closing):
         template: str,
         variables: Mapping[str, object],
         *,
+        notice: Callable[[str], None] = lambda text: None,
         limit_seconds: float = LIMIT_SECONDS,
+        slow_seconds: float = SLOW_SECONDS,
         limit_bytes: int = _LIMIT_BYTES,
     ) -> None:
         """Start the child. Raises EnvironmentFailure if it does not start."""
+        self._notice = notice
+        self._is_known_slow = True  # starting the child is slow
         self._limit_seconds = limit_seconds
+        self._slow_seconds = slow_seconds
         self._child = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__).with_name("chat_child.py"))],
             stdin=subprocess.PIPE,
@@ -75,25 +90,33 @@ class ChatRenderer(Closing):
             if reason is not None:
                 message = f"the process that renders chat templates did not start: {excerpt(str(reason))}"
                 raise EnvironmentFailure(message)
+            self._is_known_slow = False
         except BaseException:
             self.close()
             raise
 
-    def render(self, draft: ChatDraft, *, locate_turns: bool) -> RenderedChat:
-        """Render one conversation. Without `locate_turns` the result has no spans.
+    def render(self, draft: ChatDraft, *, locate: bool) -> RenderedChat:
+        """Render one conversation and, with `locate`, find the parts of it that the draft wants trained.
 
+        These are the words of its `located_messages`, if it names messages to train; what follows the prompt, if it
+        has one; else the assistant turns.
         Raises Unusable if the template fails on this conversation, BadInput if it takes too long or ends the child.
         """
-        try:
-            reply = self._ask({"messages": draft.messages, "tools": draft.tools, "locate_turns": locate_turns})
-        except (TypeError, ValueError) as error:  # a parquet row may hold dates or bytes in further keys
-            raise Unusable(f"a message contains a value that JSON cannot represent: {printable(str(error))}") from error
-        if reply is None:
-            raise self._death()
-        if "error" in reply:
-            raise Unusable(printable(str(reply["error"])))
-        spans = cast(list[list[int]], reply["spans"])
-        return RenderedChat(text=cast(str, reply["text"]), spans=tuple((start, end) for start, end in spans))
+        reply = self._answer(
+            {"messages": draft.messages, "tools": draft.tools, "locate": _wanted(draft) if locate else None}
+        )
+        spans = cast(list[list[int] | None], reply["spans"])
+        return RenderedChat(
+            text=cast(str, reply["text"]),
+            spans=tuple(None if span is None else (span[0], span[1]) for span in spans),
+            lost=tuple(cast(list[str], reply["lost"])),
+            skips_header=bool(reply["skips_header"]),
+        )
+
+    def render_prompt(self, messages: Sequence[ChatMessage]) -> str:
+        """Render one conversation with the prompt for its next turn. Raises what `render` raises."""
+        reply = self._answer({"messages": list(messages), "tools": None, "locate": {"what": "prompt"}})
+        return cast(str, reply["text"])
 
     def close(self) -> None:
         """End the child, even in the middle of a template. Idempotent."""
@@ -101,6 +124,18 @@ class ChatRenderer(Closing):
         if not self._child.stdin.closed:
             self._child.kill()
             self._child.communicate()  # closes the pipes and waits
+
+    def _answer(self, request: dict[str, object]) -> dict[str, object]:
+        """The reply to a request about one conversation."""
+        try:
+            reply = self._ask(request)
+        except (TypeError, ValueError) as error:  # a parquet row may hold dates or bytes in further keys
+            raise Unusable(f"a message contains a value that JSON cannot represent: {printable(str(error))}") from error
+        if reply is None:
+            raise self._death()
+        if "error" in reply:
+            raise Unusable(printable(str(reply["error"])))
+        return reply
 
     def _ask(self, request: dict[str, object]) -> dict[str, object] | None:
         """Send one line and read one line; None if the child died."""
@@ -110,8 +145,20 @@ class ChatRenderer(Closing):
             print(line, file=self._child.stdin, flush=True)
         except BrokenPipeError:
             return None
+        self._wait()
         reply = self._child.stdout.readline()
         return cast(dict[str, object], json.loads(reply)) if reply.endswith("\n") else None
+
+    def _wait(self) -> None:
+        """Wait for a reply for a short time, and then give notice, once."""
+        assert self._child.stdout is not None
+        if self._is_known_slow or select.select([self._child.stdout], [], [], self._slow_seconds)[0]:
+            return
+        self._is_known_slow = True
+        self._notice(
+            "the chat template takes long for one conversation; it is stopped after "
+            f"{self._limit_seconds:g} s, and the run with it"
+        )
 
     def _death(self) -> BadInput:
         if self._child.wait() == -signal.SIGALRM:
@@ -127,3 +174,18 @@ class ChatRenderer(Closing):
     def _exit_reason(self) -> str:
         code = self._child.wait()
         return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+
+def located_messages(draft: ChatDraft) -> tuple[int, ...]:
+    """The messages of a draft whose words are located: those that have loss, and those whose EOS token may have it."""
+    assert draft.trained is not None
+    return draft.trained if draft.train_on_eos in ("turn", "none") else tuple(range(len(draft.messages)))
+
+
+def _wanted(draft: ChatDraft) -> dict[str, object]:
+    """What the child should locate. The EOS token behind a message may have loss though its words have none."""
+    if draft.completion_from is not None:
+        return {"what": "from", "message": draft.completion_from}
+    if draft.trained is not None:
+        return {"what": "words", "messages": list(located_messages(draft))}
+    return {"what": "turns"}

@@ -6,8 +6,14 @@ end nothing else. Invariant: this file imports nothing of ours, and only JSON cr
 
  1. parent -> child   {"template", "variables", "limit_seconds", "limit_bytes", "start_seconds"}
  2. child  -> parent  {} when it is ready, or {"error": reason}
- 3. parent -> child   {"messages", "tools", "locate_turns"}
- 4. child  -> parent  {"text", "spans": [[start, end], ...]} or {"error": reason}; then 3 again, until the input ends
+ 3. parent -> child   {"messages", "tools", "locate"}, where "locate" is one of
+                      null                              nothing
+                      {"what": "prompt"}                nothing; the prompt for the next turn follows
+                      {"what": "turns"}                 the assistant turns, each with the mark that ends it
+                      {"what": "from", "message": k}    everything from message k on
+                      {"what": "words", "messages": []} what stands in each of these messages, without marks
+ 4. child  -> parent  {"text", "spans", "lost", "skips_header"} or {"error": reason}; then 3 again, until the input ends
+                      "spans": [start, end] or null (only for "words") each; "lost": what the template did not write
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ import re
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 MAX_RENDERED_CHARS = 64 << 20
@@ -40,20 +46,24 @@ def has_generation_tag(template: str) -> bool:
     return _GENERATION_TAG.search(template) is not None
 
 
-def find_turns(render: Render, messages: list[ChatMessage]) -> tuple[str, list[CharSpan]]:
+def find_turns(render: Render, messages: list[ChatMessage]) -> tuple[str, list[CharSpan], bool]:
     """The rendered conversation and the characters of each assistant turn, found by rendering parts of it.
 
     A turn begins where the prompt for it ends (`messages[:k]` with the generation prompt), and it ends where
     `messages[:k + 1]` ends. Some templates render a turn differently when others follow it: they drop its reasoning.
-    Then these parts are no prefixes of the conversation, and the turn is found by replacing its words by others.
-    Raises RenderFailure if a turn cannot be found.
+    Then these parts are no prefixes of the conversation, and the turn is found by replacing its words by others. A
+    template may have no generation prompt: then a turn begins behind its header, which is what stands before its words.
+    The last value says whether a header was found in this way. Raises RenderFailure if a turn cannot be found.
     """
     text = render(messages, False)
     spans: list[CharSpan] = []
+    skips_header = False
     for index, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
         start = _prefix_length(render, messages[:index], True, text) if index else None
+        if start is not None and (header := _header_length(render, messages, index, text[:start])):
+            start, skips_header = start + header, True
         end = _prefix_length(render, messages[: index + 1], False, text)
         if start is None or end is None:
             first, last = _find_by_stand_in(render, messages, index, text)
@@ -63,7 +73,75 @@ def find_turns(render: Render, messages: list[ChatMessage]) -> tuple[str, list[C
                 f"assistant turn {index + 1} cannot be located: the chat template changes the order of the turns"
             )
         spans.append((start, end))
+    return text, spans, skips_header
+
+
+def find_completion(render: Render, messages: list[ChatMessage], first: int) -> tuple[str, list[CharSpan]]:
+    """The rendered conversation, and its characters from message `first` on: what follows the prompt for an answer.
+
+    Raises RenderFailure if the messages before it, with the generation prompt, are no prefix of the conversation.
+    """
+    text = render(messages, False)
+    start = _prefix_length(render, messages[:first], True, text)
+    if start is None:
+        raise RenderFailure("the completion cannot be located: the chat template changes the prompt when it is there")
+    return text, [(start, len(text))]
+
+
+def find_words(render: Render, messages: list[ChatMessage], wanted: list[int]) -> tuple[str, list[CharSpan | None]]:
+    """The rendered conversation, and the characters that each wanted message adds between its marks; None: not found.
+
+    They are what changes when the message has other words, as in axolotl.
+    """
+    text = render(messages, False)
+    spans: list[CharSpan | None] = []
+    for index in wanted:
+        other: ChatMessage = {"role": messages[index]["role"]}
+        around = _around_stand_in(render, messages, index, other, text)
+        spans.append(None if around is None else (len(around[0]), len(text) - len(around[1])))
     return text, spans
+
+
+def lost_parts(messages: list[ChatMessage], tools: list[object] | None, text: str) -> list[str]:
+    """What the conversation has and its rendered text has not: words, tool calls, tools."""
+    lost = set()
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str) and not _stands_in(content, text):
+            lost.add(f"text of {message.get('role')} messages")
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            if not _stands_in(_function_name(call), text):
+                lost.add("tool calls")
+    if any(not _stands_in(_function_name(tool), text) for tool in tools or ()):
+        lost.add("tools")
+    return sorted(lost)
+
+
+def _stands_in(content: str, text: str) -> bool:
+    """Whether a template wrote this: as it is, or as JSON, without the white space around it."""
+    stripped = content.strip()
+    forms = (stripped, json.dumps(stripped, ensure_ascii=False)[1:-1], json.dumps(stripped)[1:-1])
+    return any(form in text for form in forms)
+
+
+def _function_name(call: object) -> str:
+    """The name in a tool or a tool call; empty if it has none."""
+    inner = call.get("function", call) if isinstance(call, dict) else None
+    name = inner.get("name") if isinstance(inner, dict) else None
+    return name if isinstance(name, str) else ""
+
+
+def _header_length(render: Render, messages: list[ChatMessage], index: int, prompt: str) -> int:
+    """How many characters of header follow `prompt`, the conversation before a turn: 0 if the prompt has the header."""
+    try:
+        if render(messages[:index], False) != prompt:
+            return 0  # the template has a generation prompt
+        probe = render([*messages[:index], {"role": "assistant", "content": _STAND_IN}], False)
+    except RenderFailure:
+        return 0
+    header, found, _ = probe[len(prompt) :].partition(_STAND_IN)
+    return len(header) if found and header.strip() and probe.startswith(prompt) else 0
 
 
 def _prefix_length(render: Render, messages: list[ChatMessage], prompt: bool, text: str) -> int | None:
@@ -76,22 +154,37 @@ def _prefix_length(render: Render, messages: list[ChatMessage], prompt: bool, te
 
 def _find_by_stand_in(render: Render, messages: list[ChatMessage], index: int, text: str) -> CharSpan:
     """The turn's content is what changes with its words. Its end mark is what follows when the turn is the last."""
-    content = messages[index].get("content")
-    stand_in = _STAND_IN
-    while stand_in in text:
-        stand_in += "X"
-    if not isinstance(content, str):
+    if not isinstance(messages[index].get("content"), str):
         raise RenderFailure(f"assistant turn {index + 1} cannot be located: it has no text")
-    changed = [*messages[:index], {**messages[index], "content": stand_in}, *messages[index + 1 :]]
-    before, found, after = render(changed, False).partition(stand_in)
-    _, found_last, closing = render(changed[: index + 1], False).partition(stand_in)
-    fits = text.startswith(before) and text.endswith(after) and len(before) + len(after) <= len(text)
-    if not (found and found_last and fits):
+    stand_in = _unused_words(text)
+    last = [*messages[:index], {**messages[index], "content": stand_in}]
+    around = _around_stand_in(render, messages, index, messages[index], text)
+    _, found_last, closing = render(last, False).partition(stand_in)
+    if around is None or not found_last:
         raise RenderFailure(
             f"assistant turn {index + 1} cannot be located in the rendered conversation; "
             "mark the assistant turns in the chat template with {% generation %}"
         )
+    before, after = around
     return len(before), len(text) - len(after) + (len(closing) if after.startswith(closing) else 0)
+
+
+def _around_stand_in(
+    render: Render, messages: list[ChatMessage], index: int, message: ChatMessage, text: str
+) -> tuple[str, str] | None:
+    """What stands before and behind the words of a message; None if they are not what differs from `text`."""
+    stand_in = _unused_words(text)
+    changed = [*messages[:index], {**message, "content": stand_in}, *messages[index + 1 :]]
+    before, found, after = render(changed, False).partition(stand_in)
+    fits = text.startswith(before) and text.endswith(after) and len(before) + len(after) <= len(text)
+    return (before, after) if found and fits else None
+
+
+def _unused_words(text: str) -> str:
+    words = _STAND_IN
+    while words in text:
+        words += "X"
+    return words
 
 
 class ChatTemplate:
@@ -110,16 +203,31 @@ class ChatTemplate:
         """The reply to one request."""
         messages = cast(list[ChatMessage], request["messages"])
         tools = cast(list[object] | None, request["tools"])
+        locate = cast(Mapping[str, object], request["locate"] or {})
+        spans: Sequence[CharSpan | None]
+        skips_header = False
+
+        def render(some: list[ChatMessage], prompt: bool) -> str:
+            return self._render(some, tools, prompt=prompt)[0]
+
         try:
-            if not request["locate_turns"] or has_generation_tag(self._template):
-                text, spans = self._render(messages, tools, marks=bool(request["locate_turns"]))
-            else:
-                text, spans = find_turns(lambda some, prompt: self._render(some, tools, prompt=prompt)[0], messages)
+            match locate.get("what"):
+                case "from":
+                    text, spans = find_completion(render, messages, cast(int, locate["message"]))
+                case "words":
+                    text, spans = find_words(render, messages, cast(list[int], locate["messages"]))
+                case "prompt":
+                    text, spans = render(messages, True), []
+                case "turns" if not has_generation_tag(self._template):
+                    text, spans, skips_header = find_turns(render, messages)
+                case what:
+                    text, spans = self._render(messages, tools, marks=what is not None)
         except RenderFailure as failure:
             return {"error": str(failure)}
         except MemoryError:
             return {"error": "the chat template needs too much memory for this conversation"}
-        return {"text": text, "spans": spans}
+        lost = lost_parts(messages, tools, text)
+        return {"text": text, "spans": spans, "lost": lost, "skips_header": skips_header}
 
     def _render(
         self, messages: list[ChatMessage], tools: list[object] | None, *, prompt: bool = False, marks: bool = False

@@ -15,20 +15,27 @@ that an uninterrupted run would get.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from copy import copy
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from ratel_cli.data.encode import Tokenizer
-from ratel_cli.data.ingest import load_token_cache
+from ratel_cli.data.file_names import TEST_REJECTS_NAME
+from ratel_cli.data.ingest import Demand, load_token_cache
 from ratel_cli.data.packing import Integers, MicroBatch, Sequences, assemble, one_per_sequence, pack, random_order
-from ratel_cli.data.rows import DatasetSource, open_source
+from ratel_cli.data.rows import DatasetSource, RowSource, open_source
 from ratel_cli.data.token_cache import TokenCache
-from ratel_cli.errors import BadInput
+from ratel_cli.data.tokenizer import Tokenizer
+from ratel_cli.errors import BadInput, ErrorList
 from ratel_cli.json_fields import hash_of
 from ratel_cli.units import counted
+
+WINDOW_SAMPLES = 1 << 14
+"""Samples of a stream that are packed and mixed together."""
 
 # The second part of each random order's key. The orders of epochs count up from the last.
 _ORDER_OF_SPLIT, _ORDER_OF_TIES, _ORDER_OF_EPOCHS = 0, 1, 2
@@ -59,25 +66,95 @@ class TrainingData:
     It opens the token cache for each step, so there is nothing to close.
     """
 
-    def __init__(self, cache: TokenCache, settings: DataSettings, *, padding_id: int) -> None:
-        """Raises BadInput if `val_set_size` leaves nothing to train on."""
+    def __init__(
+        self,
+        cache: TokenCache,
+        settings: DataSettings,
+        *,
+        padding_id: int,
+        weights: Sequence[float] = (),
+        eval_cache: TokenCache | None = None,
+        window_samples: int | None = None,
+    ) -> None:
+        """`weights`: of each dataset; empty: all are 1. `eval_cache`: the samples for evaluation; None: held-out ones.
+        `window_samples`: not None for a stream: the number of samples that are packed and mixed together, so that
+        more samples change nothing about the first.
+
+        Raises BadInput if `val_set_size` or the weights leave nothing to train on.
+        """
         train_ids, eval_ids = _split(len(cache.lengths), settings.val_set_size, settings.seed)
-        self._cache = cache
+        self._weights = tuple(weights) if any(weight != 1 for weight in weights) else ()
+        if self._weights:
+            counts = [each.num_samples for each in cache.summary.sources]
+            train_ids = _weighted(train_ids, counts, self._weights, settings.seed)
+        if eval_cache is not None:
+            assert not len(eval_ids)
+            eval_ids = np.arange(len(eval_cache.lengths))
+        self.cache = cache
+        """The samples of all datasets, those for evaluation by `val_set_size` too."""
+        self.eval_cache = cache if eval_cache is None else eval_cache
+        """The samples for evaluation, among others if they are held out."""
         self._settings = settings
         self._padding_id = padding_id
-        self._train_sequences = self._arrange(train_ids, mixed=settings.shuffle)
-        self._eval_sequences = self._arrange(eval_ids, mixed=False)
+        self._window_samples = window_samples
+        if window_samples is not None:
+            self._train_sequences = self._arrange_windows(train_ids, window_samples)
+        else:
+            self._train_sequences = self._arrange(cache, train_ids, mixed=settings.shuffle)
+        self._eval_sequences = self._arrange(self.eval_cache, eval_ids, mixed=False)
         self._sequences_per_step = settings.micro_batch_size * settings.gradient_accumulation_steps
         self._epoch_order: tuple[int, Integers] | None = None  # of the last requested epoch
-        self.fingerprint = hash_of({"tokens_sha256": cache.summary.tokens_sha256, **asdict(settings)})
-        """A hash of all tokens and labels, and of every setting that decides their order."""
         self.rejected = cache.summary.num_rejected
         """Number of rejected rows."""
         self.num_samples = len(train_ids)
+        """Samples of one epoch; a sample of a dataset with a weight counts as often as it comes."""
         self.num_eval_samples = len(eval_ids)
         self.num_tokens = int(cache.lengths[train_ids].sum())
         """Tokens of one epoch, without padding."""
         self.steps_per_epoch = -(-len(self._train_sequences) // self._sequences_per_step)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences of one epoch."""
+        return len(self._train_sequences)
+
+    @property
+    def packing_efficiency(self) -> float:
+        """Tokens of samples as a share of all tokens of one epoch's sequences, each padded to `sequence_len`."""
+        return self.num_tokens / (self.num_sequences * self._settings.sequence_len)
+
+    @property
+    def loss_share(self) -> float | None:
+        """Tokens with loss as a share of all tokens of the datasets, held-out samples included; None if not known."""
+        num_loss_tokens = self.cache.summary.num_loss_tokens
+        num_tokens = int(self.cache.lengths.sum())
+        return None if num_loss_tokens is None or not num_tokens else num_loss_tokens / num_tokens
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all tokens and labels, and of every setting that decides their order."""
+        sources = [each.num_samples for each in self.cache.summary.sources]
+        mixture = {"weights": self._weights, "samples": sources} if self._weights else {}
+        window = self._window_samples
+        tokens = self.cache.summary.tokens_sha256 if window is None else self._stream_hash(window)
+        return hash_of({"tokens_sha256": tokens, **asdict(self._settings), **mixture})
+
+    def _stream_hash(self, window: int) -> str:
+        """A hash of a stream's first window. A longer run reads more of it."""
+        first = self.cache.read(np.arange(min(window, len(self.cache.lengths))))
+        digest = hashlib.sha256(f"stream {window}".encode())
+        for sample in first:
+            digest.update(len(sample.input_ids).to_bytes(4, "little"))
+            digest.update(np.concatenate((sample.input_ids, sample.labels)).astype("<i4").tobytes())
+        return digest.hexdigest()
+
+    def split_by(self, micro_batch_size: int) -> TrainingData:
+        """The same steps in micro-batches of this many sequences, which must divide the sequences of a step."""
+        number, rest = divmod(self._sequences_per_step, micro_batch_size)
+        assert not rest
+        split = copy(self)
+        split._settings = replace(self._settings, micro_batch_size=micro_batch_size, gradient_accumulation_steps=number)
+        return split
 
     def step(self, step_index: int) -> list[MicroBatch]:
         """The micro-batches of one step. Steps are counted from 0 through all epochs. Raises EnvironmentFailure.
@@ -88,34 +165,44 @@ class TrainingData:
         epoch, within = divmod(step_index, self.steps_per_epoch)
         first = within * self._sequences_per_step
         wanted = self._order_of(epoch)[first : first + self._sequences_per_step]
-        return list(self._micro_batches(self._train_sequences, wanted))
+        return list(self._micro_batches(self.cache, self._train_sequences, wanted))
 
     def eval_batches(self) -> Iterator[MicroBatch]:
-        """The held-out samples, in the same batches every time. Raises EnvironmentFailure."""
-        return self._micro_batches(self._eval_sequences, np.arange(len(self._eval_sequences)))
+        """The samples for evaluation, in the same batches every time. Raises EnvironmentFailure."""
+        return self._micro_batches(self.eval_cache, self._eval_sequences, np.arange(len(self._eval_sequences)))
 
-    def _arrange(self, sample_ids: Integers, *, mixed: bool) -> Sequences:
+    def _arrange(self, cache: TokenCache, sample_ids: Integers, *, mixed: bool) -> Sequences:
         """The samples in sequences; `mixed` packs samples of one length in a random order."""
         if not self._settings.packing:
             return one_per_sequence(sample_ids)
-        count, lengths = len(sample_ids), self._cache.lengths[sample_ids]
+        count, lengths = len(sample_ids), cache.lengths[sample_ids]
         order = random_order(count, self._settings.seed, _ORDER_OF_TIES) if mixed else np.arange(count)
         return pack(sample_ids, lengths, capacity=self._settings.sequence_len, order=order)
 
+    def _arrange_windows(self, sample_ids: Integers, window: int) -> Sequences:
+        """The sequences of a stream in the order of their use: those of each window are packed and mixed together."""
+        parts: list[Integers] = []
+        for number, first in enumerate(range(0, len(sample_ids), window)):
+            part = self._arrange(self.cache, sample_ids[first : first + window], mixed=self._settings.shuffle)
+            mixed = random_order(len(part), self._settings.seed, _ORDER_OF_EPOCHS, number)
+            parts.extend(part[int(index)] for index in (mixed if self._settings.shuffle else range(len(part))))
+        starts = np.concatenate(([0], np.cumsum([len(part) for part in parts]))).astype(np.int64)
+        return Sequences(samples=np.concatenate(parts), starts=starts)
+
     def _order_of(self, epoch: int) -> Integers:
-        if not self._settings.shuffle:
+        if self._window_samples is not None or not self._settings.shuffle:
             return np.arange(len(self._train_sequences))
         if self._epoch_order is None or self._epoch_order[0] != epoch:
             order = random_order(len(self._train_sequences), self._settings.seed, _ORDER_OF_EPOCHS + epoch)
             self._epoch_order = (epoch, order)
         return self._epoch_order[1]
 
-    def _micro_batches(self, sequences: Sequences, wanted: Integers) -> Iterator[MicroBatch]:
+    def _micro_batches(self, cache: TokenCache, sequences: Sequences, wanted: Integers) -> Iterator[MicroBatch]:
         size = self._settings.micro_batch_size
         packed_tokens = self._settings.sequence_len if self._settings.packing else None
         for first in range(0, len(wanted), size):
             chosen = [sequences[int(index)] for index in wanted[first : first + size]]
-            samples = self._cache.read(np.concatenate(chosen))
+            samples = cache.read(np.concatenate(chosen))
             yield assemble(chosen, samples, packed_tokens=packed_tokens, padding_id=self._padding_id)
 
 
@@ -126,31 +213,101 @@ def load_training_data(
     tokenizer: Tokenizer,
     train_on_inputs: bool,
     cache_dir: Path,
-    rejects_path: Path,
+    rejects_path: Path | None,
     notice: Callable[[str], None],
+    test_sources: Sequence[DatasetSource] = (),
+    stream_steps: int | None = None,
+    window_samples: int = WINDOW_SAMPLES,
 ) -> TrainingData:
     """Read all samples, or find them in the cache, hold out the evaluation split, and pack the rest.
 
-    `rejects_path` gets the rejected rows, `notice` remarks for the user. Raises BadInput if the data cannot be used,
-    EnvironmentFailure if it cannot be read or the cache cannot be written.
+    `rejects_path` gets the rejected rows, and a file next to it those of `test_sources`, whose samples are for
+    evaluation; None: they are not written. `notice` gets remarks for the user. `stream_steps`: the sources are streams;
+    read only as many rows as this many steps need, and pack and mix `window_samples` at a time. Raises BadInput if the
+    data cannot be used, EnvironmentFailure if it cannot be read or the cache cannot be written.
     """
     if settings.sequence_len < 2:
         raise BadInput(
             f"sequence_len is {settings.sequence_len}; a sample needs at least 2 tokens", "set a larger sequence_len"
         )
-    cache = load_token_cache(
-        [open_source(source, notice=notice) for source in sources],
-        tokenizer=tokenizer,
-        sequence_len=settings.sequence_len,
-        train_on_inputs=train_on_inputs,
-        cache_dir=cache_dir,
-        rejects_path=rejects_path,
-        notice=notice,
-    )
+
+    demand = None
+    if stream_steps is not None:
+        assert not settings.val_set_size
+        demand = Demand(
+            num_sequences=stream_steps * settings.micro_batch_size * settings.gradient_accumulation_steps,
+            capacity=settings.sequence_len if settings.packing else None,
+            window_samples=window_samples,
+        )
+
+    def tokenised(
+        wanted: Sequence[DatasetSource], rejects: Path | None, key: str, demand: Demand | None = None
+    ) -> TokenCache:
+        return load_token_cache(
+            open_sources(wanted, key_of_sources=key, notice=notice, is_stream=demand is not None),
+            demand=demand,
+            key_of_sources=key,
+            tokenizer=tokenizer,
+            sequence_len=settings.sequence_len,
+            train_on_inputs=train_on_inputs,
+            cache_dir=cache_dir,
+            rejects_path=rejects,
+            notice=notice,
+        )
+
     padding_ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    test_rejects = None if rejects_path is None else rejects_path.with_name(TEST_REJECTS_NAME)
+    errors = ErrorList()
+    cache = errors.attempt(("datasets",), lambda: tokenised(sources, rejects_path, "datasets", demand))
+    eval_cache = None
+    if test_sources:
+        key = "test_datasets"
+        eval_cache = errors.attempt((key,), lambda: tokenised(test_sources, test_rejects, key))
+    errors.raise_all()
+    assert cache is not None
     return TrainingData(
-        cache, settings, padding_id=next(padding_id for padding_id in padding_ids if padding_id is not None)
+        cache,
+        settings,
+        padding_id=next(padding_id for padding_id in padding_ids if padding_id is not None),
+        weights=[source.weight for source in sources] if demand is None else (),
+        window_samples=window_samples if demand is not None else None,
+        eval_cache=eval_cache,
     )
+
+
+def open_sources(
+    sources: Sequence[DatasetSource], *, key_of_sources: str, notice: Callable[[str], None], is_stream: bool
+) -> list[RowSource]:
+    """Find the files of all sources, as `open_source` does. Raises its errors, those of all sources at once."""
+    errors = ErrorList()
+    opened = [
+        errors.attempt(
+            (key_of_sources, number, "path"), partial(open_source, source, notice=notice, is_stream=is_stream)
+        )
+        for number, source in enumerate(sources)
+    ]
+    errors.raise_all()
+    return [each for each in opened if each is not None]
+
+
+def _weighted(sample_ids: Integers, counts: Sequence[int], weights: Sequence[float], seed: int) -> Integers:
+    """The samples of an epoch `[samples]`, ascending, with repetitions: each dataset's as often as its weight says.
+
+    `sample_ids`: `[samples]`, ascending. `counts`: the samples of each dataset. Of a weight like 2.3 the 0.3 is a
+    random part of the dataset, the same in each epoch. Raises BadInput if nothing is left.
+    """
+    parts = []
+    end = 0
+    for number, (count, weight) in enumerate(zip(counts, weights, strict=True)):
+        ids = sample_ids[np.searchsorted(sample_ids, end) : np.searchsorted(sample_ids, end + count)]
+        end += count
+        whole, rest = divmod(weight, 1)
+        chosen = random_order(len(ids), seed, _ORDER_OF_TIES, number)[: round(rest * len(ids))]
+        parts.append(np.sort(np.concatenate((np.repeat(ids, int(whole)), ids[chosen]))))
+    weighted = np.concatenate(parts)
+    if not len(weighted):
+        raise BadInput("the weights of the datasets leave nothing to train on", "set larger weights")
+    return weighted
 
 
 def _split(num_samples: int, val_set_size: float, seed: int) -> tuple[Integers, Integers]:

@@ -7,55 +7,23 @@ inference. A sample has at most `sequence_len` tokens, and at least one label wi
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from ratel_cli.closing import Closing
-from ratel_cli.data.chat import ChatRenderer, RenderedChat
+from ratel_cli.data.chat import ChatRenderer, RenderedChat, located_messages
 from ratel_cli.data.chat_child import has_generation_tag
-from ratel_cli.data.formats import ChatDraft, Draft, TextDraft, TokensDraft, Unusable
+from ratel_cli.data.drafts import ChatDraft, Draft, TextDraft, TokensDraft, Unusable
+from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer
 from ratel_cli.errors import BadInput, excerpt
-from ratel_cli.json_fields import hash_of
 from ratel_cli.sizes import IGNORED_TARGET
 
 TokenIds = npt.NDArray[np.int32]
 """Token ids or labels `[tokens]`."""
-
-
-class FastBackend(Protocol):
-    """The part that we use of the `tokenizers` object in a fast tokenizer."""
-
-    def to_str(self) -> str: ...
-
-
-class Tokenizer(Protocol):
-    """The part that we use of a tokenizer of transformers."""
-
-    is_fast: bool
-    eos_token_id: int | None
-    pad_token_id: int | None
-    special_tokens_map: Mapping[str, object]
-    chat_template: object
-    backend_tokenizer: FastBackend
-
-    def __len__(self) -> int: ...
-    def __call__(
-        self,
-        text: list[str],
-        *,
-        add_special_tokens: bool,
-        return_offsets_mapping: bool,
-        return_attention_mask: bool,
-        return_token_type_ids: bool,
-        verbose: bool,
-    ) -> Mapping[str, object]: ...
-    def get_chat_template(self) -> str: ...
-    def get_vocab(self) -> dict[str, int]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,34 +44,28 @@ class Encoded:
     """One; several if a long text was split."""
     truncated: bool = False
     """Whether tokens beyond `sequence_len` were dropped."""
-
-
-def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """A hash of everything that token ids depend on: vocabulary, merges, normalisation, special tokens, template."""
-    if tokenizer.is_fast:
-        state = json.loads(tokenizer.backend_tokenizer.to_str())
-        state.pop("truncation", None)  # left by the last call of the tokenizer
-        state.pop("padding", None)
-    else:
-        state = {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
-    whole = [state, {key: str(value) for key, value in tokenizer.special_tokens_map.items()}, tokenizer.chat_template]
-    return hash_of(whole)
-
-
-def has_chat_template(tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer has a chat template, or a default one among several."""
-    template = tokenizer.chat_template
-    return "default" in template if isinstance(template, dict) else bool(template)
+    lost: tuple[str, ...] = ()
+    """What the chat template did not write, such as tool calls."""
+    skips_header: bool = False
+    """Whether the chat template has no generation prompt, so that loss begins behind the headers of turns."""
 
 
 class SampleEncoder(Closing):
     """Turns drafts into samples. Owns the chat renderer, which starts with the first conversation."""
 
-    def __init__(self, tokenizer: Tokenizer, *, sequence_len: int, train_on_inputs: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        sequence_len: int,
+        train_on_inputs: bool,
+        notice: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._sequence_len = sequence_len
         self._train_on_inputs = train_on_inputs
-        self._prefix = _opening_tokens(tokenizer)
+        self._notice = notice
+        self._prefix = [] if isinstance(tokenizer, NoTokenizer) else opening_tokens(tokenizer)
         self._vocabulary = len(tokenizer)
         self._renderer: ChatRenderer | None = None
 
@@ -158,10 +120,16 @@ class SampleEncoder(Closing):
 
     def _encode_chats(self, drafts: Sequence[ChatDraft]) -> Iterator[Encoded | Unusable]:
         rendered = [self._render(draft) for draft in drafts]
-        chats = [chat for chat in rendered if isinstance(chat, RenderedChat)]
+        chats = [(draft, chat) for draft, chat in zip(drafts, rendered, strict=True) if isinstance(chat, RenderedChat)]
         encoded = iter(self._encode_rendered(chats))
         for chat in rendered:
-            yield next(encoded) if isinstance(chat, RenderedChat) else chat
+            if isinstance(chat, RenderedChat):
+                answer = next(encoded)
+                if isinstance(answer, Encoded):
+                    answer = replace(answer, lost=chat.lost, skips_header=chat.skips_header)
+                yield answer
+            else:
+                yield chat
 
     def _render(self, draft: ChatDraft) -> RenderedChat | Unusable:
         if not (self._tokenizer.is_fast or self._train_on_inputs):
@@ -171,37 +139,70 @@ class SampleEncoder(Closing):
             )
         if self._renderer is None:
             variables = self._tokenizer.special_tokens_map
-            self._renderer = ChatRenderer(self._tokenizer.get_chat_template(), variables)
+            self._renderer = ChatRenderer(self._tokenizer.get_chat_template(), variables, notice=self._notice)
         try:
-            return self._renderer.render(draft, locate_turns=not self._train_on_inputs)
+            return self._renderer.render(draft, locate=not self._train_on_inputs)
         except Unusable as unusable:
             return unusable
 
-    def _encode_rendered(self, chats: list[RenderedChat]) -> Iterator[Encoded | Unusable]:
+    def _encode_rendered(self, chats: list[tuple[ChatDraft, RenderedChat]]) -> Iterator[Encoded | Unusable]:
         if self._train_on_inputs:
-            for ids in self._tokenise([chat.text for chat in chats]):
+            for ids in self._tokenise([chat.text for _, chat in chats]):
                 input_ids = np.array(ids, dtype=np.int32)
                 yield self._truncate(input_ids, input_ids)
             return
-        inferred = not has_generation_tag(self._tokenizer.get_chat_template()) if chats else False
-        batch = self._call([chat.text for chat in chats], offsets=True)
+        has_marks = has_generation_tag(self._tokenizer.get_chat_template()) if chats else False
+        batch = self._call([chat.text for _, chat in chats], offsets=True)
         ids_of, offsets_of = cast(list[list[int]], batch["input_ids"]), batch["offset_mapping"]
-        prompts = [chat.text[:start] for chat in chats for start, _ in chat.spans] if inferred else []
-        prompt_ids = iter(self._tokenise(prompts))
-        for chat, ids, offsets in zip(chats, ids_of, cast(list[list[tuple[int, int]]], offsets_of), strict=True):
-            prefixes = [next(prompt_ids) for _ in chat.spans] if inferred else []
+        prompts = [self._prompts(draft, chat, has_marks=has_marks) for draft, chat in chats]
+        prompt_ids = iter(self._tokenise([text for texts in prompts for text in texts]))
+        found = zip(chats, prompts, ids_of, cast(list[list[tuple[int, int]]], offsets_of), strict=True)
+        for (draft, chat), texts, ids, offsets in found:
+            prefixes = [next(prompt_ids) for _ in texts]
             input_ids = np.array(ids, dtype=np.int32)
-            labels = np.full_like(input_ids, IGNORED_TARGET)
             char_spans = np.array(offsets, dtype=np.int64).reshape(-1, 2)
             try:
-                for index, span in enumerate(chat.spans):
-                    first, last = _tokens_of(char_spans, span, exact=inferred)
-                    if inferred and first < last and ids[:first] != prefixes[index]:
-                        raise Unusable(_NOT_SEPARATE)
-                    labels[first:last] = input_ids[first:last]
+                if draft.trained is not None:
+                    labels = self._label_words(draft, chat, input_ids, char_spans)
+                else:
+                    labels = _label_turns(chat, input_ids, char_spans, prefixes)
                 yield self._truncate(input_ids, labels)
             except Unusable as unusable:
                 yield unusable
+
+    def _prompts(self, draft: ChatDraft, chat: RenderedChat, *, has_marks: bool) -> list[str]:
+        """What stands before each turn, where a prompt for that turn has to have the same tokens at inference."""
+        if draft.trained is not None or (has_marks and draft.completion_from is None):
+            return []
+        return [chat.text[: span[0]] for span in chat.spans if span is not None]
+
+    def _label_words(
+        self, draft: ChatDraft, chat: RenderedChat, input_ids: TokenIds, char_spans: npt.NDArray[np.int64]
+    ) -> TokenIds:
+        """The labels of the words of the trained messages, and of EOS tokens: axolotl's `roles_to_train`.
+
+        `char_spans`: `[tokens, 2]`. A message's EOS token is the first within a few tokens behind its words.
+        """
+        assert draft.trained is not None
+        labels = np.full_like(input_ids, IGNORED_TARGET)
+        last_eos: int | None = None
+        for index, span in zip(located_messages(draft), chat.spans, strict=True):
+            is_trained = index in draft.trained
+            if span is None:
+                if is_trained:
+                    raise Unusable(f"message {index + 1} cannot be located in the rendered conversation")
+                continue
+            first, last = _tokens_of(char_spans, span, exact=False)
+            if is_trained:
+                labels[first:last] = input_ids[first:last]
+            behind = np.flatnonzero(input_ids[last : last + _MOST_BEFORE_EOS + 1] == self._tokenizer.eos_token_id)
+            if first < last and len(behind):
+                last_eos = last + int(behind[0])
+                if draft.train_on_eos == "all" or (draft.train_on_eos == "turn" and is_trained):
+                    labels[last_eos] = input_ids[last_eos]
+        if draft.train_on_eos == "last" and last_eos is not None:
+            labels[last_eos] = input_ids[last_eos]
+        return labels
 
     def _encode_tokens(self, draft: TokensDraft) -> Encoded | Unusable:
         if not draft.input_ids:
@@ -239,16 +240,20 @@ class SampleEncoder(Closing):
     def _call(self, texts: list[str], *, offsets: bool) -> Mapping[str, object]:
         if not texts:
             return {"input_ids": [], "offset_mapping": []}
-        return _tokenised(self._tokenizer, texts, special=False, offsets=offsets)
+        return tokenised(self._tokenizer, texts, special=False, offsets=offsets)
 
 
+_MOST_BEFORE_EOS = 3  # tokens that a template may write between a message and its EOS token, as in axolotl
 _NOT_SEPARATE = (
     "one token contains text from inside and outside an assistant turn, so loss cannot be limited to the turn; "
     "the chat template must separate turns, for example with special tokens"
 )
 
 
-def _tokenised(tokenizer: Tokenizer, texts: list[str], *, special: bool, offsets: bool) -> Mapping[str, object]:
+def tokenised(tokenizer: Tokenizer, texts: list[str], *, special: bool, offsets: bool) -> Mapping[str, object]:
+    """What the tokenizer returns for some texts. `special`: with the tokens that it adds by itself; `offsets`: with the
+    characters of each token. Raises BadInput if it fails.
+    """
     try:
         return tokenizer(
             texts,
@@ -263,6 +268,24 @@ def _tokenised(tokenizer: Tokenizer, texts: list[str], *, special: bool, offsets
             f"the tokenizer fails on a text: {excerpt(str(error))}",
             hint="use the tokenizer files that belong to the model",
         ) from error
+
+
+def _label_turns(
+    chat: RenderedChat, input_ids: TokenIds, char_spans: npt.NDArray[np.int64], prefixes: list[list[int]]
+) -> TokenIds:
+    """The labels of whole turns. `char_spans`: `[tokens, 2]`, `prefixes`: for each turn the tokens of its prompt.
+
+    Without prefixes the template has marked the turns. Raises Unusable if a turn would be trained after other tokens
+    than those of its prompt.
+    """
+    labels = np.full_like(input_ids, IGNORED_TARGET)
+    for index, span in enumerate(chat.spans):
+        assert span is not None
+        first, last = _tokens_of(char_spans, span, exact=bool(prefixes))
+        if prefixes and first < last and input_ids[:first].tolist() != prefixes[index]:
+            raise Unusable(_NOT_SEPARATE)
+        labels[first:last] = input_ids[first:last]
+    return labels
 
 
 def _tokens_of(offsets: npt.NDArray[np.int64], span: tuple[int, int], *, exact: bool) -> tuple[int, int]:
@@ -280,11 +303,11 @@ def _tokens_of(offsets: npt.NDArray[np.int64], span: tuple[int, int], *, exact: 
     return first, last
 
 
-def _opening_tokens(tokenizer: Tokenizer) -> list[int]:
+def opening_tokens(tokenizer: Tokenizer) -> list[int]:
     """The tokens that the tokenizer itself puts before a text: a BOS token, or none."""
 
     def ids(*, special: bool) -> list[int]:
-        batch = _tokenised(tokenizer, ["a"], special=special, offsets=False)
+        batch = tokenised(tokenizer, ["a"], special=special, offsets=False)
         return cast(list[list[int]], batch["input_ids"])[0]
 
     plain, full = ids(special=False), ids(special=True)

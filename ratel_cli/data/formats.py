@@ -7,17 +7,27 @@ Invariant: a row becomes exactly one draft or raises `Unusable` with the reason.
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ratel_cli.data.chat_child import ChatMessage
+from ratel_cli.data.conversations import (
+    TurnOptions,
+    conversation,
+    instruction,
+    prompt_and_completion,
+    text_in,
+)
+from ratel_cli.data.drafts import Draft, TextDraft, TokensDraft, Unusable
 from ratel_cli.data.lines import json_name
 from ratel_cli.data.rows import DatasetSource
 from ratel_cli.errors import BadInput, printable
 
-Kind = Literal["completion", "prompt_completion", "alpaca", "messages", "question_answer", "tokens"]
+Kind = Literal[
+    "completion", "prompt_completion", "alpaca", "messages", "chat_completion", "instruction", "question_answer",
+    "tokens",
+]  # fmt: skip
+_CONVERSATIONS = ("messages", "chat_completion", "instruction", "question_answer")
 
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "observation": "tool"}
 _INT32_MAX = 2**31 - 1
 
 # The prompts of Stanford Alpaca. Models that were tuned on them expect exactly these words.
@@ -32,43 +42,6 @@ _ALPACA_WITH_INPUT = (
 )
 
 
-class Unusable(Exception):
-    """Why one row cannot be trained on."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextDraft:
-    """A text that ends with an EOS token."""
-
-    prompt: str
-    """Has loss only with `train_on_inputs`."""
-    answer: str
-    """Has loss."""
-    splittable: bool = False
-    """Whether a text that is too long becomes several samples. Otherwise it is truncated."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatDraft:
-    """A conversation for the tokenizer's chat template. Its assistant turns have loss."""
-
-    messages: list[ChatMessage]
-    """Each has a role, and content or tool calls; further keys are for the template."""
-    tools: list[object] | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokensDraft:
-    """Token ids that need no tokenizer."""
-
-    input_ids: list[int]
-    labels: list[int]
-    """The target of each token; -100 where there is no loss."""
-
-
-Draft = TextDraft | ChatDraft | TokensDraft
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFormat:
     """How the rows of one source become drafts."""
@@ -76,26 +49,30 @@ class RowFormat:
     kind: Kind
     columns: tuple[str, ...]
     """Names of the columns that this kind reads, in the order of their roles."""
+    turns: TurnOptions = field(default_factory=TurnOptions)
+    """For conversations."""
 
     def draft(self, record: dict[str, object]) -> Draft:
         """Turn one row into a draft. Raises Unusable."""
         match self.kind:
             case "completion":
-                return TextDraft(prompt="", answer=_text(record, self.columns[0]), splittable=True)
+                return TextDraft(prompt="", answer=text_in(record, self.columns[0]), splittable=True)
             case "prompt_completion":
                 prompt, completion = self.columns
-                return TextDraft(prompt=_text(record, prompt), answer=_text(record, completion))
+                return TextDraft(prompt=text_in(record, prompt), answer=text_in(record, completion))
             case "alpaca":
-                return _alpaca(record, *self.columns)
+                return _alpaca(record, self.columns, system=self.turns.system)
             case "messages":
-                return ChatDraft(messages=_messages(record, self.columns[0]), tools=_tools(record))
+                return conversation(record, self.columns[0], self.turns)
+            case "chat_completion":
+                return prompt_and_completion(record, (self.columns[0], self.columns[1]), self.turns)
+            case "instruction":
+                return instruction(record, self.columns, self.turns)
             case "question_answer":
-                question, answer = (_text(record, column) for column in self.columns)
-                turns: list[ChatMessage] = [
-                    {"role": "user", "content": question},
-                    {"role": "assistant", "content": answer},
-                ]
-                return ChatDraft(messages=turns, tools=None)
+                question, answer = (text_in(record, column) for column in self.columns)
+                return self.turns.draft(
+                    [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], None
+                )
             case "tokens":
                 return _tokens(record)
 
@@ -107,51 +84,104 @@ class RowFormat:
             "completion": f"type completion: text from {first}, loss on all of it",
             "prompt_completion": f"type completion: {first} followed by {last}, loss on {last}",
             "alpaca": f"type alpaca: the Alpaca prompt with {', '.join(columns)}, loss on {last}",
-            "messages": f"type chat_template: conversations from {first}, loss on assistant turns",
+            "messages": f"type chat_template: conversations from {first}, loss on {self._trained_turns()}",
+            "chat_completion": f"type chat_template: conversations from {first} and {last}, loss on all of {last}",
+            "instruction": f"type chat_template: {', '.join(columns)} as turns, loss on {self._trained_turns()}",
             "question_answer": f"type chat_template: {first} and {last} as two turns, loss on {last}",
             "tokens": "type tokens: token ids from input_ids, and labels if there are any",
         }[self.kind]
 
+    def _trained_turns(self) -> str:
+        if not self.turns.chooses_turns:
+            return "assistant turns"
+        roles = " and ".join(map(printable, self.turns.roles_to_train or ("assistant",)))
+        eos = self.turns.train_on_eos or "turn"
+        behind = {"all": "every turn", "turn": "these turns", "last": "the last turn"}.get(eos)
+        return f"{roles} turns" + (f" and on the EOS token of {behind}" if behind else " without their EOS tokens")
+
 
 def decide_format(source: DatasetSource, record: dict[str, object], *, has_chat_template: bool) -> RowFormat:
     """Choose the format of a source from its settings and its first row. Raises BadInput if no type fits."""
-    found = _matching_format(source, record.keys(), has_chat_template=has_chat_template)
+    found = _matching_format(source, record, has_chat_template=has_chat_template)
+    if found is None or (found.kind == "messages" and found.columns[0] not in record):
+        _reject_preferences(source, record)
     if found is None:
         names = ", ".join(map(printable, record)) or "(none)"
         raise BadInput(
             f"{printable(source.path)}: no type of dataset has the columns {names}",
             hint="set the type and the names of its columns, for example type: completion and field: NAME",
         )
-    if found.kind in ("messages", "question_answer") and not has_chat_template:
+    if found.kind in _CONVERSATIONS and not has_chat_template:
         raise BadInput(
             f"{printable(source.path)}: its rows are conversations, but the tokenizer has no chat template",
-            hint="use a base model whose tokenizer has one, or set type: alpaca or type: completion",
+            hint="set chat_template, or use a base model whose tokenizer has one, or set type: alpaca or type: "
+            "completion",
         )
-    return found
+    return replace(found, turns=_turn_options(source))
 
 
-def _matching_format(source: DatasetSource, names: AbstractSet[str], *, has_chat_template: bool) -> RowFormat | None:
-    alpaca = RowFormat(kind="alpaca", columns=(source.field_instruction, source.field_input, source.field_output))
+def _reject_preferences(source: DatasetSource, record: dict[str, object]) -> None:
+    """Raise BadInput if the rows are for preference tuning: pairs of answers, or answers with a verdict."""
+    names = record.keys()
+    if {"chosen", "rejected"} <= names:
+        what = "pairs of a chosen and a rejected answer, for preference tuning (DPO, ORPO, reward models)"
+        is_chat = isinstance(record["chosen"], list)
+        column = "type: chat_template and field_messages: chosen" if is_chat else "field: chosen"
+        hint: str | None = f"to train on the chosen answers only, set {column}"
+    elif {"kto_tag"} <= names or ({"prompt", "completion", "label"} <= names and isinstance(record["label"], bool)):
+        what, hint = "answers with a verdict, for preference tuning (KTO)", None
+    elif {"prompt", "completions", "labels"} <= names:
+        what, hint = "solutions with a verdict for each step, for a reward model", None
+    else:
+        return
+    raise BadInput(f"{printable(source.path)}: its rows are {what}; Ratel does supervised fine-tuning only", hint=hint)
+
+
+def _turn_options(source: DatasetSource) -> TurnOptions:
+    return TurnOptions(
+        properties=source.message_property_mappings or {},
+        roles={name: role for role, names in (source.roles or {}).items() for name in names},
+        tools=source.field_tools,
+        system=source.field_system,
+        roles_to_train=source.roles_to_train,
+        train_on_eos=source.train_on_eos,
+        training_key=source.message_field_training,
+    )
+
+
+def _matching_format(source: DatasetSource, record: dict[str, object], *, has_chat_template: bool) -> RowFormat | None:
+    names = record.keys()
+    columns = (source.field_instruction, source.field_input, source.field_output)
+    alpaca = RowFormat(kind="alpaca", columns=columns)
     match source.type:
         case "tokens":
             return _TOKENS
         case "chat_template":
+            history = (source.field_history,) if source.field_history is not None else ()
+            turns = RowFormat(kind="instruction", columns=(*columns, *history))
             fallback = RowFormat(kind="messages", columns=(source.field_messages,))
-            return _conversation(source, names) or (_QUESTIONS if _asks(names) else fallback)
+            guesses = (
+                _conversation(source, names),
+                _QUESTIONS if _asks(names) else None,
+                _chat_completion(record),
+                turns if {source.field_instruction, source.field_output} <= names else None,
+            )
+            return next((guess for guess in guesses if guess is not None), fallback)
         case "alpaca":
             return alpaca
         case "completion":
             return _plain_text(source, names) or RowFormat(kind="completion", columns=(source.field,))
         case "auto":
             questions = replace(alpaca, columns=("question", source.field_input, "answer"))
-            guesses = (
+            of_all_types = (
                 _TOKENS if "input_ids" in names else None,
                 _conversation(source, names),
                 alpaca if {source.field_instruction, source.field_output} <= names else None,
-                _plain_text(source, names),
+                _chat_completion(record) if source.field not in names else None,
+                _preference_free(source, record),
                 (_QUESTIONS if has_chat_template else questions) if _asks(names) else None,
             )
-            return next((guess for guess in guesses if guess is not None), None)
+            return next((guess for guess in of_all_types if guess is not None), None)
 
 
 _TOKENS = RowFormat(kind="tokens", columns=("input_ids", "labels"))
@@ -169,6 +199,18 @@ def _conversation(source: DatasetSource, names: AbstractSet[str]) -> RowFormat |
     return None if found is None else RowFormat(kind="messages", columns=(found,))
 
 
+def _chat_completion(record: dict[str, object]) -> RowFormat | None:
+    is_chat = isinstance(record.get("prompt"), list) and isinstance(record.get("completion"), list)
+    return RowFormat(kind="chat_completion", columns=("prompt", "completion")) if is_chat else None
+
+
+def _preference_free(source: DatasetSource, record: dict[str, object]) -> RowFormat | None:
+    """Plain text, unless the prompts and completions are there to be judged."""
+    found = _plain_text(source, record.keys())
+    is_judged = isinstance(record.get("label"), bool)
+    return None if found is not None and found.kind == "prompt_completion" and is_judged else found
+
+
 def _plain_text(source: DatasetSource, names: AbstractSet[str]) -> RowFormat | None:
     if source.field in names or source.field != "text":
         return RowFormat(kind="completion", columns=(source.field,))
@@ -177,66 +219,14 @@ def _plain_text(source: DatasetSource, names: AbstractSet[str]) -> RowFormat | N
     return None
 
 
-def _text(record: dict[str, object], column: str) -> str:
-    if column not in record:
-        raise Unusable(f"the field {printable(column)!r} is missing")
-    return _checked_text(record[column], column)
-
-
-def _checked_text(value: object, what: str) -> str:
-    if not isinstance(value, str):
-        raise Unusable(f"{printable(what)!r} must be text, not {json_name(value)}")
-    if not value.isascii():
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            raise Unusable(f"{printable(what)!r} contains half of a surrogate pair") from None
-    return value
-
-
-def _alpaca(record: dict[str, object], instruction: str, extra: str, output: str) -> TextDraft:
-    asked, answer = _text(record, instruction), _text(record, output)
-    context = "" if record.get(extra) is None else _text(record, extra)
+def _alpaca(record: dict[str, object], columns: tuple[str, ...], *, system: str | None) -> TextDraft:
+    instruction_column, extra, output = columns
+    asked, answer = text_in(record, instruction_column), text_in(record, output)
+    context = "" if record.get(extra) is None else text_in(record, extra)
     form = _ALPACA_WITH_INPUT if context.strip() else _ALPACA
+    if system is not None and record.get(system) is not None and (prompt := text_in(record, system)).strip():
+        form = prompt.replace("{", "{{").replace("}", "}}") + form[form.index("\n\n") :]
     return TextDraft(prompt=form.format(instruction=asked, input=context), answer=answer)
-
-
-def _messages(record: dict[str, object], column: str) -> list[ChatMessage]:
-    if column not in record:
-        raise Unusable(f"the field {printable(column)!r} is missing")
-    turns = record[column]
-    if not isinstance(turns, list):
-        raise Unusable(f"{printable(column)!r} must be an array of messages, not {json_name(turns)}")
-    if not turns:
-        raise Unusable("the conversation has no messages")
-    return [_message(turn, f"message {index + 1}") for index, turn in enumerate(turns)]
-
-
-def _message(turn: object, where: str) -> ChatMessage:
-    """Check role and content, and rename ShareGPT's `from` and `value`. Other keys stay, for the template."""
-    if not isinstance(turn, dict):
-        raise Unusable(f"{where} must be an object, not {json_name(turn)}")
-    message = {key: value for key, value in turn.items() if value is not None}
-    if "role" not in message and "from" in message:
-        role = message.pop("from")
-        message["role"] = _ROLES.get(role, role) if isinstance(role, str) else role
-        if "value" in message:
-            message["content"] = message.pop("value")
-    if "role" not in message:
-        raise Unusable(f"{where} has no role")
-    _checked_text(message["role"], f"role of {where}")
-    if "content" in message:
-        _checked_text(message["content"], f"content of {where}")
-    elif not message.get("tool_calls"):
-        raise Unusable(f"{where} has no content")
-    return message
-
-
-def _tools(record: dict[str, object]) -> list[object] | None:
-    tools = record.get("tools")
-    if tools is None or isinstance(tools, list):
-        return tools or None
-    raise Unusable(f"'tools' must be an array, not {json_name(tools)}")
 
 
 def _tokens(record: dict[str, object]) -> TokensDraft:

@@ -7,17 +7,22 @@ whole cache is written or nothing of it.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from operator import sub
 from pathlib import Path
 
-from ratel_cli.data.encode import Encoded, SampleEncoder, Tokenizer, has_chat_template, tokenizer_hash
-from ratel_cli.data.formats import Draft, RowFormat, Unusable, decide_format
+from ratel_cli.data.drafts import Draft, Unusable
+from ratel_cli.data.encode import Encoded, SampleEncoder
+from ratel_cli.data.formats import RowFormat, decide_format
 from ratel_cli.data.lines import MAX_ROW_BYTES, Reject, Row
 from ratel_cli.data.rows import RowSource
-from ratel_cli.data.token_cache import FORMAT_VERSION, TokenCache, TokenCacheWriter, copy_rejects
-from ratel_cli.errors import BadInput, EnvironmentFailure, printable
+from ratel_cli.data.token_cache import FORMAT_VERSION, SourceCounts, TokenCache, TokenCacheWriter, copy_rejects
+from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template, tokenizer_hash
+from ratel_cli.errors import BadInput, EnvironmentFailure, ErrorList, printable
 from ratel_cli.json_fields import hash_of
 
 _GROUP_ROWS = 256
@@ -33,24 +38,32 @@ def load_token_cache(
     sequence_len: int,
     train_on_inputs: bool,
     cache_dir: Path,
-    rejects_path: Path,
+    rejects_path: Path | None,
     notice: Callable[[str], None],
+    demand: Demand | None = None,
+    key_of_sources: str = "datasets",
 ) -> TokenCache:
     """The tokenised samples of all sources. They come from the cache if exactly these were tokenised before.
 
-    `notice` gets remarks for the user, `rejects_path` the rejected rows. Raises BadInput if the data cannot be used,
-    EnvironmentFailure if it cannot be read or the cache cannot be written.
+    `demand`: the sources are streams, and only as much of them is read; None: all of them is.
+    `notice` gets remarks for the user, `rejects_path` the rejected rows if it is not None. `key_of_sources` is their
+    key in the config, for errors. Raises BadInput if the data cannot be used, EnvironmentFailure if it cannot be read
+    or the cache cannot be written. The error has those of all sources, as far as their first rows show them.
     """
-    key = _cache_key(sources, tokenizer=tokenizer, sequence_len=sequence_len, train_on_inputs=train_on_inputs)
+    key = _cache_key(
+        sources, tokenizer=tokenizer, sequence_len=sequence_len, train_on_inputs=train_on_inputs, demand=demand
+    )
     try:
         cache = TokenCache.open(cache_dir / key, notice=notice)
         if cache is None:
-            encoder = SampleEncoder(tokenizer, sequence_len=sequence_len, train_on_inputs=train_on_inputs)
+            encoder = SampleEncoder(
+                tokenizer, sequence_len=sequence_len, train_on_inputs=train_on_inputs, notice=notice
+            )
             with encoder, TokenCacheWriter(cache_dir / key) as writer:
-                return _Ingestion(encoder, writer, sequence_len, rejects_path, notice).run(
-                    sources, has_chat_template=has_chat_template(tokenizer)
-                )
-        copy_rejects(cache.directory, rejects_path)
+                ingestion = _Ingestion(tokenizer, encoder, writer, sequence_len, rejects_path, notice, key_of_sources)
+                return ingestion.run(sources, demand)
+        if rejects_path is not None:
+            copy_rejects(cache.directory, rejects_path)
     except OSError as error:
         path = printable(str(error.filename or cache_dir))
         is_full = error.errno == errno.ENOSPC
@@ -63,53 +76,119 @@ def load_token_cache(
     return cache
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """How much a run needs of its streams."""
+
+    num_sequences: int
+    """Sequences of the whole run."""
+    capacity: int | None
+    """Tokens of a sequence; None: a sequence is one sample."""
+    window_samples: int
+    """Samples that are packed and mixed together. The last window that a run needs is read to its end."""
+
+
 class _Ingestion:
     """One pass over all sources, with its counts."""
 
     def __init__(
         self,
+        tokenizer: Tokenizer,
         encoder: SampleEncoder,
         writer: TokenCacheWriter,
         sequence_len: int,
-        rejects_path: Path,
+        rejects_path: Path | None,
         notice: Callable[[str], None],
+        key_of_sources: str,
     ) -> None:
+        self._key_of_sources = key_of_sources
+        self._tokenizer = tokenizer
         self._encoder = encoder
         self._writer = writer
         self._sequence_len = sequence_len
         self._rejects_path = rejects_path
         self._notice = notice
         self._notices: list[str] = []
+        self._sources: list[SourceCounts] = []
         self._first_rejects: list[Reject] = []
         self._num_rows = 0
         self._num_truncated = 0
         self._num_split = 0
+        self._num_lost: Counter[str] = Counter()
+        self._skips_header = False
 
-    def run(self, sources: Sequence[RowSource], *, has_chat_template: bool) -> TokenCache:
-        """Read every source to its end or its `max_samples`, and finish the cache. Raises BadInput."""
+    def run(self, sources: Sequence[RowSource], demand: Demand | None) -> TokenCache:
+        """Read every source to its end or its `max_samples`, or until the demand is met. Raises BadInput."""
+        if demand is None:
+            self._read_all(sources)
+        else:
+            self._read_streams(sources, demand)
         for source in sources:
-            self._read(source, has_chat_template=has_chat_template)
             source.check_unchanged()
-        self._writer.copy_rejects(self._rejects_path)
+        if self._rejects_path is not None:
+            self._writer.copy_rejects(self._rejects_path)
         self._check_rejects(sources)
         longer = f"longer than sequence_len ({self._sequence_len} tokens)"
         if self._num_split:
             self._note(f"split {self._num_split} of {self._num_rows} texts: {longer}")
         if self._num_truncated:
             self._note(f"truncated {self._num_truncated} of {self._num_rows} samples: {longer}")
+        for lost, number in sorted(self._num_lost.items()):
+            self._note(f"the chat template leaves out {lost} in {number} of {self._num_rows} conversations")
+        if self._skips_header:
+            self._note(
+                "the chat template has no generation prompt: loss begins at the first word of an assistant turn, after "
+                "its header"
+            )
         if self._writer.num_rejected:
             self._note(f"rejected {self._writer.num_rejected} of {self._num_rows} rows: see {self._rejects_name}")
-        return self._writer.finish(num_rows=self._num_rows, notices=tuple(self._notices))
+        return self._writer.finish(num_rows=self._num_rows, notices=tuple(self._notices), sources=tuple(self._sources))
 
     @property
     def _rejects_name(self) -> str:
-        return printable(str(self._rejects_path))
+        return "`ratel data CONFIG --bad`" if self._rejects_path is None else printable(str(self._rejects_path))
 
     def _note(self, text: str) -> None:
         self._notices.append(text)
         self._notice(text)
 
-    def _read(self, source: RowSource, *, has_chat_template: bool) -> None:
+    def _counts(self) -> tuple[int, int, int, int]:
+        return self._num_rows, self._writer.num_rejected, self._num_truncated, self._writer.num_samples
+
+    def _read_all(self, sources: Sequence[RowSource]) -> None:
+        """Read one source after another, to its end or its `max_samples`. After an error, only the first rows."""
+        errors = ErrorList()
+
+        def read(source: RowSource) -> None:
+            with closing(self._read(source)) as groups:
+                for _ in groups:
+                    if errors:
+                        return
+
+        for number, source in enumerate(sources):
+            before = self._counts()
+            errors.attempt((self._key_of_sources, number, "path"), partial(read, source))
+            self._sources.append(SourceCounts(*map(sub, self._counts(), before)))
+        errors.raise_all()
+
+    def _read_streams(self, sources: Sequence[RowSource], demand: Demand) -> None:
+        """Read groups of rows of all streams in turn, in the proportion of their weights, until the demand is met."""
+        taken = dict.fromkeys(range(len(sources)), 0)
+        supply = _Supply(demand)
+        with ExitStack() as streams:
+            reading = [streams.enter_context(closing(self._read(source))) for source in sources]
+            while taken and not supply.is_enough(self._writer.lengths):
+                number = min(taken, key=lambda each: taken[each] / sources[each].source.weight)
+                before = self._writer.num_samples
+                if next(reading[number], None) is None:
+                    del taken[number]
+                else:
+                    taken[number] += self._writer.num_samples - before
+        if len(sources) == 1:
+            self._sources.append(SourceCounts(*self._counts()))
+
+    def _read(self, source: RowSource) -> Generator[bool, None, None]:
+        """Read one source; yields after each group of rows."""
         left = source.source.max_samples
         row_format: RowFormat | None = None
         with closing(source.read()) as rows:
@@ -121,7 +200,7 @@ class _Ingestion:
                         rejects[index] = row
                         continue
                     if row_format is None:
-                        row_format = self._decide(source, row, has_chat_template=has_chat_template)
+                        row_format = self._decide(source, row)
                     try:
                         drafts.append((row, row_format.draft(row.record)))
                     except Unusable as unusable:
@@ -139,9 +218,14 @@ class _Ingestion:
                             continue
                         reject = Reject(file=row.file, line=row.line, reason=str(answer))
                     self._reject(reject)
+                yield True
 
-    def _decide(self, source: RowSource, row: Row, *, has_chat_template: bool) -> RowFormat:
-        row_format = decide_format(source.source, row.record, has_chat_template=has_chat_template)
+    def _decide(self, source: RowSource, row: Row) -> RowFormat:
+        missing = self._tokenizer if isinstance(self._tokenizer, NoTokenizer) else None
+        has_template = missing is not None or has_chat_template(self._tokenizer)
+        row_format = decide_format(source.source, row.record, has_chat_template=has_template)
+        if missing is not None and row_format.kind != "tokens":
+            raise missing.missing()
         self._note(f"{printable(source.source.path)}: {row_format.describe()}")
         if row_format.kind in ("completion", "prompt_completion", "alpaca") and not self._encoder.closes_texts:
             self._note("the tokenizer has no EOS token: the model will not learn where a text ends")
@@ -151,6 +235,8 @@ class _Ingestion:
         self._num_rows += 1
         self._num_truncated += encoded.truncated
         self._num_split += len(encoded.samples) > 1
+        self._num_lost.update(encoded.lost)
+        self._skips_header |= encoded.skips_header
         for sample in encoded.samples:
             self._writer.add(sample)
 
@@ -173,6 +259,24 @@ class _Ingestion:
         if self._writer.num_samples == 0:
             paths = ", ".join(printable(source.source.path) for source in sources)
             raise BadInput(f"nothing to train on: {f'no rows in {paths}' if paths else 'no dataset is given'}")
+
+
+class _Supply:
+    """Counts what was read of streams against the demand, one window after another."""
+
+    def __init__(self, demand: Demand) -> None:
+        self._demand = demand
+        self._counted = 0
+        self._num_sequences = 0
+
+    def is_enough(self, lengths: Sequence[int]) -> bool:
+        """Whether whole windows of these samples hold the sequences that are needed, however well they pack."""
+        window, capacity = self._demand.window_samples, self._demand.capacity
+        while self._counted + window <= len(lengths):
+            tokens = sum(lengths[self._counted : self._counted + window])
+            self._num_sequences += window if capacity is None else -(-tokens // capacity)
+            self._counted += window
+        return self._num_sequences >= self._demand.num_sequences
 
 
 def _groups(rows: Iterator[Row | Reject]) -> Iterator[list[Row | Reject]]:
@@ -205,16 +309,27 @@ def _size(value: object) -> int:
     return 8
 
 
-def _cache_key(sources: Sequence[RowSource], *, tokenizer: Tokenizer, sequence_len: int, train_on_inputs: bool) -> str:
+def _cache_key(
+    sources: Sequence[RowSource],
+    *,
+    tokenizer: Tokenizer,
+    sequence_len: int,
+    train_on_inputs: bool,
+    demand: Demand | None,
+) -> str:
     """A hash of everything that decides the content of the cache and of its rejects."""
     parts = {
         "format_version": FORMAT_VERSION,
         "sources": [
-            {"settings": asdict(source.source), "files": [[str(stamp.path), stamp.sha256] for stamp in source.files]}
+            {
+                "settings": source.source.described(),
+                "files": [[str(stamp.path), stamp.sha256] for stamp in source.files],
+            }
             for source in sources
         ],
         "tokenizer": tokenizer_hash(tokenizer),
         "sequence_len": sequence_len,
         "train_on_inputs": train_on_inputs,
+        **({} if demand is None else {"demand": asdict(demand)}),
     }
     return hash_of(parts)[:32]

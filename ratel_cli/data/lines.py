@@ -51,13 +51,13 @@ def read_json_lines(path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTE
 
     Blank lines are skipped. CRLF and a byte order mark at the start are accepted. Raises OSError.
     """
-    with _open_after_bom(path) as file:
-        for line, raw, ended in _bounded_lines(file, max_row_bytes):
+    with open_after_bom(path) as file:
+        for line, raw, ended in bounded_lines(file, max_row_bytes):
             try:
-                text = _decode(raw, max_row_bytes)
+                text = decode_line(raw, max_row_bytes)
                 if text.strip(_SPACE):
                     yield Row(file=label, line=line, record=_parse(text, ended=ended))
-            except _BadLine as bad:
+            except BadLine as bad:
                 yield Reject(file=label, line=line, reason=str(bad))
 
 
@@ -66,14 +66,26 @@ def read_text_lines(path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTE
 
     Blank lines are skipped. Raises OSError.
     """
-    with _open_after_bom(path) as file:
-        for line, raw, _ in _bounded_lines(file, max_row_bytes):
+    with open_after_bom(path) as file:
+        for line, raw, _ in bounded_lines(file, max_row_bytes):
             try:
-                text = _decode(raw, max_row_bytes)
+                text = decode_line(raw, max_row_bytes)
                 if text.strip():
                     yield Row(file=label, line=line, record={"text": text.rstrip("\r\n")})
-            except _BadLine as bad:
+            except BadLine as bad:
                 yield Reject(file=label, line=line, reason=str(bad))
+
+
+def read_text_file(path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Row | Reject]:
+    """Read a whole file as one sample, into the column `text`. An empty file has none. Raises OSError."""
+    with open_after_bom(path) as file:
+        raw = file.read(max_row_bytes + 1)
+    try:
+        text = decode_line(raw, max_row_bytes, unit="file")
+        if text.strip():
+            yield Row(file=label, line=1, record={"text": text})
+    except BadLine as bad:
+        yield Reject(file=label, line=1, reason=str(bad))
 
 
 def read_json(path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Row | Reject]:
@@ -84,16 +96,16 @@ def read_json(path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTES) -> 
     if _looks_like_json_lines(path, max_row_bytes):
         yield from read_json_lines(path, label, max_row_bytes=max_row_bytes)
         return
-    with _open_after_bom(path) as file:
+    with open_after_bom(path) as file:
         values = _JsonValues(file, label, max_row_bytes)
         for line, value in values.read():
             try:
                 yield Row(file=label, line=line, record=_as_record(value))
-            except _BadLine as bad:
+            except BadLine as bad:
                 yield Reject(file=label, line=line, reason=str(bad))
 
 
-def _open_after_bom(path: Path) -> BinaryIO:
+def open_after_bom(path: Path) -> BinaryIO:
     """Open a file behind its byte order mark, so that no bound on the first line counts the mark."""
     file = path.open("rb", buffering=_CHUNK_BYTES)
     if file.read(len(_BOM)) != _BOM:
@@ -101,7 +113,7 @@ def _open_after_bom(path: Path) -> BinaryIO:
     return file
 
 
-def _bounded_lines(file: BinaryIO, max_row_bytes: int) -> Iterator[tuple[int, bytes, bool]]:
+def bounded_lines(file: BinaryIO, max_row_bytes: int) -> Iterator[tuple[int, bytes, bool]]:
     """Yield (line number, bytes, whether a newline ends it). A longer line is cut one byte after the bound."""
     line = 0
     while raw := file.readline(max_row_bytes + 1):
@@ -113,19 +125,20 @@ def _bounded_lines(file: BinaryIO, max_row_bytes: int) -> Iterator[tuple[int, by
         yield line, raw, ended
 
 
-class _BadLine(Exception):
+class BadLine(Exception):
     """Why a line is not a row."""
 
 
-def _decode(raw: bytes, max_row_bytes: int) -> str:
+def decode_line(raw: bytes, max_row_bytes: int, *, unit: str = "line") -> str:
     if len(raw) > max_row_bytes:
-        raise _BadLine(f"the line is longer than {max_row_bytes} bytes")
+        raise BadLine(f"the {unit} is longer than {max_row_bytes} bytes")
+    place = "column" if unit == "line" else "byte"
     if (at := raw.find(b"\0")) >= 0:
-        raise _BadLine(f"a NUL byte at column {at + 1}")
+        raise BadLine(f"a NUL byte at {place} {at + 1}")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise _BadLine(f"not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}") from error
+        raise BadLine(f"not UTF-8: byte 0x{raw[error.start]:02x} at {place} {error.start + 1}") from error
 
 
 def _parse(text: str, *, ended: bool) -> dict[str, object]:
@@ -133,14 +146,14 @@ def _parse(text: str, *, ended: bool) -> dict[str, object]:
         return _as_record(json.loads(text.rstrip("\r\n")))
     except json.JSONDecodeError as error:
         what = "not JSON" if ended else "not JSON, and the file ends inside this line"
-        raise _BadLine(f"{what}: {printable(error.msg)} at column {error.colno}") from error
+        raise BadLine(f"{what}: {printable(error.msg)} at column {error.colno}") from error
     except (RecursionError, ValueError) as error:  # ValueError: an integer of thousands of digits
-        raise _BadLine(f"not usable JSON: {excerpt(str(error), 100)}") from error
+        raise BadLine(f"not usable JSON: {excerpt(str(error), 100)}") from error
 
 
 def _as_record(value: object) -> dict[str, object]:
     if not isinstance(value, dict):
-        raise _BadLine(f"a row must be an object, not {json_name(value)}")
+        raise BadLine(f"a row must be an object, not {json_name(value)}")
     return value
 
 
@@ -151,8 +164,8 @@ def json_name(value: object) -> str:
 
 
 def _looks_like_json_lines(path: Path, max_row_bytes: int) -> bool:
-    with _open_after_bom(path) as file:
-        for _, raw, _ in _bounded_lines(file, max_row_bytes):
+    with open_after_bom(path) as file:
+        for _, raw, _ in bounded_lines(file, max_row_bytes):
             if raw.strip():
                 break
         else:

@@ -10,15 +10,19 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
-from ratel_cli.data.lines import Reject, Row, read_json, read_json_lines, read_text_lines
+from ratel_cli.data.csv_rows import read_csv
+from ratel_cli.data.drafts import TrainOnEos
+from ratel_cli.data.lines import Reject, Row, read_json, read_json_lines, read_text_file, read_text_lines
 from ratel_cli.errors import BadInput, EnvironmentFailure, excerpt, printable
 
 DatasetType = Literal["auto", "completion", "chat_template", "alpaca", "tokens"]
+TextUnit = Literal["line", "file"]
 RowStream = Generator[Row | Reject, None, None]
 Reader = Callable[[Path, str], Iterator[Row | Reject]]
 
@@ -44,6 +48,30 @@ class DatasetSource:
     field_input: str = "input"
     field_output: str = "output"
     max_samples: int | None = None
+    text_unit: TextUnit = "line"
+    weight: float = 1.0
+    field_system: str | None = None
+    field_history: str | None = None
+    field_tools: str = "tools"
+    message_property_mappings: Mapping[str, str] | None = None
+    roles: Mapping[str, tuple[str, ...]] | None = None
+    roles_to_train: tuple[str, ...] | None = None
+    train_on_eos: TrainOnEos | None = None
+    message_field_training: str | None = None
+
+    def described(self) -> dict[str, object]:
+        """What decides the tokens of its samples, for a hash: keys that came later count only if they are set."""
+        values = asdict(self)
+        return {key: value for key, value in values.items() if key in _FIRST_KEYS or value != _DEFAULTS[key]}
+
+
+_FIRST_KEYS = frozenset(
+    {
+        "path", "type", "split", "name", "field", "field_messages", "field_instruction", "field_input", "field_output",
+        "max_samples",
+    }
+)  # fmt: skip
+_DEFAULTS = {each.name: each.default for each in fields(DatasetSource)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +80,7 @@ class FileStamp:
 
     path: Path
     sha256: str
-    """SHA-256 of the file's content, as hexadecimal digits."""
+    """SHA-256 of the file's content, as hexadecimal digits. In a stream: of its size and time of last change."""
     identity: tuple[int, int, int, int]
     """Device, inode, size and time of the last change. Any write to the file changes it."""
 
@@ -78,28 +106,37 @@ class RowSource:
                 )
 
 
-def open_source(source: DatasetSource, *, notice: Callable[[str], None]) -> RowSource:
+def open_source(source: DatasetSource, *, notice: Callable[[str], None], is_stream: bool = False) -> RowSource:
     """Find and hash the files of a source. `notice` gets remarks for the user.
+
+    Of a stream no content is read ahead: neither hashed, nor downloaded from the hub.
 
     Raises BadInput if there is nothing to read, EnvironmentFailure if a file cannot be read.
     """
     paths = _local_files(source.path)
     if paths is None:
-        return _open_hub(source)
+        return _open_hub(source, is_stream=is_stream)
     if source.split != "train":
         notice(f"{printable(source.path)}: split {source.split!r} is ignored, because local files have no splits")
-    if any(path.suffix.lower() == ".txt" for path in paths):
-        notice(f"{printable(source.path)}: each line of a text file is one sample")
-    stamps = tuple(_stamp(path) for path in paths)
+    if source.text_unit == "line" and any(path.suffix.lower() == ".txt" for path in paths):
+        notice(f"{printable(source.path)}: each line of a text file is one sample; text_unit: file takes whole files")
+    stamps = tuple(_stamp(path, is_stream=is_stream) for path in paths)
 
     def read() -> RowStream:
         for path in paths:
             try:
-                yield from _READERS[path.suffix.lower()](path, printable(str(path)))
+                yield from _reader(path, source.text_unit)(path, printable(str(path)))
             except OSError as error:
                 raise EnvironmentFailure(f"{printable(str(path))}: cannot be read: {error.strerror}") from error
 
     return RowSource(source, stamps, read)
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether the path of a source can only be a dataset on the hub."""
+    return (
+        _HUB_ID.fullmatch(path) is not None and Path(path).suffix.lower() not in _READERS and not os.path.exists(path)
+    )
 
 
 def _local_files(path_text: str) -> list[Path] | None:
@@ -125,7 +162,7 @@ def _local_files(path_text: str) -> list[Path] | None:
         if not found:
             raise BadInput(f"{label}: no file matches this pattern")
         return [_known(item) for item in found]
-    if path.suffix.lower() in _READERS or not _HUB_ID.fullmatch(path_text):
+    if not is_hub_id(path_text):
         raise BadInput(f"{label}: no such file or directory")
     return None
 
@@ -141,11 +178,14 @@ def _known(path: Path) -> Path:
     return path
 
 
-def _stamp(path: Path) -> FileStamp:
+def _stamp(path: Path, *, is_stream: bool = False) -> FileStamp:
     try:
         identity = _identity(path)
         with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if is_stream:
+                digest = hashlib.sha256(str(identity[2:]).encode()).hexdigest()
+            else:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise EnvironmentFailure(f"{printable(str(path))}: cannot be read: {error.strerror}") from error
     return FileStamp(path=path, sha256=digest, identity=identity)
@@ -157,6 +197,11 @@ def _identity(path: Path) -> tuple[int, int, int, int]:
     except FileNotFoundError:
         return (0, 0, 0, 0)
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _reader(path: Path, text_unit: TextUnit) -> Reader:
+    suffix = path.suffix.lower()
+    return read_text_file if suffix == ".txt" and text_unit == "file" else _READERS[suffix]
 
 
 def _read_parquet(path: Path, label: str) -> Iterator[Row | Reject]:
@@ -176,21 +221,24 @@ def _read_parquet(path: Path, label: str) -> Iterator[Row | Reject]:
         raise BadInput(f"{label}: not a usable parquet file: {excerpt(str(error))}") from error
 
 
-def _open_hub(source: DatasetSource) -> RowSource:
-    """A dataset on the hub, which `datasets` downloads and maps. A dataset's own code is never run."""
+def _open_hub(source: DatasetSource, *, is_stream: bool) -> RowSource:
+    """A dataset on the hub, which `datasets` downloads and maps, or streams. A dataset's own code is never run."""
     import datasets  # type: ignore[import-untyped]
 
     label = f"hub:{source.path}[{printable(source.split)}]"
     try:
-        dataset = datasets.load_dataset(source.path, source.name, split=source.split, keep_in_memory=False)
+        dataset = datasets.load_dataset(
+            source.path, source.name, split=source.split, keep_in_memory=False, streaming=is_stream
+        )
     except Exception as error:  # load_dataset raises a dozen types: network, hub, builder, Arrow
         raise BadInput(
             f"{printable(source.path)}: no such local file, and it cannot be loaded from the hub: "
             f"{type(error).__name__}: {excerpt(str(error))}",
             hint="check path, name and split; for a local file, write its path with its ending",
         ) from error
-    stamps = tuple(_stamp(Path(entry["filename"])) for entry in dataset.cache_files)
-    assert stamps or not len(dataset), "a dataset without files would be cached under no content hash"
+    files = () if is_stream else dataset.cache_files
+    stamps = tuple(_stamp(Path(entry["filename"])) for entry in files)
+    assert is_stream or stamps or not len(dataset), "a dataset without files would be cached under no content hash"
 
     def read() -> RowStream:
         for index, record in enumerate(cast(Iterable[dict[str, object]], dataset)):
@@ -204,5 +252,7 @@ _READERS: dict[str, Reader] = {
     ".json": read_json,
     ".parquet": _read_parquet,
     ".txt": read_text_lines,
+    ".csv": partial(read_csv, delimiter=","),
+    ".tsv": partial(read_csv, delimiter="\t"),
 }
 _KNOWN_FILES = "data files end in " + ", ".join(_READERS)

@@ -2,8 +2,9 @@
 
 A cache is a directory, and its name is the hash of everything that it was made from. It contains `tokens.bin` (for each
 sample its input_ids, then its labels, int32 little endian), `lengths.npy`, `rejects.jsonl` and `meta.json`. Invariants:
-a cache is written under another name and renamed, so a directory with its final name is complete. It is checked against
-its own hash before use. It contains only numbers and JSON, so reading it runs no code.
+a cache is written under another name and renamed, so a directory with its final name and `meta.json` is complete. It is
+checked against its own hash before use. It contains only numbers and JSON, so reading it runs no code. Other files in
+the directory are the user's and stay.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import shutil
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -23,15 +25,26 @@ import numpy.typing as npt
 
 from ratel_cli.closing import Closing
 from ratel_cli.data.encode import Sample, TokenIds
+from ratel_cli.data.file_names import CACHE_FILE_NAMES, LENGTHS_NAME, META_NAME, REJECTS_NAME, TOKEN_IDS_NAME
 from ratel_cli.data.lines import Reject
 from ratel_cli.errors import EnvironmentFailure, printable
 from ratel_cli.io.files import sync_path
+from ratel_cli.sizes import IGNORED_TARGET
 
 FORMAT_VERSION = 1
-REJECTS_NAME = "rejects.jsonl"
 
 _DISK_DTYPE = np.dtype("<i4")
 _HASHED_PART_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCounts:
+    """What one dataset of a cache had and gave."""
+
+    num_rows: int
+    num_rejected: int
+    num_truncated: int
+    num_samples: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +56,10 @@ class CacheSummary:
     num_rejected: int
     notices: tuple[str, ...]
     tokens_sha256: str
+    sources: tuple[SourceCounts, ...] = ()
+    """Of each dataset, in order. Empty in caches of the first version."""
+    num_loss_tokens: int | None = None
+    """Tokens with loss of all samples; None in caches of earlier versions."""
 
 
 class TokenCache:
@@ -54,23 +71,32 @@ class TokenCache:
         self.lengths = lengths
         self._starts = np.concatenate(([0], np.cumsum(lengths)))
 
+    @staticmethod
+    def is_in(directory: Path) -> bool:
+        """Whether a directory has a cache, or a part of one. It may be damaged."""
+        return any(os.path.lexists(directory / name) for name in CACHE_FILE_NAMES)
+
     @classmethod
     def open(cls, directory: Path, *, notice: Callable[[str], None]) -> TokenCache | None:
         """The cache in a directory; None if there is none. Removes a damaged cache, with a notice. Raises OSError."""
-        if not directory.is_dir():
+        if not cls.is_in(directory):
             return None
         try:
-            meta = json.loads((directory / "meta.json").read_bytes())
-            summary = CacheSummary(**{**meta, "notices": tuple(meta["notices"])})
-            lengths = np.load(directory / "lengths.npy", allow_pickle=False)
-            with (directory / "tokens.bin").open("rb") as file:
+            meta = json.loads((directory / META_NAME).read_bytes())
+            sources = tuple(SourceCounts(**each) for each in meta.pop("sources", ()))
+            summary = CacheSummary(**{**meta, "notices": tuple(meta["notices"]), "sources": sources})
+            lengths = np.load(directory / LENGTHS_NAME, allow_pickle=False)
+            with (directory / TOKEN_IDS_NAME).open("rb") as file:
                 whole = _digest(file, lengths) == summary.tokens_sha256
             if whole and summary.format_version == FORMAT_VERSION and (directory / REJECTS_NAME).is_file():
                 return cls(directory, summary, lengths)
         except (OSError, ValueError, TypeError, KeyError, EOFError):
             pass  # whatever is wrong with it, it is built again
         notice(f"{printable(str(directory))}: the token cache is damaged or of another version; rebuilding it")
-        shutil.rmtree(directory)
+        if directory.is_symlink():
+            directory.unlink()
+        else:
+            _remove_files(directory)
         return None
 
     def read(self, sample_ids: npt.NDArray[np.int64]) -> list[Sample]:
@@ -78,7 +104,7 @@ class TokenCache:
 
         With plain reads, because mapped pages would count as memory of the process.
         """
-        path = self.directory / "tokens.bin"
+        path = self.directory / TOKEN_IDS_NAME
         try:
             with path.open("rb", buffering=0) as file:
                 return [self._read_one(file.fileno(), int(sample_id)) for sample_id in sample_ids]
@@ -106,24 +132,27 @@ class TokenCacheWriter(Closing):
         self._partial = directory.with_name(f"{directory.name}.partial-{os.getpid()}")
         _remove_abandoned(directory)
         self._partial.mkdir(parents=True)
-        self._tokens = (self._partial / "tokens.bin").open("wb", buffering=1 << 20)
+        self._tokens = (self._partial / TOKEN_IDS_NAME).open("wb", buffering=1 << 20)
         self._rejects = (self._partial / REJECTS_NAME).open("w", encoding="utf-8")
-        self._lengths = array("q")
+        self.lengths = array("q")
+        """Tokens of each sample so far."""
         self.num_rejected = 0
         """How many rejects were added."""
+        self._num_loss_tokens = 0
         self._hash = hashlib.sha256()
 
     @property
     def num_samples(self) -> int:
         """How many samples were added."""
-        return len(self._lengths)
+        return len(self.lengths)
 
     def add(self, sample: Sample) -> None:
         """Append one sample. Its number is the number of samples before it."""
         raw = np.concatenate((sample.input_ids, sample.labels)).astype(_DISK_DTYPE).tobytes()
         self._hash.update(raw)
         self._tokens.write(raw)
-        self._lengths.append(len(sample.input_ids))
+        self.lengths.append(len(sample.input_ids))
+        self._num_loss_tokens += int((sample.labels[1:] != IGNORED_TARGET).sum())  # nothing predicts the first token
 
     def reject(self, reject: Reject) -> None:
         """Append a row that is not used."""
@@ -135,16 +164,21 @@ class TokenCacheWriter(Closing):
         self._rejects.flush()
         copy_rejects(self._partial, target)
 
-    def finish(self, *, num_rows: int, notices: tuple[str, ...]) -> TokenCache:
+    def finish(self, *, num_rows: int, notices: tuple[str, ...], sources: tuple[SourceCounts, ...] = ()) -> TokenCache:
         """Make the cache durable: 1. sync all files, 2. give the directory its name, 3. sync the name."""
-        lengths = np.frombuffer(self._lengths, dtype=np.int64) if self._lengths else np.zeros(0, dtype=np.int64)
+        lengths = np.frombuffer(self.lengths, dtype=np.int64) if self.lengths else np.zeros(0, dtype=np.int64)
         self._hash.update(_length_bytes(lengths))
         summary = CacheSummary(
-            num_rows=num_rows, num_rejected=self.num_rejected, notices=notices, tokens_sha256=self._hash.hexdigest()
+            num_rows=num_rows,
+            num_rejected=self.num_rejected,
+            notices=notices,
+            tokens_sha256=self._hash.hexdigest(),
+            sources=sources,
+            num_loss_tokens=self._num_loss_tokens,
         )
-        with (self._partial / "lengths.npy").open("wb") as file:
+        with (self._partial / LENGTHS_NAME).open("wb") as file:
             np.save(file, lengths, allow_pickle=False)
-        (self._partial / "meta.json").write_text(json.dumps(asdict(summary)), encoding="utf-8")
+        (self._partial / META_NAME).write_text(json.dumps(asdict(summary)), encoding="utf-8")
         self._tokens.close()
         self._rejects.close()
         for path in self._partial.iterdir():
@@ -154,7 +188,10 @@ class TokenCacheWriter(Closing):
         except OSError:
             if not self._directory.is_dir():
                 raise
-            # Another run with the same data was faster. Its files have the same bytes.
+            # Another run with the same data was faster: its files have the same bytes. Or the user's files are there.
+            for name in CACHE_FILE_NAMES:
+                os.replace(self._partial / name, self._directory / name)
+            sync_path(self._directory)
         sync_path(self._directory.parent)
         return TokenCache(self._directory, summary, lengths)
 
@@ -175,6 +212,14 @@ def copy_rejects(directory: Path, target: Path) -> None:
     partial = target.with_name(target.name + ".partial")
     shutil.copyfile(source, partial)
     partial.replace(target)
+
+
+def _remove_files(directory: Path) -> None:
+    """Remove the files of a cache, and the directory if nothing else is in it."""
+    for name in CACHE_FILE_NAMES:
+        (directory / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        directory.rmdir()
 
 
 def _digest(file: BinaryIO, lengths: npt.NDArray[np.int64]) -> str:

@@ -10,10 +10,14 @@ unit that stays in the memory where it was computed is not moved. Every other un
     3. window     the last few spilled units stay in their buffers; for each new one the oldest buffer is released,
                   after its write has ended
     4. read       in backward the reads of the next units run ahead by the same window; units still in it are not read
-    5. prepare    before a unit is used: reserve the device buffer of the next one, and start its upload if it is in
-                  host memory
-    6. fetch      wait for the read; upload if that has not begun; give out tensors that lie in the uploaded bytes;
-                  release the buffer
+    5. prepare    before a unit is used: reserve the device buffers of the next one, and start its upload if it is in
+                  host memory: still, or again because its read has ended
+    6. catch up   between two blocks: start that upload if the read has ended since
+    7. fetch      wait for the read; upload if that has not begun; give out the uploaded tensors; release the buffer
+
+On the device each tensor has a buffer of its own, whose memory is free when autograd has used it for the last time.
+
+Uploads of units have a queue of their own on the device: none stands behind the weights of a block that comes later.
 
 (SSDTrain section III-C forwards what is still being stored, too; here it never depends on timing.)
 
@@ -25,8 +29,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -34,7 +39,7 @@ from ratel_cli.engine.device.device import Device, DeviceBuffer, Download, Uploa
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import BufferPool, Lease
-from ratel_cli.io.scratch import Checksum, Scratch
+from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Placement, Stage
 from ratel_cli.planning.step_time import Resource
@@ -49,7 +54,8 @@ class Unit:
     leaf: torch.Tensor
     """The layer's input `[batch, tokens, hidden]`."""
     offloaded: dict[int, tuple[torch.Tensor, ...]]
-    """Outputs of swapped operators, by position in the tape, each in the shape that the operator gave it."""
+    """Outputs of swapped operators, by position in the tape, each in the shape that the operator gave it. The replay
+    takes them out."""
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -74,9 +80,9 @@ class _PackedTensor:
     storage_offset: int
 
     def tensor_in(self, values: torch.Tensor) -> torch.Tensor:
-        """The tensor in the buffer's bytes, which are flat uint8 `[bytes]`."""
-        # Not a view: views of one tensor share a version counter, so a change of one would count as a change of all.
-        first = (values.storage_offset() + self.start) // self.dtype.itemsize
+        """The tensor in the bytes of its storage, which are flat uint8 `[bytes]`."""
+        # Not a view: a view keeps the version counter of its base.
+        first = values.storage_offset() // self.dtype.itemsize
         empty = torch.empty(0, dtype=self.dtype, device=values.device)
         return empty.set_(values.untyped_storage(), first + self.storage_offset, self.size, self.stride)
 
@@ -105,13 +111,16 @@ class _PackedUnit:
         self.num_bytes = align_up(position, PAGE_BYTES)
         self.lease: Lease | None = None
         self.download: Download | None = None
-        self.transfer: Ticket | None = None
-        """The write or the read in flight."""
-        self.seal: Checksum | None = None
-        """Checksum of the bytes that were written."""
-        self.is_being_read = False
-        self.buffer: DeviceBuffer | None = None
-        self.upload: Upload | None = None
+        self.write: Ticket | None = None
+        """The write in flight."""
+        self.read: Ticket | None = None
+        """The read in flight."""
+        self.buffers: list[DeviceBuffer] = []
+        """One for each tensor, in the order of `places`; empty until they are reserved, and after the upload began."""
+        self.uploads: list[Upload] = []
+        """One for each tensor, if the upload has begun and is not opened."""
+        self._uploaded: list[Callable[[], None]] = []
+        """Wait for each upload that was opened."""
 
     @property
     def places(self) -> list[_PackedTensor]:
@@ -119,10 +128,37 @@ class _PackedUnit:
         return [self.leaf, *(place for each in self.offloaded.values() for place in each)]
 
     @property
+    def is_in_memory(self) -> bool:
+        """True if the leased buffer has the unit, or will have it when the download has ended."""
+        return self.lease is not None and (self.read is None or self.read.done)
+
+    @property
     def memory(self) -> memoryview:
         """The leased buffer."""
         assert self.lease is not None
         return self.lease.memory
+
+    @property
+    def pieces(self) -> list[memoryview]:
+        """The part of the leased buffer for each tensor, in the order of `places`."""
+        return [self.memory[place.start : place.start + place.num_bytes] for place in self.places]
+
+    def open(self) -> Unit:
+        """The unit in the bytes that go up, for work that is queued from now on. It alone holds them afterwards."""
+        tensors = iter([place.tensor_in(up.open()) for place, up in zip(self.places, self.uploads, strict=True)])
+        self._uploaded = [upload.give_up() for upload in self.uploads]
+        self.uploads = []
+        return Unit(
+            leaf=next(tensors).requires_grad_(),
+            offloaded={index: tuple(islice(tensors, len(places))) for index, places in self.offloaded.items()},
+        )
+
+    def wait_uploaded(self) -> None:
+        """Return when nothing reads the leased buffer for an upload."""
+        for upload in self.uploads:
+            upload.wait()
+        for wait in self._uploaded:
+            wait()
 
     def label(self, stage: Stage) -> SpanLabel:
         return SpanLabel(text=f"activations of block {self.block}", block=self.block, stage=stage)
@@ -174,10 +210,7 @@ class ActivationOffloader:
             self._end += packed.num_bytes
             self._shrink_window()
         self._lease(packed)
-        pieces = [
-            (_bytes_of(tensor), packed.memory[place.start : place.start + place.num_bytes])
-            for tensor, place in zip(unit.tensors, packed.places, strict=True)
-        ]
+        pieces = list(zip(map(_bytes_of, unit.tensors), packed.pieces, strict=True))
         packed.download = self._device.download(pieces, packed.label("forward"))
         if is_spilled:
             self._to_write = packed
@@ -202,30 +235,35 @@ class ActivationOffloader:
             return
         packed = self._packed[key]
         self._bring_to_memory(packed)
-        upload = self._upload(packed)  # before the next unit's, which runs on the same stream
+        self._upload(packed)  # before the next unit's, which runs on the same stream
         self._prepare()
-        values = upload.open()
-        yield Unit(
-            leaf=packed.leaf.tensor_in(values).requires_grad_(),
-            offloaded={
-                index: tuple(place.tensor_in(values) for place in places) for index, places in packed.offloaded.items()
-            },
-        )
-        del values
+        yield packed.open()
         with self._timeline.stalled_on("up"):
-            upload.wait()
+            packed.wait_uploaded()
         self._release(packed)
         del self._packed[key]
+
+    def catch_up(self) -> None:
+        """Start the upload of the unit that is fetched next, if it is in host memory now and has a device buffer.
+
+        Raises RatelError if its read failed, IntegrityFailure if the bytes are not those that were put.
+        """
+        coming = self._packed.get(self._order[-1]) if self._order else None
+        if coming is not None and coming.buffers and coming.is_in_memory:
+            self._upload(coming)
 
     def reset(self) -> None:
         """Forget all units: the step is over, however it ended."""
         for packed in self._packed.values():
             with contextlib.suppress(RatelError):  # nobody needs these bytes any more
-                if packed.transfer is not None:
-                    packed.transfer.wait()
-            for copy in (packed.download, packed.upload):
-                if copy is not None:
-                    copy.wait()
+                if packed.read is not None:
+                    packed.read.wait()
+            with contextlib.suppress(RatelError):
+                if packed.write is not None:
+                    packed.write.wait()
+            if packed.download is not None:
+                packed.download.wait()
+            packed.wait_uploaded()
             if packed.lease is not None:
                 packed.lease.release()
         self._order.clear()
@@ -244,8 +282,7 @@ class ActivationOffloader:
         assert self._scratch is not None and packed.download is not None and packed.offset is not None
         with self._timeline.stalled_on("down"):
             packed.download.wait()
-        packed.transfer = self._scratch.write(packed.offset, packed.memory)
-        packed.seal = Checksum(packed.memory)  # overlapped with the write
+        packed.write = self._scratch.write_sealed(packed.offset, packed.memory)
 
     def _bring_to_memory(self, packed: _PackedUnit) -> None:
         """Return when the unit is in host memory. The reads of the next units are started first."""
@@ -253,8 +290,7 @@ class ActivationOffloader:
             self._shrink_window()
             self._read(self._to_read.pop())
         self._read_ahead()
-        if packed.is_being_read:
-            self._await(packed)
+        self._wait_read(packed)
 
     def _prepare(self) -> None:
         """Phase 5, on a GPU."""
@@ -263,17 +299,22 @@ class ActivationOffloader:
         coming = self._packed.get(self._order[-1])
         if coming is None:  # it stays in GPU memory
             return
-        coming.buffer = self._device.reserve(coming.num_bytes)
-        if coming.lease is not None and not coming.is_being_read:
-            coming.upload = self._upload(coming)
+        coming.buffers = self._reserve(coming)
+        self.catch_up()
 
-    def _upload(self, packed: _PackedUnit) -> Upload:
-        if packed.upload is None:
-            buffer = packed.buffer or self._device.reserve(packed.num_bytes)
-            packed.upload = self._device.upload(
-                packed.memory, buffer, packed.label("backward"), after=None if packed.is_being_read else packed.download
-            )
-        return packed.upload
+    def _reserve(self, packed: _PackedUnit) -> list[DeviceBuffer]:
+        return [self._device.reserve(place.num_bytes) for place in packed.places]
+
+    def _upload(self, packed: _PackedUnit) -> None:
+        if packed.uploads:
+            return
+        self._wait_read(packed)
+        buffers, packed.buffers = packed.buffers or self._reserve(packed), []
+        label = packed.label("backward")
+        packed.uploads = [
+            self._device.upload(piece, buffer, label, lane="activations", after=packed.download)
+            for piece, buffer in zip(packed.pieces, buffers, strict=True)
+        ]
 
     def _read_ahead(self) -> None:
         while self._to_read and len(self._window) < SPILL_WINDOW_UNITS:
@@ -281,9 +322,8 @@ class ActivationOffloader:
 
     def _read(self, packed: _PackedUnit) -> None:
         assert self._scratch is not None and packed.offset is not None
-        packed.is_being_read = True
         self._lease(packed)
-        packed.transfer = self._scratch.read(packed.offset, packed.memory)
+        packed.read = self._scratch.read_sealed(packed.offset, packed.memory, packed.label("backward").text)
 
     def _lease(self, packed: _PackedUnit) -> None:
         packed.lease = self._pool.lease(packed.num_bytes, f"activations of block {packed.block}")
@@ -298,25 +338,25 @@ class ActivationOffloader:
             self._to_read.append(oldest)
 
     def _release(self, packed: _PackedUnit) -> None:
-        if packed.transfer is not None:
-            self._await(packed)
+        write, packed.write = packed.write, None
+        if write is not None:
+            self._wait(write, "nvme write", packed.label("forward"))
+            packed.download = None  # what will be read comes from the drive
         if packed.offset is not None:
             self._window.remove(packed)
         lease, packed.lease = packed.lease, None
         assert lease is not None
         lease.release()
 
-    def _await(self, packed: _PackedUnit) -> None:
-        resource: Resource = "nvme read" if packed.is_being_read else "nvme write"
-        label = packed.label("backward" if packed.is_being_read else "forward")
-        transfer, packed.transfer = packed.transfer, None
-        assert transfer is not None
+    def _wait_read(self, packed: _PackedUnit) -> None:
+        read, packed.read = packed.read, None
+        if read is not None:
+            self._wait(read, "nvme read", packed.label("backward"))
+
+    def _wait(self, transfer: Ticket, resource: Resource, label: SpanLabel) -> None:
         with self._timeline.stalled_on(resource):
             transfer.wait()
         self._timeline.transfer(resource, label, transfer)
-        if packed.is_being_read:
-            assert packed.seal is not None
-            packed.seal.check(packed.memory, label.text)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

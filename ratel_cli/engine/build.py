@@ -13,12 +13,14 @@ from pathlib import Path
 
 import torch
 
+from ratel_cli.closing import Closing
 from ratel_cli.engine.activations import ActivationOffloader
-from ratel_cli.engine.device.cuda import CudaDevice
 from ratel_cli.engine.device.device import Device, HostDevice
+from ratel_cli.engine.device.gpu import GpuDevice
 from ratel_cli.engine.host_weights import ResidentWeights
 from ratel_cli.engine.optimizer.adamw import AdamWSettings, GroupAdamW
 from ratel_cli.engine.optimizer.groups import GroupWork
+from ratel_cli.engine.optimizer.host_sums import SumThread
 from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
 from ratel_cli.engine.optimizer.update import Updates, UpdateSettings
 from ratel_cli.engine.step import StepEngine
@@ -29,13 +31,12 @@ from ratel_cli.io.queue import IoQueue
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.planning.placement import Placement
-from ratel_cli.sizes import GROUP_ELEMENTS
 from ratel_cli.store.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """Settings of an engine that do not change while it is open."""
+    """What an engine follows: settings of the run, and what its plan decides."""
 
     adamw: AdamWSettings
     updates: UpdateSettings
@@ -46,9 +47,7 @@ class EngineSettings:
     activation_scratch_bytes: int = 0
     """Space on the drives for offloaded activations."""
     chunk_tokens: int | None = None
-    """Tokens whose logits are computed at once; None: as many as fit in a fixed number of bytes."""
-    group_elements: int = GROUP_ELEMENTS
-    """Parameters that the optimizer reads, updates and writes at once."""
+    """Tokens whose logits are computed at once; None: as many as have 64 MiB of logits."""
 
 
 @contextmanager
@@ -57,75 +56,125 @@ def open_device(device: torch.device, timeline: Timeline, *, limit_bytes: int | 
     if device.type == "cpu":
         yield HostDevice(timeline)
         return
-    with CudaDevice(device, timeline, limit_bytes=limit_bytes) as opened:
+    with GpuDevice(device, timeline, limit_bytes=limit_bytes) as opened:
         yield opened
 
 
-@contextmanager
-def open_engine(
-    model: DecoderModel,
-    store: Store,
-    settings: EngineSettings,
-    *,
-    queue: IoQueue,
-    pool: BufferPool,
-    device: Device,
-    timeline: Timeline,
-    paths: Sequence[Path],
-    drive_weights: Sequence[int] | None = None,
-    check_stop: Callable[[], None] = lambda: None,
-) -> Iterator[StepEngine]:
-    """Open an engine on an open store and an open device, with the scratch files that its settings ask for in `paths`.
+class EngineParts(Closing):
+    """What an engine is made of, whatever plan it follows. Use as a context manager.
 
-    `drive_weights`: the paths' shares of these files; None: equal shares. `check_stop` is called between blocks; what
-    it raises abandons the step. Raises EnvironmentFailure if there is no space for the files.
+    One engine may follow another on the same parts: it takes over what is resident, and what is left to do of the step
+    that is decided.
     """
-    updates, placement = settings.updates, settings.placement
-    with ExitStack() as resources:
 
-        def scratch(num_bytes: int) -> Scratch | None:
-            if not num_bytes:
-                return None
-            return resources.enter_context(Scratch(paths, num_bytes, queue, weights=drive_weights))
+    def __init__(
+        self,
+        model: DecoderModel,
+        store: Store,
+        *,
+        queue: IoQueue,
+        pool: BufferPool,
+        device: Device,
+        timeline: Timeline,
+        paths: Sequence[Path],
+        drive_weights: Sequence[int] | None = None,
+        check_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Parts on an open store and an open device; scratch files will lie in `paths`.
 
-        gradients = scratch(settings.gradient_scratch_bytes)
-        activations = scratch(settings.activation_scratch_bytes)
+        `drive_weights`: the paths' shares of these files; None: equal shares. `check_stop` is called between blocks;
+        what it raises abandons the step.
+        """
+        self._model = model
+        self._store = store
+        self._queue = queue
+        self._pool = pool
+        self._device = device
+        self._timeline = timeline
+        self._paths = paths
+        self._drive_weights = drive_weights
+        self._check_stop = check_stop
+        self._resident = ResidentWeights(frozenset())
+        self._resources = ExitStack()
+        self._sums = self._resources.enter_context(SumThread(timeline))
+        self._updates: Updates | None = None
+        self._gradients: Scratch | None = None
+        self._activations: Scratch | None = None
         model.place(device.torch_device)
-        adamw = resources.enter_context(
-            GroupAdamW(settings.adamw, store.layout.dtype, num_threads=placement.adamw_threads)
-        )
-        work = GroupWork(adamw, store, pool, timeline=timeline, resident_states=placement.resident_states)
-        order: GroupOrder = "naive" if updates.overlap == "naive" else "optimized"
-        pipeline = resources.enter_context(UpdatePipeline(work, order=order, group_elements=settings.group_elements))
-        resident = ResidentWeights(placement.resident_weights)
-        updating = Updates(
-            updates, placement, model.spec.blocks, store, pipeline, resident, gradients, timeline=timeline
-        )
+
+    def engine(self, settings: EngineSettings) -> StepEngine:
+        """The engine that follows these settings. Engines that were made before it must not be used any more.
+
+        AdamW's settings and threads are those of the first one. Raises EnvironmentFailure if there is no space for
+        scratch files.
+        """
+        model, placement, gradient_dtype = self._model, settings.placement, settings.updates.gradient_dtype
+        if self._activations is not None:
+            self._activations.close()
+        self._activations = self._scratch(settings.activation_scratch_bytes)
+        if self._gradients is None or self._gradients.num_bytes < settings.gradient_scratch_bytes:
+            self._gradients = self._scratch(settings.gradient_scratch_bytes)  # the old one may have deferred gradients
+        if self._updates is None:
+            self._updates = self._open_updates(settings)
+        self._updates.follow(settings.updates, placement, self._gradients)
         reader = WeightReader(
             model,
-            store,
-            pool,
-            updating,
-            resident,
+            self._store,
+            self._pool,
+            self._updates,
+            self._resident,
             prefetch_blocks=placement.prefetch_blocks,
             gpu_weights=placement.gpu_weights,
+            gpu_window_bytes=placement.gpu_window_bytes,
+            device=self._device,
+            timeline=self._timeline,
+        )
+        device, timeline = self._device, self._timeline
+        return StepEngine(
+            model,
+            self._pool,
+            reader,
+            self._updates,
+            ActivationOffloader(self._pool, self._activations, placement, device=device, timeline=timeline),
+            self._sums,
+            swapped=placement.swapped,
+            gradient_dtype=gradient_dtype,
+            leaving_bytes=placement.gpu_leaving_bytes,
+            most_rows=placement.gpu_embedding_rows,
+            holds_sums=device.is_host or placement.gpu_holds_sums,
+            holds_tied=device.is_host or placement.gpu_holds_tied,
+            seed=settings.seed,
             device=device,
-            timeline=timeline,
+            chunk_tokens=settings.chunk_tokens,
+            check_stop=self._check_stop,
         )
-        yield resources.enter_context(
-            StepEngine(
-                model,
-                pool,
-                reader,
-                updating,
-                ActivationOffloader(pool, activations, placement, device=device, timeline=timeline),
-                swapped=placement.swapped,
-                gradient_dtype=updates.gradient_dtype,
-                leaving_bytes=placement.gpu_leaving_bytes,
-                holds_tied=device.is_host or placement.gpu_holds_tied,
-                seed=settings.seed,
-                device=device,
-                chunk_tokens=settings.chunk_tokens,
-                check_stop=check_stop,
-            )
+
+    def close(self) -> None:
+        """End all threads and give all memory back; a step that is not settled is lost. Idempotent."""
+        if self._updates is not None:
+            self._updates.close()
+        self._resources.close()
+
+    def _open_updates(self, settings: EngineSettings) -> Updates:
+        updates, placement, store = settings.updates, settings.placement, self._store
+        adamw = self._resources.enter_context(
+            GroupAdamW(settings.adamw, store.layout.dtype, num_threads=placement.adamw_threads)
         )
+        work = GroupWork(adamw, store, self._pool, timeline=self._timeline, resident_states=placement.resident_states)
+        order: GroupOrder = "naive" if updates.overlap == "naive" else "optimized"
+        pipeline = self._resources.enter_context(UpdatePipeline(work, order=order, groups=placement.groups))
+        return Updates(
+            updates,
+            placement,
+            self._model.spec.blocks,
+            store,
+            pipeline,
+            self._resident,
+            self._gradients,
+            timeline=self._timeline,
+        )
+
+    def _scratch(self, num_bytes: int) -> Scratch | None:
+        if not num_bytes:
+            return None
+        return self._resources.enter_context(Scratch(self._paths, num_bytes, self._queue, weights=self._drive_weights))

@@ -1,6 +1,7 @@
-"""Computes a model's logits from one generation in the store, with one block in memory at a time.
+"""A model's forward pass without training, with one block bound at a time: logits, or the loss of many micro-batches.
 
-Nothing is read ahead and nothing is updated; training and evaluation are in `engine.step`.
+A block is read once for all micro-batches of a pass, whose hidden states wait in memory. Nothing is updated; training
+and the evaluations in it are in `engine.step`.
 
 Invariant: the modules, the shapes and the order of operations are those of the model's own forward, so that on one
 device the logits are those of the whole model, bit for bit.
@@ -8,77 +9,184 @@ device the logits are those of the whole model, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
 
-from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.views import FIELD_DTYPES, view
+from ratel_cli.data.packing import MicroBatch
+from ratel_cli.engine.block_reader import BlockReader
+from ratel_cli.engine.embedding_rows import EmbeddingRows, rows_suffice
+from ratel_cli.engine.loss import loss_only
+from ratel_cli.engine.state import place
+from ratel_cli.errors import DoesNotFit
 from ratel_cli.model.blocks import DecoderModel
-from ratel_cli.model.layer_runner import last_hidden_state
-from ratel_cli.model.spec import BlockSpec
-from ratel_cli.store.generation import Generation
+from ratel_cli.model.layer_runner import LayerCall, last_hidden_state
+from ratel_cli.model.operators import tensors_in
+from ratel_cli.model.row_lookup import DistinctTokens
+from ratel_cli.units import format_bytes
 
 
-class GenerationForward:
-    """The forward pass of one model with one generation's weights."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLoss:
+    """The loss of one micro-batch."""
 
-    def __init__(
-        self,
-        model: DecoderModel,
-        generation: Generation,
-        pool: BufferPool,
-        *,
-        device: torch.device,
-        check_stop: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`check_stop` is called before each block; what it raises ends the forward pass."""
+    batch: MicroBatch
+    total: float
+    """The sum of the cross-entropies over its targets."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Passing:
+    """A micro-batch on its way through the blocks."""
+
+    hidden: torch.Tensor
+    """The output of the last block that has run: `[batch, tokens, hidden]`."""
+    calls: tuple[LayerCall, ...]
+    """What each layer gets besides."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that wait between two blocks."""
+        arguments = tensors_in([(call.arguments, call.keywords) for call in self.calls])
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in arguments}
+        return self.hidden.nbytes + sum(storages.values())
+
+
+class BlockwiseForward:
+    """The forward pass of one model, block by block, with dropout off."""
+
+    def __init__(self, model: DecoderModel, reader: BlockReader) -> None:
         self._model = model
-        self._generation = generation
-        self._pool = pool
-        self._device = device
-        self._check_stop = check_stop
+        self._reader = reader
 
     def logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """Logits `[1, tokens, vocab]` of one row of tokens, with dropout off.
+        """Logits `[1, tokens, vocab]` of one row of tokens.
 
-        `input_ids` and `position_ids` are `[1, tokens]`, on the compute device. Raises IntegrityFailure if the
-        generation is damaged.
+        `input_ids` and `position_ids` are `[1, tokens]`, on the compute device. Raises what the reader raises.
         """
+        layer_runner = self._model.layer_runner
+        with self._computing():
+            with self._reader.bound(self._model.spec.blocks[0], self._rows_of(input_ids)):
+                item = self._embedded(input_ids, position_ids)
+            self._run_layers([item], lambda count: None)
+            with self._bound_head():
+                finished = layer_runner.finish(item.hidden, input_ids, position_ids)
+                return layer_runner.logits(finished, last_hidden_state(finished))
+
+    def losses(
+        self,
+        batches: Iterable[MicroBatch],
+        *,
+        held_bytes: int,
+        chunk_tokens: int,
+        progress: Callable[[int], None] = lambda count: None,
+    ) -> Iterator[BatchLoss]:
+        """The loss of each micro-batch, in order. As many pass through the blocks together as fit into `held_bytes`.
+
+        These are the bytes, on the device that computes, of what waits between two blocks: hidden states, masks and
+        rotary tables. `chunk_tokens`: tokens whose logits exist at once. `progress` is called with the number of
+        micro-batches that have passed a block. Raises what the reader raises, and DoesNotFit if a single micro-batch
+        does not fit.
+        """
+        waiting = iter(batches)
+        while True:
+            with self._computing():
+                found = self._pass(waiting, held_bytes, chunk_tokens, progress)
+            if not found:
+                return
+            yield from found
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
         skeleton = self._model.skeleton
         was_training = skeleton.training
         skeleton.eval()
         try:
             with torch.no_grad():
-                return self._logits(input_ids, position_ids)
+                yield
         finally:
             skeleton.train(was_training)
-            self._pool.trim()
+            self._reader.end_pass()
 
-    def _logits(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        layer_runner, (embedding, *layers, head) = self._model.layer_runner, self._model.spec.blocks
-        with self._bound(embedding):
-            embedded = layer_runner.embed(input_ids, position_ids)
-        hidden = embedded.hidden
-        for index, block in enumerate(layers):
-            with self._bound(block):
-                hidden = layer_runner.run_layer(index, hidden, embedded.calls[index])
-        with ExitStack() as bound:
-            if self._model.spec.tied:
-                self._model.tie(bound.enter_context(self._bound(embedding)))
-            bound.enter_context(self._bound(head))
-            finished = layer_runner.finish(hidden, input_ids, position_ids)
-            return layer_runner.logits(finished, last_hidden_state(finished))
+    def _pass(
+        self, waiting: Iterator[MicroBatch], held_bytes: int, chunk_tokens: int, progress: Callable[[int], None]
+    ) -> list[BatchLoss]:
+        """The losses of the next micro-batches, as many as fit; none if there are no more."""
+        batches, passing = self._embed(waiting, held_bytes)
+        if not batches:
+            return []
+        progress(len(batches))
+        self._run_layers(passing, progress)
+        losses = []
+        with self._bound_head():
+            for batch, item in zip(batches, passing, strict=True):
+                finished = self._model.layer_runner.finish(item.hidden, batch.input_ids, batch.position_ids)
+                total = loss_only(self._model.layer_runner, finished, batch.targets, chunk_tokens=chunk_tokens)
+                losses.append(BatchLoss(batch=batch, total=total))
+        progress(len(batches))
+        return losses
+
+    def _embed(self, waiting: Iterator[MicroBatch], held_bytes: int) -> tuple[list[MicroBatch], list[_Passing]]:
+        """The next micro-batches, on the device that computes, and what is behind the embedding."""
+        batches: list[MicroBatch] = []
+        passing: list[_Passing] = []
+        taken_bytes = largest_bytes = 0
+        batch = next(waiting, None)
+        if batch is None:
+            return batches, passing
+        with self._reader.bound(self._model.spec.blocks[0]):
+            while batch is not None:
+                (placed,) = place([batch], self._reader.device)
+                item = self._embedded(placed.input_ids, placed.position_ids)
+                if item.num_bytes > held_bytes:
+                    raise _does_not_fit(item.num_bytes, held_bytes, self._reader.device)
+                batches.append(placed)
+                passing.append(item)
+                taken_bytes += item.num_bytes
+                largest_bytes = max(largest_bytes, item.num_bytes)
+                batch = next(waiting, None) if taken_bytes + largest_bytes <= held_bytes else None
+        return batches, passing
+
+    def _embedded(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> _Passing:
+        embedded = self._model.layer_runner.embed(input_ids, position_ids)
+        return _Passing(hidden=embedded.hidden, calls=embedded.calls)
+
+    def _run_layers(self, passing: Sequence[_Passing], progress: Callable[[int], None]) -> None:
+        """Run every layer on all micro-batches."""
+        for index, block in enumerate(self._model.spec.blocks[1:-1]):
+            with self._reader.bound(block):
+                for item in passing:
+                    item.hidden = self._model.layer_runner.run_layer(index, item.hidden, item.calls[index])
+            progress(len(passing))
 
     @contextmanager
-    def _bound(self, block: BlockSpec) -> Iterator[tuple[torch.nn.Parameter, ...]]:
-        self._check_stop()
-        field = self._generation.layout.compute_field
-        with self._pool.lease(block.num_elements * field.bytes_per_element, f"weights of {block.name}") as lease:
-            self._generation.read(block.index, field.name, 0, block.num_elements, lease.memory).wait()
-            weights = view(lease.memory, FIELD_DTYPES[field.name]).to(self._device)
-            try:
-                yield self._model.bind(block, weights)
-            finally:
-                self._model.release(block)
+    def _bound_head(self) -> Iterator[None]:
+        """The head, and next to it the embedding if it is tied."""
+        embedding, head = self._model.spec.blocks[0], self._model.spec.blocks[-1]
+        with ExitStack() as bound:
+            if self._model.spec.tied:
+                self._model.tie(bound.enter_context(self._reader.bound(embedding)))
+            bound.enter_context(self._reader.bound(head))
+            yield
+
+    def _rows_of(self, input_ids: torch.Tensor) -> EmbeddingRows | None:
+        """What a GPU needs of the embedding's matrix; None: all of it."""
+        spec, num_tokens, device = self._model.spec, input_ids.numel(), self._reader.device
+        if device.type == "cpu" or not rows_suffice(spec, num_tokens):
+            return None
+        tokens = DistinctTokens.of([input_ids.cpu()], device)
+        return EmbeddingRows(spec.blocks[0], tokens, num_tokens=num_tokens)
+
+
+def _does_not_fit(num_bytes: int, held_bytes: int, device: torch.device) -> DoesNotFit:
+    is_gpu = device.type != "cpu"
+    where, key = ("GPU memory", "limits.gpu_memory") if is_gpu else ("RAM", "limits.host_memory")
+    return DoesNotFit(
+        f"{where}: a micro-batch takes {format_bytes(num_bytes)} between two blocks, {format_bytes(max(0, held_bytes))}"
+        f" available (short by {format_bytes(num_bytes - held_bytes)})",
+        f"raise {key}, or lower micro_batch_size or sequence_len",
+        shortfall_bytes=num_bytes - held_bytes,
+        is_gpu_memory=is_gpu,
+    )

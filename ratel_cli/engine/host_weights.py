@@ -76,6 +76,11 @@ class ResidentWeights:
         if weights.block.index in self._blocks:
             self._weights[weights.block.index] = weights.share()
 
+    def follow(self, blocks: frozenset[int]) -> None:
+        """Let the weights of these blocks stay from now on, and release those of others."""
+        self.forget(frozenset(self._weights) - blocks)
+        self._blocks = blocks
+
     def forget(self, blocks: frozenset[int] | None = None) -> None:
         """Release the weights of these blocks, or of all: they are not those of the current generation, or nobody needs
         them any more."""

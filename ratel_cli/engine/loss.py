@@ -1,4 +1,4 @@
-"""The head and the loss, a chunk of tokens at a time, so that the logits never exist whole.
+"""The head and the loss, a chunk of tokens at a time, so that large logits never exist whole.
 
 The head's weights must be bound. The loss of a step is the sum of the cross-entropies over the targets of all its
 micro-batches, divided by the number of targets. Invariant: however a step is cut into micro-batches, its loss is that
@@ -14,12 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ratel_cli.model.layer_runner import LayerRunner, last_hidden_state
-from ratel_cli.sizes import IGNORED_TARGET, LOGITS_CHUNK_BYTES
-
-
-def tokens_per_chunk(vocab_size: int) -> int:
-    """Number of tokens whose fp32 logits fill 64 MiB: enough for an efficient product, small next to the head."""
-    return max(16, LOGITS_CHUNK_BYTES // (4 * vocab_size))
+from ratel_cli.sizes import IGNORED_TARGET
 
 
 def loss_and_gradients(

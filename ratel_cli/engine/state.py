@@ -11,13 +11,16 @@ import contextlib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from ratel_cli.data.packing import MicroBatch
+from ratel_cli.engine.embedding_rows import EmbeddingRows
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.replay.tape import Tape
 from ratel_cli.model.layer_runner import LayerCall
+from ratel_cli.model.row_lookup import DistinctTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +55,14 @@ class StepState:
         step: int,
         loss_scale: float,
         recording: StepRecording | None,
+        rows: EmbeddingRows | None,
         device: torch.device,
     ) -> None:
         self.batches = place(batches, device)
         self.input_ids = [batch.input_ids for batch in batches]
         """Token ids of each micro-batch, `[batch, tokens]`, in host memory."""
+        self.rows = rows
+        """What is used of the embedding's matrix to look up tokens; None: all of it."""
         self.loss_scale = loss_scale
         self.num_targets = sum(batch.num_targets for batch in batches)
         self.calls: list[tuple[LayerCall, ...]] = []
@@ -69,6 +75,12 @@ class StepState:
         self._seed = seed
         self._step = step
         self._device = device
+
+    @cached_property
+    def distinct_tokens(self) -> torch.Tensor:
+        """The distinct tokens of the step, sorted `[rows]`, on the compute device."""
+        tokens = DistinctTokens.of(self.input_ids, self._device) if self.rows is None else self.rows.tokens
+        return tokens.on_device
 
     def seed_draws(self, block: int, micro_batch: int) -> None:
         """Seed the generators of the CPU and of the compute device for the draws of one block on one micro-batch."""

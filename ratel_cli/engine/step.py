@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
 
@@ -34,9 +33,12 @@ from ratel_cli.closing import Closing
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.activations import ActivationOffloader, Unit
 from ratel_cli.engine.device.device import Device
-from ratel_cli.engine.loss import loss_and_gradients, loss_only, tokens_per_chunk
+from ratel_cli.engine.embedding_rows import EmbeddingRows
+from ratel_cli.engine.loss import loss_and_gradients, loss_only
 from ratel_cli.engine.optimizer.adamw import AdamWUpdate
-from ratel_cli.engine.optimizer.gradients import GradientSum, TiedSum
+from ratel_cli.engine.optimizer.gradients import GradientSum, adding_to, taken_gradient
+from ratel_cli.engine.optimizer.host_sums import HostSums, SumThread
+from ratel_cli.engine.optimizer.tied_sum import TiedSum
 from ratel_cli.engine.optimizer.update import Updates
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.replay.tape import Recorder, Replayer
@@ -47,6 +49,7 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.layer_runner import last_hidden_state
 from ratel_cli.model.spec import BlockSpec
+from ratel_cli.planning.activations import tokens_per_chunk
 from ratel_cli.planning.gpu_memory import least_leaving_bytes
 from ratel_cli.planning.placement import Stage, block_schedule
 
@@ -61,19 +64,24 @@ class StepEngine(Closing):
         reader: WeightReader,
         updates: Updates,
         activations: ActivationOffloader,
+        sums: SumThread,
         *,
         swapped: Mapping[int, frozenset[str]],
         gradient_dtype: torch.dtype,
         seed: int,
         device: Device,
         leaving_bytes: int,
+        most_rows: int | None,
+        holds_sums: bool,
         holds_tied: bool,
         chunk_tokens: int | None,
         check_stop: Callable[[], None],
     ) -> None:
         """`swapped`: by block, the keys of the operators whose outputs are offloaded. `leaving_bytes`: GPU memory for
-        gradients that are being downloaded, if that is more than they need. `holds_tied`: a tied head's gradient is on
-        the device until the embedding's is there. Others as in engine/build.py."""
+        gradients that are being downloaded, if that is more than they need. `most_rows`: a GPU gets rows instead of the
+        embedding's matrix, if a step has no more tokens than this. `holds_sums`: the sums of a layer's gradients over
+        micro-batches are on the device. `holds_tied`: a tied head's gradient is on the device until the embedding's is
+        there. Others as in engine/build.py."""
         self._model = model
         self._layer_runner = model.layer_runner
         self._pool = pool
@@ -85,6 +93,9 @@ class StepEngine(Closing):
         self._seed = seed
         self._device = device
         self._leaving_bytes = leaving_bytes
+        self._most_rows = most_rows
+        self._sums = sums
+        self._holds_sums = holds_sums
         self._holds_tied = holds_tied
         self._chunk_tokens = chunk_tokens or tokens_per_chunk(model.spec.vocab_size)
         self._check_stop = check_stop
@@ -118,11 +129,13 @@ class StepEngine(Closing):
             step=step,
             loss_scale=loss_scale,
             recording=recording,
+            rows=self._rows_of(batches),
             device=self._device.torch_device,
         )
         adamw = AdamWUpdate(number=update, learning_rate=learning_rate, gradient_scale=1.0 / loss_scale)
         try:
-            with self._device.translate_errors():
+            # On a thread of its own, backward would drop its last tensors whenever that thread is scheduled.
+            with self._device.translate_errors(), torch.autograd.set_multithreading_enabled(False):
                 return self._run(state, adamw, commit_previous)
         except BaseException:
             self._updates.abandon()
@@ -132,6 +145,7 @@ class StepEngine(Closing):
             self._activations.reset()
             self._reader.reset()
             self._device.collect()
+            self._sums.wait_released()
             self._trim()
 
     def settle(self) -> None:
@@ -144,7 +158,7 @@ class StepEngine(Closing):
         self._model.skeleton.eval()
         try:
             with torch.no_grad(), self._device.translate_errors():
-                return self._evaluate(place(batches, self._device.torch_device))
+                return self._evaluate(place(batches, self._device.torch_device), self._rows_of(batches))
         finally:
             self._model.skeleton.train()
             self._reader.reset()
@@ -160,7 +174,7 @@ class StepEngine(Closing):
         """The phases of the module's docstring, in their order."""
         forward_start = self._device.mark()
         for use in block_schedule(self._model.spec):
-            self._reader.expect([use.block], use.stage)
+            self._reader.expect([use.block], use.stage, rows=state.rows if use.looks_up else None)
         layers = self._model.spec.blocks[1:-1]
         hidden = self._embed(state)
         for block in layers:
@@ -174,7 +188,6 @@ class StepEngine(Closing):
             self._updates.begin(adamw)
 
         loss, gradients, tied = self._head(state, hidden, begin_updates)
-        hidden.clear()
         for block in reversed(layers):
             self._check_stop()
             self._backward(state, block, gradients)
@@ -247,9 +260,10 @@ class StepEngine(Closing):
     ) -> tuple[torch.Tensor, list[torch.Tensor], TiedSum | None]:
         """Phase 3, for all micro-batches.
 
-        `hidden`: the last layer's output `[batch, tokens, hidden]` of each micro-batch. Returns the sum of all
-        cross-entropies (fp64 scalar), the gradients of `hidden`, and the sum for a tied embedding's gradient. Calls
-        `begin_updates` at once if the update of the step before is written, otherwise after the head is computed.
+        `hidden`: the last layer's output `[batch, tokens, hidden]` of each micro-batch, removed one by one. Returns the
+        sum of all cross-entropies (fp64 scalar), the gradients of these outputs, and the sum for a tied embedding's
+        gradient. Calls `begin_updates` at once if the update of the step before is written, otherwise after the head is
+        computed.
         """
         block = self._model.spec.blocks[-1]
         total, gradients = torch.zeros((), dtype=torch.float64, device=self._device.torch_device), []
@@ -269,7 +283,7 @@ class StepEngine(Closing):
                 for number, batch in enumerate(state.batches):
                     with self._computing(block, "backward"):
                         state.seed_draws(block.index, number)
-                        leaf = hidden[number].requires_grad_()
+                        leaf = hidden.pop(0).requires_grad_()
                         finished = self._layer_runner.finish(leaf, batch.input_ids, batch.position_ids)
                         loss, gradient = loss_and_gradients(
                             self._layer_runner,
@@ -289,12 +303,13 @@ class StepEngine(Closing):
                             tied.end_micro_batch()
                         total += loss
                         gradients.append(first)
-                del parameters, finished, others
+                        del leaf, finished, gradient, first, others
+                del parameters
             if not begins_early:
                 begin_updates()
             self._hand_over(head_sum, weights)
-        if tied is not None and not self._holds_tied:
-            tied.offload(self._pool)
+        if tied is not None:
+            tied.end_head()
         self._trim()
         return total, gradients, tied
 
@@ -302,13 +317,17 @@ class StepEngine(Closing):
         """Phase 4 for one layer: replace the `gradients` of its output, `[batch, tokens, hidden]` for each micro-batch,
         by those of its input."""
         single = len(state.batches) == 1
+        self._activations.catch_up()
         with self._reader.open(block) as weights, self._sum(state, block, single=single) as total:
             for number in range(len(state.batches)):
+                is_last = number == len(state.batches) - 1
+                if is_last:
+                    total.expect_last()
                 with self._activations.fetch(block.index, number) as unit, self._computing(block, "backward"):
                     output = self._replay(state, block, number, unit)
-                    with _adding(weights.parameters, total, is_last=number == len(state.batches) - 1):
+                    with adding_to(weights.parameters, total, is_last=is_last):
                         output.backward(gradients[number], inputs=[unit.leaf, *weights.parameters])
-                    gradients[number] = _taken(unit.leaf)
+                    gradients[number] = taken_gradient(unit.leaf)
                     del unit, output
             self._hand_over(total, weights)
 
@@ -322,9 +341,11 @@ class StepEngine(Closing):
     def _embedding_backward(self, state: StepState, gradients: list[torch.Tensor], tied: TiedSum | None) -> None:
         """Phase 5. `gradients`: those of the first hidden states, `[batch, tokens, hidden]` for each micro-batch."""
         self._trim()
+        self._sums.wait_released()
         block = self._model.spec.blocks[0]
         single = len(state.batches) == 1
-        total = tied.total if tied else state.resources.enter_context(self._sum(state, block, single=single))
+        rows = state.rows
+        total = tied.total if tied else state.resources.enter_context(self._sum(state, block, single=single, rows=rows))
         if tied:
             tied.fetch()
         with self._reader.open(block) as weights:
@@ -336,11 +357,11 @@ class StepEngine(Closing):
                         embedded.hidden, weights.parameters, gradients[number], allow_unused=True
                     )
                     if tied:
-                        tied.add_embedding(first)
+                        tied.add_embedding(first[state.distinct_tokens] if rows is None else first)
                     else:
                         total.add_one(0, first)
                     total.add([None, *others])
-                del embedded, first, others
+                    del embedded, first, others
             self._hand_over(total, weights)
 
     def _decide(self, loss_total: float) -> tuple[float, str | None]:
@@ -359,9 +380,10 @@ class StepEngine(Closing):
         weights.close()
         self._updates.wait_pending()
 
-    def _evaluate(self, batches: Sequence[MicroBatch]) -> float:
+    def _evaluate(self, batches: Sequence[MicroBatch], rows: EmbeddingRows | None) -> float:
         embedding, *layers, head = self._model.spec.blocks
-        self._reader.expect([embedding, *layers, *([embedding] if self._model.spec.tied else []), head], "forward")
+        self._reader.expect([embedding], "forward", rows=rows)
+        self._reader.expect([*layers, *([embedding] if self._model.spec.tied else []), head], "forward")
         with self._reader.open(embedding), self._computing(embedding, "forward"):
             embedded = [self._layer_runner.embed(batch.input_ids, batch.position_ids) for batch in batches]
         hidden = [item.hidden for item in embedded]
@@ -387,9 +409,22 @@ class StepEngine(Closing):
 
     def _open_tied(self, state: StepState) -> TiedSum:
         total = state.resources.enter_context(self._sum(state, self._model.spec.blocks[0], single=False))
-        return state.resources.enter_context(TiedSum(total, state.input_ids, device=self._device))
+        return state.resources.enter_context(
+            TiedSum(total, state.distinct_tokens, device=self._device, pool=self._pool, is_held=self._holds_tied)
+        )
 
-    def _sum(self, state: StepState, block: BlockSpec, *, single: bool) -> GradientSum:
+    def _rows_of(self, batches: Sequence[MicroBatch]) -> EmbeddingRows | None:
+        input_ids = [batch.input_ids for batch in batches]
+        return EmbeddingRows.of(self._model.spec, input_ids, self._device, most_rows=self._most_rows)
+
+    def _sum(
+        self, state: StepState, block: BlockSpec, *, single: bool, rows: EmbeddingRows | None = None
+    ) -> GradientSum:
+        leaving = block if rows is None else rows.packed
+        leaving_bytes = max(self._leaving_bytes, least_leaving_bytes(leaving, self._gradient_dtype.itemsize))
+        host_sums = None
+        if block.kind == "layer" and not single and not self._holds_sums:
+            host_sums = HostSums(block, self._pool, self._device, self._sums, leaving_bytes=leaving_bytes)
         return GradientSum(
             block,
             self._pool,
@@ -397,7 +432,9 @@ class StepEngine(Closing):
             dtype=self._gradient_dtype,
             single=single,
             scale=1.0 / state.loss_scale,
-            leaving_bytes=max(self._leaving_bytes, least_leaving_bytes(block, self._gradient_dtype.itemsize)),
+            leaving_bytes=leaving_bytes,
+            host_sums=host_sums,
+            rows=rows,
         )
 
     def _computing(self, block: BlockSpec, stage: Stage) -> contextlib.AbstractContextManager[None]:
@@ -406,37 +443,7 @@ class StepEngine(Closing):
     def _trim(self) -> None:
         """Give free buffers back that no other phase can use.
 
-        Not those registered with CUDA: making them again costs as much as filling them.
+        Not those registered with a GPU: making them again costs as much as filling them.
         """
         if self._device.is_host:
             self._pool.trim()
-
-
-@contextlib.contextmanager
-def _adding(parameters: Sequence[torch.nn.Parameter], total: GradientSum, *, is_last: bool) -> Iterator[None]:
-    """While a backward runs inside: add each parameter's gradient to `total` as soon as autograd has made it.
-
-    So no more than one parameter's gradient is waiting. With `is_last`, each leaves at once.
-    """
-
-    def add(index: int, parameter: torch.Tensor) -> None:
-        total.add_one(index, _taken(parameter))
-        if is_last:
-            total.leave(index)
-
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(partial(add, index)) for index, parameter in enumerate(parameters)
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _taken(leaf: torch.Tensor) -> torch.Tensor:
-    """The gradient of a leaf, which has none afterwards."""
-    gradient = leaf.grad
-    assert gradient is not None
-    leaf.grad = None
-    return gradient

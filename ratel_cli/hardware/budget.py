@@ -25,12 +25,19 @@ class MeasurementBudget:
     """Memory that the span is moved to and from, again and again."""
     memory_bytes: int
     """Memory whose own rate is measured. 0: it is not measured."""
+    adamw_bytes: int
+    """Gradients and states that AdamW's rate is measured on; less where the run has less memory to spare."""
 
 
-BRIEF = MeasurementBudget(seconds=0.2, span_bytes=128 * MIB, buffer_bytes=32 * MIB, memory_bytes=0)
-"""About a second, and little memory, because a run may have none to spare. For the start of a run."""
+BRIEF = MeasurementBudget(
+    seconds=0.2, span_bytes=128 * MIB, buffer_bytes=32 * MIB, memory_bytes=0, adamw_bytes=512 * MIB
+)
+"""About a second and, next to what AdamW reads, little memory, because a run may have none to spare. For the start of a
+run."""
 
-FULL = MeasurementBudget(seconds=2.0, span_bytes=256 * MIB, buffer_bytes=128 * MIB, memory_bytes=1024 * MIB)
+FULL = MeasurementBudget(
+    seconds=2.0, span_bytes=256 * MIB, buffer_bytes=128 * MIB, memory_bytes=1024 * MIB, adamw_bytes=1024 * MIB
+)
 """Less than half a minute. The buffers are larger than caches: drives read a third faster into a cached buffer
 (scripts/bench/io.py). For `ratel profile`."""
 

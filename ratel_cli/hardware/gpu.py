@@ -6,23 +6,25 @@ Invariant: no number is drawn from torch's own generators, and all GPU memory th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.hardware.budget import best_seconds
 from ratel_cli.hardware.host import memory_bytes, processor_name
-from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES, ComputeDevice, Link, margin_bytes
+from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES, ComputeDevice, Link, margin_bytes, plannable_gpu_bytes
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.pinning import CudaPinning
+from ratel_cli.io.pinning import GpuPinning
 from ratel_cli.io.views import view
 from ratel_cli.units import MIB
 
 _LINK_BYTES = 256 * MIB
 """A transfer long enough that its start-up time does not matter: 10 ms at 25 GB/s."""
-_MATMUL_SIZES = {"cpu": 1024, "cuda": 8192}
-"""By device. Large enough to use it fully, small enough to be quick: 4 ms on 2 cores, 2 ms on a fast GPU."""
+_MATMUL_SIZES = {"cpu": 1024, "gpu": 8192}
+"""By kind of device. Large enough to use it fully, small enough to be quick: 4 ms on 2 cores, 2 ms on a fast GPU."""
+_ADDED_ELEMENTS = 64 * MIB
+"""384 MiB of a GPU's memory, far more than its caches hold."""
 _GPU_ENVIRONMENT = (
     # Without it, cuBLAS may use another algorithm at each call, and torch raises an error in deterministic mode.
     (("CUBLAS_WORKSPACE_CONFIG",), ":4096:8"),
@@ -30,6 +32,8 @@ _GPU_ENVIRONMENT = (
     (("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"),
 )
 """The names of a variable, its old name last, and the value that it gets if the user set neither."""
+_UNTRIED = ("mps", "mtia", "xpu")
+"""Types of accelerators that are not used: Ratel has never run on them, and some have no streams."""
 
 
 def compute_device(name: str) -> torch.device:
@@ -37,31 +41,60 @@ def compute_device(name: str) -> torch.device:
 
     Call it before anything is computed on a GPU. Raises EnvironmentFailure if there is no GPU for `cuda`.
     """
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+    gpu = _gpu()
+    if name == "cpu" or (name == "auto" and gpu is None):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
+    if gpu is None or (name == "cuda" and gpu.type != "cuda"):
         raise EnvironmentFailure(
             "device: cuda, but PyTorch finds no CUDA device", "set device: cpu, or leave it at auto"
         )
     for names, value in _GPU_ENVIRONMENT:
         if not any(name in os.environ for name in names):
             os.environ[names[0]] = value
-    torch.cuda.init()
-    device = torch.device("cuda", torch.cuda.current_device())
-    torch.zeros(1, device=device)  # now the context has taken its host memory
-    return device
+    torch.zeros(1, device=gpu)  # now the GPU is initialised, and its context has taken its host memory
+    return torch.device(gpu.type, torch.accelerator.current_device_index())
 
 
-def gpu_limit_bytes(device: torch.device, wanted_bytes: int | None) -> int:
-    """GPU memory that a run may use: at most `wanted_bytes` of what is available or, if None, all of it less a
-    margin."""
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+def peak_gpu_bytes() -> int:
+    """The most that torch has allocated on the GPU in this process; 0 without a GPU."""
+    return int(torch.accelerator.max_memory_allocated()) if _gpu() is not None else 0
+
+
+def num_alloc_retries() -> int | None:
+    """How often in this process torch found no GPU memory in one piece, gave its cache back and tried again; None
+    without a GPU. Each time the GPU stops until everything that it was asked for is done."""
+    return int(torch.accelerator.memory_stats().get("num_alloc_retries", 0)) if _gpu() is not None else None
+
+
+def _gpu() -> torch.device | None:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None or found.type in _UNTRIED else found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuLimit:
+    """GPU memory that a run may take."""
+
+    plannable_bytes: int
+    """What its plan may use."""
+    reserve_bytes: int
+    """What torch's allocator may take in addition."""
+
+
+def gpu_limit(device: torch.device, wanted_bytes: int | None) -> GpuLimit:
+    """At most `wanted_bytes` of what is available or, if None, all of it; the plan leaves 4 % or a margin free."""
+    free_bytes, total_bytes = map(int, torch.get_device_module(device).mem_get_info(device))
     # The memory that this process holds already is available too: what torch has reserved, and the context.
-    own_bytes = torch.cuda.memory_reserved(device) + GPU_CONTEXT_BYTES
+    own_bytes = torch.accelerator.memory_reserved(device) + GPU_CONTEXT_BYTES
     available_bytes = min(total_bytes, free_bytes + own_bytes)
-    if wanted_bytes is not None:
-        return min(wanted_bytes, available_bytes)
-    return max(0, available_bytes - margin_bytes(total_bytes))
+    if wanted_bytes is None:
+        plannable_bytes = max(0, available_bytes - margin_bytes(total_bytes))
+        reserve_bytes = min(available_bytes - plannable_bytes, available_bytes - plannable_gpu_bytes(available_bytes))
+    else:
+        limit_bytes = min(wanted_bytes, available_bytes)
+        plannable_bytes = plannable_gpu_bytes(limit_bytes)
+        reserve_bytes = limit_bytes - plannable_bytes
+    return GpuLimit(plannable_bytes=plannable_bytes, reserve_bytes=reserve_bytes)
 
 
 def set_determinism(deterministic: bool, device: torch.device) -> None:
@@ -76,67 +109,80 @@ def set_determinism(deterministic: bool, device: torch.device) -> None:
 
 
 def measure_device(dtype: torch.dtype, device: torch.device, seconds: float) -> ComputeDevice:
-    """The device's name, its memory, and its rate of large matrix products in `dtype`."""
-    is_gpu = device.type == "cuda"
+    """The device's name, its memory, its rate of large matrix products in `dtype`, and a GPU's rate of its memory."""
     flops_per_second = _matmul_flops(dtype, device, seconds)
-    if is_gpu:
-        torch.cuda.empty_cache()
+    if device.type == "cpu":
+        return ComputeDevice(name=processor_name(), memory_bytes=memory_bytes(), flops_per_second=flops_per_second)
+    memory_bytes_per_second = _adding_rate(device, seconds)
+    torch.accelerator.empty_cache()
+    module = torch.get_device_module(device)
     return ComputeDevice(
-        name=torch.cuda.get_device_name(device) if is_gpu else processor_name(),
-        memory_bytes=int(torch.cuda.get_device_properties(device).total_memory) if is_gpu else memory_bytes(),
+        name=module.get_device_name(device),
+        memory_bytes=int(module.get_device_properties(device).total_memory),
         flops_per_second=flops_per_second,
+        memory_bytes_per_second=memory_bytes_per_second,
     )
 
 
 def measure_link(device: torch.device, seconds: float) -> Link:
     """The rates of uploads, of downloads, and of both at once, on two streams and in pinned memory as in a run."""
     with (
-        BufferPool(None, pin=CudaPinning(lambda message: None)) as pool,
+        BufferPool(None, pin=GpuPinning(device, lambda message: None)) as pool,
         pool.lease(_LINK_BYTES, "copies from the GPU") as into,
         pool.lease(_LINK_BYTES, "copies to the GPU") as out_of,
     ):
         link = _copy_rates(device, view(into.memory, torch.uint8), view(out_of.memory, torch.uint8), seconds)
-    torch.cuda.empty_cache()
+    torch.accelerator.empty_cache()
     return link
 
 
 def _copy_rates(device: torch.device, in_host: torch.Tensor, out_of_host: torch.Tensor, seconds: float) -> Link:
     on_gpu, off_gpu = (torch.empty(_LINK_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    up, down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    module = torch.get_device_module(device)
+    up, down = module.Stream(device), module.Stream(device)
     for stream in (up, down):
-        stream.wait_stream(torch.cuda.current_stream(device))  # earlier work may still use this memory
+        stream.wait_stream(module.current_stream(device))  # earlier work may still use this memory
 
-    def upload() -> None:
-        with torch.cuda.stream(up):
-            on_gpu.copy_(out_of_host, non_blocking=True)
-
-    def download() -> None:
-        with torch.cuda.stream(down):
-            in_host.copy_(off_gpu, non_blocking=True)
-
-    def rate(*copies: Callable[[], None]) -> float:
+    def rate(up_bytes: int, down_bytes: int) -> float:
         def work() -> None:
-            for copy in copies:
-                copy()
-            torch.cuda.synchronize(device)
+            with module.stream(up):
+                on_gpu[:up_bytes].copy_(out_of_host[:up_bytes], non_blocking=True)
+            with module.stream(down):
+                in_host[:down_bytes].copy_(off_gpu[:down_bytes], non_blocking=True)
+            torch.accelerator.synchronize(device)
 
-        return len(copies) * _LINK_BYTES / best_seconds(work, seconds)
+        return (up_bytes + down_bytes) / best_seconds(work, seconds)
 
+    up_rate, down_rate = rate(_LINK_BYTES, 0), rate(0, _LINK_BYTES)
+    # In proportion to their rates, so that both directions are busy from beginning to end.
+    up_bytes, down_bytes = (int(_LINK_BYTES * each / max(up_rate, down_rate)) for each in (up_rate, down_rate))
     return Link(
-        to_gpu_bytes_per_second=rate(upload),
-        from_gpu_bytes_per_second=rate(download),
-        both_bytes_per_second=rate(upload, download),
+        to_gpu_bytes_per_second=up_rate,
+        from_gpu_bytes_per_second=down_rate,
+        both_bytes_per_second=rate(up_bytes, down_bytes),
     )
 
 
 def _matmul_flops(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
-    size = _MATMUL_SIZES[device.type]
+    size = _MATMUL_SIZES["cpu" if device.type == "cpu" else "gpu"]
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
 
     def multiply() -> None:
         torch.matmul(left, right)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
 
     return 2 * size**3 / best_seconds(multiply, seconds)
+
+
+def _adding_rate(device: torch.device, seconds: float) -> float:
+    """Bytes per second that adding a gradient in bf16 to a sum in fp32 reads and writes in a GPU's memory."""
+    total = torch.zeros(_ADDED_ELEMENTS, dtype=torch.float32, device=device)
+    gradient = torch.zeros(_ADDED_ELEMENTS, dtype=torch.bfloat16, device=device)
+
+    def add() -> None:
+        total.add_(gradient)
+        torch.accelerator.synchronize(device)
+
+    return (2 * total.nbytes + gradient.nbytes) / best_seconds(add, seconds)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from ratel_cli.hardware.spec import margin_bytes
@@ -18,6 +20,7 @@ _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _SYSTEM_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 4 << 20
+_LEAST_MMAP_THRESHOLD_BYTES = 128 << 10
 
 
 def processor_name(proc: Path = _PROC) -> str:
@@ -53,15 +56,13 @@ def memory_bytes() -> int:
 def available_bytes(proc: Path = _PROC, control_groups: Path = _CONTROL_GROUPS) -> int:
     """Memory that can be used without swapping, within the limits of this process's control groups."""
     available = _counters(proc / "meminfo")["MemAvailable:"] * 1024
-    groups = [line.split(":", 2) for line in (proc / "self" / "cgroup").read_text().splitlines()]
-    left_in_groups = [
-        left
-        for _, controllers, path in groups
-        if controllers in ("", "memory")
-        for group in (path, *(str(parent) for parent in Path(path).parents))
-        if (left := _left_in(control_groups, group.strip("/"), unified=not controllers)) is not None
-    ]
+    left_in_groups = [group.limit_bytes - group.used_bytes for group in _groups(proc, control_groups)]
     return max(0, min([available, *left_in_groups]))
+
+
+def group_limit_bytes(proc: Path = _PROC, control_groups: Path = _CONTROL_GROUPS) -> int | None:
+    """The tightest limit on memory of this process's control groups; None without one."""
+    return min((group.limit_bytes for group in _groups(proc, control_groups)), default=None)
 
 
 def free_bytes(paths: Sequence[Path]) -> int:
@@ -93,18 +94,58 @@ def return_freed_memory() -> None:
     % of the CPU time of a layer of that size (2-core Xeon with AMX, 2026-11). A bound of 1 MiB saved 3 % more memory
     and cost 3 %.
     """
+    _return_from(_MMAP_THRESHOLD_BYTES)
+
+
+@contextmanager
+def returning_small_buffers() -> Iterator[None]:
+    """A context in which malloc also returns freed buffers from 128 KiB on; afterwards those that
+    `return_freed_memory` names.
+
+    For code that allocates buffers only to drop them, and keeps small objects that it makes meanwhile: buffers would
+    leave gaps between these, which anything may fill later, a little at a time.
+    """
+    _return_from(_LEAST_MMAP_THRESHOLD_BYTES)
     try:
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+        yield
+    finally:
+        _return_from(_MMAP_THRESHOLD_BYTES)
+
+
+def _return_from(num_bytes: int) -> None:
+    try:
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, num_bytes)
     except (OSError, AttributeError):
         return  # not glibc
 
 
-def _left_in(control_groups: Path, group: str, *, unified: bool) -> int | None:
-    """Memory that a control group's limit leaves; page cache counts as left. None without a limit.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """A control group with a limit on memory."""
+
+    limit_bytes: int
+    used_bytes: int
+    """Without page cache, which counts as left."""
+
+
+def _groups(proc: Path, control_groups: Path) -> Iterator[_Group]:
+    """The control groups of this process that limit its memory, parents included."""
+    for line in (proc / "self" / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        for place in (path, *(str(parent) for parent in Path(path).parents)):
+            group = _group(control_groups, place.strip("/"), unified=not controllers)
+            if group is not None:
+                yield group
+
+
+def _group(control_groups: Path, name: str, *, unified: bool) -> _Group | None:
+    """A group by its name; None if it has no limit.
 
     `unified`: version 2 of control groups, otherwise version 1.
     """
-    directory = control_groups / group if unified else control_groups / "memory" / group
+    directory = control_groups / name if unified else control_groups / "memory" / name
     limit_name, usage_name, cache_name = (
         ("memory.max", "memory.current", "inactive_file")
         if unified
@@ -116,7 +157,7 @@ def _left_in(control_groups: Path, group: str, *, unified: bool) -> int | None:
         cache = _counters(directory / "memory.stat").get(cache_name, 0)
     except (OSError, ValueError):  # the group is not visible from here, or its limit is "max"
         return None
-    return limit - (usage - cache)
+    return _Group(limit_bytes=limit, used_bytes=usage - cache)
 
 
 def _counters(path: Path) -> dict[str, int]:

@@ -8,6 +8,7 @@ Invariant: nothing remains afterwards, neither a file nor a buffer, and no numbe
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,14 +18,14 @@ from ratel_cli import _native
 from ratel_cli.hardware.budget import BRIEF, MeasurementBudget, best_seconds
 from ratel_cli.hardware.drives import measure_drives
 from ratel_cli.hardware.gpu import measure_device, measure_link
-from ratel_cli.hardware.host import available_bytes, free_bytes, memory_bytes, num_cores
+from ratel_cli.hardware.host import available_bytes, free_bytes, memory_bytes, num_cores, resident_bytes
 from ratel_cli.hardware.spec import HardwareProfile, Host, Nvme, alternating_bytes_per_second
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.sizes import CHUNK_ELEMENTS
 
-_ADAM_PARAMETERS = 1 << 21
-"""Parameters of one measured update: a group of the optimizer, more than caches hold."""
+_ADAM_BYTES = 14
+"""Per parameter: gradient and states."""
 
 
 def measure(
@@ -51,14 +52,14 @@ def measure(
     progress("matrix products")
     gpu = measure_device(dtype, device, budget.seconds)
     link = None
-    if device.type == "cuda":
+    if device.type != "cpu":
         progress("the link to the GPU")
         link = measure_link(device, budget.seconds)
     progress("RAM and AdamW")
     host = Host(
         memory_bytes=memory_bytes(),
         available_bytes=available_bytes(),
-        adam_parameters_per_second=_adam_rate(budget.seconds),
+        adam_parameters_per_second=_adam_rate(_spare_bytes(pool, budget.adamw_bytes), budget.seconds),
         memory_bytes_per_second=_memory_rate(pool, budget.memory_bytes, budget.seconds)
         if budget.memory_bytes
         else None,
@@ -92,13 +93,32 @@ def _memory_rate(pool: BufferPool, num_bytes: int, seconds: float) -> float:
     return 2 * num_bytes / best
 
 
-def _adam_rate(seconds: float) -> float:
-    """Parameters per second of the bf16 update on one thread, checksums included as in training."""
-    weights = torch.zeros(_ADAM_PARAMETERS, dtype=torch.bfloat16)
-    low = torch.zeros(_ADAM_PARAMETERS, dtype=torch.int16)
-    m, v = torch.zeros(_ADAM_PARAMETERS), torch.zeros(_ADAM_PARAMETERS)
-    gradient = torch.ones(_ADAM_PARAMETERS, dtype=torch.bfloat16)
-    num_chunks = _ADAM_PARAMETERS // CHUNK_ELEMENTS
+def _spare_bytes(pool: BufferPool, wanted_bytes: int) -> int:
+    """At most half of what the run's limit leaves next to the process, so that a low limit holds meanwhile."""
+    if pool.limit_bytes is None:
+        return wanted_bytes
+    return min(wanted_bytes, max(0, pool.limit_bytes - max(pool.leased_bytes, resident_bytes())) // 2)
+
+
+def _adam_rate(num_bytes: int, seconds: float) -> float:
+    """Parameters per second of the bf16 update on one thread, checksums included as in training.
+
+    A run's states come from the drives through main memory, so the measured ones must not fit into a cache: 512 MiB are
+    more than a server's L3 (29 MB were not). Where there is less memory, at least one chunk is updated.
+    """
+    num_chunks = max(1, num_bytes // (_ADAM_BYTES * CHUNK_ELEMENTS))
+    number = num_chunks * CHUNK_ELEMENTS
+    # Written once, because pages that were only read are all the same page of zeros.
+    weights = torch.ones(number, dtype=torch.bfloat16)
+    low = torch.ones(number, dtype=torch.int16)
+    m, v = torch.ones(number), torch.ones(number)
+    gradient = torch.ones(number, dtype=torch.bfloat16)
+    table, is_set = array("Q", [0]) * (4 * num_chunks), bytearray(b"\1") * (4 * num_chunks)
+
+    def checksums(*, of_weights: bool) -> _native.ChunkChecksums:
+        entries = [0 if of_weights else None, *range(num_chunks, 4 * num_chunks, num_chunks)]
+        return _native.ChunkChecksums(table=table, is_set=is_set, store_id=bytes(16), step=0, block=0, entries=entries)
+
     scalars = _native.AdamWScalars(
         decay_factor=1.0,
         one_minus_beta1=0.1,
@@ -118,10 +138,10 @@ def _adam_rate(seconds: float) -> float:
             v,
             gradient,
             scalars=scalars,
-            segments=[(0, _ADAM_PARAMETERS, True)],
+            segments=[(0, number, True)],
             chunk_elements=CHUNK_ELEMENTS,
-            seeds_before=num_chunks * [None, 1, 1, 1],
-            seeds_after=num_chunks * [1, 1, 1, 1],
+            before=checksums(of_weights=False),
+            after=checksums(of_weights=True),
         )
 
-    return _ADAM_PARAMETERS / best_seconds(update, seconds)
+    return number / best_seconds(update, seconds)

@@ -21,6 +21,8 @@ class ComputeDevice:
     name: str
     memory_bytes: int
     flops_per_second: float
+    memory_bytes_per_second: float | None = None
+    """Of a GPU's own memory, reading and writing together. None: unknown, or the CPU computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,20 @@ class Host:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What the machine's parts cost, in dollars."""
+
+    server_dollars: int
+    """Without GPUs and SSDs."""
+    gpu_dollars: int
+    ssd_dollars: int
+
+    def dollars(self, *, num_ssds: int) -> int:
+        """The price of the server with one GPU and this many SSDs."""
+        return self.server_dollars + self.gpu_dollars + self.ssd_dollars * num_ssds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HardwareProfile:
     """One machine."""
 
@@ -86,6 +102,8 @@ class HardwareProfile:
     """The link between host memory and the GPU; None if the CPU computes."""
     nvme: Nvme
     host: Host
+    prices: Prices | None = None
+    """From a hardware file. None: unknown; nothing measures them."""
 
     def to_json(self) -> dict[str, object]:
         """The content of a hardware file."""
@@ -95,6 +113,15 @@ class HardwareProfile:
 def alternating_bytes_per_second(read_bytes_per_second: float, write_bytes_per_second: float) -> float:
     """The mixed rate of a drive that alternates between reads and writes: the assumption if it was not measured."""
     return 2 / (1 / read_bytes_per_second + 1 / write_bytes_per_second)
+
+
+def plannable_gpu_bytes(limit_bytes: int) -> int:
+    """What a plan may use of a limit on GPU memory: all but 4 %.
+
+    torch's allocator takes memory in segments that are rarely full. Where none is left, it gives its cache back and
+    stops the GPU until it can.
+    """
+    return limit_bytes - limit_bytes // 25
 
 
 def margin_bytes(memory_bytes: int) -> int:

@@ -4,7 +4,8 @@ Everything that reads or writes the store leases its buffers here and reuses the
 pages are worth more than any I/O engine (reads 2.3 -> 3.8 GB/s at a seventh of the CPU time) and need three things that
 Python does not do by itself: a *private* anonymous mapping, madvise before the first touch, and 2 MiB alignment.
 
-Where a GPU computes, every mapping is pinned as it is made (io/pinning.py).
+Where a GPU computes, the mappings whose bytes cross the link to it are pinned as they are made (io/pinning.py), and are
+reused for those purposes alone. Others, such as those of optimizer states, are not: pinning takes as long as filling.
 
 Invariants: leased plus idle bytes never pass the limit; memory that anything still refers to is never unmapped
 (mappings are dropped by reference, so a tensor made from a lease cannot dangle).
@@ -12,7 +13,6 @@ Invariants: leased plus idle bytes never pass the limit; memory that anything st
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import weakref
 from collections import OrderedDict
@@ -21,6 +21,7 @@ from threading import Lock
 from types import TracebackType
 from typing import Self
 
+from ratel_cli import _native
 from ratel_cli.closing import Closing
 from ratel_cli.errors import DoesNotFit, EnvironmentFailure
 from ratel_cli.sizes import HUGE_PAGE_BYTES, PAGE_BYTES
@@ -29,6 +30,9 @@ from ratel_cli.units import align_up, format_bytes
 PinMemory = Callable[[int, int], Callable[[], None] | None]
 """Pins memory, given its address and size, so that a GPU can copy from it directly. Returns what unpins it, or None if
 it could not be pinned."""
+
+_Kind = tuple[int, bool]
+"""Size of a buffer, and whether it is pinned."""
 
 
 class Lease:
@@ -76,10 +80,14 @@ class Lease:
 
 
 class BufferPool(Closing):
-    """Leases buffers, and reuses returned ones of exactly the same size. Safe to use from any thread."""
+    """Leases buffers, and reuses returned ones of exactly the same size. Safe to use from any thread.
+
+    Pinned and other buffers are reused apart. Where the limit asks for the memory of idle buffers, pinned ones are
+    given back last: making them again takes longest.
+    """
 
     def __init__(self, limit_bytes: int | None, *, pin: PinMemory | None = None) -> None:
-        """`limit_bytes` None: there is no limit. `pin` is called for every new mapping."""
+        """`limit_bytes` None: there is no limit. `pin` is called for every new mapping that crosses the link."""
         assert limit_bytes is None or limit_bytes >= 0
         self.limit_bytes = limit_bytes
         self._pin = pin
@@ -91,11 +99,13 @@ class BufferPool(Closing):
         self._idle_bytes = 0
         self._next_key = 0
         self._idle: OrderedDict[int, _Region] = OrderedDict()  # oldest return first
-        self._idle_keys: dict[int, list[int]] = {}  # size -> keys into _idle, newest last
+        self._idle_keys: dict[_Kind, list[int]] = {}  # -> keys into _idle, newest last
         self._closed = False
 
-    def lease(self, num_bytes: int, purpose: str) -> Lease:
+    def lease(self, num_bytes: int, purpose: str, *, crosses_link: bool = True) -> Lease:
         """Lease a buffer of `num_bytes`. It holds the bytes of an earlier lease, or zeros.
+
+        `crosses_link`: False if these bytes are never copied to or from a GPU.
 
         Raises DoesNotFit if it would pass the limit, and EnvironmentFailure if the system has no memory. `purpose`
         names the buffer in these messages.
@@ -104,10 +114,11 @@ class BufferPool(Closing):
         size_bytes = align_up(num_bytes, PAGE_BYTES)
         with self._lock:
             assert not self._closed, "a buffer was leased from a closed pool"
-            region = self._take_idle(size_bytes)
+            pin = self._pin if crosses_link else None
+            region = self._take_idle(size_bytes, is_pinned=pin is not None)
             if region is None:
                 self._free_bytes_for(size_bytes, purpose)
-                region = _Region(size_bytes, purpose, self._pin)
+                region = _Region(size_bytes, purpose, pin)
             self.leased_bytes += size_bytes
             self.peak_bytes = max(self.peak_bytes, self.leased_bytes + self._idle_bytes)
         return Lease(self, region, num_bytes)
@@ -131,17 +142,18 @@ class BufferPool(Closing):
             key = self._next_key
             self._next_key += 1
             self._idle[key] = region
-            self._idle_keys.setdefault(region.size_bytes, []).append(key)
+            self._idle_keys.setdefault(region.kind, []).append(key)
             self._idle_bytes += region.size_bytes
 
-    def _take_idle(self, size_bytes: int) -> _Region | None:
-        keys = self._idle_keys.get(size_bytes)
+    def _take_idle(self, size_bytes: int, *, is_pinned: bool) -> _Region | None:
+        kind = size_bytes, is_pinned
+        keys = self._idle_keys.get(kind)
         if not keys:
             return None
         region = self._idle.pop(keys.pop())
         if not keys:
-            del self._idle_keys[size_bytes]
-        self._idle_bytes -= size_bytes
+            del self._idle_keys[kind]
+        self._idle_bytes -= region.size_bytes
         return region
 
     def _free_bytes_for(self, size_bytes: int, purpose: str) -> None:
@@ -151,20 +163,22 @@ class BufferPool(Closing):
         if shortfall_bytes > 0:
             raise DoesNotFit(
                 f"{purpose}: needs {format_bytes(size_bytes)} of RAM, but {format_bytes(self.leased_bytes)} "
-                f"of {format_bytes(self.limit_bytes)} are in use (short by {shortfall_bytes} bytes)",
+                f"of {format_bytes(self.limit_bytes)} are in use (short by {format_bytes(shortfall_bytes)})",
                 "raise limits.host_memory",
                 shortfall_bytes=shortfall_bytes,
             )
         self._drop_idle(shortfall_bytes + self._idle_bytes)
 
     def _drop_idle(self, num_bytes: int) -> None:
-        """Drop the buffers that were idle longest until `num_bytes` are freed."""
-        while num_bytes > 0 and self._idle:
-            key, region = self._idle.popitem(last=False)
-            keys = self._idle_keys[region.size_bytes]
+        """Drop buffers until `num_bytes` are freed: those that are not pinned first, the longest idle first."""
+        for key in sorted(self._idle, key=lambda key: self._idle[key].is_pinned):  # sorting keeps the order of equals
+            if num_bytes <= 0:
+                return
+            region = self._idle.pop(key)
+            keys = self._idle_keys[region.kind]
             keys.remove(key)
             if not keys:
-                del self._idle_keys[region.size_bytes]
+                del self._idle_keys[region.kind]
             self._idle_bytes -= region.size_bytes
             num_bytes -= region.size_bytes
 
@@ -172,8 +186,15 @@ class BufferPool(Closing):
 class _Region:
     """One mapping. It has no close(): it is unpinned when the pool drops it, and unmapped with its last view."""
 
+    @property
+    def kind(self) -> _Kind:
+        """Leases of this kind may reuse it."""
+        return self.size_bytes, self.is_pinned
+
     def __init__(self, size_bytes: int, purpose: str, pin: PinMemory | None) -> None:
         self.size_bytes = size_bytes
+        self.is_pinned = pin is not None
+        """Or should have been: the device may have refused."""
         if size_bytes == 0:
             self.memory = memoryview(bytearray())
             return
@@ -201,7 +222,7 @@ class _Region:
 
 def address_of(memory: memoryview) -> int:
     """The address of the first byte of a non-empty, writable memoryview."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    return _native.address_of(memory)
 
 
 def _advise_huge_pages(mapping: mmap.mmap, start: int, num_bytes: int) -> None:

@@ -1,10 +1,7 @@
-"""Files on the store's directories, one for each drive: checked, reserved, and read and written striped.
+"""Files on the store's directories, one for each drive: checked, reserved, made durable.
 
-Space is checked on every directory before anything is created, and reserved before anything is written, so a full disk
-is found at the start and never later.
-
-Invariant: no transfer outlives the files (`StripedFiles.settle` before closing). A late write to a descriptor that was
-closed and reused would land in another file.
+Invariant: space is checked on every directory before anything is created, and reserved before anything is written, so a
+full disk is found at the start and never later.
 """
 
 from __future__ import annotations
@@ -12,15 +9,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 
-from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.io.queue import Extent, IoQueue
-from ratel_cli.io.striping import StripeMap
-from ratel_cli.io.tickets import Ticket, settle
+from ratel_cli.errors import BadInput, EnvironmentFailure, NotEnoughSpace
 from ratel_cli.units import format_bytes
 
 SPACE_HINT = "free some space, or set storage.paths to directories with more space"
@@ -47,7 +41,7 @@ def check_directories(paths: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def check_space(needs: Sequence[SpaceNeed]) -> None:
-    """Raise EnvironmentFailure if a drive lacks space. Directories may not exist yet, or may share a drive."""
+    """Raise NotEnoughSpace if a drive lacks it. Directories may not exist yet, or may share a drive."""
     for directory in dict.fromkeys(need.directory for need in needs):
         existing = nearest_existing(directory)
         drive = existing.stat().st_dev
@@ -56,7 +50,7 @@ def check_space(needs: Sequence[SpaceNeed]) -> None:
         free = os.statvfs(existing)
         available_bytes = free.f_bavail * free.f_frsize + sum(min(need.held_bytes, need.num_bytes) for need in here)
         if need_bytes > available_bytes:
-            raise EnvironmentFailure(
+            raise NotEnoughSpace(
                 f"not enough space: needs {format_bytes(need_bytes)} on {directory}, "
                 f"{format_bytes(available_bytes)} available "
                 f"(short by {format_bytes(need_bytes - available_bytes)})",
@@ -74,10 +68,23 @@ def make_directory(directory: Path) -> None:
         ) from exc
 
 
+def open_unlinked(directory: Path) -> int:
+    """A new file without a name, open for reading and writing. Raises EnvironmentFailure."""
+    try:
+        fd, name = tempfile.mkstemp(prefix="ratel.scratch.", dir=directory)
+        os.unlink(name)
+    except OSError as exc:
+        raise EnvironmentFailure(
+            f"{directory}: a file cannot be created in it: {exc.strerror}",
+            "set storage.paths to directories you may write to",
+        ) from exc
+    return fd
+
+
 def reserve(fd: int, path: Path, num_bytes: int) -> None:
     """Make the file system allocate `num_bytes` for the file, without changing what it holds.
 
-    Raises EnvironmentFailure if it cannot.
+    Raises EnvironmentFailure if it cannot, NotEnoughSpace where that is the reason.
     """
     if num_bytes == 0:
         return
@@ -87,7 +94,7 @@ def reserve(fd: int, path: Path, num_bytes: int) -> None:
         if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             free = os.statvfs(path.parent)
             available_bytes = free.f_bavail * free.f_frsize
-            raise EnvironmentFailure(
+            raise NotEnoughSpace(
                 f"space cannot be reserved: needs {format_bytes(num_bytes)} on {path.parent}, "
                 f"{format_bytes(available_bytes)} available ({exc.strerror})",
                 SPACE_HINT,
@@ -106,46 +113,6 @@ def use_direct_io(fds: Sequence[int], paths: Sequence[Path], notice: Callable[[s
     if buffered:
         where = ", ".join(buffered)
         notice(f"direct I/O is not available on {where}; transfers use the page cache, with the same results")
-
-
-class StripedFiles:
-    """One range of logical addresses, spread over open files. Borrows the descriptors; their owner closes them."""
-
-    def __init__(self, fds: Sequence[int], stripes: StripeMap, queue: IoQueue) -> None:
-        assert len(fds) == len(stripes.weights)
-        self._fds = tuple(fds)
-        self._stripes = stripes
-        self._queue = queue
-        self._lock = Lock()
-        self._in_flight: list[Ticket] = []
-
-    def read(self, address: int, memory: memoryview) -> Ticket:
-        """Fill `memory` from logical `address` on. Both are whole pages."""
-        return self._watch(self._queue.read(self._extents(address, memory)))
-
-    def write(self, address: int, memory: memoryview) -> Ticket:
-        """Write `memory` to logical `address` on. Both are whole pages."""
-        return self._watch(self._queue.write(self._extents(address, memory)))
-
-    def settle(self) -> None:
-        """Wait until no transfer is in flight."""
-        with self._lock:
-            in_flight, self._in_flight = self._in_flight, []
-        settle(in_flight)
-
-    def _extents(self, address: int, memory: memoryview) -> list[Extent]:
-        extents: list[Extent] = []
-        position = 0
-        for part in self._stripes.ranges(address, len(memory)):
-            part_memory = memory[position : position + part.num_bytes]
-            extents.append(Extent(fd=self._fds[part.file_index], offset=part.offset, memory=part_memory))
-            position += part.num_bytes
-        return extents
-
-    def _watch(self, ticket: Ticket) -> Ticket:
-        with self._lock:  # a reading and a writing thread may both be here
-            self._in_flight = [*(earlier for earlier in self._in_flight if not earlier.done), ticket]
-        return ticket
 
 
 def sync_path(path: Path) -> None:

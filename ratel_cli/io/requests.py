@@ -35,7 +35,7 @@ class Request:
 
     __slots__ = ("_attempts", "direction", "fd", "memory", "offset", "ticket")
 
-    def __init__(self, *, ticket: Ticket, direction: Direction, fd: int, offset: int, memory: memoryview) -> None:
+    def __init__(self, ticket: Ticket, direction: Direction, fd: int, offset: int, memory: memoryview) -> None:
         self.ticket = ticket
         self.direction = direction
         self.fd = fd

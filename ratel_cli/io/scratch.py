@@ -3,32 +3,36 @@
 One unlinked file in each directory, reserved when it is opened and never synced. The space is free again as soon as the
 run ends, however it ends.
 
-Invariant: while the object is open, bytes read are the bytes written last. Nothing survives it.
+The checksums of sealed bytes are taken and compared next to the transfers (io/checksum_workers.py).
+
+Invariant: while the object is open, bytes read are the bytes written last; if they were sealed, anything else raises
+IntegrityFailure. Nothing survives the object.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import xxhash
 
 from ratel_cli.closing import Closing
-from ratel_cli.errors import EnvironmentFailure, IntegrityFailure
+from ratel_cli.errors import IntegrityFailure
+from ratel_cli.io.checksum_workers import parts_of
 from ratel_cli.io.files import (
     SpaceNeed,
-    StripedFiles,
     check_directories,
     check_space,
     make_directory,
+    open_unlinked,
     reserve,
     use_direct_io,
 )
 from ratel_cli.io.queue import IoQueue
+from ratel_cli.io.striped_files import StripedFiles
 from ratel_cli.io.striping import StripeMap
-from ratel_cli.io.tickets import Ticket
+from ratel_cli.io.tickets import Ticket, join
 from ratel_cli.sizes import PAGE_BYTES, STRIPE_BYTES
 
 
@@ -60,10 +64,12 @@ class Scratch(Closing):
         )
         self.num_bytes = num_bytes
         self._fds: list[int] = []
+        self._digests: dict[int, int] = {}
+        """XXH3-64 of what was sealed last, by the offset of each part."""
         try:
             for directory, size in zip(directories, file_bytes, strict=True):
                 make_directory(directory)
-                self._fds.append(_open_unlinked(directory))
+                self._fds.append(open_unlinked(directory))
                 reserve(self._fds[-1], directory / "scratch", size)
             # No notice: the store in the same directories has one where direct I/O is not available.
             use_direct_io(self._fds, [directory / "scratch" for directory in directories], lambda _: None)
@@ -73,7 +79,7 @@ class Scratch(Closing):
             raise
 
     def write(self, offset: int, memory: memoryview) -> Ticket:
-        """Write `memory` to `offset`. Both are whole pages."""
+        """Write `memory` to `offset`. Both are whole pages. Nobody notices if other bytes are read later."""
         assert self._fds and offset + len(memory) <= self.num_bytes
         return self._files.write(offset, memory)
 
@@ -82,37 +88,42 @@ class Scratch(Closing):
         assert self._fds and offset + len(memory) <= self.num_bytes
         return self._files.read(offset, memory)
 
+    def write_sealed(self, offset: int, memory: memoryview) -> Ticket:
+        """`write` for bytes that `read_sealed` will read. They must not change until the ticket is done."""
+        assert self._fds and offset + len(memory) <= self.num_bytes
+        return join([self._write_part(offset + start, memory[start:stop]) for start, stop in parts_of(len(memory))])
+
+    def read_sealed(self, offset: int, memory: memoryview, what: str) -> Ticket:
+        """Fill `memory` from `offset`, where `write_sealed` has written as much at once.
+
+        The ticket's `wait` raises IntegrityFailure if these are not the bytes that were written; `what` names them.
+        """
+        assert self._fds and offset + len(memory) <= self.num_bytes
+        parts = parts_of(len(memory))
+        return join([self._read_part(offset + start, memory[start:stop], what) for start, stop in parts])
+
     def close(self) -> None:
         """Wait for transfers in flight, and give the space back. Idempotent."""
         if self._fds:
             self._files.settle()
         self._close_files()
 
+    def _write_part(self, offset: int, memory: memoryview) -> Ticket:
+        def take() -> None:
+            self._digests[offset] = xxhash.xxh3_64_intdigest(memory)
+
+        return self._files.write(offset, memory, take=take)
+
+    def _read_part(self, offset: int, memory: memoryview, what: str) -> Ticket:
+        def check() -> None:
+            if xxhash.xxh3_64_intdigest(memory) != self._digests[offset]:
+                raise IntegrityFailure(
+                    f"{what}: the bytes read are not the bytes written", "check the drive, then resume"
+                )
+
+        return self._files.read(offset, memory, check=check)
+
     def _close_files(self) -> None:
         fds, self._fds = self._fds, []
         for fd in fds:
             os.close(fd)
-
-
-class Checksum:
-    """XXH3-64 of bytes that go to the scratch space and come back in the same run."""
-
-    def __init__(self, memory: memoryview) -> None:
-        self._digest = xxhash.xxh3_64_intdigest(memory)
-
-    def check(self, memory: memoryview, what: str) -> None:
-        """Raise IntegrityFailure unless `memory` has the same bytes. `what` names them in the message."""
-        if xxhash.xxh3_64_intdigest(memory) != self._digest:
-            raise IntegrityFailure(f"{what}: the bytes read are not the bytes written", "check the drive, then resume")
-
-
-def _open_unlinked(directory: Path) -> int:
-    try:
-        fd, name = tempfile.mkstemp(prefix="ratel.scratch.", dir=directory)
-        os.unlink(name)
-    except OSError as exc:
-        raise EnvironmentFailure(
-            f"{directory}: a file cannot be created in it: {exc.strerror}",
-            "set storage.paths to directories you may write to",
-        ) from exc
-    return fd

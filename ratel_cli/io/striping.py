@@ -4,8 +4,9 @@ A store has one file on each NVMe drive. Logical addresses run from 0. Consecuti
 large transfer keeps every drive busy. Drives of different speed have different weights: in a cycle of `sum(weights)`
 stripes each file gets as many as its weight, spread as evenly as possible. With equal weights the files take turns.
 
-Invariant: `StripeMap.ranges` is a bijection between logical bytes and the bytes behind the files' headers. It yields
-the ranges in logical order, so that a caller can walk through its memory in parallel.
+`_native.Stripes` follows the turns that a map deals (`StripeMap.turns`): a transfer may have a hundred ranges.
+
+Invariant: logical bytes and the bytes behind the files' headers correspond one to one.
 """
 
 from __future__ import annotations
@@ -22,15 +23,6 @@ _WORTH_LARGER_TERMS = 1.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileRange:
-    """Consecutive bytes of one file."""
-
-    file_index: int
-    offset: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StripeMap:
     """Spreads a range of logical addresses over files, one for each weight. Each file begins with a header."""
 
@@ -41,26 +33,10 @@ class StripeMap:
     def __post_init__(self) -> None:
         assert self.weights and min(self.weights) > 0 and self.stripe_bytes > 0 and self.header_bytes >= 0
 
-    def ranges(self, address: int, num_bytes: int) -> tuple[FileRange, ...]:
-        """The file ranges that hold logical bytes [address, address + num_bytes), in order."""
-        assert address >= 0 and num_bytes >= 0
-        if num_bytes == 0:
-            return ()
-        if len(self.weights) == 1:  # the stripes of a single file are contiguous
-            return (FileRange(file_index=0, offset=self.header_bytes + address, num_bytes=num_bytes),)
-        turns = _turns(self.weights)
-        ranges: list[FileRange] = []
-        position, end = address, address + num_bytes
-        while position < end:
-            stripe, inside = divmod(position, self.stripe_bytes)
-            cycle, turn = divmod(stripe, len(turns))
-            file_index, row = turns[turn]
-            length = min(self.stripe_bytes - inside, end - position)
-            file_stripe = cycle * self.weights[file_index] + row
-            file_offset = self.header_bytes + file_stripe * self.stripe_bytes + inside
-            ranges.append(FileRange(file_index=file_index, offset=file_offset, num_bytes=length))
-            position += length
-        return tuple(ranges)
+    @property
+    def turns(self) -> tuple[tuple[int, int], ...]:
+        """For each stripe of a cycle: its file, and how many stripes of that file came before it in the cycle."""
+        return _turns(self.weights)
 
     def file_bytes(self, logical_bytes: int) -> tuple[int, ...]:
         """The size of each file, header included, when `logical_bytes` are stored."""

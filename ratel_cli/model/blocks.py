@@ -2,7 +2,7 @@
 
 1. `find_blocks` turns a skeleton into a `DecoderModel`. It finds the embedding, the list of layers, and the parameters
    before and after the layers (`probe` runs the model to learn these), and lays out the `ModelSpec`.
-2. `bind` gives a block its weights. Then the block can run.
+2. `bind` gives a block its weights. Then the block can run. The embedding can be given some rows of its matrix alone.
 3. `release` takes the weights away again.
 
 Invariant: an unbound parameter takes no memory. In the layers it is a meta parameter, so that using it by mistake
@@ -12,8 +12,11 @@ whose result is not needed.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import nn
@@ -23,7 +26,8 @@ from transformers.pytorch_utils import Conv1D
 from ratel_cli.errors import BadInput
 from ratel_cli.model.layer_runner import LayerRunner
 from ratel_cli.model.probe import Usage, probe_usage, separates_samples
-from ratel_cli.model.spec import BlockKind, BlockSpec, LayerTraits, ModelSpec, decays, lay_out_block
+from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
+from ratel_cli.model.spec import BlockKind, BlockSpec, LayerTraits, ModelSpec, ParameterSpec, decays, lay_out_block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,7 @@ class DecoderModel:
         traits: LayerTraits,
         packs: bool,
         parameters: Sequence[tuple[_PlacedParameter, ...]],
+        lookup: RowLookup,
     ) -> None:
         self.skeleton = skeleton
         self.layer_runner = layer_runner
@@ -80,6 +85,7 @@ class DecoderModel:
         """All parameters, in the order of torch's `named_parameters`."""
         self._parameters = tuple(parameters)
         """The parameters of each block, in the order of `spec`."""
+        self._lookup = lookup
         self._device = torch.device("cpu")
 
     def place(self, device: torch.device) -> None:
@@ -100,15 +106,32 @@ class DecoderModel:
         for parameter in (*outside[0], *outside[1]):
             parameter.unbind()
 
-    def bind(self, block: BlockSpec, weights: torch.Tensor) -> tuple[nn.Parameter, ...]:
-        """Put views of the flat array `weights` `[block.num_elements]` into the block's modules.
+    def bind(
+        self, block: BlockSpec, *parts: torch.Tensor, tokens: DistinctTokens | None = None
+    ) -> tuple[nn.Parameter, ...]:
+        """Put views of the block's flat array into its modules. `parts` are that array, `[block.num_elements]` in all;
+        each begins where a parameter begins.
 
+        `tokens` are for an embedding whose matrix has the rows of these tokens alone: they are the first part, and the
+        others begin with the second parameter.
         Returns the views, each in its parameter's shape, in the order of `block.parameters`.
         """
-        parameters = tuple(
-            nn.Parameter(weights[parameter.start : parameter.stop].view(parameter.shape))
-            for parameter in block.parameters
-        )
+        starts = list(accumulate(map(len, parts), initial=0))
+        if tokens is not None:
+            ends = [*(parameter.start for parameter in block.parameters[1:2]), block.num_elements]
+            starts = [0, *accumulate(map(len, parts[1:]), initial=ends[0])]
+        assert starts[-1] == block.num_elements
+
+        def view(parameter: ParameterSpec, shape: tuple[int, ...]) -> torch.Tensor:
+            number = min(bisect_right(starts, parameter.start), len(parts)) - 1
+            start = parameter.start - starts[number]
+            return parts[number][start : start + math.prod(shape)].view(shape)
+
+        shapes = [parameter.shape for parameter in block.parameters]
+        if tokens is not None:
+            shapes[0] = (len(tokens), *shapes[0][1:])
+            self._lookup.bind(tokens)
+        parameters = tuple(map(nn.Parameter, map(view, block.parameters, shapes)))
         for placed, parameter in zip(self._parameters[block.index], parameters, strict=True):
             placed.places[0].put(parameter)
         return parameters
@@ -126,6 +149,8 @@ class DecoderModel:
         """Put the unbound parameters back. Afterwards the model has no reference to the bound weights."""
         for parameter in self._parameters[block.index]:
             parameter.unbind()
+        if block.kind == "embedding":
+            self._lookup.unbind()
 
 
 def find_blocks(skeleton: PreTrainedModel, *, name: str) -> DecoderModel:
@@ -140,8 +165,9 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str) -> DecoderModel:
     for parameter in outside:
         parameter.unbind()
     layer_runner = LayerRunner(skeleton, owner, layers)
-    usage, embedded = probe_usage(layer_runner, {each.name: each.unbound for each in outside})
     first = next(each for each in outside if each.unbound is embedding.weight)
+    lookup = RowLookup(embedding)
+    usage, embedded = probe_usage(layer_runner, {each.name: each.unbound for each in outside}, first.name, lookup)
     before, after = _split(outside, usage, first, tied=tied)
     found: list[tuple[BlockKind, str, list[_PlacedParameter]]] = [
         ("embedding", "embedding", before),
@@ -163,6 +189,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str) -> DecoderModel:
         tied=tied,
         hidden_size=embedded.hidden.shape[-1],
         vocab_size=first.shape[0],
+        looks_up_rows=usage.looks_up_rows,
     )
     return DecoderModel(
         skeleton=skeleton,
@@ -171,6 +198,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str) -> DecoderModel:
         traits=_layer_traits(skeleton.config, layers),
         packs=layer_runner.takes_positions and separates_samples(embedded.calls),
         parameters=[tuple(parameters) for _, _, parameters in found],
+        lookup=lookup,
     )
 
 

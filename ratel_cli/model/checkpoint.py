@@ -31,6 +31,8 @@ from ratel_cli.units import counted
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _COMPARED_ELEMENTS = 1 << 23
 """Two copies of a tied weight are compared in parts of this many elements."""
+_ROUNDED_ELEMENTS = 1 << 20
+"""A parameter that is rounded as it is read is read in parts of this many elements."""
 _MAX_NAMES = 5
 """A message lists at most this many tensors."""
 _CONSTANT = re.compile(r"(^|\.)(inv_freq|masked_bias|position_ids)$")
@@ -75,6 +77,29 @@ class CheckpointSource(Closing):
         """
         return self._read(self._sources[name], start, stop).to(torch.float32)
 
+    def read_whole_into(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out`, flat, with the parameter, rounded once to its dtype. In the file's dtype that takes no memory.
+
+        Raises what `read` raises.
+        """
+        target = self._sources[name]
+        shard = self._direct.get(target)
+        if shard is not None and self._readers[shard].tensors[shard].dtype == out.dtype:
+            self._readers[shard].read_into(shard, 0, out)
+            return
+        for start in range(0, len(out), _ROUNDED_ELEMENTS):
+            stop = min(start + _ROUNDED_ELEMENTS, len(out))
+            out[start:stop] = self._read(target, start, stop)
+
+    @property
+    def conversion_bytes(self) -> int:
+        """The most bytes that a parameter takes which is computed from several tensors: these, and the results."""
+        return max(map(self._bytes_of, self._converted.values()), default=0)
+
+    def forget_converted(self) -> None:
+        """Give back the memory of the parameters that were computed last. Reading them again computes them again."""
+        self._converted_tensors = {}
+
     def read_buffers(self) -> dict[str, torch.Tensor]:
         """The persistent buffers that the files hold, by name: shapes of the model, dtypes of the files."""
         buffers = persistent_buffers(self._skeleton)
@@ -94,6 +119,11 @@ class CheckpointSource(Closing):
             self._converted_tensors = {}
             self._converted_tensors = self._convert(self._converted[target])
         return self._converted_tensors[target].reshape(-1)[start:stop]
+
+    def _bytes_of(self, conversion: Conversion) -> int:
+        entries = [self._readers[name].tensors[name] for name in conversion.source_names]
+        item_bytes = max(entry.dtype.itemsize if len({each.dtype for each in entries}) == 1 else 4 for entry in entries)
+        return 2 * item_bytes * sum(entry.num_elements for entry in entries)
 
     def _convert(self, conversion: Conversion) -> dict[str, torch.Tensor]:
         dtypes = {self._readers[name].tensors[name].dtype for name in conversion.source_names}

@@ -16,13 +16,15 @@ from pathlib import Path
 import torch
 
 from ratel_cli.io.buffers import BufferPool
+from ratel_cli.model.card import Card, plain_card
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.import_weights import WEIGHT_GROUP_ELEMENTS
+from ratel_cli.model.marker import check_output
 from ratel_cli.model.shards import ShardWriter, TensorSpec, file_bytes
-from ratel_cli.model.sidecars import add_sidecars
+from ratel_cli.model.sidecars import add_sidecars, sidecar_names
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.model.staging import Staging
+from ratel_cli.model.staging import Staging, require_space
 from ratel_cli.model.stored_weights import ParameterSlice, stored_weights
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.generation import Generation
@@ -51,35 +53,42 @@ def export_model(
     *,
     base_dir: Path,
     output_dir: Path,
+    run: str,
     dtype: DtypeName,
     buffers: Mapping[str, torch.Tensor],
-    base_model: str | None = None,
+    card: Card | None = None,
+    replaced_sidecars: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+    option: str = "output_dir",
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     group_elements: int = WEIGHT_GROUP_ELEMENTS,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Replace the model in `output_dir` by the weights of `generation`. Other files there stay.
 
-    `buffers` are the model's persistent buffers, which the store does not hold. A tied weight is written once, as the
-    embedding's. `base_model` is the hub id for the model card, or None. `progress` is called before each group.
+    `run` is the output directory of the run that the weights come from; the marker of `output_dir` names it. A file
+    that Ratel did not write is replaced only with `overwrite`. `option` is what named `output_dir`, for messages.
 
-    Raises BadInput if the base model's small files cannot be used, EnvironmentFailure if the files cannot be written,
+    `buffers` are the model's persistent buffers, which the store does not hold. A tied weight is written once, as the
+    embedding's. `card` is the content of the model card. `replaced_sidecars`: by name, the text of the base model's
+    small files that the run has changed. `progress` is called before each group.
+
+    Raises BadInput if the base model's small files cannot be used, or if a file of the user's would be replaced;
+    EnvironmentFailure if the files cannot be written,
     IntegrityFailure if a record is damaged. After any exception before the last phase, and whatever `progress` raises,
     `output_dir` is unchanged; see `staging` for the last phase.
     """
-    parameters = (parameter for block in spec.blocks for parameter in block.parameters)
-    tensors = [
-        *(TensorSpec(name=each.name, dtype=DTYPES[dtype], shape=each.shape) for each in parameters),
-        *(TensorSpec(name=name, dtype=each.dtype, shape=tuple(each.shape)) for name, each in buffers.items()),
-    ]
-    shards = split_into_shards(tensors, max_shard_bytes)
-    with Staging(output_dir) as staging:
-        staging.require_space(sum(file_bytes(shard.tensors) for shard in shards) + _SIDECAR_BYTES)
+    shards = _shards(spec, buffers, dtype, max_shard_bytes)
+    num_bytes = sum(file_bytes(shard.tensors) for shard in shards) + _SIDECAR_BYTES
+    check_output(output_dir, overwrite=overwrite, option=option)
+    require_space(output_dir, num_bytes, option=option)
+    with Staging(output_dir, run=run, overwrite=overwrite, option=option) as staging:
+        staging.reject_files_of_others(export_names(spec, buffers, dtype, base_dir, max_shard_bytes=max_shard_bytes))
         weights = stored_weights(spec, generation, pool, dtype, group_elements=group_elements, progress=progress)
         with closing(weights):
             parts = _parts(weights, buffers)
             for shard in shards:
-                _write_shard(staging.path / shard.file_name, shard.tensors, parts)
+                _write_shard(staging, shard, parts)
         if len(shards) > 1:
             staging.write_text(INDEX_NAME, _index(shards))
         add_sidecars(
@@ -87,10 +96,25 @@ def export_model(
             base_dir=base_dir,
             spec=spec,
             dtype=dtype,
-            base_model=base_model,
+            card=card or plain_card(spec),
             num_updates=generation.progress.updates,
+            replaced=replaced_sidecars or {},
         )
-        staging.publish()
+        staging.publish(step=generation.progress.step)
+
+
+def export_names(
+    spec: ModelSpec,
+    buffers: Mapping[str, torch.Tensor],
+    dtype: DtypeName,
+    base_dir: Path,
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> list[str]:
+    """The names of all files that an export may have."""
+    shards = _shards(spec, buffers, dtype, max_shard_bytes)
+    index = [INDEX_NAME] if len(shards) > 1 else []
+    return [*index, *(shard.file_name for shard in shards), *sidecar_names(base_dir)]
 
 
 def split_into_shards(tensors: Sequence[TensorSpec], max_shard_bytes: int) -> list[Shard]:
@@ -120,10 +144,22 @@ def _parts(
         yield name, buffer.contiguous()
 
 
-def _write_shard(path: Path, tensors: Sequence[TensorSpec], parts: Iterator[tuple[str, torch.Tensor]]) -> None:
+def _shards(
+    spec: ModelSpec, buffers: Mapping[str, torch.Tensor], dtype: DtypeName, max_shard_bytes: int
+) -> list[Shard]:
+    """The export's files of weights."""
+    parameters = (parameter for block in spec.blocks for parameter in block.parameters)
+    tensors = [
+        *(TensorSpec(name=each.name, dtype=DTYPES[dtype], shape=each.shape) for each in parameters),
+        *(TensorSpec(name=name, dtype=each.dtype, shape=tuple(each.shape)) for name, each in buffers.items()),
+    ]
+    return split_into_shards(tensors, max_shard_bytes)
+
+
+def _write_shard(staging: Staging, shard: Shard, parts: Iterator[tuple[str, torch.Tensor]]) -> None:
     """Write one file of weights: take parts until its tensors are complete."""
-    with ShardWriter(path, tensors) as writer:
-        for tensor in tensors:
+    with ShardWriter(staging.path / shard.file_name, shard.tensors) as writer:
+        for tensor in shard.tensors:
             num_left = tensor.num_elements
             while num_left:
                 name, elements = next(parts)
@@ -131,6 +167,7 @@ def _write_shard(path: Path, tensors: Sequence[TensorSpec], parts: Iterator[tupl
                 writer.write(elements)
                 num_left -= elements.numel()
         writer.finish()
+        staging.add(shard.file_name, xxh3_128=writer.xxh3_128)
 
 
 def _index(shards: Sequence[Shard]) -> str:

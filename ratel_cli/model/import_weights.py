@@ -52,7 +52,9 @@ def import_weights(
     field_bytes = {field.name: field.bytes_per_element for field in layout.fields} | {"w32": 4}  # the master weights
     with ExitStack() as resources:
         memories = {
-            name: resources.enter_context(pool.lease(group_elements * num_bytes, f"import, {name}")).memory
+            name: resources.enter_context(
+                pool.lease(group_elements * num_bytes, f"import, {name}", crosses_link=False)
+            ).memory
             for name, num_bytes in field_bytes.items()
         }
         for block in spec.blocks:
@@ -60,7 +62,7 @@ def import_weights(
                 stop = min(start + group_elements, block.num_elements)
                 fields = {name: view_field(memory, name, stop - start) for name, memory in memories.items()}
                 num_parameters = _read_group(block, source, start, stop, fields["w32"])
-                _encode(layout.dtype, fields)
+                encode_record(layout.dtype, fields)
                 written = {
                     each.name: memories[each.name][: (stop - start) * each.bytes_per_element] for each in layout.fields
                 }
@@ -91,7 +93,7 @@ def _read_group(block: BlockSpec, source: WeightSource, start: int, stop: int, m
     return num_parameters
 
 
-def _encode(dtype: DtypeName, fields: Mapping[str, torch.Tensor]) -> None:
+def encode_record(dtype: DtypeName, fields: Mapping[str, torch.Tensor]) -> None:
     """Fill the record's other fields from the master weights in `w32`. Moments begin at zero."""
     fields["m32"].zero_()
     fields["v32"].zero_()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, initialization
 
-from ratel_cli.errors import BadInput
+from ratel_cli.errors import BadInput, first_line
 from ratel_cli.model.skeleton import build_skeleton
 
 
@@ -57,6 +57,11 @@ class RandomSource:
             with torch.random.fork_rng(devices=[]), torch.no_grad(), initialization.guard_torch_init_functions():
                 torch.manual_seed(int.from_bytes(seed, "little") >> 1)
                 self._run_initialisers(module_name)
+        except Exception as error:
+            raise BadInput(
+                f"random_init: {type(self._model).__name__} cannot initialise {module_name}: {first_line(error)}",
+                "check the values in the model's config.json, or start from a checkpoint: remove random_init",
+            ) from error
         finally:
             module._parameters.update(resting)
         for attribute, values in drawn.items():

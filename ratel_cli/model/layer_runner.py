@@ -5,7 +5,8 @@ follows the last layer. So a shim replaces every layer's `forward` on the instan
 
 * `embed`:   the shims note each layer's arguments and pass the hidden states through;
 * `finish`:  the last shim returns the given output of the last layer, and the owner's own norm follows;
-* `logits`:  the owner's `forward` is replaced by its finished output, and the model's own head follows.
+* `logits`:  the owner's `forward` is replaced by its finished output, and the model's own head follows;
+* `running_whole`: the shims give way, and each layer runs its own code when the model's code calls it.
 
 Invariants, which every call checks: hidden states are the only trained tensor that a layer receives, or the gradients
 of a block would be incomplete; and they go from layer to layer unchanged, or there is code between the layers. A model
@@ -133,6 +134,24 @@ class LayerRunner:
         logits = result.logits
         assert isinstance(logits, torch.Tensor)
         return logits
+
+    @contextlib.contextmanager
+    def running_whole(self, around: Callable[[int], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+        """A context in which a call of the model runs its layers too, each of them inside of `around(index)`."""
+        for index, layer in enumerate(self.layers):
+            layer.forward = self._inside(index, around)
+        try:
+            yield
+        finally:
+            for index, layer in enumerate(self.layers):
+                layer.forward = self._shim(index)
+
+    def _inside(self, index: int, around: Callable[[int], contextlib.AbstractContextManager[None]]) -> Forward:
+        def forward(*arguments: Argument, **keywords: Argument) -> object:
+            with around(index):
+                return self._forwards[index](*arguments, **keywords)
+
+        return forward
 
     def _run_owner(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, injected: torch.Tensor | None

@@ -1,7 +1,8 @@
 """Runs a skeleton on eight tokens to learn what no attribute says.
 
-It answers two questions. Which parameters outside the layers are used before the first layer, and which after the last?
-Do the masks that the model builds from position ids separate packed samples? Invariant: parameters are placeholders,
+It answers three questions. Which parameters outside the layers are used before the first layer, and which after the
+last? Does the code before the layers read nothing of the embedding's matrix but the rows of its tokens? Do the masks
+that the model builds from position ids separate packed samples? Invariant: parameters are placeholders,
 and an operator that reads one is not executed: only the shape of its result is computed. So a 100B model takes as long
 as a small one.
 """
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ratel_cli.model.layer_runner import Embedded, LayerCall, LayerRunner, last_hidden_state
 from ratel_cli.model.operators import OperatorMode, TorchOperator, tensors_in
+from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
 
 _SAMPLE_TOKENS = 4
 
@@ -28,18 +30,24 @@ class Usage:
     """Used before the first layer."""
     after: frozenset[str]
     """Used after the last layer. A parameter may be in both."""
+    looks_up_rows: bool
+    """Whether the code before the layers reads nothing of the embedding's matrix but the rows of its tokens."""
 
 
-def probe_usage(layer_runner: LayerRunner, parameters: Mapping[str, torch.nn.Parameter]) -> tuple[Usage, Embedded]:
+def probe_usage(
+    layer_runner: LayerRunner, parameters: Mapping[str, torch.nn.Parameter], embedding: str, lookup: RowLookup
+) -> tuple[Usage, Embedded]:
     """Run two packed samples and note which of `parameters`, given by name, each part of the model reads.
 
-    Also returns the result of the part before the layers. Raises BadInput if the model cannot be streamed.
+    `embedding`: the name of the embedding's matrix, and `lookup` its module. Also returns the result of the part before
+    the layers. Raises BadInput if the model cannot be streamed.
     """
     input_ids = torch.zeros((1, 2 * _SAMPLE_TOKENS), dtype=torch.long)
     position_ids = torch.arange(_SAMPLE_TOKENS).repeat(2).unsqueeze(0)
     names = {parameter.untyped_storage()._cdata: name for name, parameter in parameters.items()}
-    with torch.no_grad(), _UsageWatch(names) as watch:
+    with torch.no_grad(), _UsageWatch(names, embedding) as watch:
         layer_runner.find_layer_output(input_ids, position_ids)
+        looks_up_rows = lookup.is_possible and _looks_up_rows(layer_runner, lookup, watch, input_ids, position_ids)
         watch.before.clear()
         layer_runner.at_layer = watch.enter_layers
         embedded = layer_runner.embed(input_ids, position_ids)
@@ -47,7 +55,28 @@ def probe_usage(layer_runner: LayerRunner, parameters: Mapping[str, torch.nn.Par
         finished = layer_runner.finish(torch.zeros_like(embedded.hidden), input_ids, position_ids)
         layer_runner.logits(finished, last_hidden_state(finished))
         layer_runner.at_layer = None
-    return Usage(before=frozenset(watch.before), after=frozenset(watch.after)), embedded
+    usage = Usage(before=frozenset(watch.before), after=frozenset(watch.after), looks_up_rows=looks_up_rows)
+    return usage, embedded
+
+
+def _looks_up_rows(
+    layer_runner: LayerRunner,
+    lookup: RowLookup,
+    watch: _UsageWatch,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+) -> bool:
+    """Whether the matrix is only read by lookups in rows that `lookup` has chosen.
+
+    The one token gets a row that is not its id: whoever reads that row has asked `lookup`.
+    """
+    watch.looked_up_rows.clear()
+    lookup.bind(DistinctTokens.of([torch.tensor([-1, 0])], input_ids.device))
+    try:
+        layer_runner.embed(input_ids, position_ids)
+    finally:
+        lookup.unbind()
+    return watch.looked_up_rows == {1}
 
 
 def separates_samples(calls: Sequence[LayerCall]) -> bool:
@@ -66,9 +95,12 @@ def _separates(mask: object) -> bool:
 class _UsageWatch(OperatorMode):
     """Notes which placeholders are read. Operators that read one return zeros of the right shape."""
 
-    def __init__(self, names: Mapping[int, str]) -> None:
+    def __init__(self, names: Mapping[int, str], embedding: str) -> None:
         super().__init__()
         self._names = names
+        self._embedding = embedding
+        self.looked_up_rows: set[int | None] = set()
+        """Rows of the embedding's matrix that were looked up; None stands for any other use of it."""
         self.before: set[str] = set()
         self.after: set[str] = set()
         self._current = self.before
@@ -85,10 +117,16 @@ class _UsageWatch(OperatorMode):
         tensors = tensors_in((args, kwargs))
         touched = {self._names[key] for tensor in tensors if (key := tensor.untyped_storage()._cdata) in self._names}
         self._current |= touched
+        if self._embedding in touched:
+            self._note_lookup(func, args)
         if not touched or func.is_view or func._schema.is_mutable:
             return func(*args, **kwargs)
         shaped = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
         return tree_map(_zeros, shaped)
+
+    def _note_lookup(self, func: TorchOperator, args: tuple[object, ...]) -> None:
+        rows = args[1] if func is torch.ops.aten.embedding.default else None
+        self.looked_up_rows.update([None] if not isinstance(rows, torch.Tensor) else map(int, rows.unique()))
 
 
 def _to_meta(leaf: object) -> object:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import xxhash
 
 from ratel_cli.closing import Closing
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, RatelError, excerpt
@@ -95,10 +96,20 @@ class ShardReader(Closing):
         """
         entry = self.tensors[name]
         assert 0 <= start <= stop <= entry.num_elements, (name, start, stop)
-        raw = torch.empty((stop - start) * entry.dtype.itemsize, dtype=torch.uint8)
-        offset = self._data_start + entry.offset + start * entry.dtype.itemsize
-        _read_exactly(self.path, self._fd, raw.numpy().data, offset)
-        return raw.view(entry.dtype)
+        values = torch.empty(stop - start, dtype=entry.dtype)
+        self.read_into(name, start, values)
+        return values
+
+    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill `out`, flat and in the file's dtype, with elements of the flattened tensor from `start` on.
+
+        Raises what `read` raises.
+        """
+        entry = self.tensors[name]
+        assert out.dtype == entry.dtype and 0 <= start <= start + len(out) <= entry.num_elements, (name, start)
+        if len(out):
+            offset = self._data_start + entry.offset + start * entry.dtype.itemsize
+            _read_exactly(self.path, self._fd, out.view(torch.uint8).numpy().data, offset)
 
     def read_whole(self, name: str) -> torch.Tensor:
         """The whole tensor, in its own shape and dtype. Raises what `read` raises."""
@@ -120,6 +131,7 @@ class ShardWriter(Closing):
         self._fd = -1
         header, self._data_bytes = _header_of(tensors)
         self._written_bytes = -len(header)
+        self._digest = xxhash.xxh3_128()
         try:
             self._partial.unlink(missing_ok=True)
             self._fd = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -136,6 +148,11 @@ class ShardWriter(Closing):
         assert elements.is_contiguous() and elements.device.type == "cpu"
         if elements.numel():
             self._write_all(elements.detach().reshape(-1).view(torch.uint8).numpy().data)
+
+    @property
+    def xxh3_128(self) -> str:
+        """The hash of what was written so far."""
+        return self._digest.hexdigest()
 
     def finish(self) -> None:
         """Make the file durable and give it its name."""
@@ -158,6 +175,7 @@ class ShardWriter(Closing):
 
     def _write_all(self, memory: memoryview) -> None:
         assert self._written_bytes + len(memory) <= self._data_bytes, f"{self.path}: more bytes than the header says"
+        self._digest.update(memory)
         position = 0
         while position < len(memory):
             try:
@@ -177,7 +195,7 @@ def write_failure(path: Path, error: OSError) -> RatelError:
     """The error to raise for an OSError while a file of the export was written."""
     if error.errno in _NO_SPACE:
         return EnvironmentFailure(
-            f"{path}: no space left while writing: {error.strerror}", "free space there, or set another output_dir"
+            f"{path}: no space left while writing: {error.strerror}", "free space there, or choose another directory"
         )
     if error.errno == errno.EIO:
         return IntegrityFailure(f"{path}: input/output error while writing", "check the drive")

@@ -7,17 +7,18 @@ changes, where it would be wrong for the new weights. Invariant: sidecars are ne
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformers import GenerationConfig
 
 from ratel_cli.errors import BadInput, excerpt
+from ratel_cli.model.card import CARD_NAME, PICTURE_NAME, Card, card_text
 from ratel_cli.model.directory import trusted_file
 from ratel_cli.model.skeleton import read_model_config
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.model.staging import Staging
 from ratel_cli.sizes import DtypeName
-from ratel_cli.units import format_count
 
 _COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -28,25 +29,44 @@ _COPIED = (
 _GENERATION_NAME = "generation_config.json"
 
 
+def sidecar_names(base_dir: Path) -> list[str]:
+    """The names of all sidecars that `add_sidecars` may write."""
+    return ["config.json", CARD_NAME, PICTURE_NAME, _GENERATION_NAME, *_copied_names(base_dir)]
+
+
 def add_sidecars(
-    staging: Staging, *, base_dir: Path, spec: ModelSpec, dtype: DtypeName, base_model: str | None, num_updates: int
+    staging: Staging,
+    *,
+    base_dir: Path,
+    spec: ModelSpec,
+    dtype: DtypeName,
+    card: Card,
+    num_updates: int,
+    replaced: Mapping[str, str],
 ) -> None:
-    """Put all sidecars into `staging`. `base_model` is the hub id, or None.
+    """Put all sidecars into `staging`. `replaced`: by name, the text of files that the run has changed.
 
     Raises BadInput if a file of the base model cannot be used, EnvironmentFailure if one cannot be written.
     """
     staging.write_text("config.json", _config(base_dir, spec, dtype))
-    staging.write_text("README.md", _card(spec, dtype, base_model, num_updates))
-    for pattern in _COPIED:
-        for path in sorted(base_dir.glob(pattern)):
-            if not path.is_dir():
-                name = str(path.relative_to(base_dir))
-                staging.copy(trusted_file(base_dir, name), name)
+    staging.write_text(CARD_NAME, card_text(card, spec, dtype=dtype, num_updates=num_updates))
+    if card.picture is not None:
+        staging.write_bytes(PICTURE_NAME, card.picture)
+    for name in _copied_names(base_dir):
+        if name not in replaced:
+            staging.copy(trusted_file(base_dir, name), name)
+    for name, text in replaced.items():
+        staging.write_text(name, text)
     if (base_dir / _GENERATION_NAME).exists():
         staging.copy(trusted_file(base_dir, _GENERATION_NAME), _GENERATION_NAME)
     else:
         defaults = GenerationConfig.from_model_config(read_model_config(base_dir))
         staging.write_text(_GENERATION_NAME, defaults.to_json_string())
+
+
+def _copied_names(base_dir: Path) -> list[str]:
+    paths = [path for pattern in _COPIED for path in sorted(base_dir.glob(pattern)) if not path.is_dir()]
+    return [str(path.relative_to(base_dir)) for path in paths]
 
 
 def _config(base_dir: Path, spec: ModelSpec, dtype: DtypeName) -> str:
@@ -63,20 +83,3 @@ def _config(base_dir: Path, spec: ModelSpec, dtype: DtypeName) -> str:
     config["architectures"] = [spec.architecture]
     config["dtype"] = dtype
     return json.dumps(config, indent=2) + "\n"
-
-
-def _card(spec: ModelSpec, dtype: DtypeName, base_model: str | None, num_updates: int) -> str:
-    """A model card with what is known here. The model's author adds the rest."""
-    base_line = f"base_model: {base_model}\n" if base_model else ""
-    origin = f"[{base_model}](https://huggingface.co/{base_model})" if base_model else "its base model"
-    return (
-        f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n{base_line}tags:\n- ratel\n---\n\n"
-        f"# {Path(spec.name).name}\n\n"
-        f"{spec.architecture} with {format_count(spec.num_parameters)} parameters in {dtype},"
-        f" fine-tuned from {origin} with Ratel: all parameters, {num_updates} optimizer updates.\n\n"
-        "```python\n"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained(".")\n'
-        'tokenizer = AutoTokenizer.from_pretrained(".")\n'
-        "```\n"
-    )

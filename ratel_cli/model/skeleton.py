@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
+import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
@@ -22,8 +25,20 @@ from ratel_cli.model.spec import check_depth
 from ratel_cli.sizes import DtypeName
 
 DTYPES: dict[DtypeName, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_KERNEL_PACKAGES = {
+    "flash_attention_2": ("flash-attn", "flash_attn"),
+    "flash_attention_3": ("flash-attn-3", "flash_attn_interface"),
+}
+"""For each attention implementation that is a package of its own: its name on PyPI, and the module."""
 _PROBABILITIES = ("dropout", "_pdrop", "_dropout_prob")
 """Endings of keys whose values are probabilities."""
+_NEEDED_PROBABILITIES = (
+    "attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop", "attention_probs_dropout_prob",
+    "hidden_dropout_prob",
+)  # fmt: skip
+"""Keys of these that the layers use, so that null is no value for them."""
+_SCALES = ("initializer_range", "initializer_factor", "init_std", "init_method_std")
+"""Endings of keys whose values scale what the initialisers of transformers draw."""
 
 
 def read_model_config(directory: Path) -> PretrainedConfig:
@@ -53,7 +68,9 @@ def build_skeleton(config: PretrainedConfig, *, dtype: DtypeName, attn_implement
     config = copy.deepcopy(config)  # from_config writes its arguments into it
     config.use_cache = False
     try:
-        with _parameters_on_meta():
+        with _parameters_on_meta(), warnings.catch_warnings():
+            # Said below by name, with what to change.
+            warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
             model = AutoModelForCausalLM.from_config(
                 config, dtype=DTYPES[dtype], attn_implementation=attn_implementation, trust_remote_code=False
             )
@@ -63,18 +80,33 @@ def build_skeleton(config: PretrainedConfig, *, dtype: DtypeName, attn_implement
             f"{type(error).__name__}: {first_line(error)}",
             "check the values in the model's config.json",
         ) from error
+    _reject_empty_parameters(model)
     model.train()
     return cast(PreTrainedModel, model)
 
 
 def supported_attention(config: PretrainedConfig, wanted: str) -> str:
-    """`wanted` if the model supports this attention implementation, else `eager`, which every model supports."""
+    """`wanted` if the model can use this attention implementation here, else `sdpa`, else `eager`, which all can."""
+    others = (name for name in (wanted, "sdpa") if why_unsupported(config, name) is None)
+    return next(others, "eager")
+
+
+def why_unsupported(config: PretrainedConfig, attention: str) -> str | None:
+    """Why the model cannot use this attention implementation on this machine; None if it can.
+
+    Where a package of kernels is missing, transformers would look for one on the hub, so it is not asked then.
+    """
+    package, module = _KERNEL_PACKAGES.get(attention, ("", ""))
+    if package and find_spec(module) is None:
+        return f"{attention} needs the package {package}, which is not installed"
     try:
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=wanted, trust_remote_code=False)
+            AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), attn_implementation=attention, trust_remote_code=False
+            )
     except Exception:  # noqa: BLE001  if the config itself is wrong, building with eager reports it
-        return "eager"
-    return wanted
+        return f"{config.model_type} does not support {attention} attention"
+    return None
 
 
 def _reject_unsupported(config: PretrainedConfig) -> None:
@@ -103,15 +135,38 @@ def _reject_unsupported(config: PretrainedConfig) -> None:
 
 def _reject_contradictions(config: PretrainedConfig) -> None:
     """Reject values that transformers accepts although its layers fail on them when they run."""
-    for key, value in config.to_dict().items():
+    values = config.to_dict()
+    for key, value in values.items():
         if key.endswith(_PROBABILITIES) and isinstance(value, int | float) and not 0 <= value <= 1:
             raise BadInput(f"config.json: {key} is {value}; it must be a probability between 0 and 1")
+        if key.endswith(_SCALES) and isinstance(value, int | float) and not 0 <= value < math.inf:
+            raise BadInput(f"config.json: {key} is {value}; it must be a number that is not negative")
+    for key in _NEEDED_PROBABILITIES:
+        if key in values and not isinstance(values[key], int | float):
+            raise BadInput(f"config.json: {key} is {values[key]}; it must be a probability between 0 and 1")
+    for key in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        number = getattr(config, key, None)
+        if isinstance(number, int) and number < 1:
+            raise BadInput(f"config.json: {key} is {number}; it must be at least 1")
     heads, shared = (getattr(config, key, None) for key in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
         raise BadInput(
             f"config.json: {heads} attention heads cannot share {shared} key-value heads",
             "make num_attention_heads a multiple of num_key_value_heads",
         )
+
+
+def _reject_empty_parameters(model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.numel() == 0:
+            values = model.config.to_dict().items()
+            zeros = ", ".join(key for key, value in values if value == 0 and isinstance(value, int) and "_" in key)
+            raise BadInput(
+                f"config.json: {name} would have the shape {list(parameter.shape)}, without elements",
+                f"one of these is not meant to be 0: {zeros}"
+                if zeros
+                else "check the sizes in the model's config.json",
+            )
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
 from typing import Literal, Self, get_args
 
 from ratel_cli.errors import BadInput
@@ -68,7 +69,7 @@ class BlockSpec:
         return sum(parameter.num_elements for parameter in self.parameters)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """All blocks of a model."""
 
@@ -81,13 +82,15 @@ class ModelSpec:
     """Whether the head uses the embedding's weight, which then belongs to the embedding block only."""
     hidden_size: int
     vocab_size: int
+    looks_up_rows: bool = True
+    """Whether the model's code before the layers reads nothing of the embedding's matrix but the rows of its tokens."""
 
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters; a tied embedding counts once."""
         return sum(block.num_parameters for block in self.blocks)
 
-    @property
+    @cached_property
     def block_elements(self) -> tuple[int, ...]:
         """Length of each block's flat array, padding included."""
         return tuple(block.num_elements for block in self.blocks)
@@ -117,6 +120,56 @@ class ModelSpec:
             tied=fields.flag("tied"),
             hidden_size=fields.integer("hidden_size"),
             vocab_size=fields.integer("vocab_size"),
+            looks_up_rows=fields.flag("looks_up_rows"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerActivations:
+    """What the activations of a layer take, in bytes. Its input, its weights and their gradients are left out.
+
+    A pair is a token and a position of its row: masks and scores of attention have an element for each.
+    """
+
+    saved_per_token: int
+    """What autograd saves."""
+    saved_per_pair: int
+    more_per_token: int
+    """What backward takes at its peak next to what is saved: the layer's output, and gradients of activations."""
+    more_per_pair: int
+    making_per_token: int
+    """The same while the gradient of a weight is made."""
+    making_per_pair: int
+    replay_per_token: int
+    """What recomputing takes at its peak, before backward: what is saved by then, and what is made on the way."""
+    replay_per_pair: int
+    replay_held_per_token: int
+    """The same if all that autograd saves were there from the beginning, as swapped outputs are."""
+    replay_held_per_pair: int
+    forward_per_token: int
+    """What forward takes at its peak, when nothing is saved: the layer's output and what is made on the way."""
+    forward_per_pair: int
+    saved_products: tuple[str, ...]
+    """Names, within a layer, of the matrices whose products autograd saves."""
+
+    @classmethod
+    def from_json(cls, content: object) -> Self:
+        """The values from the content that `LayerTraits.to_json` made. Raises ValueError."""
+        fields = JsonFields(content)
+        return cls(
+            saved_per_token=fields.integer("saved_per_token"),
+            saved_per_pair=fields.integer("saved_per_pair"),
+            more_per_token=fields.integer("more_per_token"),
+            more_per_pair=fields.integer("more_per_pair"),
+            making_per_token=fields.integer("making_per_token"),
+            making_per_pair=fields.integer("making_per_pair"),
+            replay_per_token=fields.integer("replay_per_token"),
+            replay_per_pair=fields.integer("replay_per_pair"),
+            replay_held_per_token=fields.integer("replay_held_per_token"),
+            replay_held_per_pair=fields.integer("replay_held_per_pair"),
+            forward_per_token=fields.integer("forward_per_token"),
+            forward_per_pair=fields.integer("forward_per_pair"),
+            saved_products=tuple(fields.texts("saved_products")),
         )
 
 
@@ -131,6 +184,8 @@ class LayerTraits:
     """Number of experts that compute each token."""
     inputs_first: tuple[str, ...] = ()
     """Names, within a layer, of matrices `[inputs, outputs]`. All other matrices are `[outputs, inputs]`."""
+    activations: LayerActivations | None = None
+    """As measured on the skeleton (model/footprint.py); None if they were not."""
 
     def to_json(self) -> dict[str, object]:
         """The content for `from_json`."""
@@ -140,11 +195,13 @@ class LayerTraits:
     def from_json(cls, content: object) -> Self:
         """The traits from the content that `to_json` made. Raises ValueError."""
         fields = JsonFields(content)
+        activations = fields.value("activations")
         return cls(
             num_heads=fields.integer("num_heads"),
             head_dim=fields.integer("head_dim"),
             active_experts=fields.integer("active_experts"),
             inputs_first=tuple(fields.texts("inputs_first")),
+            activations=None if activations is None else LayerActivations.from_json(activations),
         )
 
 
@@ -169,6 +226,19 @@ def lay_out_block(
         position = align_up(placed[-1].stop, PARAMETER_ALIGNMENT)
     return BlockSpec(
         index=index, kind=kind, name=name, parameters=tuple(placed), num_elements=align_up(position, BLOCK_ALIGNMENT)
+    )
+
+
+@lru_cache(maxsize=64)
+def with_rows(block: BlockSpec, num_rows: int) -> BlockSpec:
+    """The block with this many rows of its first parameter, laid out anew. What is left of an embedding that is looked
+    up by rows."""
+    (first, *others), rows = block.parameters, (num_rows, *block.parameters[0].shape[1:])
+    return lay_out_block(
+        index=block.index,
+        kind=block.kind,
+        name=block.name,
+        parameters=[(first.name, rows, first.decay), *((each.name, each.shape, each.decay) for each in others)],
     )
 
 

@@ -50,10 +50,12 @@ def stored_weights(
     """
     stored = generation.layout.dtype
     group_elements = min(group_elements, max(spec.block_elements))
-    sizes = {name: generation.layout.field(name).bytes_per_element for name in _fields_for(stored, dtype)}
+    sizes = {name: generation.layout.field(name).bytes_per_element for name in fields_for(stored, dtype)}
     with ExitStack() as resources:
         memories = {
-            name: resources.enter_context(pool.lease(group_elements * num_bytes, f"stored weights, {name}")).memory
+            name: resources.enter_context(
+                pool.lease(group_elements * num_bytes, f"stored weights, {name}", crosses_link=False)
+            ).memory
             for name, num_bytes in (sizes | {"w32": 4} if len(sizes) > 1 else sizes).items()
         }
         for block in spec.blocks:
@@ -66,13 +68,13 @@ def stored_weights(
                 ]
                 join(tickets).wait()
                 fields = {name: view_field(memory, name, stop - start) for name, memory in memories.items()}
-                values = _decode(fields, dtype)
+                values = decode_weights(fields, dtype)
                 for parameter, first, last in overlaps(block, start, stop):
                     part = values[first - start : last - start]
                     yield ParameterSlice(name=parameter.name, start=first - parameter.start, values=part)
 
 
-def _fields_for(stored: DtypeName, dtype: DtypeName) -> tuple[str, ...]:
+def fields_for(stored: DtypeName, dtype: DtypeName) -> tuple[str, ...]:
     """The fields to read for weights in `dtype`: the compute weights if they have it, else the master weights."""
     match stored:
         case "bfloat16":
@@ -83,7 +85,11 @@ def _fields_for(stored: DtypeName, dtype: DtypeName) -> tuple[str, ...]:
             return ("w32",)
 
 
-def _decode(fields: Mapping[str, torch.Tensor], dtype: DtypeName) -> torch.Tensor:
+def decode_weights(fields: Mapping[str, torch.Tensor], dtype: DtypeName) -> torch.Tensor:
+    """The weights in `dtype`, shape `[elements]`, from the fields that `fields_for` names.
+
+    Several fields are decoded into the field `w32`.
+    """
     if len(fields) == 1:
         return next(iter(fields.values())).to(DTYPES[dtype])
     _native.join_bfloat16(fields["hi16"], fields["lo16"], fields["v32"], fields["w32"])

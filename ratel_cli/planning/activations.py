@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from ratel_cli.model.spec import BlockSpec, ModelSpec, ParameterSpec
@@ -22,8 +23,8 @@ _ACTIVE_EXPERTS = 8
 """Experts of a stack that a token visits: the most that models in use choose."""
 _WIDTHS_OF_VECTORS = 12
 """Norms, residuals, rotations and attention, in hidden sizes per token."""
-_LOGITS_COPIES = 4
-"""Logits in fp32 and in the compute dtype, their softmax and their gradient (engine/loss.py)."""
+_LOGITS_COPIES = 3
+"""The logarithms of the softmax in fp32, and gradients by them and by the logits (engine/loss.py)."""
 
 
 class SpilledUnits(NamedTuple):
@@ -36,6 +37,15 @@ class SpilledUnits(NamedTuple):
     def num_bytes(self) -> int:
         """Bytes of all of them."""
         return self.number * self.unit_bytes
+
+
+class LargestUnit(NamedTuple):
+    """What a GPU needs to know of the units of a step. All layers count."""
+
+    num_bytes: int
+    """The most that one layer offloads for one micro-batch."""
+    unsaved_bytes: int
+    """The most of a unit that autograd does not save: what `LayerProfile.backward_bytes` leaves out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +64,7 @@ class OffloadedActivations:
     """Written to NVMe in forward."""
     read_units: tuple[SpilledUnits, ...]
     """Read from NVMe in backward."""
-    largest_unit_bytes: int
+    largest_unit: LargestUnit
     gpu_bytes: int = 0
     """Units that stay in the GPU's memory."""
 
@@ -86,16 +96,21 @@ NOTHING_OFFLOADED = OffloadedActivations(
     num_units=1,
     written_units=(),
     read_units=(),
-    largest_unit_bytes=0,
+    largest_unit=LargestUnit(0, 0),
 )
 """A step that offloads nothing. It counts one empty unit, because costs are divided by the number of units."""
-"""One unit of no size."""
 
 
 def offload(
-    unit_bytes: list[int], *, num_micro_batches: int, spilled_units: int, gpu_units_from: int | None = None
+    unit_bytes: list[int],
+    *,
+    num_micro_batches: int,
+    spilled_units: int,
+    unsaved_bytes: int | None = None,
+    gpu_units_from: int | None = None,
 ) -> OffloadedActivations:
-    """What one step offloads. `unit_bytes` has the size of a unit for each layer.
+    """What one step offloads. `unit_bytes` has the size of a unit for each layer. At most `unsaved_bytes` of a unit are
+    not saved by autograd; None: whole units.
 
     Units go layer by layer, and within a layer micro-batch by micro-batch. The first `spilled_units` go to NVMe; those
     from `gpu_units_from` on stay on the GPU.
@@ -108,6 +123,7 @@ def offload(
     page_bytes = [align_up(size, PAGE_BYTES) for size in unit_bytes[: len(spilled)]]
     written = [SpilledUnits(number, size) for number, size in zip(spilled, page_bytes, strict=True)]
     total_bytes = num_micro_batches * sum(unit_bytes)
+    largest_bytes = max(unit_bytes, default=0)
     gpu_bytes = 0
     if gpu_units_from is not None:
         layer, before = divmod(gpu_units_from, num_micro_batches)
@@ -119,7 +135,7 @@ def offload(
         num_units=num_units,
         written_units=tuple(written),
         read_units=tuple(_without_newest(written, SPILL_WINDOW_UNITS)),
-        largest_unit_bytes=max(unit_bytes, default=0),
+        largest_unit=LargestUnit(largest_bytes, largest_bytes if unsaved_bytes is None else unsaved_bytes),
         gpu_bytes=gpu_bytes,
     )
 
@@ -134,7 +150,7 @@ def offload_bytes(num_bytes: int, *, spilled_bytes: int, gpu_bytes: int = 0) -> 
         num_units=max(1, num_bytes),
         written_units=spilled,
         read_units=spilled,
-        largest_unit_bytes=0,
+        largest_unit=LargestUnit(0, 0),
         gpu_bytes=gpu_bytes,
     )
 
@@ -151,7 +167,7 @@ def fewest_spilled_units(
     """
     spillable = num_micro_batches * (len(unit_bytes) - 1)
     most_units = spillable if most_units is None else min(most_units, spillable)
-    choices = _memory_by_spilled_units(unit_bytes, num_micro_batches, most_units)
+    choices = _memory_by_spilled_units(tuple(unit_bytes), num_micro_batches, most_units)
     layer, fitting = next(
         ((layer, each) for layer, each in enumerate(choices, start=-1) if each.memory_bytes <= available_bytes),
         (-1, min(choices, key=lambda each: each.memory_bytes)),
@@ -172,18 +188,23 @@ def block_activation_bytes(spec: ModelSpec, block: BlockSpec, state: StateBytes,
     For the papers' GPT that is 48 bytes per token and hidden size in 16 bit, where they count 34: what runs has some
     vectors in fp32. A Llama layer was measured to save 43 to 46 (46 to 49 by this estimate).
     """
-    width = sum(_output_width(parameter) for parameter in block.parameters if block.kind == "layer")
+    width = sum(output_width(parameter) for parameter in block.parameters if block.kind == "layer")
     return tokens * (width + _WIDTHS_OF_VECTORS * spec.hidden_size) * state.compute
 
 
-def head_chunk_tokens(spec: ModelSpec, *, tokens: int) -> int:
-    """Tokens of a micro-batch of `tokens` whose logits exist at once."""
-    return min(tokens, max(16, LOGITS_CHUNK_BYTES // (4 * spec.vocab_size)))
+def tokens_per_chunk(vocab_size: int, chunk_bytes: int = LOGITS_CHUNK_BYTES) -> int:
+    """Number of tokens whose fp32 logits take `chunk_bytes`; at least 16."""
+    return max(16, chunk_bytes // (4 * vocab_size))
 
 
-def logits_bytes(spec: ModelSpec, *, tokens: int) -> int:
-    """The logits of one chunk, with everything that is made of them."""
-    return _LOGITS_COPIES * 4 * head_chunk_tokens(spec, tokens=tokens) * spec.vocab_size
+def head_chunk_tokens(spec: ModelSpec, workload: Workload) -> int:
+    """Tokens of a micro-batch whose logits exist at once."""
+    return min(workload.chunk_tokens or tokens_per_chunk(spec.vocab_size), workload.micro_batch_tokens)
+
+
+def logits_bytes(spec: ModelSpec, tokens: int) -> int:
+    """The logits of this many tokens, with everything that is made of them."""
+    return _LOGITS_COPIES * 4 * tokens * spec.vocab_size
 
 
 def tied_bytes(spec: ModelSpec, state: StateBytes, workload: Workload) -> int:
@@ -194,13 +215,17 @@ def tied_bytes(spec: ModelSpec, state: StateBytes, workload: Workload) -> int:
     """
     if not spec.tied:
         return 0
-    rows = workload.num_micro_batches * min(workload.tokens, spec.vocab_size)
-    return 4 * spec.blocks[0].num_elements + rows * spec.hidden_size * state.compute
+    return 4 * spec.blocks[0].num_elements + workload.num_micro_batches * tied_rows_bytes(spec, state, workload)
 
 
-def tied_sum_bytes(spec: ModelSpec, *, tokens: int) -> int:
+def tied_rows_bytes(spec: ModelSpec, state: StateBytes, workload: Workload) -> int:
+    """One micro-batch's part of `tied_bytes`: the rows of the step's distinct tokens."""
+    return min(workload.tokens, spec.vocab_size) * spec.hidden_size * state.compute if spec.tied else 0
+
+
+def tied_sum_bytes(spec: ModelSpec, workload: Workload) -> int:
     """The fp32 sum of a tied weight's gradients over the chunks of the head; 0 where there is one chunk."""
-    is_summed = spec.tied and head_chunk_tokens(spec, tokens=tokens) < tokens
+    is_summed = spec.tied and head_chunk_tokens(spec, workload) < workload.micro_batch_tokens
     return 4 * spec.blocks[0].num_elements if is_summed else 0
 
 
@@ -223,8 +248,14 @@ class _SpillChoice(NamedTuple):
     memory_bytes: int
 
 
-def _memory_by_spilled_units(unit_bytes: list[int], num_micro_batches: int, most_units: int) -> list[_SpillChoice]:
-    """Host memory when no layer is spilled, the first one, the first two, and so on up to `most_units`."""
+@lru_cache(maxsize=1024)
+def _memory_by_spilled_units(
+    unit_bytes: tuple[int, ...], num_micro_batches: int, most_units: int
+) -> list[_SpillChoice]:
+    """Host memory when no layer is spilled, the first one, the first two, and so on up to `most_units`.
+
+    A search asks for the same prefix at every level, hence the cache.
+    """
     host_bytes, largest_bytes, spilled_units = num_micro_batches * sum(unit_bytes), 0, 0
     choices = [_SpillChoice(0, host_bytes)]
     for size in unit_bytes:
@@ -239,7 +270,7 @@ def _memory_by_spilled_units(unit_bytes: list[int], num_micro_batches: int, most
     return choices
 
 
-def _output_width(parameter: ParameterSpec) -> int:
+def output_width(parameter: ParameterSpec) -> int:
     """Elements of a token's output of this matrix; a stack of experts counts as often as a token visits one."""
     *stacked, rows, columns = (1, 0, 0, *parameter.shape) if len(parameter.shape) < 2 else (1, *parameter.shape)
     return min(math.prod(stacked), _ACTIVE_EXPERTS) * max(rows, columns)

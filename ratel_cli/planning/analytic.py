@@ -11,11 +11,13 @@ out: where attention and MLP run next to each other, the last product of attenti
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ratel_cli.model.spec import (
     BlockKind,
     BlockSpec,
+    LayerActivations,
     LayerTraits,
     ModelSpec,
     check_depth,
@@ -23,13 +25,15 @@ from ratel_cli.model.spec import (
     lay_out_block,
     name_in_layer,
 )
-from ratel_cli.planning.activations import block_activation_bytes, input_bytes
+from ratel_cli.planning.activations import block_activation_bytes, head_chunk_tokens, input_bytes, output_width
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
 from ratel_cli.planning.placement import StateBytes, Workload
 
 _NORMS_OF_THE_LAST = ("post_feedforward_layernorm.weight", "post_mlp_layernorm.weight")
 _LOGSUMEXP_BYTES = 4
 """Per token and head: attention saves the logarithm of its normaliser in fp32."""
+_NORM_STATISTICS_BYTES = 8
+"""Per token: a norm saves mean and inverse deviation in fp32."""
 
 
 def spec_from_shape(
@@ -81,12 +85,49 @@ def spec_from_shape(
     )
 
 
+def gpt_activations(*, num_heads: int, hidden_size: int, compute_bytes: int) -> LayerActivations:
+    """What the activations of the papers' GPT layer take, as PyTorch trains it: fused norms, GELU and attention.
+
+    In elements of the hidden size, autograd saves the results of two norms, query, key and value, attention's result,
+    the residual after it, and the input and the result of GELU: 2 + 3 + 1 + 1 + 4 + 4. Backward is at its peak in
+    `fc2`: it has the layer's output, and makes the gradient of GELU's result. (In 16 bit the papers count 17 elements:
+    two dropouts and the layer's input too, and no residual.) Forward is at its peak where GELU's input and result,
+    attention's output, the residual and the result of a norm exist.
+    """
+    hidden_bytes = hidden_size * compute_bytes
+    return LayerActivations(
+        saved_per_token=15 * hidden_bytes + num_heads * _LOGSUMEXP_BYTES + 2 * _NORM_STATISTICS_BYTES,
+        saved_per_pair=compute_bytes,
+        more_per_token=5 * hidden_bytes,
+        more_per_pair=0,
+        making_per_token=5 * hidden_bytes,
+        making_per_pair=0,
+        replay_per_token=18 * hidden_bytes + num_heads * _LOGSUMEXP_BYTES + 2 * _NORM_STATISTICS_BYTES,
+        replay_per_pair=compute_bytes,
+        replay_held_per_token=18 * hidden_bytes + num_heads * _LOGSUMEXP_BYTES + 2 * _NORM_STATISTICS_BYTES,
+        replay_held_per_pair=compute_bytes,
+        forward_per_token=11 * hidden_bytes,
+        forward_per_pair=compute_bytes,
+        saved_products=("qkv.weight", "fc1.weight"),
+    )
+
+
 def head_flops(spec: ModelSpec, *, tokens: int) -> int:
     """FLOPs of the head in forward. The head is never recomputed."""
     matrices = sum(each.num_elements for each in spec.blocks[-1].parameters if len(each.shape) > 1)
     if spec.tied:
         matrices += spec.vocab_size * spec.hidden_size
     return 2 * tokens * matrices
+
+
+def head_sum_bytes(spec: ModelSpec, state: StateBytes, workload: Workload) -> int:
+    """Bytes of the device's memory that a step reads and writes to add up the head's gradients, chunk by chunk.
+
+    Each chunk of tokens makes gradients of all of the head, in the compute dtype, and adds them to fp32 sums.
+    """
+    elements = spec.blocks[-1].num_elements + (spec.blocks[0].num_elements if spec.tied else 0)
+    num_chunks = math.ceil(workload.micro_batch_tokens / head_chunk_tokens(spec, workload))
+    return workload.num_micro_batches * num_chunks * elements * (state.compute + 8)
 
 
 def analytic_profile(spec: ModelSpec, state: StateBytes, workload: Workload, *, traits: LayerTraits) -> ModelProfile:
@@ -128,16 +169,51 @@ def _layer_profile(
     tokens = workload.micro_batch_tokens
     products = _products(block, traits)
     dead = _dead(spec, block, products)
-    candidates = [_product_candidate(product, state, tokens) for product in products if product is not dead]
+    found = traits.activations or _activations(spec, block, state)
+    candidates = [
+        _product_candidate(product, state, tokens, is_saved=f"{product.name}.weight" in found.saved_products)
+        for product in products
+        if product is not dead
+    ]
     if traits.num_heads:
         candidates.insert(0, _attention_candidate(traits, state, tokens=tokens, sequence_len=workload.sequence_len))
     flops_recomputed = sum(candidate.flops for candidate in candidates)
+    pairs = tokens * workload.sequence_len
+    saved_bytes = tokens * found.saved_per_token + pairs * found.saved_per_pair
+    unit_bytes = input_bytes(spec, state, tokens=tokens)
     return LayerProfile(
-        input_bytes=input_bytes(spec, state, tokens=tokens),
-        saved_bytes=block_activation_bytes(spec, block, state, tokens=tokens),
+        input_bytes=unit_bytes,
+        saved_bytes=unit_bytes + saved_bytes,
+        forward_bytes=tokens * found.forward_per_token + pairs * found.forward_per_pair,
+        backward_bytes=saved_bytes + tokens * found.more_per_token + pairs * found.more_per_pair,
+        making_bytes=saved_bytes + tokens * found.making_per_token + pairs * found.making_per_pair,
+        replay_bytes=tokens * found.replay_per_token + pairs * found.replay_per_pair,
+        replay_held_bytes=tokens * found.replay_held_per_token + pairs * found.replay_held_per_pair,
         flops_forward=flops_recomputed + (_flops(dead, tokens) if dead else 0),
         flops_recomputed=flops_recomputed,
         candidates=tuple(sorted(candidates, key=lambda candidate: -candidate.flops / candidate.num_bytes)),
+    )
+
+
+def _activations(spec: ModelSpec, block: BlockSpec, state: StateBytes) -> LayerActivations:
+    """An estimate of what nothing has measured: that of a Llama, whose vectors are in fp32 at times."""
+    saved = block_activation_bytes(spec, block, state, tokens=1)
+    made = 2 * max(output_width(parameter) for parameter in block.parameters) * state.compute
+    more = spec.hidden_size * state.compute + made
+    return LayerActivations(
+        saved_per_token=saved,
+        saved_per_pair=state.compute,
+        more_per_token=more,
+        more_per_pair=0,
+        making_per_token=more,
+        making_per_pair=0,
+        replay_per_token=saved + more,
+        replay_per_pair=state.compute,
+        replay_held_per_token=2 * saved,
+        replay_held_per_pair=state.compute,
+        forward_per_token=saved,
+        forward_per_pair=state.compute,
+        saved_products=(),
     )
 
 
@@ -171,20 +247,24 @@ def _dead(spec: ModelSpec, block: BlockSpec, products: list[_Product]) -> _Produ
 
 def _attention_candidate(traits: LayerTraits, state: StateBytes, *, tokens: int, sequence_len: int) -> SwapCandidate:
     heads_width = traits.num_heads * traits.head_dim
+    num_bytes = tokens * (heads_width * state.compute + traits.num_heads * _LOGSUMEXP_BYTES)
     return SwapCandidate(
         operator="attention",
         key="",
-        num_bytes=tokens * (heads_width * state.compute + traits.num_heads * _LOGSUMEXP_BYTES),
+        num_bytes=num_bytes,
         flops=4 * tokens * sequence_len * heads_width,
+        saved_bytes=num_bytes,
     )
 
 
-def _product_candidate(product: _Product, state: StateBytes, tokens: int) -> SwapCandidate:
+def _product_candidate(product: _Product, state: StateBytes, tokens: int, *, is_saved: bool) -> SwapCandidate:
+    num_bytes = tokens * product.times * product.outputs * state.compute
     return SwapCandidate(
         operator=f"{product.name} mm",
         key="",
-        num_bytes=tokens * product.times * product.outputs * state.compute,
+        num_bytes=num_bytes,
         flops=_flops(product, tokens),
+        saved_bytes=num_bytes if is_saved else 0,
     )
 
 

@@ -18,12 +18,14 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.model.spec import BlockSpec, ModelSpec
 from ratel_cli.planning.activations import (
     OffloadedActivations,
     block_activation_bytes,
+    head_chunk_tokens,
     logits_bytes,
     passing_bytes,
     tied_bytes,
@@ -37,17 +39,16 @@ from ratel_cli.planning.placement import (
     StateBytes,
     Workload,
     block_schedule,
+    gradient_elements,
+    looked_up_block,
     window_bytes,
 )
-from ratel_cli.sizes import GROUP_ELEMENTS
 from ratel_cli.units import MIB, format_bytes
 
-_RUNTIME_BYTES = 64 * MIB
+RUNTIME_BYTES = 64 * MIB
 """What torch takes at its first step, above all kernels' code (11 to 17 MiB for a model of next to nothing), and what
 imports leave in the heap (up to 30 MiB). With it, models of 1M to 85M parameters in bf16 stayed 2 to 33 % below the
 estimate, the process not counted (2-core Xeon, 2026-11, before anything overlapped)."""
-_NUM_GROUPS = 3
-"""Groups of the optimizer that have buffers: one is read, one updated, one written (engine/optimizer/pipeline.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +78,8 @@ class HostMemory:
 class StepMemory:
     """The host memory that the steps of one model take, for any placement. `gpu` is None where the CPU computes.
 
-    `holds_gradients`: no block is updated before the last gradient is there.
+    `holds_gradients`: no block is updated before the last gradient is there. `has_sums`: where a GPU computes, the sums
+    of a layer's gradients over several micro-batches are in host memory, or may be.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class StepMemory:
         process_bytes: int,
         overlap: Overlap = "optimized",
         gpu: GpuMemory | None = None,
+        has_sums: bool = True,
     ) -> None:
         self._spec = spec
         self._state = state
@@ -97,7 +100,8 @@ class StepMemory:
         self._overlap: Overlap = overlap
         self._process_bytes = process_bytes
         self._gpu = gpu
-        self._blocks = _BlockMemory(spec, state, workload, on_gpu=gpu is not None)
+        self._blocks = _BlockMemory(spec, state, workload, on_gpu=gpu is not None, has_sums=has_sums)
+        self._known_moments: dict[object, _Moments] = {}
         self._hidden_bytes = 0
         if gpu is None:
             self._hidden_bytes = passing_bytes(spec, state, tokens=workload.tokens, sequence_len=workload.sequence_len)
@@ -109,50 +113,81 @@ class StepMemory:
         few that `placement.deferred` holds stay in memory.
         """
         spec = self._spec
-        updates = [
-            placement.update_stage(block.index, holds_gradients=self._holds_gradients, overlap=self._overlap)
-            for block in spec.blocks
-        ]
-        moments = _PlacedStep(self._blocks, placement, updates).moments()
+        known = self._known(placement)
         resident_bytes = _resident_bytes(spec, self._state, placement)
         gpu_bytes = self._gpu_bytes(placement, offloaded)
         always = self._process_bytes + self._hidden_bytes + resident_bytes + offloaded.memory_bytes
-        arriving = [
-            0 if stage == "backward" else block.num_elements * self._state.gradient
-            for block, stage in zip(reversed(spec.blocks), reversed(updates), strict=True)
-        ]
-        held_bytes = list(accumulate(arriving, initial=0))
+        held_bytes = known.held_bytes
+
+        def peak(num_in_memory: int) -> int:
+            """The most that a step takes if the gradients of this many blocks are held in memory."""
+            return always + max(
+                taken + held_bytes[min(num_held, num_in_memory)] for num_held, taken in known.most_by_held.items()
+            )
 
         def needed(num_in_memory: int) -> HostMemory:
             def total(moment: _Moment) -> int:
-                return always + moment.block + moment.working_set + held_bytes[min(moment.num_held, num_in_memory)]
+                return always + moment.taken + held_bytes[min(moment.num_held, num_in_memory)]
 
-            peak = max(moments, key=total)
+            at_peak = max(known.moments, key=total)
             return HostMemory(
                 process=self._process_bytes,
                 hidden_states=self._hidden_bytes,
                 activations=offloaded.memory_bytes,
                 resident=resident_bytes,
-                block=peak.block,
-                working_set=peak.working_set,
+                block=at_peak.block,
+                working_set=at_peak.working_set,
                 held_gradients=held_bytes[num_in_memory],
-                device=gpu_bytes or max(moment.block + moment.working_set for moment in moments),
-                total=total(peak),
+                device=gpu_bytes or max(moment.taken for moment in known.moments),
+                total=total(at_peak),
             )
 
         num_blocks = len(spec.blocks)
         fewest = 0 if self._holds_gradients or self._overlap == "separate" else num_blocks
         choices = range(fewest, num_blocks + 1)
-        num_fitting = bisect_right(choices, limit_bytes, key=lambda num_in_memory: needed(num_in_memory).total)
+        num_fitting = bisect_right(choices, limit_bytes, key=peak)
         if not num_fitting:
             raise _does_not_fit(needed(fewest), limit_bytes)
         num_in_memory = choices[num_fitting - 1]
         return needed(num_in_memory), num_blocks - num_in_memory
 
+    def _known(self, placement: Placement) -> _Moments:
+        """The moments of a step. A search asks for many placements that differ only in what is offloaded."""
+        key = (
+            placement.prefetch_blocks,
+            placement.pending_updates,
+            placement.groups,
+            placement.gpu_embedding_rows,
+            placement.resident_weights,
+            placement.deferred,
+        )
+        if key not in self._known_moments:
+            self._known_moments[key] = self._moments(placement)
+        return self._known_moments[key]
+
+    def _moments(self, placement: Placement) -> _Moments:
+        updates = [
+            placement.update_stage(block.index, holds_gradients=self._holds_gradients, overlap=self._overlap)
+            for block in self._spec.blocks
+        ]
+        arriving = [
+            0 if stage == "backward" else elements * self._state.gradient
+            for elements, stage in zip(
+                reversed(gradient_elements(self._spec, placement.gpu_embedding_rows)), reversed(updates), strict=True
+            )
+        ]
+        moments = _PlacedStep(self._blocks, placement, updates).moments()
+        most_by_held: dict[int, int] = {}
+        for moment in moments:
+            most_by_held[moment.num_held] = max(most_by_held.get(moment.num_held, 0), moment.taken)
+        return _Moments(moments, most_by_held, list(accumulate(arriving, initial=0)))
+
     def _gpu_bytes(self, placement: Placement, offloaded: OffloadedActivations) -> int:
         if self._gpu is None:
             return 0
-        needed_bytes = self._gpu.needed_bytes(largest_unit_bytes=offloaded.largest_unit_bytes)
+        needed_bytes = self._gpu.needed_bytes(
+            offloaded.largest_unit, holds_sums=placement.gpu_holds_sums, window_bytes=placement.gpu_window_bytes
+        )
         return needed_bytes + offloaded.gpu_bytes + self._gpu.resident_bytes(placement)
 
 
@@ -179,13 +214,27 @@ class _Moment:
     block: int
     working_set: int
 
+    @property
+    def taken(self) -> int:
+        """Bytes that it takes by itself."""
+        return self.block + self.working_set
+
+
+class _Moments(NamedTuple):
+    """All moments of a step, by everything of a placement that they depend on."""
+
+    moments: list[_Moment]
+    most_by_held: dict[int, int]
+    """The most that a moment takes by itself, by the number of blocks' gradients that have been held by then."""
+    held_bytes: list[int]
+    """Bytes of the gradients of so many blocks, in the order of backward, as far as they are held."""
+
 
 class _BlockMemory:
     """Memory of the blocks that does not depend on the placement, computed once."""
 
-    def __init__(self, spec: ModelSpec, state: StateBytes, workload: Workload, *, on_gpu: bool) -> None:
+    def __init__(self, spec: ModelSpec, state: StateBytes, workload: Workload, *, on_gpu: bool, has_sums: bool) -> None:
         tokens = workload.micro_batch_tokens
-        largest = max(spec.block_elements)
         self.spec = spec
         self.state = state
         self.on_gpu = on_gpu
@@ -193,18 +242,23 @@ class _BlockMemory:
         self.activations = [
             0 if on_gpu else block_activation_bytes(spec, block, state, tokens=tokens) for block in spec.blocks
         ]
-        self.logits = 0 if on_gpu else logits_bytes(spec, tokens=tokens)
-        self.groups = _NUM_GROUPS * state.record * min(GROUP_ELEMENTS, largest)
+        self.logits = 0 if on_gpu else logits_bytes(spec, head_chunk_tokens(spec, workload))
         self.tied = tied_bytes(spec, state, workload)
         """A tied head's gradient until the embedding's is there. Counted even if a GPU holds it, since whether it does
         depends on what is offloaded."""
-        self.tied_sum = tied_sum_bytes(spec, tokens=tokens)
+        self.tied_sum = tied_sum_bytes(spec, workload)
         self.is_summed = workload.num_micro_batches > 1
+        self.has_sums = has_sums
 
-    def gradient(self, block: BlockSpec, computing: int, *, sum_bytes: int) -> int:
-        """The most that it takes to make a block's gradient (`computing`), or the sum, its rounding and one norm."""
+    def gradient(self, block: BlockSpec, gradient_elements: int, computing: int, *, sum_bytes: int) -> int:
+        """The most that it takes to make a block's gradient (`computing`), or the sum, its rounding and one norm.
+
+        On a GPU: the gradient that is downloaded (`gradient_elements`), the sums that are here, and what is added to
+        them.
+        """
         if self.on_gpu:
-            return block.num_elements * self.state.gradient
+            summing = 4 + self.state.compute if block.kind == "layer" and self.is_summed and self.has_sums else 0
+            return gradient_elements * self.state.gradient + block.num_elements * summing
         rounded = self.state.gradient if sum_bytes != self.state.gradient else 0
         norm = 4 * max((parameter.num_elements for parameter in block.parameters), default=0)
         return max(computing, block.num_elements * (sum_bytes + rounded) + norm)
@@ -219,6 +273,15 @@ class _PlacedStep:
         self._state = blocks.state
         self._placement = placement
         self._updates = updates
+        self._groups = placement.groups.buffer_bytes(blocks.spec.block_elements, record_bytes=blocks.state.record)
+        self._gradients = gradient_elements(blocks.spec, placement.gpu_embedding_rows)
+        self._rows_bytes = 0
+        """Rows of the embedding's matrix that are gathered here for a GPU."""
+        if placement.gpu_embedding_rows is not None:
+            rows = looked_up_block(blocks.spec, placement.gpu_embedding_rows).parameters[0]
+            self._rows_bytes = rows.num_elements * blocks.state.compute
+        if self._gradients != blocks.spec.block_elements:  # the rows of one group's gradient are spread out
+            self._groups += min(placement.groups.elements, self._blocks[0].num_elements) * blocks.state.gradient
 
     def moments(self) -> list[_Moment]:
         num_blocks = len(self._blocks)
@@ -237,12 +300,15 @@ class _PlacedStep:
         """One block, the blocks that are read ahead, and the deferred updates of all of them."""
         is_deferred = "forward" in self._updates
         coming = self._blocks[position : position + 1 + self._placement.prefetch_blocks]
-        in_hand = sum(block.num_elements for block in coming if self._updates[block.index] == "forward")
-        groups_bytes = self._memory.groups if is_deferred else 0
+        in_hand = sum(self._gradients[block.index] for block in coming if self._updates[block.index] == "forward")
+        groups_bytes = self._groups if is_deferred else 0
         return _Moment(
             num_held=max(0, len(self._blocks) - position - len(coming)) if is_deferred else 0,
-            block=self._window(position) + in_hand * self._state.gradient + groups_bytes,
-            working_set=_RUNTIME_BYTES + self._memory.activations[position],
+            block=self._window(position)
+            + (0 if position else self._rows_bytes)
+            + in_hand * self._state.gradient
+            + groups_bytes,
+            working_set=RUNTIME_BYTES + self._memory.activations[position],
         )
 
     def _head(self) -> _Moment:
@@ -254,9 +320,9 @@ class _PlacedStep:
             num_held=0,
             block=self._window(len(self._blocks) - 1, num_open=2 if is_tied else 1)
             + memory.tied
-            + memory.gradient(head, computing, sum_bytes=4)
+            + memory.gradient(head, self._gradients[head.index], computing, sum_bytes=4)
             + self._groups_in_backward(),
-            working_set=_RUNTIME_BYTES + memory.logits + 2 * memory.activations[head.index],
+            working_set=RUNTIME_BYTES + memory.logits + 2 * memory.activations[head.index],
         )
 
     def _backward(self, num_arrived: int) -> _Moment:
@@ -272,10 +338,11 @@ class _PlacedStep:
             num_held=num_arrived - len(pending),
             block=self._window(len(memory.schedule) - len(self._blocks) + num_arrived)
             + (0 if is_embedding and not memory.on_gpu else memory.tied)
-            + memory.gradient(block, computing, sum_bytes=sum_bytes)
+            + (self._rows_bytes if block.index < 2 else 0)
+            + memory.gradient(block, self._gradients[block.index], computing, sum_bytes=sum_bytes)
             + self._pending(pending)
             + self._groups_in_backward(),
-            working_set=_RUNTIME_BYTES + 2 * memory.activations[block.index],
+            working_set=RUNTIME_BYTES + 2 * memory.activations[block.index],
         )
 
     def _turn(self) -> _Moment:
@@ -283,8 +350,8 @@ class _PlacedStep:
         pending = self._blocks[: self._placement.pending_updates]
         return _Moment(
             num_held=len(self._blocks) - len(pending),
-            block=self._window(0) + self._pending(pending) + self._memory.groups,
-            working_set=_RUNTIME_BYTES,
+            block=self._window(0) + self._pending(pending) + self._groups,
+            working_set=RUNTIME_BYTES,
         )
 
     def _speculating(self, position: int) -> _Moment:
@@ -297,16 +364,17 @@ class _PlacedStep:
         return _Moment(
             num_held=len(self._blocks),
             block=self._window(position)
+            + (0 if position else self._rows_bytes)
             + (4 * block.num_elements + memory.tied if is_head and not memory.on_gpu else 0),
-            working_set=_RUNTIME_BYTES + memory.activations[block.index],
+            working_set=RUNTIME_BYTES + memory.activations[block.index],
         )
 
     def _separate_update(self, block: BlockSpec) -> _Moment:
         """Groups bring the weights with them; a gradient comes back whole."""
         return _Moment(
             num_held=len(self._blocks) - 1 - block.index,
-            block=block.num_elements * self._state.gradient + self._memory.groups,
-            working_set=_RUNTIME_BYTES,
+            block=self._gradients[block.index] * self._state.gradient + self._groups,
+            working_set=RUNTIME_BYTES,
         )
 
     def _window(self, position: int, *, num_open: int = 1) -> int:
@@ -319,11 +387,11 @@ class _PlacedStep:
         """Gradients of these blocks, and their weights, which are updated and written where they lie."""
         resident = self._placement.resident_weights
         weights = sum(block.num_elements for block in blocks if block.index not in resident) * self._state.compute
-        return weights + sum(block.num_elements for block in blocks) * self._state.gradient
+        return weights + sum(self._gradients[block.index] for block in blocks) * self._state.gradient
 
     def _groups_in_backward(self) -> int:
         """Where all gradients are held, the engine may still speculate that nothing will be clipped."""
-        return 0 if self._updates[0] == "update" else self._memory.groups
+        return 0 if self._updates[0] == "update" else self._groups
 
 
 def _resident_bytes(spec: ModelSpec, state: StateBytes, placement: Placement) -> int:

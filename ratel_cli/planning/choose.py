@@ -1,67 +1,91 @@
-"""The search for the placement with the least predicted time. Pure.
+"""The search for the placement with the least cost: predicted time, and the price of what is written. Pure.
 
     1. depth       how far transfers run ahead of computing, with held gradients in memory rather than on NVMe. The
-                   depth with the least time is taken; gradients that do not fit next to it are spilled, and layers'
+                   depth with the least cost is taken; gradients that do not fit next to it are spilled, and layers'
                    inputs too if that is not enough.
     2. residency   weights stay in memory from the first block upwards (a byte saves two of traffic), then states (a
                    byte saves one). Each block more is one level.
-    3. swapping    for each level, the prefix of all candidates with the least time (planning/swap.py) among those
+    3. swapping    for each level, the prefix of all candidates with the least cost (planning/swap.py) among those
                    whose units a GPU has memory for: first in the memory that the GPU has left over
                    (planning/gpu_memory.py), then in what the level leaves, the rest on NVMe.
     4. deferral    where gradients are not held anyway, updates move to the next forward while that gains, from the
                    last block downwards (the last blocks can wait longest): 2 bytes of memory (G16) take 22 bytes of
                    traffic from the stage that is short of it. Then 2 and 3 once more.
 
-The time is convex over levels as over prefixes, except for single steps. Of levels within half a percent of the best,
-the highest is taken: it moves the fewest bytes. Deferral has to gain 2 % in the end. Where gradients are spilled,
-nothing else stays.
+What a cost is, `storage.wear` decides (planning/wear.py). It is convex over levels as over prefixes, except for single
+steps. Of levels within half a percent of the best, the highest is taken: it moves the fewest bytes. It must not write
+more, unless time alone counts. Deferral has to gain 2 % in the end. Where gradients are spilled, nothing else stays.
 
 Invariants: the choice fits, into a GPU too if anything does. At its depth and deferral, no prefix and no level that
-fits is predicted to be faster by more than these allowances. What is rejected fits in no way.
+fits is predicted to cost less by more than these allowances. What is rejected fits in no way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
-from math import ceil, inf
+from math import ceil
 
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.activations import NOTHING_OFFLOADED
-from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.placement import GroupShape, Placement
 from ratel_cli.planning.problem import Evaluation, Problem, SpilledPrefix
+from ratel_cli.planning.wear import BYTES_FIRST, NO_CHOICE, TIME_ALONE, Cost, Objective, balanced
+from ratel_cli.sizes import GROUP_ELEMENTS
 
 _DEPTHS = ((2, 2), (1, 1), (0, 0))
 """Blocks whose weights are read ahead, and blocks whose updates may be pending. One block each is enough where all
 are alike; a second one evens out embedding and head."""
+_MOST_PENDING = 4
+"""Blocks whose updates may be pending where a GPU computes: it does not wait for a burst of the optimizer at the end of
+backward (two blocks cost 13B about a second of each step, by a reading of the code)."""
 _LEAST_GAIN = 0.02
 """The share of a step's time that deferral must save."""
 _AS_GOOD = 1.005
 _STATE_BYTES_MOVED = 22
 """Per parameter: optimizer states read, the record written."""
+_MOST_GROUP_ELEMENTS = 1 << 24
+_GROUPS_SHARE = 1 / 16
+"""Of host memory: the most that the groups' buffers may take where they are larger than the smallest, and the most
+that pending blocks may take where there are more than two."""
 _SCANNED = 16
 """Up to this many levels are tried one by one."""
 
 
-def choose(problem: Problem) -> Evaluation:
-    """The best placement. Raises DoesNotFit."""
-    start, decisions = _choose_depth(problem), problem.decisions
-    plain = _best_level(problem, start)
-    if decisions.holds_gradients or decisions.overlap == "separate" or not start.placement.prefetch_blocks:
-        return plain
-    # What deferral gains depends on what is resident: nothing, all that would be without it, or only the weights of
-    # that, since resident states take the memory that deferral needs.
-    weights_only = problem.attempt(replace(plain.placement, resident_states=frozenset()), plain.swap.num_outputs)
-    begins = (start, plain, *([weights_only] if weights_only else ()))
-    deferrals = {_defer(problem, each).placement.deferred for each in begins} - {frozenset()}
-    best = plain
-    for deferred in sorted(deferrals, key=len):
-        begun = problem.attempt(replace(start.placement, deferred=deferred), start.swap.num_outputs)
-        if begun is not None:
-            best = min(best, _best_level(problem, begun), key=_seconds)
-    return best if best.time.total < (1 - _LEAST_GAIN) * plain.time.total else plain
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The best placement by the rule of `storage.wear`, and what its extremes would choose."""
+
+    best: Evaluation
+    sparing: Evaluation
+    """The best with `save`."""
+    fastest: Evaluation
+    """The best with `ignore`."""
+
+
+def weigh(problem: Problem) -> Choice:
+    """The best placement by the user's rule for wear. Raises DoesNotFit."""
+    fastest = _least_cost(problem, TIME_ALONE)
+    if fastest.traffic.written_bytes == problem.state_written_bytes:  # the best by every rule
+        return Choice(best=fastest, sparing=fastest, fastest=fastest)
+    sparing = _least_cost(problem, BYTES_FIRST)
+    match problem.decisions.wear:
+        case "ignore":
+            best = fastest
+        case "save":
+            best = sparing
+        case "balanced" if sparing.time.total <= fastest.time.total:  # fewer bytes, and no more time
+            best = sparing
+        case "balanced":
+            objective = balanced(
+                least_written_seconds=sparing.time.total, state_written_bytes=problem.state_written_bytes
+            )
+            best = min(
+                sparing, fastest, _least_cost(problem, objective), key=lambda each: _cost(problem, objective, each)
+            )
+    return Choice(best=best, sparing=sparing, fastest=fastest)
 
 
 def curve(problem: Problem, chosen: Evaluation) -> list[tuple[int, float]]:
@@ -85,27 +109,86 @@ def adamw_threads(hardware: HardwareProfile) -> int:
     return max(1, min(host.num_cores, ceil(needed)))
 
 
-def _choose_depth(problem: Problem) -> Evaluation:
+def shape_for(num_drives: int) -> GroupShape:
+    """The optimizer's groups where memory does not matter: each drive has several requests at any time.
+
+    Two groups are in flight each way: with one, a drive is idle from its end to the next one's begin (0.80 of the
+    drive's rate, scripts/bench/optimizer.py). A group of 2 Mi parameters is at most ten requests each way, so with
+    several drives groups are larger, up to 16 Mi.
+    """
+    elements = min(_MOST_GROUP_ELEMENTS, GROUP_ELEMENTS << (num_drives - 1).bit_length())
+    return GroupShape(elements=elements, in_flight=2)
+
+
+def group_shape(problem: Problem) -> GroupShape:
+    """`shape_for` the drives, or the largest below it whose buffers take at most a sixteenth of host memory."""
+    shape = shape_for(problem.hardware.nvme.num_devices)
+    most_bytes = problem.decisions.host_limit_bytes * _GROUPS_SHARE
+    while shape != GroupShape():
+        if shape.buffer_bytes(problem.spec.block_elements, record_bytes=problem.state.record) <= most_bytes:
+            return shape
+        is_least = shape.elements == GROUP_ELEMENTS
+        shape = GroupShape() if is_least else replace(shape, elements=shape.elements // 2)
+    return shape
+
+
+def _least_cost(problem: Problem, objective: Objective) -> Evaluation:
+    """The placement with the least cost. Raises DoesNotFit."""
+    start, decisions = _choose_depth(problem, objective), problem.decisions
+    plain = _best_level(problem, start, objective)
+    if decisions.holds_gradients or decisions.overlap == "separate" or not start.placement.prefetch_blocks:
+        return plain
+    # What deferral gains depends on what is resident: nothing, all that would be without it, or only the weights of
+    # that, since resident states take the memory that deferral needs.
+    weights_only = problem.attempt(replace(plain.placement, resident_states=frozenset()), plain.swap.num_outputs)
+    begins = (start, plain, *([weights_only] if weights_only else ()))
+    deferrals = {_defer(problem, each, objective).placement.deferred for each in begins} - {frozenset()}
+    best = plain
+    for deferred in sorted(deferrals, key=len):
+        begun = problem.attempt(replace(start.placement, deferred=deferred), start.swap.num_outputs)
+        if begun is not None:
+            found = _best_level(problem, begun, objective)
+            best = min(best, found, key=lambda each: _cost(problem, objective, each))
+    gains = _cost(problem, objective, best).is_within(1 - _LEAST_GAIN, _cost(problem, objective, plain))
+    return best if gains else plain
+
+
+def _choose_depth(problem: Problem, objective: Objective) -> Evaluation:
     """The best depth, with the prefix that the user asks for, else the empty one; among equals the least traffic."""
     evaluations: list[Evaluation] = []
     failure: DoesNotFit | None = None
-    for prefetch_blocks, pending_updates in _DEPTHS:
-        placement = Placement(
-            prefetch_blocks=prefetch_blocks,
-            pending_updates=0 if problem.decisions.overlap == "separate" else pending_updates,
-            adamw_threads=adamw_threads(problem.hardware),
-        )
-        try:
-            evaluations.append(problem.evaluate_in_least_memory(placement, problem.wanted_outputs or 0))
-        except DoesNotFit as does_not_fit:
-            failure = does_not_fit
+    shapes = list(dict.fromkeys((group_shape(problem), GroupShape())))
+    for prefetch_blocks, pending_updates in _depths(problem):
+        for groups in shapes:  # smaller ones only where the larger do not fit: the predicted time does not know them
+            placement = Placement(
+                prefetch_blocks=prefetch_blocks,
+                pending_updates=0 if problem.decisions.overlap == "separate" else pending_updates,
+                adamw_threads=adamw_threads(problem.hardware),
+                groups=groups,
+            )
+            try:
+                evaluations.append(problem.evaluate_in_least_memory(placement, problem.wanted_outputs or 0))
+                break
+            except DoesNotFit as does_not_fit:
+                failure = does_not_fit
     if not evaluations:
         assert failure is not None
         raise failure
-    return min(evaluations, key=lambda each: (each.time.total, each.traffic.read_bytes + each.traffic.written_bytes))
+    return min(
+        evaluations,
+        key=lambda each: (_cost(problem, objective, each), each.traffic.read_bytes + each.traffic.written_bytes),
+    )
 
 
-def _defer(problem: Problem, chosen: Evaluation) -> Evaluation:
+def _depths(problem: Problem) -> tuple[tuple[int, int], ...]:
+    """Depths to try, the best of equals first: with a GPU and memory for it, more blocks may be pending."""
+    pending_bytes = _MOST_PENDING * max(problem.spec.block_elements) * (problem.state.compute + problem.state.gradient)
+    if problem.hardware.link is None or pending_bytes > problem.decisions.host_limit_bytes * _GROUPS_SHARE:
+        return _DEPTHS
+    return ((2, _MOST_PENDING), *_DEPTHS)
+
+
+def _defer(problem: Problem, chosen: Evaluation, objective: Objective) -> Evaluation:
     """Defer the updates of more blocks while that gains.
 
     A block has to gain its share, by parameters, of the 2 % that deferral must gain.
@@ -116,16 +199,19 @@ def _defer(problem: Problem, chosen: Evaluation) -> Evaluation:
         placement = replace(chosen.placement, deferred=chosen.placement.deferred | {block.index})
         more = problem.attempt(placement, chosen.swap.num_outputs)
         share = block.num_parameters / problem.spec.num_parameters
-        if more is None or chosen.time.total - more.time.total < _LEAST_GAIN * share * chosen.time.total:
+        if more is None:
+            return chosen
+        before, after = (_cost(problem, objective, each) for each in (chosen, more))
+        if after.gain_over(before) < _LEAST_GAIN * share * before.seconds:
             return chosen
         chosen = more
     return chosen
 
 
-def _best_level(problem: Problem, start: Evaluation) -> Evaluation:
+def _best_level(problem: Problem, start: Evaluation, objective: Objective) -> Evaluation:
     """The best residency, with the best prefix for it."""
     if start.spilled_blocks:
-        return _best_with_spilled_gradients(problem, start)
+        return _best_with_spilled_gradients(problem, start, objective)
     num_blocks = len(problem.spec.blocks)
 
     @cache
@@ -135,37 +221,49 @@ def _best_level(problem: Problem, start: Evaluation) -> Evaluation:
             resident_weights=frozenset(range(min(level, num_blocks))),
             resident_states=frozenset(range(max(0, level - num_blocks))),
         )
-        return _best_swap(problem, placement)
+        return _best_swap(problem, placement, objective)
 
-    def seconds(level: int) -> float:
-        return _seconds(at(level))
+    def cost(level: int) -> Cost:
+        return _cost(problem, objective, at(level))
+
+    def is_as_good(level: int) -> bool:
+        found = at(level)
+        assert found is not None and best is not None
+        writes_more = objective.counts_bytes and found.traffic.written_bytes > best.traffic.written_bytes
+        return not writes_more and cost(level).is_within(_AS_GOOD, _cost(problem, objective, best))
 
     highest = _last(lambda level: at(level) is not None, 0, 2 * num_blocks)
-    best = _least(seconds, 0, highest)
-    chosen = at(_last(lambda level: seconds(level) <= _AS_GOOD * seconds(best), best, highest))
+    lowest = _least(cost, 0, highest)
+    best = at(lowest)
+    chosen = at(_last(is_as_good, lowest, highest))
     assert chosen is not None
     return chosen
 
 
-def _best_with_spilled_gradients(problem: Problem, start: Evaluation) -> Evaluation:
+def _best_with_spilled_gradients(problem: Problem, start: Evaluation, objective: Objective) -> Evaluation:
     """The best prefix where gradients are spilled: nothing is resident, and what is swapped goes to NVMe too."""
     if problem.wanted_outputs is not None:
         return start
 
-    @cache
+    placement, tried = start.placement, problem.tried_without_residents
+    assert not placement.resident_weights and not placement.resident_states
+
     def at(num_outputs: int) -> Evaluation | None:
-        return problem.attempt(start.placement, num_outputs)
+        key = placement.prefetch_blocks, placement.pending_updates, placement.deferred, num_outputs
+        if key not in tried:
+            tried[key] = problem.attempt(placement, num_outputs)
+        return tried[key]
 
-    def seconds(num_outputs: int) -> float:
-        return _seconds(at(num_outputs)) if problem.fits_device(num_outputs) else inf
+    def cost(num_outputs: int) -> Cost:
+        return _cost(problem, objective, at(num_outputs)) if problem.fits_device(num_outputs) else NO_CHOICE
 
-    best = at(problem.order.least(seconds))
+    best = at(problem.order.least(cost))
     assert best is not None
     return best
 
 
-def _best_swap(problem: Problem, placement: Placement) -> Evaluation | None:
-    """The prefix with the least time in the memory that `placement` leaves; None if not even inputs fit."""
+def _best_swap(problem: Problem, placement: Placement, objective: Objective) -> Evaluation | None:
+    """The prefix with the least cost in the memory that `placement` leaves; None if not even inputs fit."""
     try:
         without, spilled_blocks = problem.fit(placement, NOTHING_OFFLOADED)
     except DoesNotFit:
@@ -179,23 +277,28 @@ def _best_swap(problem: Problem, placement: Placement) -> Evaluation | None:
     def spilled(num_outputs: int) -> SpilledPrefix | None:
         return problem.spill_into(available_bytes, num_outputs=num_outputs)
 
-    def seconds(num_outputs: int) -> float:
+    def cost(num_outputs: int) -> Cost:
         found = spilled(num_outputs)
         if found is None or not problem.fits_device(num_outputs):
-            return inf
+            return NO_CHOICE
         offloaded = found.offloaded
-        return problem.seconds(placement, traffic.with_offloaded(offloaded), offloaded, num_outputs=num_outputs)
+        with_units = traffic.with_offloaded(offloaded)
+        seconds = problem.seconds(placement, with_units, offloaded, num_outputs=num_outputs)
+        return objective.cost(seconds, with_units.written_bytes - problem.state_written_bytes)
 
     wanted = problem.wanted_outputs
-    num_outputs = problem.order.least(seconds) if wanted is None else wanted
+    num_outputs = problem.order.least(cost) if wanted is None else wanted
     found = spilled(num_outputs)
     if found is None:
         return None
     return problem.evaluate(replace(placement, spilled_units=found.spilled_units), num_outputs=num_outputs)
 
 
-def _seconds(evaluation: Evaluation | None) -> float:
-    return inf if evaluation is None else evaluation.time.total
+def _cost(problem: Problem, objective: Objective, evaluation: Evaluation | None) -> Cost:
+    """The cost of a placement; infinite for one that does not fit."""
+    if evaluation is None:
+        return NO_CHOICE
+    return objective.cost(evaluation.time.total, evaluation.traffic.written_bytes - problem.state_written_bytes)
 
 
 def _last(holds: Callable[[int], bool], low: int, high: int) -> int:
@@ -209,7 +312,7 @@ def _last(holds: Callable[[int], bool], low: int, high: int) -> int:
     return low
 
 
-def _least(value: Callable[[int], float], low: int, high: int) -> int:
+def _least(value: Callable[[int], Cost], low: int, high: int) -> int:
     """Where a function is least that is convex except for single steps; the last few numbers are all tried."""
     while high - low > _SCANNED:
         left = low + (high - low) // 3

@@ -6,12 +6,15 @@ decides:
 
     compute     forward FLOPs, or measured seconds; in backward twice that, and what is recomputed
     up, down    weights once for all micro-batches, gradients and offloaded activations, at the link's rates, both
-                directions at once, except for what stays on the GPU; nothing where the CPU computes
+                directions at once, except for what stays on the GPU; nothing where the CPU computes. Of the embedding
+                and its gradient, the rows of the step's tokens. Where host memory has the sums of gradients, the
+                gradients of every micro-batch, and the sums. Weights that do not fit into the window for the next block
+                go up while nothing computes (planning/link.py)
     nvme        the bytes of planning/traffic.py, spilled activations among them
     optimizer   AdamW on the CPU (the paper leaves it out; Fuyou has it as T_o)
     memory      what all of these move through main memory, about 66 bytes per parameter and step
 
-Four things make this more than a maximum of sums:
+Five things make this more than a maximum of sums:
 
 1. Where the CPU computes, the optimizer's threads and copies take their share of its time.
 2. What does not run ahead does not overlap: without prefetch the weights, and without pending updates the optimizer,
@@ -19,6 +22,8 @@ Four things make this more than a maximum of sums:
 3. Updates that overlap with backward begin with the first gradient and end after the last one (`_UpdateEdges`).
 4. Only some layers' activations are spilled, and a few buffers cannot carry them from one layer's turn to another's. So
    spilled units overlap with the computing of their own layers only (`_Stages.with_spilled_units`).
+5. Both directions of the link share what it moves when both are busy, and offloaded activations book at most 85 % of it
+   (planning/link.py): a unit is needed at a certain time, and a link that is always busy brings it too late.
 
 How a stage fills and drains is left out otherwise.
 """
@@ -27,22 +32,40 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal
 
 from ratel_cli.hardware.spec import HardwareProfile, Nvme
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import OffloadedActivations, SpilledUnits
-from ratel_cli.planning.gpu_memory import weight_bytes_of
+from ratel_cli.planning.link import (
+    UNBOOKED,
+    exposed_weight_bytes,
+    host_sums,
+    late_bytes,
+    link_seconds,
+    uploaded_weights,
+)
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Overlap, Placement, Stage, StateBytes, Workload
+from ratel_cli.planning.placement import (
+    SPILL_WINDOW_UNITS,
+    Overlap,
+    Placement,
+    Stage,
+    StateBytes,
+    Workload,
+    gradient_elements,
+    update_stage,
+)
 from ratel_cli.planning.step_time import StageTime, StepTime, weighted_sum
 from ratel_cli.planning.traffic import Traffic
-from ratel_cli.sizes import GROUP_ELEMENTS
 
 _ADAMW_MEMORY_BYTES = 26
 """Per parameter: gradient and states read, states written."""
+_ADDING_SPEED, _MOST_ADDING = 2.0, 8
+"""Adding a gradient moves 10 bytes of main memory, where AdamW moves 26. Torch uses this many threads at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +81,14 @@ class ComputeSeconds:
     is_measured: bool
 
 
-def compute_seconds(profile: ModelProfile, workload: Workload, hardware: HardwareProfile) -> ComputeSeconds:
-    """Measured seconds where the profile has them, else FLOPs divided by the device's rate."""
+def compute_seconds(
+    profile: ModelProfile, workload: Workload, hardware: HardwareProfile, *, head_sum_bytes: int = 0
+) -> ComputeSeconds:
+    """Measured seconds where the profile has them, else FLOPs divided by the device's rate.
+
+    `head_sum_bytes`: what adding up the head's gradients reads and writes in a GPU's memory, in one step. A measured
+    head includes it.
+    """
     layers = [profile.profiles[number] for number in profile.layers]
     if profile.source == "recorded":
         outside, head = profile.embedding_seconds or 0.0, profile.head_seconds or 0.0
@@ -70,11 +99,13 @@ def compute_seconds(profile: ModelProfile, workload: Workload, hardware: Hardwar
         rate = hardware.gpu.flops_per_second
         forward, head = sum(layer.flops_forward for layer in layers) / rate, 3 * profile.flops_head / rate
         backward = 2 * forward + sum(layer.flops_recomputed for layer in layers) / rate + head
-    number = workload.num_micro_batches
+    number, adding = workload.num_micro_batches, 0.0
+    if profile.source != "recorded" and hardware.gpu.memory_bytes_per_second is not None:
+        adding = head_sum_bytes / hardware.gpu.memory_bytes_per_second
     return ComputeSeconds(
         forward=number * forward,
-        backward=number * backward,
-        head=number * head,
+        backward=number * backward + adding,
+        head=number * head + adding,
         is_measured=profile.source == "recorded",
     )
 
@@ -90,29 +121,34 @@ def overlapped_step(
     offloaded: OffloadedActivations,
     not_recomputed_seconds: float,
     holds_gradients: bool,
+    num_micro_batches: int = 1,
+    tied_rows_bytes: int = 0,
     overlap: Overlap = "optimized",
 ) -> StepTime:
     """The time of a step in the middle of a run. `traffic` and `offloaded` belong to the same placement.
 
-    `not_recomputed_seconds` is what the swapped outputs save of `compute.backward`.
+    `not_recomputed_seconds` is what the swapped outputs save of `compute.backward`. `tied_rows_bytes`: rows of a tied
+    head's gradient, of all micro-batches, that wait for the embedding's.
     """
-    updated: dict[Stage, int] = {"forward": 0, "backward": 0, "update": 0}
-    for block in spec.blocks:
-        stage = placement.update_stage(block.index, holds_gradients=holds_gradients, overlap=overlap)
-        updated[stage] += block.num_elements
-    elements = sum(spec.block_elements)
-    # A tied head's fp32 gradient goes to host memory and comes back. The rows that go with it are few.
-    tied_bytes = 4 * spec.blocks[0].num_elements if spec.tied and not placement.gpu_holds_tied else 0
-    weight_bytes, gradient_bytes = elements * state.compute, elements * state.gradient
+    updated = _updated_elements(spec, placement, holds_gradients=holds_gradients, overlap=overlap)
+    # A tied head's fp32 gradient goes to host memory and comes back, with the rows.
+    is_tied_away = spec.tied and not placement.gpu_holds_tied
+    tied_bytes = 4 * spec.blocks[0].num_elements + tied_rows_bytes if is_tied_away else 0
+    exposed_forward, exposed_backward = exposed_weight_bytes(spec, state, placement)
+    sums = host_sums(spec, state, placement, num_micro_batches=num_micro_batches)
+    forward_weights, backward_weights = uploaded_weights(spec, placement, attrgetter("num_elements"))
+    gradient_bytes = sum(gradient_elements(spec, placement.gpu_embedding_rows)) * state.gradient
     reads_ahead = placement.prefetch_blocks > 0
     stages = _Stages(hardware, overlap, adamw_threads=placement.adamw_threads)
     forward = stages.with_spilled_units(
         _StageWork(
             compute=compute.forward,
-            up_bytes=weight_bytes,
+            up_bytes=forward_weights * state.compute,
             down_bytes=offloaded.linked_bytes,
+            down_units_bytes=offloaded.linked_bytes,
             read_bytes=traffic.forward_read_bytes,
             written_bytes=traffic.forward_written_bytes - offloaded.written_bytes,
+            exposed_bytes=exposed_forward,
             num_updated=updated["forward"],
             runs_ahead=reads_ahead,
         ),
@@ -135,11 +171,13 @@ def overlapped_step(
     backward = stages.with_spilled_units(
         _StageWork(
             compute=backward_seconds,
-            up_bytes=weight_bytes
-            - weight_bytes_of(spec, state, placement.gpu_weights)
-            + offloaded.linked_bytes
-            + tied_bytes,
-            down_bytes=gradient_bytes + tied_bytes,
+            up_bytes=backward_weights * state.compute + offloaded.linked_bytes + tied_bytes + sums.up_bytes,
+            up_units_bytes=offloaded.linked_bytes,
+            down_bytes=gradient_bytes + tied_bytes + sums.down_bytes,
+            exposed_bytes=exposed_backward
+            + late_bytes(sums, hardware, backward_seconds, offloaded, num_micro_batches=num_micro_batches),
+            num_added=sums.num_added,
+            added_bytes=sums.added_bytes,
             read_bytes=traffic.backward_read_bytes - offloaded.read_bytes,
             written_bytes=traffic.backward_written_bytes,
             num_updated=updated["backward"],
@@ -199,6 +237,17 @@ class _UpdateEdges:
 _NO_EDGES = _UpdateEdges()
 
 
+def _updated_elements(
+    spec: ModelSpec, placement: Placement, *, holds_gradients: bool, overlap: Overlap
+) -> Mapping[Stage, int]:
+    """Elements of the blocks that are updated in each stage."""
+    deferred = sum(spec.block_elements[index] for index in placement.deferred)
+    updated: dict[Stage, int] = {"forward": 0, "backward": 0, "update": 0}
+    for of_deferred, elements in ((True, deferred), (False, sum(spec.block_elements) - deferred)):
+        updated[update_stage(is_deferred=of_deferred, holds_gradients=holds_gradients, overlap=overlap)] += elements
+    return updated
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StageWork:
     """What one stage has to do, spilled activations left out."""
@@ -212,6 +261,15 @@ class _StageWork:
     """Parameters that are updated."""
     runs_ahead: bool
     """Whether reads and updates overlap with computing."""
+    up_units_bytes: int = 0
+    """The part of `up_bytes` that is offloaded activations."""
+    down_units_bytes: int = 0
+    exposed_bytes: int = 0
+    """The part of `up_bytes` that goes up while nothing computes."""
+    num_added: int = 0
+    """Parameters that are added to sums of gradients in main memory, once for each addition."""
+    added_bytes: int = 0
+    """Bytes that sums of gradients read and write in main memory."""
     edges: _UpdateEdges = _NO_EDGES
 
 
@@ -259,25 +317,32 @@ class _Stages:
         optimizer = num_updated / (host.adam_parameters_per_second * self._adamw_threads)
         memory_rate = host.memory_bytes_per_second or math.inf
         if link is None:
-            up = down = 0.0
+            up = down = linked = exposed = 0.0
             linked_bytes = 2 * spilled_written_bytes
             shared = optimizer * self._adamw_threads / host.num_cores if compute else 0.0
             compute += shared + spilled_written_bytes / memory_rate
         else:
             up, down = work.up_bytes / link.to_gpu_bytes_per_second, work.down_bytes / link.from_gpu_bytes_per_second
-            linked_bytes = work.up_bytes + work.down_bytes
+            exposed = work.exposed_bytes / link.to_gpu_bytes_per_second
+            linked_bytes = work.up_bytes + work.down_bytes + work.added_bytes
+            linked = link_seconds(
+                link,
+                up_bytes=work.up_bytes + UNBOOKED * work.up_units_bytes,
+                down_bytes=work.down_bytes + UNBOOKED * work.down_units_bytes,
+            )
         read_bytes, written_bytes = work.read_bytes + spilled_read_bytes, work.written_bytes + spilled_written_bytes
         moved_bytes = read_bytes + written_bytes + linked_bytes + _ADAMW_MEMORY_BYTES * num_updated
         memory = moved_bytes / memory_rate
         read, write = self._nvme(read_bytes, written_bytes)
-        others = max(up, down, memory)
+        adding = work.num_added / (_ADDING_SPEED * host.adam_parameters_per_second * min(_MOST_ADDING, host.num_cores))
+        others = max(linked, memory, adding)
         if work.runs_ahead:
             drained = (read + write) * edges.drained_bytes / max(1, read_bytes + written_bytes)
             updating = self._updating(read + write - min(drained, edges.drained_seconds), optimizer)
-            total = max(compute + edges.rest_seconds, edges.begin_seconds + updating, others)
+            total = max(compute + exposed + edges.rest_seconds, edges.begin_seconds + updating, others)
         else:
             stored = sum(self._nvme(work.read_bytes, work.written_bytes))
-            in_turn = compute + max(self._updating(stored, optimizer), others)
+            in_turn = compute + exposed + max(self._updating(stored, optimizer), others)
             total = max(in_turn, edges.begin_seconds + self._updating(read + write, optimizer), others)
         return StageTime(
             compute=compute,
@@ -312,10 +377,10 @@ def _update_edges(
 ) -> _UpdateEdges:
     """The edges of updates that overlap with backward.
 
-    The optimizer has buffers for three groups (engine/optimizer/pipeline.py). Two of the embedding's groups may be read
-    before its gradient is there, and two may still be written when everything is updated.
+    The optimizer reads the group that it updates next and those that are read ahead of it before the embedding's
+    gradient is there, and as many may still be written when everything is updated (engine/optimizer/pipeline.py).
     """
-    first, ahead = spec.blocks[0], 2 * GROUP_ELEMENTS
+    first, ahead = spec.blocks[0], (placement.groups.in_flight + 1) * placement.groups.elements
     stays = first.index in placement.resident_weights
     beyond = max(0, first.num_elements - ahead)
     read = 0 if first.index in placement.resident_states else beyond

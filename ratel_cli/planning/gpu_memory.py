@@ -1,39 +1,64 @@
 """GPU memory: what a step takes at its peak, and what the rest is used for. Pure.
 
 The hidden states of all micro-batches and their gradients stay on the GPU. A step is followed use by use of the block
-schedule (planning/placement.py). Each use takes the weights of its block and space for those of the next
+schedule (planning/placement.py). Each use takes the weights of its block and a window for those of the next
 (engine/weights.py), the activations of a layer, and the unit that is downloaded or uploaded meanwhile
-(engine/activations.py). Backward adds the gradient of one parameter at a time, the fp32 sum of a block's gradients if
+(engine/activations.py). Backward adds the gradient of one parameter at a time, fp32 sums of a block's gradients if
 there are several micro-batches, and gradients that are still being downloaded (engine/optimizer/gradients.py).
 
-Memory that is left over serves four purposes, in this order. The gradient of a tied head stays until that of the
-embedding is there. More gradients of a layer may be on their way at once, so that computing does not wait for the link.
-Units, then weights, of the last layers stay from forward to backward: a byte of a unit saves the link one byte down and
-one up, a byte of weights saves one up. All of it counts as if it were there all the time.
+Where a layer's sums are is for the caller to decide: all of them stay on the GPU during the layer's backward, or host
+memory has them, and with the last micro-batch one comes to the GPU while another one leaves
+(engine/optimizer/host_sums.py).
+
+Memory that is left over serves five purposes, in this order. The window takes as much of the next block as fits: what
+it does not take is uploaded while nothing computes. The gradient of a tied head stays until that of the embedding is
+there, unless units save more time in its memory: with many micro-batches it is large. More gradients of a layer may be
+on their way at once, so that computing does not wait for the link. Units, then weights, of the last layers stay from
+forward to backward: a byte of a unit saves the link one byte down and one up, a byte of weights saves one up. All of it
+counts as if it were there all the time.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.model.spec import BlockSpec, ModelSpec
 from ratel_cli.planning.activations import (
+    LargestUnit,
     block_activation_bytes,
+    head_chunk_tokens,
     logits_bytes,
-    passing_bytes,
     tied_bytes,
-    tied_sum_bytes,
+    tied_rows_bytes,
 )
-from ratel_cli.planning.placement import Placement, StateBytes, Workload, block_schedule
+from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
+from ratel_cli.planning.placement import (
+    Placement,
+    StateBytes,
+    Workload,
+    block_schedule,
+    elements_ahead,
+    looked_up_block,
+    most_rows,
+)
 from ratel_cli.units import MIB
 
 _WORKSPACE_BYTES = 256 * MIB
 """cuBLAS takes 32 MiB for each of its handles; forward, backward and products with a bias have their own."""
 
 _VECTORS_BYTES = MIB
-"""Gradients of norms and biases that are downloaded next to that of a matrix, and should not wait for it."""
+"""At most this for gradients of norms and biases, which are downloaded next to that of a matrix and should not wait."""
+
+_IDS_BYTES = 40
+"""Token, target and position of every token, which stay on the GPU; the distinct tokens, and the row of each token."""
+
+_ROTARY_BYTES = 512
+"""Tables for every token and heads of 128 elements in 16 bit, which stay too, where no parameters give positions."""
 
 _RESIDENT_SHARE = 0.9
 """The share of the memory left over that is used. What stays for long between what comes and goes leaves gaps."""
@@ -47,6 +72,10 @@ class GpuResident:
     """The first unit that stays, in forward order; the number of all units if none stays."""
     weights: frozenset[int]
     """Layers whose compute weights stay."""
+    window_bytes: int
+    """Memory for weights of the next block while one computes."""
+    holds_sums: bool
+    """Whether the sums of a layer's gradients stay during its backward; true where there are none."""
     leaving_bytes: int
     """Memory for gradients until their downloads have ended."""
     holds_tied: bool
@@ -56,31 +85,79 @@ class GpuResident:
 class GpuMemory:
     """The memory that the steps of one model and workload take on a GPU."""
 
-    def __init__(self, spec: ModelSpec, state: StateBytes, workload: Workload) -> None:
+    def __init__(self, spec: ModelSpec, state: StateBytes, workload: Workload, profile: ModelProfile) -> None:
+        """`profile` is that of one micro-batch of `workload`."""
         self._spec = spec
         self._state = state
         self._workload = workload
-        passing = passing_bytes(spec, state, tokens=workload.tokens, sequence_len=workload.sequence_len)
+        self._profile = profile
         self._layers_leaving_bytes = max(least_leaving_bytes(block, state.gradient) for block in spec.blocks[1:-1])
-        self._peak_bytes = GPU_CONTEXT_BYTES + _WORKSPACE_BYTES + passing + _largest_use_bytes(spec, state, workload)
+        blocks = {*spec.blocks, looked_up_block(spec, most_rows(spec, workload))}
+        ends = {parameter.start for block in blocks for parameter in block.parameters}
+        ends.update(block.num_elements for block in blocks)
+        self._windows = sorted(state.compute * number for number in ends)
+        """Bytes of all windows that differ: some or all parameters of a block."""
+        self._known_uses: dict[tuple[bool, int], _Uses] = {}
         self._tied_bytes = tied_bytes(spec, state, workload)
 
-    def needed_bytes(self, *, largest_unit_bytes: int) -> int:
-        """The most that a step takes. `largest_unit_bytes` is the most that one layer offloads for one micro-batch.
+    def needed_bytes(self, largest: LargestUnit, *, holds_sums: bool = False, window_bytes: int = 0) -> int:
+        """The most that a step takes. `holds_sums`: the sums of a layer's gradients are on the GPU. `window_bytes`:
+        what weights of the next block may take while one computes.
 
-        Two units count: one is in use or being downloaded, one is being offloaded or uploaded.
+        Two units count: one is in use or being downloaded, one is being offloaded or uploaded. Of the one in use in
+        backward, what autograd saves counts as such; but all of it is there from the beginning.
         """
-        return self._peak_bytes + 2 * largest_unit_bytes
+        uses = self._uses((holds_sums, window_bytes))
+        return GPU_CONTEXT_BYTES + _WORKSPACE_BYTES + uses.peak_bytes(largest)
 
-    def resident(self, unit_bytes: Sequence[int], *, limit_bytes: int) -> GpuResident:
+    def takes_no_more_than(self, other: GpuMemory, *, counted_bytes: int) -> bool:
+        """True if a step takes at most what one of `other` takes, with every window and whatever is swapped. Only their
+        heads differ. `counted_bytes`: the most of a unit that autograd saves, which counts as such in backward."""
+
+        def takes_no_more(uses: _Uses, others: _Uses) -> bool:
+            in_backward_bytes = uses.backward.working_bytes - counted_bytes
+            return uses.head_bytes <= max(others.head_bytes, uses.forward_bytes, in_backward_bytes)
+
+        keys = itertools.product((False, True), self._windows)
+        return all(takes_no_more(self._uses(key), other._uses(key)) for key in keys)
+
+    def choices(self, unit_bytes: Sequence[int], largest: LargestUnit, *, limit_bytes: int) -> list[GpuResident]:
+        """What can stay on the GPU in `limit_bytes`: with the sums of a layer's gradients, if they fit, and without;
+        and each of these without a tied head's gradient, whose memory units may need more. `unit_bytes` is for each
+        layer."""
+        found = []
+        if self.needed_bytes(largest, holds_sums=True) <= limit_bytes:
+            found.append(self.resident(unit_bytes, largest, limit_bytes=limit_bytes, holds_sums=True))
+        if not found or self._workload.num_micro_batches > 1:
+            found.append(self.resident(unit_bytes, largest, limit_bytes=limit_bytes, holds_sums=False))
+        away = [
+            self.resident(unit_bytes, largest, limit_bytes=limit_bytes, holds_sums=each.holds_sums, may_hold_tied=False)
+            for each in found
+            if each.holds_tied
+        ]
+        return found + away
+
+    def resident(
+        self,
+        unit_bytes: Sequence[int],
+        largest: LargestUnit,
+        *,
+        limit_bytes: int,
+        holds_sums: bool,
+        may_hold_tied: bool = True,
+    ) -> GpuResident:
         """What is best left on the GPU in the memory that `limit_bytes` leaves; `unit_bytes` is for each layer.
 
         The first unit never stays: the gradients that the step before downloads last are held until the first unit
-        is downloaded (engine/device/cuda.py).
+        is downloaded (engine/device/gpu.py).
         """
-        taken_bytes = self.needed_bytes(largest_unit_bytes=max(unit_bytes))
+        window_bytes, taken_bytes = 0, 0
+        for window_bytes in reversed(self._windows):
+            taken_bytes = self.needed_bytes(largest, holds_sums=holds_sums, window_bytes=window_bytes)
+            if taken_bytes <= limit_bytes:
+                break
         available_bytes = int(_RESIDENT_SHARE * max(0, limit_bytes - taken_bytes))
-        holds_tied = 0 < self._tied_bytes <= available_bytes
+        holds_tied = may_hold_tied and 0 < self._tied_bytes <= available_bytes
         available_bytes -= self._tied_bytes if holds_tied else 0
         least_bytes = self._layers_leaving_bytes
         layer_bytes = max(block.num_elements for block in self._spec.blocks[1:-1]) * self._state.gradient
@@ -103,15 +180,49 @@ class GpuMemory:
         return GpuResident(
             units_from=max(1, units_from),
             weights=frozenset(weights),
+            window_bytes=window_bytes,
+            holds_sums=holds_sums,
             leaving_bytes=least_bytes + more_bytes,
             holds_tied=holds_tied,
         )
 
     def resident_bytes(self, placement: Placement) -> int:
-        """What stays that `needed_bytes` does not count: weights, a tied head's gradient, gradients on their way."""
+        """What stays that `needed_bytes` never counts: weights, a tied head's gradient, gradients on their way."""
         weight_bytes = weight_bytes_of(self._spec, self._state, placement.gpu_weights)
         tied = self._tied_bytes if placement.gpu_holds_tied else 0
         return weight_bytes + tied + max(0, placement.gpu_leaving_bytes - self._layers_leaving_bytes)
+
+    def _uses(self, key: tuple[bool, int]) -> _Uses:
+        """The uses with sums on the GPU or not, and with a window of this many bytes."""
+        if key not in self._known_uses:
+            holds_sums, window_bytes = key
+            self._known_uses[key] = _Uses(
+                self._spec,
+                self._state,
+                self._workload,
+                self._profile,
+                self._differing_positions,
+                holds_sums=holds_sums,
+                window_bytes=window_bytes,
+            )
+        return self._known_uses[key]
+
+    @cached_property
+    def _differing_positions(self) -> tuple[int, ...]:
+        """Positions of the block schedule without those of uses that take what an earlier one takes: between layers
+        that are alike, with the same costs, all uses do."""
+        kinds: dict[object, int] = {}
+        kind_of = {}
+        for block in self._spec.blocks:
+            shapes = tuple((parameter.start, parameter.shape) for parameter in block.parameters)
+            costs = self._profile.layers[block.index - 1] if block.kind == "layer" else None
+            kind_of[block.index] = kinds.setdefault((block.kind, shapes, costs), len(kinds))
+        schedule = block_schedule(self._spec)
+        first: dict[object, int] = {}
+        for position, use in enumerate(schedule):
+            around = tuple(kind_of[each.block.index] for each in schedule[max(0, position - 1) : position + 2])
+            first.setdefault((use.stage, min(position, 2), around), position)
+        return tuple(first.values())
 
 
 def least_leaving_bytes(block: BlockSpec, gradient_bytes: int) -> int:
@@ -119,8 +230,16 @@ def least_leaving_bytes(block: BlockSpec, gradient_bytes: int) -> int:
 
     `gradient_bytes`: those of one element.
     """
-    leaving = _largest_elements(block) * gradient_bytes + _VECTORS_BYTES
+    vectors = sum(parameter.num_elements for parameter in block.parameters if len(parameter.shape) < 2)
+    leaving = _largest_elements(block) * gradient_bytes + min(_VECTORS_BYTES, vectors * gradient_bytes)
     return min(leaving, block.num_elements * gradient_bytes)
+
+
+def summed_elements(block: BlockSpec) -> int:
+    """The elements of a block whose sums may be on the GPU at once where host memory has them: those of its largest
+    parameter and of norms and biases, whose gradients come next to those of matrices."""
+    vectors = sum(parameter.num_elements for parameter in block.parameters if len(parameter.shape) < 2)
+    return min(block.num_elements, _largest_elements(block) + vectors)
 
 
 def weight_bytes_of(spec: ModelSpec, state: StateBytes, blocks: Collection[int]) -> int:
@@ -128,68 +247,210 @@ def weight_bytes_of(spec: ModelSpec, state: StateBytes, blocks: Collection[int])
     return sum(block.num_elements for block in spec.blocks if block.index in blocks) * state.compute
 
 
-def _largest_use_bytes(spec: ModelSpec, state: StateBytes, workload: Workload) -> int:
-    """The most that one use of the block schedule takes, units left out."""
-    schedule = block_schedule(spec)
-    head_position = len(spec.blocks) - 1
-    tokens = workload.micro_batch_tokens
-    waiting_bytes = tied_bytes(spec, state, workload)
+class _Backward(NamedTuple):
+    """What a use of backward takes, besides the units."""
 
-    def window(position: int, *, num_open: int = 1) -> int:
-        """Weights of the uses that are open, and space for those of the next."""
-        return state.compute * sum(use.block.num_elements for use in schedule[position : position + num_open + 1])
+    working_bytes: int
+    """Backward itself, with what autograd has saved and not used yet."""
+    replay_bytes: int
+    """Recomputing, with what autograd saves by then."""
+    replay_held_bytes: int
+    """Recomputing, with all that autograd saves."""
 
-    def activations(block: BlockSpec) -> int:
-        """One micro-batch's activations, and its mask as attention makes it."""
-        mask_bytes = tokens * workload.sequence_len * state.compute if block.kind == "layer" else 0
-        return block_activation_bytes(spec, block, state, tokens=tokens) + mask_bytes
 
-    def forward(position: int) -> int:
+class _Uses:
+    """What each use of the block schedule takes."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        state: StateBytes,
+        workload: Workload,
+        profile: ModelProfile,
+        positions: Sequence[int],
+        *,
+        holds_sums: bool,
+        window_bytes: int,
+    ) -> None:
+        """`positions` of the schedule are looked at; the other uses take no more."""
+        self._positions = positions
+        self._spec = spec
+        self._state = state
+        self._workload = workload
+        self._profile = profile
+        self._holds_sums = holds_sums
+        self._window_elements = window_bytes // state.compute
+        self._looked_up = looked_up_block(spec, most_rows(spec, workload))
+        self._schedule = [self._looked_up if use.looks_up else use.block for use in block_schedule(spec)]
+        """The blocks as the GPU gets them."""
+        self._gradient_block = spec.blocks[0] if spec.tied else self._looked_up
+        """What the embedding's gradient has when it leaves: a tied head gives every row one."""
+        self._head_position = len(spec.blocks) - 1
+        self._first_of_backward = self._head_position + (2 if spec.tied else 1)
+        """A tied embedding is open together with the head."""
+        self._hidden_bytes = workload.tokens * spec.hidden_size * state.compute
+        self._tied_elements = spec.blocks[0].num_elements if spec.tied else 0
+        rows_bytes = min(2, workload.num_micro_batches) * tied_rows_bytes(spec, state, workload)
+        self._waiting_bytes = rows_bytes + 4 * self._tied_elements
+
+    def peak_bytes(self, largest: LargestUnit) -> int:
+        """The most that a use takes, units included."""
+        backward = self.backward
+        own_bytes = max(
+            max(self.forward_bytes, self.head_bytes) + largest.num_bytes,
+            backward.working_bytes + largest.unsaved_bytes,
+            min(backward.replay_bytes + largest.num_bytes, backward.replay_held_bytes + largest.unsaved_bytes),
+        )
+        return own_bytes + largest.num_bytes
+
+    @cached_property
+    def head_bytes(self) -> int:
+        """What the head takes, units left out."""
+        return self._batch_bytes + self._head()
+
+    @cached_property
+    def forward_bytes(self) -> int:
+        """The most that a use of forward takes, units left out."""
+        return self._batch_bytes + max(self._forward(each) for each in self._positions if each < self._head_position)
+
+    @cached_property
+    def backward(self) -> _Backward:
+        """The most that a use of backward takes."""
+        uses = [self._backward(each) for each in self._positions if each >= self._first_of_backward]
+        return _Backward(*(self._batch_bytes + max(each) for each in zip(*uses, strict=True)))
+
+    @property
+    def _batch_bytes(self) -> int:
+        matrices = sum(len(parameter.shape) > 1 for parameter in self._spec.blocks[0].parameters)
+        bytes_per_token = self._workload.sequence_len + _IDS_BYTES + (_ROTARY_BYTES if matrices == 1 else 0)
+        return self._workload.tokens * bytes_per_token
+
+    def _window(self, position: int, *, num_open: int = 1) -> int:
+        """Weights of the uses that are open, and of the next one what the window takes."""
+        num_elements = sum(block.num_elements for block in self._schedule[position : position + num_open])
+        for block in self._schedule[position + num_open :][:1]:
+            num_elements += elements_ahead(block, self._window_elements)
+        return self._state.compute * num_elements
+
+    def _vectors_bytes(self, block: BlockSpec) -> int:
+        """What embedding and head have of one micro-batch."""
+        return block_activation_bytes(self._spec, block, self._state, tokens=self._workload.micro_batch_tokens)
+
+    def _costs(self, block: BlockSpec) -> LayerProfile:
+        return self._profile.profiles[self._profile.layers[block.index - 1]]
+
+    def _forward(self, position: int) -> int:
+        block = self._schedule[position]
+        working_bytes = self._costs(block).forward_bytes if position else self._vectors_bytes(block)
         # The embedding's gradient is the last to be downloaded, and is held until the first unit is.
-        leaving_bytes = least_leaving_bytes(spec.blocks[0], state.gradient) if position < 2 else 0
-        return window(position) + leaving_bytes + activations(schedule[position].block)
+        leaving_bytes = least_leaving_bytes(self._gradient_block, self._state.gradient) if position < 2 else 0
+        return self._window(position) + leaving_bytes + self._hidden_bytes + working_bytes
 
-    def head() -> int:
-        block, embedding = spec.blocks[-1], spec.blocks[0]
-        multiplied = block.num_elements + (embedding.num_elements if spec.tied else 0)
-        computing = multiplied * state.compute + tied_sum_bytes(spec, tokens=tokens)
+    def _head(self) -> int:
+        # In turn: the chunks; the final norm's backward; the end of a micro-batch, where its part of a tied gradient is
+        # added up; then rounding and leaving.
+        block = self._spec.blocks[-1]
+        sum_bytes = 4 * block.num_elements
+        micro_batch_bytes = self._hidden_bytes // self._workload.num_micro_batches
+        earlier_bytes = 0
+        if self._workload.num_micro_batches > 1:  # the rows of the micro-batch before are leaving
+            rows_bytes = tied_rows_bytes(self._spec, self._state, self._workload)
+            earlier_bytes = sum_bytes + self._waiting_bytes - rows_bytes
+        vectors_bytes = self._vectors_bytes(block)
+        computing_bytes = max(
+            self._chunks(block, earlier_bytes) + vectors_bytes // 2,
+            max(earlier_bytes, sum_bytes) + vectors_bytes,
+            sum_bytes + self._waiting_bytes + self._tied_elements * self._state.compute + micro_batch_bytes,
+        )
+        leaving_bytes = _largest_elements(block) * self._state.gradient + self._others_leaving_bytes(block)
         return (
-            window(head_position, num_open=2 if spec.tied else 1)
-            + waiting_bytes
-            + 4 * block.num_elements
-            + max(computing, gradient(block, is_summed=True) + least_leaving_bytes(block, state.gradient))
-            + logits_bytes(spec, tokens=tokens)
-            + 2 * activations(block)
+            self._window(self._head_position, num_open=2 if self._spec.tied else 1)
+            + self._hidden_bytes  # inputs of micro-batches that are left, and gradients of those before
+            - micro_batch_bytes  # of the two units that always count, none is in use; each has at least an input
+            + max(computing_bytes, sum_bytes + self._waiting_bytes + leaving_bytes)
         )
 
-    def gradient(block: BlockSpec, *, is_summed: bool) -> int:
-        """One parameter's gradient: as autograd makes it and lays it out anew, then rounded, with an fp32 copy for its
-        norm. A sum serves as that copy."""
-        copy_bytes = 0 if is_summed and state.gradient < 4 else 4
-        return _largest_elements(block) * max(2 * state.compute, state.gradient + copy_bytes)
+    def _chunks(self, block: BlockSpec, earlier_bytes: int) -> int:
+        """Logits, or gradients of the matrices, and sums; `earlier_bytes`: sums of the micro-batches before.
 
-    def backward(position: int) -> int:
-        block = schedule[position].block
-        is_embedding = position == len(schedule) - 1
-        is_summed = workload.num_micro_batches > 1 or (spec.tied and is_embedding)
-        made_bytes = gradient(block, is_summed=is_summed)
-        if is_embedding:  # its parameters get their gradients all at once
-            made_bytes += block.num_elements * state.compute
-        leaving_bytes = max(least_leaving_bytes(each, state.gradient) for each in spec.blocks[block.index :][:2])
-        return (
-            window(position)
-            + (waiting_bytes if spec.tied and is_embedding else 4 * block.num_elements if is_summed else 0)
-            + made_bytes
-            + leaving_bytes
-            + 2 * activations(block)
+        A tied gradient is in the compute dtype after the first chunk, and from the second one on in fp32.
+        """
+        chunk_tokens, tokens = head_chunk_tokens(self._spec, self._workload), self._workload.micro_batch_tokens
+        num_chunks, last_tokens = -(-tokens // chunk_tokens), tokens % chunk_tokens or chunk_tokens
+        made_bytes, sum_bytes = block.num_elements * self._state.compute, max(earlier_bytes, 4 * block.num_elements)
+        tied_made_bytes, tied_sum_bytes = self._tied_elements * self._state.compute, 4 * self._tied_elements
+
+        def logits(number: int) -> int:
+            return logits_bytes(self._spec, chunk_tokens if number < num_chunks else last_tokens)
+
+        moments = [earlier_bytes + logits(1), sum_bytes + made_bytes + tied_made_bytes]
+        if num_chunks > 1:
+            moments += [
+                sum_bytes + tied_made_bytes + logits(2),
+                sum_bytes + made_bytes + 2 * tied_made_bytes + tied_sum_bytes,
+            ]
+        if num_chunks > 2:
+            moments.append(sum_bytes + tied_sum_bytes + logits(3))
+        return max(moments)
+
+    def _gradient(self, block: BlockSpec, *, is_summed: bool) -> int:
+        """One parameter's gradient as autograd makes it, and in another dtype. That of a stack of matrices is laid out
+        anew. If the loss is scaled, the norm is that of an fp32 copy; a sum that is rounded serves as that copy. In a
+        layer, a sum is rounded into the memory of the last micro-batch's gradient."""
+        is_stack = any(len(parameter.shape) > 2 for parameter in block.parameters)
+        other_bytes = self._state.gradient if self._state.gradient != self._state.compute else 0
+        copy_bytes = 4 if self._state.scales_loss and not (is_summed and self._state.gradient < 4) else 0
+        widths = (
+            (1 + is_stack) * self._state.compute,
+            self._state.compute + other_bytes,
+            self._state.gradient + copy_bytes,
         )
+        return _largest_elements(block) * max(widths)
 
-    first_of_backward = head_position + (2 if spec.tied else 1)  # a tied embedding is open together with the head
-    return max(
-        *map(forward, range(head_position)),
-        head(),
-        *map(backward, range(first_of_backward, len(schedule))),
-    )
+    def _matrix_norm_bytes(self, *, is_summed: bool) -> int:
+        """The norm of an embedding's gradient that has rows only: it is laid out in the whole matrix, when the sum is
+        rounded and gone. If the loss is scaled, both are in fp32, next to what was rounded."""
+        embedding, rows = self._spec.blocks[0], self._gradient_block.parameters[0].num_elements
+        if self._gradient_block is embedding:
+            return 0
+        others_bytes = 4 * (self._gradient_block.num_elements - rows) if is_summed else 0
+        rounded_bytes = rows * (self._state.gradient + (4 if self._state.scales_loss else 0))
+        norm_bytes = 4 if self._state.scales_loss else self._state.gradient
+        return others_bytes + rounded_bytes + embedding.parameters[0].num_elements * norm_bytes
+
+    def _others_leaving_bytes(self, block: BlockSpec) -> int:
+        """Gradients of a block that are leaving when its largest one is made, if all are made before any leaves."""
+        others_bytes = (block.num_elements - _largest_elements(block)) * self._state.gradient
+        return min(least_leaving_bytes(block, self._state.gradient), others_bytes)
+
+    def _backward(self, position: int) -> _Backward:
+        block = self._schedule[position]
+        is_embedding = position == len(self._schedule) - 1
+        is_summed = self._workload.num_micro_batches > 1 or (self._spec.tied and is_embedding)
+        made_bytes = self._gradient(block, is_summed=is_summed)
+        replay_bytes = replay_held_bytes = 0
+        if is_embedding:  # its parameters get their gradients all at once, and leave one after another
+            gradients_bytes = block.num_elements * self._state.compute + self._vectors_bytes(block) // 2
+            working_bytes = max(gradients_bytes, self._gradient(self._gradient_block, is_summed=is_summed))
+        else:
+            costs = self._costs(block)
+            replay_bytes, replay_held_bytes = costs.replay_bytes, costs.replay_held_bytes
+            working_bytes = max(costs.backward_bytes, costs.making_bytes + made_bytes)
+        before_bytes = least_leaving_bytes(self._spec.blocks[block.index + 1], self._state.gradient)
+        if position == self._first_of_backward and self._spec.tied:  # the last to leave is the tied sum
+            before_bytes = 4 * self._spec.blocks[0].num_elements
+        if is_embedding:
+            working_bytes += self._waiting_bytes if self._spec.tied else 4 * block.num_elements if is_summed else 0
+            working_bytes = max(working_bytes, self._matrix_norm_bytes(is_summed=is_summed))
+            passing_bytes = max(before_bytes, self._others_leaving_bytes(self._gradient_block))
+        elif self._holds_sums and is_summed:  # what leaves makes room for itself
+            passing_bytes = 4 * block.num_elements + before_bytes
+        else:
+            sum_bytes = 4 * summed_elements(block) if is_summed else 0
+            own_bytes = least_leaving_bytes(block, self._state.gradient)
+            passing_bytes = max(before_bytes, own_bytes + sum_bytes)
+        around_bytes = self._window(position) + passing_bytes + self._hidden_bytes
+        return _Backward(around_bytes + working_bytes, around_bytes + replay_bytes, around_bytes + replay_held_bytes)
 
 
 def _largest_elements(block: BlockSpec) -> int:

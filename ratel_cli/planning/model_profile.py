@@ -16,7 +16,7 @@ from typing import Literal, Self, TypeVar
 
 from ratel_cli.json_fields import JsonFields
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 3
 Source = Literal["analytic", "recorded"]
 
 
@@ -35,6 +35,9 @@ class SwapCandidate:
     """FLOPs that need not be recomputed any more."""
     seconds: float | None = None
     """Measured seconds of recomputation that are saved; None if not measured."""
+    saved_bytes: int = 0
+    """Of `num_bytes`, those of outputs that autograd saves: `LayerProfile.backward_bytes` counts them, swapped or
+    not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,17 @@ class LayerProfile:
     A_interBlock)."""
     saved_bytes: int
     """Everything that autograd would save, the input included (the papers' A_all)."""
+    forward_bytes: int
+    """What activations take at the peak of forward, which saves nothing; the layer's input is not counted."""
+    backward_bytes: int
+    """What activations take at the peak of backward, next to the layer's input: what autograd saves, swapped or
+    recomputed, and gradients of activations."""
+    making_bytes: int
+    """The same while the gradient of a weight is made."""
+    replay_bytes: int
+    """What activations take at the peak of recomputing, next to the unit, if that is the layer's input alone."""
+    replay_held_bytes: int
+    """The same with all that autograd saves there from the beginning. Swapped outputs are."""
     flops_forward: int
     flops_recomputed: int
     """FLOPs that backward recomputes when nothing but the input is offloaded; dead work is left out."""
@@ -131,6 +145,11 @@ def _layer(fields: JsonFields) -> LayerProfile:
     return LayerProfile(
         input_bytes=fields.integer("input_bytes"),
         saved_bytes=fields.integer("saved_bytes"),
+        forward_bytes=fields.integer("forward_bytes"),
+        backward_bytes=fields.integer("backward_bytes"),
+        making_bytes=fields.integer("making_bytes"),
+        replay_bytes=fields.integer("replay_bytes"),
+        replay_held_bytes=fields.integer("replay_held_bytes"),
         flops_forward=fields.integer("flops_forward"),
         flops_recomputed=fields.integer("flops_recomputed"),
         candidates=tuple(_candidate(JsonFields(item)) for item in fields.items("candidates")),
@@ -147,4 +166,5 @@ def _candidate(fields: JsonFields) -> SwapCandidate:
         num_bytes=fields.integer("num_bytes"),
         flops=fields.integer("flops"),
         seconds=fields.optional_number("seconds"),
+        saved_bytes=fields.integer("saved_bytes"),
     )

@@ -12,11 +12,14 @@ Invariant: the schedule is that of the engine's steps, and the sharing is that o
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Literal
 
-from ratel_cli.model.spec import BlockSpec, ModelSpec
+from ratel_cli.model.spec import BlockSpec, ModelSpec, with_rows
+from ratel_cli.sizes import GROUP_ELEMENTS
 
 Overlap = Literal["optimized", "naive", "separate"]
 """How the optimizer runs. `optimized`: overlapped with computing, and the transfers of one group overlapped with the
@@ -42,6 +45,8 @@ class Workload:
     num_micro_batches: int
     sequence_len: int
     """Tokens of a row."""
+    chunk_tokens: int | None = None
+    """Tokens whose logits exist at once, at most; None: as many as have 64 MiB of logits."""
 
     @property
     def micro_batch_tokens(self) -> int:
@@ -66,6 +71,30 @@ class StateBytes:
     """4, 3 and 4. Each chunk of each field has a checksum."""
     gradient: int
     """The gradient as it leaves the device and is held (G16)."""
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether the loss is scaled: in fp16, whose record has an fp32 master next to the weights."""
+        return self.record > 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupShape:
+    """How the optimizer walks through a block (engine/optimizer/pipeline.py)."""
+
+    elements: int = GROUP_ELEMENTS
+    """Parameters that it reads, updates and writes as one group."""
+    in_flight: int = 1
+    """Groups that are read while one is updated, and groups that are written meanwhile."""
+
+    @property
+    def num_buffers(self) -> int:
+        """Groups that have buffers at once."""
+        return 2 * self.in_flight + 1
+
+    def buffer_bytes(self, block_elements: Sequence[int], *, record_bytes: int) -> int:
+        """Host memory of these buffers, for blocks of these sizes."""
+        return self.num_buffers * record_bytes * min(self.elements, max(block_elements))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,13 +124,22 @@ class Placement:
     """Units from this one on stay in the GPU's memory; backward begins with them. None: no unit does."""
     gpu_weights: frozenset[int] = frozenset()
     """Layers whose compute weights stay in the GPU's memory from forward to backward: the last ones."""
+    gpu_embedding_rows: int | None = None
+    """To look up tokens, a GPU gets their rows instead of the embedding's matrix: this many at most, the tokens of a
+    full step. None: it gets the matrix."""
+    gpu_window_bytes: int = 0
+    """GPU memory for weights of the next block while one computes: for its first parameters, as many as fit."""
     gpu_leaving_bytes: int = 0
     """GPU memory for gradients until their downloads have ended. Each block takes at least what its largest parameter
     needs."""
+    gpu_holds_sums: bool = False
+    """Whether the GPU holds the sums of a layer's gradients over several micro-batches; otherwise host memory does."""
     gpu_holds_tied: bool = False
     """Whether the GPU holds a tied head's gradient until the embedding's is there; otherwise host memory does."""
     adamw_threads: int = 1
     """Threads that update one group of parameters together."""
+    groups: GroupShape = GroupShape()
+    """What the optimizer reads, updates and writes at once."""
     deferred: frozenset[int] = frozenset()
     """Blocks whose update waits for the next step's forward even when nothing has to be clipped."""
 
@@ -110,9 +148,14 @@ class Placement:
 
         `holds_gradients`: no block is updated before the last gradient is there.
         """
-        if overlap == "separate":
-            return "update"
-        return "forward" if holds_gradients or index in self.deferred else "backward"
+        return update_stage(is_deferred=index in self.deferred, holds_gradients=holds_gradients, overlap=overlap)
+
+
+def update_stage(*, is_deferred: bool, holds_gradients: bool, overlap: Overlap) -> Stage:
+    """The stage in which a block is updated; see `Placement.update_stage`."""
+    if overlap == "separate":
+        return "update"
+    return "forward" if holds_gradients or is_deferred else "backward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,14 +164,49 @@ class BlockUse:
 
     block: BlockSpec
     stage: Stage
+    looks_up: bool = False
+    """True where tokens are looked up in the embedding: the rows of the step's tokens are all that is used."""
 
 
 def block_schedule(spec: ModelSpec) -> list[BlockUse]:
     """Forward, the head (with the embedding, if they are tied), backward."""
     *below, head = spec.blocks
-    forward = [BlockUse(block=block, stage="forward") for block in below]
     heads = [head, spec.blocks[0]] if spec.tied else [head]
-    return forward + [BlockUse(block=block, stage="backward") for block in (*heads, *reversed(below))]
+
+    def use(block: BlockSpec, stage: Stage) -> BlockUse:
+        return BlockUse(block=block, stage=stage, looks_up=block.kind == "embedding")
+
+    return [
+        *(use(block, "forward") for block in below),
+        *(BlockUse(block=block, stage="backward") for block in heads),
+        *(use(block, "backward") for block in reversed(below)),
+    ]
+
+
+def most_rows(spec: ModelSpec, workload: Workload) -> int | None:
+    """The placement's `gpu_embedding_rows`: None if the model's code reads more than rows, or may need all."""
+    num_rows = spec.blocks[0].parameters[0].shape[0]
+    return workload.tokens if spec.looks_up_rows and workload.tokens < num_rows else None
+
+
+def looked_up_block(spec: ModelSpec, num_rows: int | None) -> BlockSpec:
+    """The embedding's block as a GPU gets it to look up tokens: with this many rows of its matrix; None is all."""
+    return spec.blocks[0] if num_rows is None else with_rows(spec.blocks[0], num_rows)
+
+
+def gradient_elements(spec: ModelSpec, num_rows: int | None) -> tuple[int, ...]:
+    """Elements of each block's gradient as it is downloaded and held. A tied head gives every row a gradient."""
+    if num_rows is None or spec.tied or not spec.blocks:
+        return spec.block_elements
+    return (looked_up_block(spec, num_rows).num_elements, *spec.block_elements[1:])
+
+
+def elements_ahead(block: BlockSpec, window_elements: int) -> int:
+    """Elements of a block that go up while the block before computes: its first parameters, as many as fit."""
+    if window_elements >= block.num_elements:
+        return block.num_elements
+    number = bisect_right(block.parameters, window_elements, key=attrgetter("start"))
+    return block.parameters[number - 1].start if number else 0
 
 
 def needs_read(schedule: Sequence[BlockUse], position: int, placement: Placement) -> bool:

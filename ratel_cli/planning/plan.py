@@ -10,17 +10,17 @@ from dataclasses import asdict, dataclass, replace
 
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.planning.capacity import HostMemory, check_device_memory
-from ratel_cli.planning.choose import choose, curve
+from ratel_cli.planning.choose import Choice, curve, weigh
+from ratel_cli.planning.clipping import SpeculationCosts, speculation_costs
 from ratel_cli.planning.papers.prefix import Case
 from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.prediction import Prediction, SwappedOperator
 from ratel_cli.planning.problem import Decisions, Evaluation, Problem
 from ratel_cli.planning.swap import SwapOrder, SwapPrefix
 from ratel_cli.planning.traffic import gradient_bytes, store_bytes
+from ratel_cli.planning.wear import WearTrade
 
 FORMAT_VERSION = 1
-_LEAST_GAIN = 0.01
-"""The share of a step's time that is worth updating blocks before it is known whether the step is clipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,9 @@ class Plan(Prediction):
     """Held gradients of this many blocks, the first in forward order, lie on NVMe."""
     spilled_bytes: int
     """Bytes of those gradients."""
+    speculation: SpeculationCosts | None
+    """What it gains and loses to update blocks before it is known whether the step is clipped. None if that is never
+    done."""
 
     @property
     def held_in_memory_bytes(self) -> int | None:
@@ -43,9 +46,11 @@ class Plan(Prediction):
 
     @property
     def device_allocation_bytes(self) -> int | None:
-        """What the limit on a GPU's memory leaves to torch's allocator; None if there is no limit."""
+        """What torch's allocator may take of a GPU's memory; None if there is no limit."""
         limit_bytes = self.decisions.device_limit_bytes
-        return None if limit_bytes is None else max(0, limit_bytes - GPU_CONTEXT_BYTES)
+        if limit_bytes is None:
+            return None
+        return max(0, limit_bytes + self.decisions.device_reserve_bytes - GPU_CONTEXT_BYTES)
 
     def to_json(self) -> dict[str, object]:
         """The content of run/plan.json."""
@@ -63,9 +68,14 @@ class Plan(Prediction):
                 "spilled_units": placement.spilled_units,
                 "kept_from": placement.gpu_units_from,
                 "kept_weights": sorted(placement.gpu_weights),
+                "embedding_rows": placement.gpu_embedding_rows,
+                "window_bytes": placement.gpu_window_bytes,
                 "leaving_bytes": placement.gpu_leaving_bytes,
+                "holds_sums": placement.gpu_holds_sums,
                 "holds_tied": placement.gpu_holds_tied,
                 "deferred": sorted(placement.deferred),
+                "group_elements": placement.groups.elements,
+                "groups_in_flight": placement.groups.in_flight,
             },
             "time": {
                 "forward": time.forward.to_json(),
@@ -90,7 +100,7 @@ class Plan(Prediction):
                 "spilled_gradient_bytes": self.spilled_bytes,
             },
             "throughput": self.throughput_json(),
-            "wear": {"tb_written_per_step": traffic.written_bytes / 1e12},
+            "wear": self.wear_json(),
             "curve": self.curve_json(),
             "cost_model": self.cost_model,
         }
@@ -100,10 +110,12 @@ def make_plan(problem: Problem) -> Plan:
     """Choose what stays where and predict what follows. Raises DoesNotFit."""
     spec, workload, profile, decisions = problem.spec, problem.workload, problem.profile, problem.decisions
     assert decisions.holds_gradients or not decisions.in_place, "what is written in place cannot be taken back"
-    chosen = choose(problem)
+    choice = weigh(problem)
+    chosen = choice.best
     check_device_memory(chosen.memory, decisions.device_limit_bytes)
-    spilled_bytes = gradient_bytes(spec, problem.state, num_blocks=chosen.spilled_blocks)
+    spilled_bytes = gradient_bytes(spec, problem.state, chosen.placement, num_blocks=chosen.spilled_blocks)
     number, layers = workload.num_micro_batches, [profile.profiles[index] for index in profile.layers]
+    speculation = speculation_costs(problem, chosen)
     inter_block_bytes = number * sum(layer.input_bytes for layer in layers)
     swappable_bytes = inter_block_bytes + number * problem.order.prefix(problem.order.num_outputs).num_bytes
     return Plan(
@@ -135,21 +147,49 @@ def make_plan(problem: Problem) -> Plan:
         + spilled_bytes
         + chosen.offloaded.written_bytes,
         curve=tuple(curve(problem, chosen)),
-        unclipped_seconds=_unclipped_seconds(problem, chosen),
+        unclipped_seconds=None if speculation is None else speculation.unclipped_seconds,
+        speculation=speculation,
+        wear=_wear_trade(problem, choice),
     )
 
 
-def _unclipped_seconds(problem: Problem, chosen: Evaluation) -> float | None:
-    """The seconds of a step whose blocks are updated as their gradients arrive. None if that gains less than 1 %, or if
-    the engine never does it while it holds gradients (engine/optimizer/update.py)."""
-    decisions = problem.decisions
-    is_possible = decisions.holds_gradients and not decisions.in_place and decisions.overlap != "separate"
-    if not is_possible or chosen.spilled_blocks:
+def predicted_again(plan: Plan, problem: Problem) -> Plan:
+    """The same plan, with the times that another profile or machine predicts for it."""
+    number = plan.swap.num_outputs
+    evaluation = Evaluation(
+        placement=plan.placement,
+        swap=problem.order.prefix(number),
+        offloaded=plan.offloaded,
+        memory=plan.memory,
+        spilled_blocks=plan.spilled_blocks,
+        traffic=plan.traffic,
+        time=problem.time(plan.placement, plan.traffic, plan.offloaded, num_outputs=number),
+    )
+    speculation = speculation_costs(problem, evaluation)
+    return replace(
+        plan,
+        time=evaluation.time,
+        bottleneck=evaluation.time.bottleneck,
+        unclipped_seconds=None if speculation is None else speculation.unclipped_seconds,
+        speculation=speculation,
+    )
+
+
+def _wear_trade(problem: Problem, choice: Choice) -> WearTrade | None:
+    """What the plan was chosen among; None where nothing but the state is written under any rule."""
+    best, sparing, fastest = choice.best, choice.sparing, choice.fastest
+    if fastest.traffic.written_bytes == problem.state_written_bytes:
         return None
-    eager = replace(problem, decisions=replace(decisions, holds_gradients=False))
-    traffic = eager.traffic(chosen.placement, chosen.offloaded)
-    seconds = eager.seconds(chosen.placement, traffic, chosen.offloaded, num_outputs=chosen.swap.num_outputs)
-    return seconds if seconds < (1 - _LEAST_GAIN) * chosen.time.total else None
+    return WearTrade(
+        policy=problem.decisions.wear,
+        state_written_bytes=problem.state_written_bytes,
+        seconds=best.time.total,
+        written_bytes=best.traffic.written_bytes,
+        save_seconds=sparing.time.total,
+        save_written_bytes=sparing.traffic.written_bytes,
+        ignore_seconds=fastest.time.total,
+        ignore_written_bytes=fastest.traffic.written_bytes,
+    )
 
 
 def _case(chosen: Evaluation, swappable_bytes: int) -> Case:

@@ -11,6 +11,7 @@ from ratel_cli.planning.papers.prefix import Case
 from ratel_cli.planning.placement import Workload
 from ratel_cli.planning.step_time import StepTime
 from ratel_cli.planning.traffic import Traffic
+from ratel_cli.planning.wear import WearTrade
 
 CostModel = Literal["ratel", "paper"]
 
@@ -69,6 +70,9 @@ class Prediction:
     unclipped_seconds: float | None = None
     """The seconds of a step that could have been clipped, but was not; `time` is that of a clipped one. None if no step
     is clipped, or if both take about the same time."""
+    wear: WearTrade | None = None
+    """What `storage.wear` chose among; None if a step of any plan writes only the state, or if the cost model does not
+    choose."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -116,6 +120,11 @@ class Prediction:
             "fits": not shortfall_bytes,
             "shortfall_bytes": shortfall_bytes,
         }
+
+    def wear_json(self) -> dict[str, object]:
+        """What a step writes, and what it could write."""
+        trade = None if self.wear is None else self.wear.to_json()
+        return {"tb_written_per_step": self.traffic.written_bytes / 1e12, "trade": trade}
 
     def throughput_json(self) -> dict[str, object]:
         """Rates."""

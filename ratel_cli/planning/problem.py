@@ -15,15 +15,17 @@ from functools import cached_property
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import OffloadedActivations, fewest_spilled_units, offload
+from ratel_cli.planning.activations import OffloadedActivations, fewest_spilled_units, offload, tied_rows_bytes
+from ratel_cli.planning.analytic import head_sum_bytes
 from ratel_cli.planning.capacity import HostMemory, StepMemory
 from ratel_cli.planning.costs import ComputeSeconds, compute_seconds, overlapped_step
 from ratel_cli.planning.gpu_memory import GpuMemory, GpuResident
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import ActivationPolicy, Overlap, Placement, StateBytes, Workload
+from ratel_cli.planning.placement import ActivationPolicy, Overlap, Placement, StateBytes, Workload, most_rows
 from ratel_cli.planning.step_time import StepTime
 from ratel_cli.planning.swap import SwapOrder, SwapPrefix
-from ratel_cli.planning.traffic import Traffic, step_traffic
+from ratel_cli.planning.traffic import Traffic, state_written_bytes, step_traffic
+from ratel_cli.planning.wear import WearPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +41,11 @@ class Decisions:
     """Host memory that the run may take, the process included."""
     activations: ActivationPolicy = "auto"
     overlap: Overlap = "optimized"
+    wear: WearPolicy = "ignore"
     device_limit_bytes: int | None = None
-    """Memory of the compute device that the run may take; for a CPU, a budget for what computes. None is no limit."""
+    """Memory of the compute device that the plan may use; for a CPU, a budget for what computes. None is no limit."""
+    device_reserve_bytes: int = 0
+    """GPU memory that the run may take in addition: segments of torch's allocator are rarely full."""
 
     @property
     def in_place(self) -> bool:
@@ -89,9 +94,21 @@ class Problem:
         return SwapOrder(self.profile)
 
     @cached_property
+    def state_written_bytes(self) -> int:
+        """What every step writes to NVMe; all else that it writes is excess."""
+        return state_written_bytes(self.spec, self.state)
+
+    @cached_property
+    def tried_without_residents(self) -> dict[tuple[int, int, frozenset[int], int], Evaluation | None]:
+        """What was tried where nothing stays in memory, by depth, deferred blocks and prefix: the searches for time and
+        for wear ask for the same."""
+        return {}
+
+    @cached_property
     def compute(self) -> ComputeSeconds:
         """Computing of a step that swaps nothing but layers' inputs."""
-        return compute_seconds(self.profile, self.workload, self.hardware)
+        adding_bytes = head_sum_bytes(self.spec, self.state, self.workload)
+        return compute_seconds(self.profile, self.workload, self.hardware, head_sum_bytes=adding_bytes)
 
     @cached_property
     def wanted_outputs(self) -> int | None:
@@ -111,7 +128,13 @@ class Problem:
         limit_bytes = self.decisions.device_limit_bytes
         if self._gpu is None or limit_bytes is None:
             return True
-        return self._gpu.needed_bytes(largest_unit_bytes=max(self.order.unit_bytes(num_outputs))) <= limit_bytes
+        return self._gpu.needed_bytes(self.order.largest_unit(num_outputs)) <= limit_bytes
+
+    def takes_no_more_of_gpu_than(self, other: Problem) -> bool:
+        """True if a step takes at most the other's memory of a GPU, whatever its plan decides."""
+        if self._gpu is None or other._gpu is None or self.decisions.device_limit_bytes is None:
+            return True
+        return self._gpu.takes_no_more_than(other._gpu, counted_bytes=self.order.most_saved_bytes)
 
     def evaluate(self, placement: Placement, *, num_outputs: int = 0) -> Evaluation:
         """What follows from a placement when a prefix is swapped. Raises DoesNotFit."""
@@ -173,8 +196,14 @@ class Problem:
         self, placement: Placement, traffic: Traffic, offloaded: OffloadedActivations, *, num_outputs: int
     ) -> float:
         """Predicted seconds of a step that swaps a prefix; `traffic` and `offloaded` belong to it."""
+        return self.time(placement, traffic, offloaded, num_outputs=num_outputs).total
+
+    def time(
+        self, placement: Placement, traffic: Traffic, offloaded: OffloadedActivations, *, num_outputs: int
+    ) -> StepTime:
+        """The stages of these seconds."""
         placement = self._with_gpu_resident(placement, num_outputs)
-        return self._time(placement, traffic, self.order.prefix(num_outputs), offloaded).total
+        return self._time(placement, traffic, self.order.prefix(num_outputs), offloaded)
 
     def spill_into(self, available_bytes: int, *, num_outputs: int) -> SpilledPrefix | None:
         """A prefix in `available_bytes` of host memory; None if it does not fit whatever is spilled."""
@@ -189,10 +218,16 @@ class Problem:
     def offload(self, num_outputs: int, *, spilled_units: int = 0) -> OffloadedActivations:
         """What a step offloads when a prefix is swapped and its first `spilled_units` units go to NVMe."""
         resident = self._gpu_resident(num_outputs)
+        return self._offload(num_outputs, resident, spilled_units=spilled_units)
+
+    def _offload(
+        self, num_outputs: int, resident: GpuResident | None, *, spilled_units: int = 0
+    ) -> OffloadedActivations:
         return offload(
             self.order.unit_bytes(num_outputs),
             num_micro_batches=self.workload.num_micro_batches,
             spilled_units=spilled_units,
+            unsaved_bytes=self.order.unsaved_bytes(num_outputs),
             gpu_units_from=None if resident is None else max(spilled_units, resident.units_from),
         )
 
@@ -208,23 +243,57 @@ class Problem:
 
     def _with_gpu_resident(self, placement: Placement, num_outputs: int) -> Placement:
         """The placement with what stays on the GPU when a prefix is swapped."""
-        resident = self._gpu_resident(num_outputs)
-        if resident is None:
+        if self._gpu is None:
             return placement
-        units_from = max(placement.spilled_units, resident.units_from)
+        resident = self._gpu_resident(num_outputs)
+        return self._on_a_large_gpu(placement) if resident is None else self._with_resident(placement, resident)
+
+    def _on_a_large_gpu(self, placement: Placement) -> Placement:
+        """The placement where nothing limits the GPU's memory: nothing waits for it, and nothing stays there."""
+        window_bytes = max(self.spec.block_elements) * self.state.compute
+        return replace(
+            placement, gpu_embedding_rows=self._gpu_embedding_rows, gpu_window_bytes=window_bytes, gpu_holds_sums=True
+        )
+
+    def _with_resident(self, placement: Placement, resident: GpuResident) -> Placement:
         return replace(
             placement,
-            gpu_units_from=units_from,
+            gpu_units_from=max(placement.spilled_units, resident.units_from),
             gpu_weights=resident.weights,
             gpu_leaving_bytes=resident.leaving_bytes,
+            gpu_embedding_rows=self._gpu_embedding_rows,
+            gpu_window_bytes=resident.window_bytes,
+            gpu_holds_sums=resident.holds_sums,
             gpu_holds_tied=resident.holds_tied,
         )
 
     def _gpu_resident(self, num_outputs: int) -> GpuResident | None:
         """What stays on the GPU when a prefix is swapped; None where the GPU has no memory to spare for that."""
-        if self._gpu is None or self.decisions.device_limit_bytes is None:
+        gpu, limit_bytes = self._gpu, self.decisions.device_limit_bytes
+        if gpu is None or limit_bytes is None:
             return None
-        return self._gpu.resident(self.order.unit_bytes(num_outputs), limit_bytes=self.decisions.device_limit_bytes)
+        if num_outputs not in self._gpu_residents:
+            unit_bytes, largest = self.order.unit_bytes(num_outputs), self.order.largest_unit(num_outputs)
+            choices = gpu.choices(unit_bytes, largest, limit_bytes=limit_bytes)
+            self._gpu_residents[num_outputs] = min(choices, key=lambda each: self._gpu_seconds(each, num_outputs))
+        return self._gpu_residents[num_outputs]
+
+    def _gpu_seconds(self, resident: GpuResident, num_outputs: int) -> float:
+        """The time of a step whose drives are never waited for: what decides between choices for the GPU's memory."""
+        placement = self._with_resident(Placement(prefetch_blocks=1, pending_updates=1), resident)
+        offloaded = self._offload(num_outputs, resident)
+        return self._time(placement, Traffic(), self.order.prefix(num_outputs), offloaded).total
+
+    @cached_property
+    def _gpu_residents(self) -> dict[int, GpuResident]:
+        """What stays on the GPU, by the prefixes that were asked for."""
+        return {}
+
+    @cached_property
+    def _gpu_always_holds_sums(self) -> bool:
+        """Whether the GPU holds the sums of a layer's gradients, whatever is swapped."""
+        residents = map(self._gpu_resident, filter(self.fits_device, self.order.boundaries))
+        return all(resident is None or resident.holds_sums for resident in residents)
 
     def _time(
         self, placement: Placement, traffic: Traffic, swap: SwapPrefix, offloaded: OffloadedActivations
@@ -239,14 +308,25 @@ class Problem:
             compute=self.compute,
             offloaded=offloaded,
             not_recomputed_seconds=self.workload.num_micro_batches * saved,
+            num_micro_batches=self.workload.num_micro_batches,
+            tied_rows_bytes=self.tied_rows_bytes,
             holds_gradients=self.decisions.holds_gradients,
             overlap=self.decisions.overlap,
         )
 
     @cached_property
+    def tied_rows_bytes(self) -> int:
+        """Rows of a tied head's gradient, of all micro-batches, that wait for the embedding's."""
+        return self.workload.num_micro_batches * tied_rows_bytes(self.spec, self.state, self.workload)
+
+    @cached_property
+    def _gpu_embedding_rows(self) -> int | None:
+        return most_rows(self.spec, self.workload)
+
+    @cached_property
     def _gpu(self) -> GpuMemory | None:
         """What the GPU's memory is computed with; None where the CPU computes."""
-        return None if self.hardware.link is None else GpuMemory(self.spec, self.state, self.workload)
+        return None if self.hardware.link is None else GpuMemory(self.spec, self.state, self.workload, self.profile)
 
     @cached_property
     def _step_memory(self) -> StepMemory:
@@ -258,4 +338,5 @@ class Problem:
             process_bytes=self.process_bytes,
             overlap=self.decisions.overlap,
             gpu=self._gpu,
+            has_sums=not self._gpu_always_holds_sums,
         )

@@ -35,6 +35,8 @@ class OperatorRecord(Recorded):
     seconds: float
     num_bytes: int
     """Bytes of its outputs; 0 where they cannot be swapped."""
+    saved_bytes: int
+    """Of these, those of outputs that autograd would have saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,11 @@ class UnitRecord:
     saved: frozenset[int]
     """Storages that autograd would have saved."""
     saved_bytes: int
+    """Bytes of those that are neither weights nor the layer's inputs."""
+    replay_bytes: int
+    """The most that this forward takes if what autograd saves stays."""
+    replay_held_bytes: int
+    """The same with all that autograd saves there from the beginning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +70,13 @@ def recorded_profile(
     spec: ModelSpec,
     state: StateBytes,
     workload: Workload,
+    *,
+    estimate: ModelProfile,
 ) -> ModelProfile:
     """The profile of a model from one step.
 
-    `units` are by block and micro-batch, and hold every micro-batch of each layer. `seconds` are by block.
+    `units` are by block and micro-batch, and hold every micro-batch of each layer. `seconds` are by block. `estimate`
+    is the profile before the step. It gives what no operator of forward shows: gradients of activations.
     """
     head, tokens = len(spec.blocks) - 1, workload.micro_batch_tokens
     by_block: dict[int, list[UnitRecord]] = {}
@@ -83,6 +93,7 @@ def recorded_profile(
             forward_seconds=median(seconds[block].forward for block in blocks) / num_micro_batches,
             backward_seconds=median(seconds[block].backward for block in blocks) / num_micro_batches,
             input_bytes=input_bytes(spec, state, tokens=tokens),
+            estimate=estimate.profiles[estimate.layers[blocks[0] - 1]],
         )
         for blocks in alike.values()
     ]
@@ -112,12 +123,18 @@ def _typical(alike: Sequence[UnitRecord]) -> UnitRecord:
 
 
 def _layer_profile(
-    unit: UnitRecord, *, forward_seconds: float, backward_seconds: float, input_bytes: int
+    unit: UnitRecord, *, forward_seconds: float, backward_seconds: float, input_bytes: int, estimate: LayerProfile
 ) -> LayerProfile:
     again = _recomputation(unit)
+    more_saved_bytes = unit.saved_bytes - (estimate.saved_bytes - estimate.input_bytes)
     return LayerProfile(
         input_bytes=input_bytes,
-        saved_bytes=unit.saved_bytes,
+        saved_bytes=input_bytes + unit.saved_bytes,
+        forward_bytes=estimate.forward_bytes,
+        backward_bytes=estimate.backward_bytes + more_saved_bytes,
+        making_bytes=estimate.making_bytes + more_saved_bytes,
+        replay_bytes=unit.replay_bytes,
+        replay_held_bytes=unit.replay_held_bytes,
         flops_forward=sum(operator.flops for operator in unit.operators),
         flops_recomputed=again.flops,
         candidates=tuple(_candidates(unit)),
@@ -146,6 +163,7 @@ def _candidates(unit: UnitRecord) -> list[SwapCandidate]:
             flops=left.flops - then.flops,
             seconds=left.seconds - then.seconds,
             offloaded_bytes=left.offloaded_bytes - then.offloaded_bytes,
+            saved_bytes=left.saved_bytes - then.saved_bytes,
         )
 
     heap = [
@@ -172,6 +190,7 @@ def _candidates(unit: UnitRecord) -> list[SwapCandidate]:
                 num_bytes=-saved.offloaded_bytes,
                 flops=saved.flops,
                 seconds=saved.seconds,
+                saved_bytes=-saved.saved_bytes,
             )
         )
     return candidates
@@ -184,6 +203,8 @@ class _Cost:
     flops: int
     seconds: float
     offloaded_bytes: int
+    saved_bytes: int
+    """Of these, those of outputs that autograd saves."""
 
 
 def _recomputation(unit: UnitRecord, swapped: Collection[int] = ()) -> _Cost:
@@ -193,8 +214,10 @@ def _recomputation(unit: UnitRecord, swapped: Collection[int] = ()) -> _Cost:
     """
     decided = list(zip(unit.operators, decide(unit.operators, unit.saved, swapped), strict=True))
     again = [operator for operator, decision in decided if decision is Decision.EXEC]
+    offloaded = [operator for operator, decision in decided if decision is Decision.SWAP]
     return _Cost(
         flops=sum(operator.flops for operator in again),
         seconds=sum(operator.seconds for operator in again),
-        offloaded_bytes=sum(operator.num_bytes for operator, decision in decided if decision is Decision.SWAP),
+        offloaded_bytes=sum(operator.num_bytes for operator in offloaded),
+        saved_bytes=sum(operator.saved_bytes for operator in offloaded),
     )

@@ -13,11 +13,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
+from typing import TypeVar
 
+from ratel_cli.planning.activations import LargestUnit
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
+from ratel_cli.planning.wear import Cost
 
+AnyCost = TypeVar("AnyCost", float, Cost)
 _SCANNED = 32
 """Up to this many prefixes are tried one by one."""
 
@@ -61,6 +65,11 @@ class SwapOrder:
             ]
         self.groups = tuple(group for _, _, group in sorted(ranked, key=lambda item: (-item[0], item[1])))
         self._ends = list(accumulate(len(group.blocks) for group in self.groups))
+        self.unit_bytes = cache(self._unit_bytes)
+        """The size of a unit for each layer when a prefix of this length is swapped, the layer's input included. A
+        search asks for the same prefix at every level, hence the cache."""
+        self.unsaved_bytes = cache(self._unsaved_bytes)
+        """The most that a unit has, the layer's input included, besides outputs that autograd saves."""
 
     @property
     def num_outputs(self) -> int:
@@ -94,15 +103,30 @@ class SwapOrder:
                 keys.setdefault(block, set()).add(group.candidate.key)
         return {block: frozenset(names) for block, names in keys.items()}
 
-    def unit_bytes(self, num_outputs: int) -> list[int]:
-        """The size of a unit for each layer when a prefix is swapped, the layer's input included."""
+    def largest_unit(self, num_outputs: int) -> LargestUnit:
+        """What the units take at most when a prefix of this length is swapped."""
+        return LargestUnit(max(self.unit_bytes(num_outputs)), self.unsaved_bytes(num_outputs))
+
+    @property
+    def most_saved_bytes(self) -> int:
+        """The most that a unit has of outputs that autograd saves, when all are swapped."""
+        return max(sum(each.saved_bytes for each in layer.candidates) for layer in self.profile.profiles)
+
+    def _unit_bytes(self, num_outputs: int) -> list[int]:
+        return self._by_layer(num_outputs, lambda candidate: candidate.num_bytes)
+
+    def _unsaved_bytes(self, num_outputs: int) -> int:
+        return max(self._by_layer(num_outputs, lambda candidate: candidate.num_bytes - candidate.saved_bytes))
+
+    def _by_layer(self, num_outputs: int, bytes_of: Callable[[SwapCandidate], int]) -> list[int]:
+        """For each layer, the bytes of its input, and of the swapped outputs what `bytes_of` counts."""
         whole, rest = self._split(num_outputs)
         sizes = [layer.input_bytes for layer in self.profile.profiles]
         for group in self.groups[:whole]:
-            sizes[group.profile] += group.candidate.num_bytes
+            sizes[group.profile] += bytes_of(group.candidate)
         by_layer = [sizes[number] for number in self.profile.layers]
         for block in self.groups[whole].blocks[:rest] if rest else ():
-            by_layer[block - 1] += self.groups[whole].candidate.num_bytes
+            by_layer[block - 1] += bytes_of(self.groups[whole].candidate)
         return by_layer
 
     def reaching(self, num_bytes: int) -> int:
@@ -113,19 +137,21 @@ class SwapOrder:
             low, high = (low, middle) if self.prefix(middle).num_bytes >= num_bytes else (middle + 1, high)
         return low
 
-    def least(self, seconds: Callable[[int], float]) -> int:
-        """The prefix with the least time, the shortest among equals. A prefix that does not fit takes infinite time."""
-        best = min(self.boundaries, key=seconds)
+    def least(self, cost: Callable[[int], AnyCost]) -> int:
+        """The prefix with the least cost, the shortest among equals. A prefix that does not fit has infinite cost."""
+        if self.num_outputs <= _SCANNED:  # with few layers, a tied gradient that leaves the GPU makes the time jump
+            return min(range(self.num_outputs + 1), key=cost)
+        best = min(self.boundaries, key=cost)
         place = self.boundaries.index(best)
-        low = self.boundaries[max(0, place - 1)]
-        high = self.boundaries[min(len(self.boundaries) - 1, place + 1)]
+        low: int = self.boundaries[max(0, place - 1)]
+        high: int = self.boundaries[min(len(self.boundaries) - 1, place + 1)]
         # Coarsely first where there are many layers. Units are spilled whole, so that the time is convex except for
         # one unit, which is next to nothing among this many layers.
         while high - low > _SCANNED:
-            stride = (high - low) // 8
-            best = min((*range(low, high, stride), high), key=seconds)
+            stride: int = (high - low) // 8
+            best = min((*range(low, high, stride), high), key=cost)
             low, high = max(low, best - stride), min(high, best + stride)
-        return min(range(low, high + 1), key=seconds)
+        return min(range(low, high + 1), key=cost)
 
     def _split(self, num_outputs: int) -> tuple[int, int]:
         """The number of whole groups in a prefix, and of outputs of the next one."""

@@ -23,7 +23,15 @@ from dataclasses import dataclass, replace
 
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import OffloadedActivations
-from ratel_cli.planning.placement import Overlap, Placement, Stage, StateBytes, block_schedule, needs_read
+from ratel_cli.planning.placement import (
+    Overlap,
+    Placement,
+    Stage,
+    StateBytes,
+    block_schedule,
+    gradient_elements,
+    needs_read,
+)
 from ratel_cli.sizes import CHECKSUM_BYTES, CHUNK_ELEMENTS, PAGE_BYTES
 from ratel_cli.units import align_up
 
@@ -82,6 +90,7 @@ def step_traffic(
     read: dict[Stage, int] = {"forward": 0, "backward": 0, "update": 0}
     written: dict[Stage, int] = {"forward": 0, "backward": 0, "update": 0}
     first_bytes = 0
+    held_elements = gradient_elements(spec, placement.gpu_embedding_rows)
     for block in spec.blocks:
         stage = placement.update_stage(block.index, holds_gradients=holds_gradients, overlap=overlap)
         weight_bytes = block.num_elements * state.compute
@@ -96,8 +105,8 @@ def step_traffic(
             read[stage] += state_bytes
         written[stage] += block.num_elements * state.record
         if block.index < spilled_blocks:
-            written["backward"] += block.num_elements * state.gradient
-            read[stage] += block.num_elements * state.gradient
+            written["backward"] += held_elements[block.index] * state.gradient
+            read[stage] += held_elements[block.index] * state.gradient
     head, schedule = spec.blocks[-1], block_schedule(spec)
     head_stage = placement.update_stage(head.index, holds_gradients=holds_gradients, overlap=overlap)
     for position, use in enumerate(schedule):
@@ -116,9 +125,14 @@ def step_traffic(
     ).with_offloaded(offloaded)
 
 
-def gradient_bytes(spec: ModelSpec, state: StateBytes, *, num_blocks: int) -> int:
-    """Gradients (G16) of the first `num_blocks` blocks."""
-    return sum(spec.block_elements[:num_blocks]) * state.gradient
+def state_written_bytes(spec: ModelSpec, state: StateBytes) -> int:
+    """What every step writes, whatever its placement: the records, and the table of checksums."""
+    return state.record * sum(spec.block_elements) + checksum_bytes(spec, state)
+
+
+def gradient_bytes(spec: ModelSpec, state: StateBytes, placement: Placement, *, num_blocks: int) -> int:
+    """Held gradients (G16) of the first `num_blocks` blocks."""
+    return sum(gradient_elements(spec, placement.gpu_embedding_rows)[:num_blocks]) * state.gradient
 
 
 def store_bytes(spec: ModelSpec, state: StateBytes, *, num_slots: int) -> int:

@@ -9,9 +9,20 @@ from collections.abc import Mapping, Sequence
 
 from ratel_cli.planning.forecast.advice import Advice
 from ratel_cli.planning.forecast.forecast import Forecast, Tier
+from ratel_cli.planning.placement import Workload
 from ratel_cli.planning.prediction import Prediction, SwappedOperator
 from ratel_cli.planning.step_time import StageTime
-from ratel_cli.units import GIB, counted, format_bytes, format_count, format_flops, format_seconds
+from ratel_cli.units import (
+    GIB,
+    counted,
+    format_bytes,
+    format_count,
+    format_flops,
+    format_rate,
+    format_seconds,
+    format_token_rate,
+    format_traffic,
+)
 
 RESOURCE_NAMES: Mapping[str, str] = {
     "compute": "compute",
@@ -31,26 +42,28 @@ _CASES = {
 }
 
 
-def forecast_rows(forecast: Forecast, *, dtype: str) -> list[tuple[str, str]]:
-    """The table, from the model to what is offloaded: a name and a fact for each row."""
+def forecast_rows(forecast: Forecast, *, dtype: str, has_data: bool) -> list[tuple[str, str]]:
+    """The table, from the model to what is offloaded: a name and a fact for each row.
+
+    `has_data`: the config names data, from which the number of steps follows.
+    """
     prediction, hardware = forecast.prediction, forecast.setting.hardware
-    workload, gpu, nvme = prediction.workload, hardware.gpu, hardware.nvme
-    micro_batches = counted(workload.num_micro_batches, "micro-batch", "micro-batches")
-    size = f"{workload.micro_batch_size} x {workload.sequence_len}"
+    gpu, nvme = hardware.gpu, hardware.nvme
     drives = counted(nvme.num_devices, "drive")
-    rates = f"{nvme.read_bytes_per_second / 1e9:.3g} GB/s read, {nvme.write_bytes_per_second / 1e9:.3g} GB/s written"
+    rates = f"{format_rate(nvme.read_bytes_per_second)} read, {format_rate(nvme.write_bytes_per_second)} written"
     parameters = f"{format_count(prediction.num_parameters)} parameters in {counted(prediction.num_blocks, 'block')}"
     return [
         ("model", f"{prediction.model_name}: {parameters}, computing in {dtype}"),
-        ("step", f"{micro_batches} of {size} = {workload.tokens} tokens"),
-        ("machine", f"{gpu.name}, {gpu.flops_per_second / 1e12:.3g} TFLOP/s; {drives}, {rates}"),
+        ("step", split_words(prediction.workload, is_planned=forecast.setting.is_split_planned)),
+        ("machine", f"{gpu.name}, {format_flops(gpu.flops_per_second)}/s; {drives}, {rates}"),
         ("estimate", _estimate(prediction)),
         *((tier.name, _tier(tier)) for tier in forecast.tiers),
         ("fits", _verdict(forecast)),
         ("forward", _stage(prediction.time.forward)),
         ("backward", _stage(prediction.time.backward)),
         ("predicted", _predicted(prediction)),
-        ("run", _run(forecast)),
+        ("run", _run(forecast, has_data=has_data)),
+        *wear_rows(prediction),
         ("offloaded", _offloaded(prediction)),
     ]
 
@@ -75,7 +88,7 @@ def advice_lines(advices: Sequence[Advice]) -> list[str]:
         return ["none of these gains more than 1 %: one more SSD, twice the RAM, a larger batch, other micro-batches"]
     return aligned(
         [
-            (f"+{advice.gain:.0%}" if advice.gain else "", f"{advice.tokens_per_second:.4g} tokens/s", advice.change)
+            (f"+{advice.gain:.0%}" if advice.gain else "", format_token_rate(advice.tokens_per_second), advice.change)
             for advice in advices
         ]
     )
@@ -136,6 +149,13 @@ def _stage(stage: StageTime) -> str:
     return f"{format_seconds(stage.total)}: {', '.join(shown)}"
 
 
+def split_words(workload: Workload, *, is_planned: bool) -> str:
+    """The split of a step into micro-batches; `is_planned`: the plan, not the user, chose it."""
+    micro_batches = counted(workload.num_micro_batches, "micro-batch", "micro-batches")
+    size = f"{workload.micro_batch_size} x {workload.sequence_len}"
+    return f"{micro_batches} of {size} = {workload.tokens} tokens{', split by the plan' if is_planned else ''}"
+
+
 def step_time(prediction: Prediction) -> str:
     """A step's predicted time, clipped and unclipped if they differ, and the resource that is busy longest."""
     fact = f"{format_seconds(prediction.time.total)} per step"
@@ -144,22 +164,58 @@ def step_time(prediction: Prediction) -> str:
     return f"{fact}, mostly {RESOURCE_NAMES[prediction.bottleneck]}"
 
 
+def wear_rows(prediction: Prediction) -> list[tuple[str, str]]:
+    """A row about what is written to save time; none where that would be nothing but the state."""
+    trade = prediction.wear
+    if trade is None:
+        return []
+    facts, forced_bytes = [], trade.save_written_bytes - trade.state_written_bytes
+    would_gain = trade.ignore_seconds < trade.seconds and trade.ignore_written_bytes > trade.written_bytes
+    if forced_bytes:
+        facts.append(f"{format_bytes(forced_bytes)} of activations and gradients are written because RAM is too small")
+    if trade.written_bytes > trade.save_written_bytes:
+        gain, more = _trade(
+            trade.save_seconds, trade.save_written_bytes, seconds=trade.seconds, written_bytes=trade.written_bytes
+        )
+        facts.append(f"{gain} faster for {more} more wear than storage.wear: save")
+    elif not forced_bytes and would_gain:
+        facts.append("nothing is written but the model's state")
+    if would_gain:
+        gain, more = _trade(
+            trade.seconds, trade.written_bytes, seconds=trade.ignore_seconds, written_bytes=trade.ignore_written_bytes
+        )
+        facts.append(f"storage.wear: ignore would be {gain} faster for {more} more wear")
+    return [("wear", "; ".join(facts))] if facts else []
+
+
+def percent(share: float) -> str:
+    """A share that may be very small, as percent with two digits."""
+    return f"{100 * share:.0f} %" if share >= 0.1 else f"{100 * share:.2g} %"
+
+
+def _trade(from_seconds: float, from_bytes: int, *, seconds: float, written_bytes: int) -> tuple[str, str]:
+    """How much faster a step gets, and how much more it writes."""
+    return percent(from_seconds / seconds - 1), percent(written_bytes / from_bytes - 1)
+
+
 def _predicted(prediction: Prediction) -> str:
     return (
         f"{step_time(prediction)}; "
-        f"{prediction.tokens_per_second:.4g} tokens/s; "
-        f"{prediction.tflops_model:.3g} TFLOP/s of the model, {prediction.tflops_hardware:.3g} with recomputation"
+        f"{format_token_rate(prediction.tokens_per_second)}; "
+        f"{format_flops(prediction.tflops_model * 1e12)}/s of the model, "
+        f"{format_flops(prediction.tflops_hardware * 1e12)}/s with recomputation"
     )
 
 
-def _run(forecast: Forecast) -> str:
-    written = f"{forecast.prediction.traffic.written_bytes / 1e12:.3g} TB written per step"
+def _run(forecast: Forecast, *, has_data: bool) -> str:
+    written = f"{format_traffic(forecast.prediction.traffic.written_bytes)} written per step"
     if forecast.run_seconds is None or forecast.run_tb_written is None:
-        return f"{written}; set max_steps to predict the whole run"
+        by_data = "; `ratel check` reads the data and predicts the whole run"
+        return written + (by_data if has_data else "; set max_steps to predict the whole run")
     steps = counted(forecast.setting.num_steps or 0, "step")
-    fact = f"{steps}: {format_seconds(forecast.run_seconds)}, {forecast.run_tb_written:.3g} TB written"
+    fact = f"{steps}: {format_seconds(forecast.run_seconds)}, {format_traffic(forecast.run_tb_written * 1e12)} written"
     if forecast.endurance_share is not None:
-        fact += f", {forecast.endurance_share:.2%} of the drives' rated endurance"
+        fact += f", {percent(forecast.endurance_share)} of the drives' rated endurance"
     return fact
 
 

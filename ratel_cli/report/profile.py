@@ -10,22 +10,25 @@ from collections.abc import Sequence
 from ratel_cli.hardware.spec import DriveRates, HardwareProfile, Nvme
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
 from ratel_cli.report.plan import aligned
-from ratel_cli.units import counted, format_bytes, format_count, format_flops, format_seconds
+from ratel_cli.units import counted, format_bytes, format_count, format_flops, format_rate, format_seconds
 
 
 def hardware_rows(profile: HardwareProfile, *, dtype: str) -> list[tuple[str, str]]:
     """Rows of a name and a fact. `dtype` is the type of the matrix products that were measured."""
     gpu, link, host = profile.gpu, profile.link, profile.host
-    rows = [("compute", f"{gpu.name}: {gpu.flops_per_second / 1e12:.3g} TFLOP/s in {dtype}")]
+    rows = [("compute", f"{gpu.name}: {format_flops(gpu.flops_per_second)}/s in {dtype}")]
     if link is not None:
-        up, down = _rate(link.to_gpu_bytes_per_second), _rate(link.from_gpu_bytes_per_second)
+        up, down = format_rate(link.to_gpu_bytes_per_second), format_rate(link.from_gpu_bytes_per_second)
+        own = format_bytes(gpu.memory_bytes)
+        if gpu.memory_bytes_per_second is not None:
+            own += f"; {format_rate(gpu.memory_bytes_per_second)} read and written"
         rows += [
-            ("GPU memory", format_bytes(gpu.memory_bytes)),
-            ("link", f"{up} to the GPU, {down} from it, {_rate(link.both_bytes_per_second)} both at once"),
+            ("GPU memory", own),
+            ("link", f"{up} to the GPU, {down} from it, {format_rate(link.both_bytes_per_second)} both at once"),
         ]
     memory = f"{format_bytes(host.memory_bytes)}, {format_bytes(host.available_bytes)} of it available"
     if host.memory_bytes_per_second is not None:
-        memory += f"; {_rate(host.memory_bytes_per_second)} read and written by {counted(host.num_cores, 'core')}"
+        memory += f"; {format_rate(host.memory_bytes_per_second)} read and written by {counted(host.num_cores, 'core')}"
     rows.append(("memory", memory))
     rows.append(("AdamW", f"{format_count(host.adam_parameters_per_second)} parameters/s on one thread"))
     return [*rows, *_drive_rows(profile.nvme)]
@@ -80,10 +83,6 @@ def _rates(rates: DriveRates) -> str:
     read, write = rates.read_bytes_per_second / 1e9, rates.write_bytes_per_second / 1e9
     mixed = rates.mixed_bytes_per_second / 1e9
     return f"{read:.2f} GB/s read  {write:.2f} GB/s written  {mixed:.2f} GB/s both at once"
-
-
-def _rate(bytes_per_second: float) -> str:
-    return f"{bytes_per_second / 1e9:.3g} GB/s"
 
 
 def _seconds(layers: Sequence[LayerProfile]) -> str:

@@ -12,10 +12,21 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.plan import Plan
 from ratel_cli.planning.step_time import RESOURCES, Resource
-from ratel_cli.report.plan import RESOURCE_NAMES, step_time
+from ratel_cli.report.plan import RESOURCE_NAMES, percent, split_words, step_time, wear_rows
 from ratel_cli.training.metrics import RunTotals, StepMetrics
-from ratel_cli.units import counted, format_bytes, format_count, format_seconds
+from ratel_cli.units import (
+    counted,
+    format_bytes,
+    format_count,
+    format_flops,
+    format_rate,
+    format_seconds,
+    format_traffic,
+)
 
+_GAP = "  "
+_STALL_COLUMNS = len("stall write 12 %")
+"""The least columns of a stall in short, so that other parts do not come and go from line to line with its length."""
 _LEAST_SHARE = 0.01
 """Stalls below this share of a step are not printed."""
 
@@ -28,51 +39,110 @@ def opening(
     dtype: str,
     samples: int,
     data_tokens: int,
+    loss_share: float | None = None,
     num_steps: int,
     first_step: int,
     engine: str,
     paths: Sequence[Path],
     output_dir: Path,
     taken_bytes: int = 0,
+    is_split_planned: bool = False,
+    endurance_tb: float | None = None,
 ) -> list[tuple[str, str]]:
     """Rows about what will be trained, where its state will be, and what that will cost.
 
-    `taken_bytes` is the size of an earlier store of this run, whose space counts as available.
+    `loss_share` is the share of the tokens that carry loss; None if it is not known. `taken_bytes` is the size of an
+    earlier store of this run, whose space counts as available. `is_split_planned`: the plan, not the user, chose the
+    split into micro-batches. `endurance_tb` is what the drives are rated for; None if that is not known.
     """
     gpu = hardware.gpu
     return [
         ("model", _model(spec, dtype)),
-        ("data", f"{counted(samples, 'sample')}, {format_count(data_tokens)} tokens"),
-        ("step", _step(plan, num_steps, first_step)),
-        ("compute", f"{gpu.name}, {gpu.flops_per_second / 1e12:.3g} TFLOP/s; one block at a time"),
+        ("data", _data(samples, data_tokens, loss_share)),
+        ("step", f"{split_words(plan.workload, is_planned=is_split_planned)}; {_steps(num_steps, first_step)}"),
+        ("compute", f"{gpu.name}, {format_flops(gpu.flops_per_second)}/s; one block at a time"),
         *_gpu_memory(plan, hardware),
         ("memory", _memory(plan)),
         ("NVMe", _nvme(plan, hardware, engine=engine, paths=paths, taken_bytes=taken_bytes)),
-        ("predicted", _prediction(plan, num_steps - first_step)),
+        ("predicted", _prediction(plan, num_steps - first_step, endurance_tb=endurance_tb)),
+        *wear_rows(plan),
         ("output", str(output_dir)),
     ]
 
 
-def step_line(metrics: StepMetrics, num_steps: int) -> str:
-    """One line for a step. It ends with what stalled the step."""
+PLAIN_COLUMNS = 60
+"""The width of lines that go to a file."""
+
+
+def step_line(metrics: StepMetrics, num_steps: int, *, width: int = PLAIN_COLUMNS) -> str:
+    """One line for a step, of at most `width` characters: as much as fits there, the most important parts first."""
     parts = [
-        f"step {metrics.step}/{num_steps}",
-        f"loss {metrics.loss:.4f}",
-        f"lr {metrics.learning_rate:.2e}",
-        f"norm {metrics.grad_norm:.3f}{' clipped' if metrics.clipped else ''}",
-        f"{metrics.tokens_per_second:.0f} tokens/s",
-        format_seconds(metrics.step_seconds),
+        (0, [f"step {metrics.step}/{num_steps}"]),
+        (1, [f"loss {metrics.loss:.4f}"]),
+        (7, [f"lr {metrics.learning_rate:.2e}"]),
+        (5, [f"norm {metrics.grad_norm:.3f}{' clipped' if metrics.clipped else ''}"]),
+        (3, [f"{metrics.tokens_per_second:.0f} tokens/s"]),
+        (6, [format_seconds(metrics.step_seconds)]),
+        (4, _stall(metrics)),
     ]
-    if metrics.eval_loss is not None:
-        parts.append(f"eval loss {metrics.eval_loss:.4f}")
     if not metrics.applied:
-        parts.append("skipped: gradients overflowed, loss scale halved")
-    parts.append(_stall(metrics))
-    return "  ".join(parts)
+        parts.append((2, ["skipped: gradients overflowed"]))
+    return _fitted(parts, width)
+
+
+def evaluation_line(step: int, loss: float) -> str:
+    """One line about an evaluation on the held-out samples."""
+    return f"eval loss {loss:.4f} after step {step}"
+
+
+def saved_line(step: int, dropped: Sequence[int]) -> str:
+    """One line about a saved step, and the saved steps that it replaces."""
+    return f"saved step {step}" + (f" in place of step {', '.join(map(str, dropped))}" if dropped else "")
+
+
+def snapshot_line(step: int) -> str:
+    """One line about a complete snapshot."""
+    return f"copied step {step} to the snapshot"
+
+
+def fitted(parts: Sequence[str], width: int) -> str:
+    """The parts side by side, as many of the first as fit into `width` characters."""
+    return _fitted([(rank, [part]) for rank, part in enumerate(parts)], width)
+
+
+def _fitted(parts: Sequence[tuple[int, Sequence[str]]], width: int) -> str:
+    """Parts side by side. Each has a rank and its wordings, the longest first.
+
+    By rank, from 0, each part takes its longest wording that fits with those before; the first part always stays.
+    """
+    chosen: dict[int, str] = {}
+    used = -len(_GAP)
+    for rank, index in sorted((rank, index) for index, (rank, _) in enumerate(parts)):
+        for words in parts[index][1]:
+            if used + len(_GAP) + len(words) <= width or not rank:
+                chosen[index] = words
+                used += len(_GAP) + len(words)
+                break
+    return _GAP.join(chosen[index] for index in sorted(chosen)).rstrip()
 
 
 def plan_line(plan: Plan) -> str:
-    """One line about a plan that follows from a recorded step: what it offloads, and how long a step will take."""
+    """One line about the plan that follows from the recorded step."""
+    return f"plan updated from step 1: {_placed(plan)}; {step_time(plan)}"
+
+
+def adapted_line(
+    plan: Plan, *, step: int, num_steps: int, is_changed: bool, seconds: float, predicted_seconds: float
+) -> str:
+    """One line about the plan after `step`, since the last `num_steps` steps took `seconds`."""
+    taken = f"steps took {format_seconds(seconds)}, not {format_seconds(predicted_seconds)} as predicted"
+    if not is_changed:
+        return f"{taken}: the plan stays, no other one is much faster; predicted now: {step_time(plan)}"
+    return f"{taken}: plan updated from the {num_steps} steps up to {step}: {_placed(plan)}; {step_time(plan)}"
+
+
+def _placed(plan: Plan) -> str:
+    """What a plan offloads, and what it recomputes."""
     offloaded = plan.offloaded
     places = [f"{format_bytes(offloaded.written_bytes)} on NVMe"] if offloaded.written_bytes else []
     if offloaded.gpu_bytes:
@@ -81,11 +151,14 @@ def plan_line(plan: Plan) -> str:
     size = ", ".join([format_bytes(offloaded.total_bytes), *places])
     recomputed_bytes = plan.swappable_bytes - offloaded.total_bytes
     rest = f"{format_bytes(recomputed_bytes)} recomputed" if recomputed_bytes > 0 else "none recomputed"
-    return f"plan updated from step 1: {what} offloaded ({size}), {rest}; {step_time(plan)}"
+    return f"{what} offloaded ({size}), {rest}"
 
 
-def run_summary(totals: RunTotals) -> list[tuple[str, str]]:
-    """Rows about the mean step of a run: its time, and the time and share of each resource that was busy."""
+def run_summary(totals: RunTotals, *, endurance_tb: float | None = None) -> list[tuple[str, str]]:
+    """Rows about the mean step of a run: its time, and the time and share of each resource that was busy.
+
+    One more about the drives if what they are rated for, `endurance_tb`, is known.
+    """
     if not totals.num_steps:
         return []
     seconds = totals.seconds / totals.num_steps
@@ -101,6 +174,7 @@ def run_summary(totals: RunTotals) -> list[tuple[str, str]]:
     return [
         ("mean of", f"{counted(totals.num_steps, 'step')}, {which}"),
         *((name, f"{duration:>{width}}  {share:>5}  {fact}".rstrip()) for name, duration, share, fact in columns),
+        *_wear(totals, endurance_tb),
     ]
 
 
@@ -109,14 +183,29 @@ def _model(spec: ModelSpec, dtype: str) -> str:
     return f"{spec.name} ({spec.architecture}): {size}; computes in {dtype}, master weights and moments in fp32"
 
 
-def _stall(metrics: StepMetrics) -> str:
-    """What could make the step faster: what stalled the compute thread or, if nothing did, what was busy longest."""
+def _data(samples: int, data_tokens: int, loss_share: float | None) -> str:
+    fact = f"{counted(samples, 'sample')}, {format_count(data_tokens)} tokens"
+    return fact if loss_share is None else f"{fact}, {percent(loss_share)} of them with loss"
+
+
+def _stall(metrics: StepMetrics) -> list[str]:
+    """What could make the step faster: what stalled the compute thread or, if nothing did, what was busy longest.
+
+    In several wordings, the longest first.
+    """
     cause = max(RESOURCES, key=lambda resource: metrics.waited_seconds[resource])
     share = metrics.waited_seconds[cause] / metrics.step_seconds
     if share >= _LEAST_SHARE:
-        return f"stalled {_percent(share)} on {RESOURCE_NAMES[cause]}"
+        name = RESOURCE_NAMES[cause]
+        short = name.removeprefix("NVMe ")
+        in_short = f"stall {short} {_percent(share)}".ljust(_STALL_COLUMNS)
+        return [f"stalled {_percent(share)} on {name}", in_short, f"stall {_percent(share)}"]
     busy = metrics.busy_seconds[metrics.bottleneck] / metrics.step_seconds
-    return f"no stall, {RESOURCE_NAMES[metrics.bottleneck]} busy {_percent(busy)}"
+    return [
+        f"no stall, {RESOURCE_NAMES[metrics.bottleneck]} busy {_percent(busy)}",
+        "no stall".ljust(_STALL_COLUMNS),
+        "no stall",
+    ]
 
 
 def _stalls(totals: RunTotals) -> str:
@@ -136,7 +225,19 @@ def _traffic(totals: RunTotals, resource: Resource) -> str:
     if not num_bytes:
         return ""
     bytes_per_second = num_bytes / totals.busy_seconds[resource]
-    return f"{num_bytes / totals.num_steps / 1e9:.3g} GB at {bytes_per_second / 1e9:.3g} GB/s while busy"
+    return f"{format_traffic(num_bytes / totals.num_steps)} at {format_rate(bytes_per_second)} while busy"
+
+
+def _wear(totals: RunTotals, endurance_tb: float | None) -> list[tuple[str, str]]:
+    if endurance_tb is None:
+        return []
+    share = percent(totals.all_written_bytes / 1e12 / endurance_tb)
+    return [
+        (
+            "wear",
+            f"{format_traffic(totals.all_written_bytes)} written by all steps, {share} of the drives' rated endurance",
+        )
+    ]
 
 
 def _percent(share: float) -> str:
@@ -144,12 +245,8 @@ def _percent(share: float) -> str:
     return f"{min(share, 1.0) * 100:.0f} %"
 
 
-def _step(plan: Plan, num_steps: int, first_step: int) -> str:
-    workload = plan.workload
-    which = f"steps {first_step + 1} to {num_steps}" if first_step < num_steps else f"all {num_steps} steps are done"
-    micro_batches = counted(workload.num_micro_batches, "micro-batch", "micro-batches")
-    size = f"{workload.micro_batch_size} x {workload.sequence_len}"
-    return f"{micro_batches} of {size} = {workload.tokens} tokens; {which}"
+def _steps(num_steps: int, first_step: int) -> str:
+    return f"steps {first_step + 1} to {num_steps}" if first_step < num_steps else f"all {num_steps} steps are done"
 
 
 def _gpu_memory(plan: Plan, hardware: HardwareProfile) -> list[tuple[str, str]]:
@@ -192,12 +289,16 @@ def _nvme(plan: Plan, hardware: HardwareProfile, *, engine: str, paths: Sequence
     space = f"{need} of {available}"
     if shortfall_bytes > 0:
         space = f"needs {need}, {available} available (short by {format_bytes(shortfall_bytes)}, see storage.paths)"
-    rates = f"{nvme.read_bytes_per_second / 1e9:.2g} GB/s read, {nvme.write_bytes_per_second / 1e9:.2g} GB/s written"
+    rates = f"{format_rate(nvme.read_bytes_per_second)} read, {format_rate(nvme.write_bytes_per_second)} written"
     return f"{space} in {', '.join(map(str, paths))}; {engine}, {rates}"
 
 
-def _prediction(plan: Plan, num_steps_left: int) -> str:
+def _prediction(plan: Plan, num_steps_left: int, *, endurance_tb: float | None) -> str:
+    if not num_steps_left:
+        return step_time(plan)
     seconds, written_bytes = plan.time.total * num_steps_left, plan.traffic.written_bytes * num_steps_left
     steps = counted(num_steps_left, "step")
-    fact = f"{step_time(plan)}; {format_seconds(seconds)} and {written_bytes / 1e12:.3g} TB written for {steps}"
+    fact = f"{step_time(plan)}; {format_seconds(seconds)} and {format_traffic(written_bytes)} written for {steps}"
+    if endurance_tb is not None:
+        fact += f", {percent(written_bytes / 1e12 / endurance_tb)} of the drives' rated endurance"
     return f"{fact}; estimated from shapes until step 1 is recorded" if plan.source == "analytic" else fact

@@ -17,13 +17,13 @@ from transformers import PretrainedConfig
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
-from ratel_cli.hardware.host import return_freed_memory
+from ratel_cli.hardware.host import return_freed_memory, returning_small_buffers
 from ratel_cli.json_fields import hash_of
 from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, persistent_buffers
 from ratel_cli.model.directory import resolve_base_model
 from ratel_cli.model.initialise import RandomSource
-from ratel_cli.model.skeleton import build_skeleton, read_model_config, supported_attention
+from ratel_cli.model.skeleton import build_skeleton, read_model_config, supported_attention, why_unsupported
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.store.store import Store
 
@@ -55,9 +55,7 @@ def read_base(config: RunConfig, log: RunLog) -> Base:
     """Find the config's base model and build its skeleton. Raises BadInput, EnvironmentFailure."""
     base = build_base(config)
     if base.attention != config.attn_implementation:
-        log.notice(
-            f"{base.config.model_type} does not support {config.attn_implementation} attention; using {base.attention}"
-        )
+        log.notice(f"{why_unsupported(base.config, config.attn_implementation)}; using {base.attention}")
     return base
 
 
@@ -67,7 +65,8 @@ def build_base(config: RunConfig) -> Base:
     directory = resolve_base_model(config.base_model)
     model_config = read_model_config(directory)
     attention = supported_attention(model_config, config.attn_implementation)
-    skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention)
+    with returning_small_buffers():  # each parameter is allocated for a moment
+        skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention)
     model = find_blocks(skeleton, name=Path(config.base_model).name)
     return Base(directory=directory, config=model_config, attention=attention, model=model)
 
@@ -86,15 +85,6 @@ def open_weights(
     buffers = source.read_buffers()
     install_buffers(skeleton, buffers)
     return source, buffers
-
-
-def reject_as_output(output_dir: Path, base_dir: Path, *, name: str = "output_dir") -> None:
-    """Raise BadInput if an export to `output_dir` would replace the base model; `name` is the option that set it."""
-    if output_dir.resolve() == base_dir.resolve():
-        raise BadInput(
-            f"{name} and base_model are the same directory, {base_dir}: the export would overwrite the base model",
-            f"choose another {name}",
-        )
 
 
 def hub_id(config: RunConfig) -> str | None:

@@ -20,8 +20,8 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.hardware.host import default_limit_bytes, resident_bytes
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.pinning import CudaPinning
-from ratel_cli.io.queue import IoQueue, open_queue
+from ratel_cli.io.pinning import GpuPinning
+from ratel_cli.io.queue import IoQueue, depth_for, open_queue
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.training.stopping import StopRequest
 
@@ -56,7 +56,7 @@ class RunContext:
 
     def open_queue(self) -> IoQueue:
         """A further queue, which the context closes. A device that hangs breaks only its own queue."""
-        return self.resources.enter_context(open_queue(self.config.storage.engine, notice=self.log.notice))
+        return self.resources.enter_context(_open_queue(self.config, self.log))
 
     def open_store(
         self, paths: Sequence[Path], *, identity: StoreIdentity | None = None, queue: IoQueue | None = None
@@ -77,7 +77,7 @@ def open_context(config: RunConfig, log: RunLog, *, device: torch.device = CPU) 
     Raises EnvironmentFailure where the I/O engine that the config names cannot be used.
     """
     with ExitStack() as opened:
-        queue = opened.enter_context(open_queue(config.storage.engine, notice=log.notice))
+        queue = opened.enter_context(_open_queue(config, log))
         limit_bytes = config.limits.host_memory or default_limit_bytes()
         pool = opened.enter_context(_open_pool(device, limit_bytes, notice=log.notice))
         yield RunContext(
@@ -112,6 +112,11 @@ def no_bar(what: str, total: float) -> AbstractContextManager[Advance]:  # noqa:
     return nullcontext(lambda amount: None)
 
 
+def _open_queue(config: RunConfig, log: RunLog) -> IoQueue:
+    storage = config.storage
+    return open_queue(storage.engine, notice=log.notice, depth=depth_for(len(storage.paths)))
+
+
 def _open_pool(device: torch.device, limit_bytes: int, *, notice: Callable[[str], None]) -> BufferPool:
     """Host memory for a run on `device`; for a GPU it is pinned, so that copies to and from the GPU overlap with work.
 
@@ -119,4 +124,4 @@ def _open_pool(device: torch.device, limit_bytes: int, *, notice: Callable[[str]
     """
     if device.type == "cpu":
         return BufferPool(limit_bytes)
-    return BufferPool(max(0, limit_bytes - resident_bytes()), pin=CudaPinning(notice))
+    return BufferPool(max(0, limit_bytes - resident_bytes()), pin=GpuPinning(device, notice))

@@ -1,15 +1,15 @@
-"""Opens the engine that runs steps under a plan, with a run's config.
+"""Opens the engines that run steps under one plan after another, with a run's config.
 
-Invariant: an engine and its scratch files end together; the store and the queue that they use stay open.
+Invariant: engines and their scratch files end together; the store and the queue that they use stay open.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ratel_cli.config.schema import RunConfig
-from ratel_cli.engine.build import EngineSettings, open_device, open_engine
+from ratel_cli.engine.build import EngineParts, EngineSettings, open_device
 from ratel_cli.engine.optimizer.adamw import AdamWSettings
 from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.step import StepEngine
@@ -33,7 +33,7 @@ def engine_settings(config: RunConfig, plan: Plan) -> EngineSettings:
         updates=UpdateSettings(
             gradient_dtype=DTYPES[config.resolved_gradient_dtype],
             max_grad_norm=config.max_grad_norm,
-            speculates=plan.unclipped_seconds is not None,
+            speculation=plan.speculation,
             hold=plan.decisions.in_place,
             held_in_memory_bytes=plan.held_in_memory_bytes,
             overlap=plan.decisions.overlap,
@@ -42,11 +42,12 @@ def engine_settings(config: RunConfig, plan: Plan) -> EngineSettings:
         seed=config.seed,
         gradient_scratch_bytes=plan.spilled_bytes,
         activation_scratch_bytes=plan.offloaded.written_bytes,
+        chunk_tokens=plan.workload.chunk_tokens,
     )
 
 
 @contextmanager
-def open_planned_engine(
+def open_planned_engines(
     context: RunContext,
     model: DecoderModel,
     store: Store,
@@ -54,14 +55,17 @@ def open_planned_engine(
     *,
     timeline: Timeline,
     drive_weights: Sequence[int],
-) -> Iterator[StepEngine]:
-    """The engine of a run under one plan. `drive_weights` are the storage directories' shares of the scratch files."""
+) -> Iterator[Callable[[Plan], StepEngine]]:
+    """Makes the engine for a plan, and then for another one, which takes over from the engine before it.
+
+    All plans are made with the decisions of `plan`. `drive_weights` are the storage directories' shares of the scratch
+    files.
+    """
     with (
         open_device(context.device, timeline, limit_bytes=plan.device_allocation_bytes) as device,
-        open_engine(
+        EngineParts(
             model,
             store,
-            engine_settings(context.config, plan),
             queue=context.queue,
             pool=context.pool,
             device=device,
@@ -69,6 +73,14 @@ def open_planned_engine(
             paths=context.config.storage.paths,
             drive_weights=drive_weights,
             check_stop=context.stop.check,
-        ) as engine,
+        ) as parts,
     ):
-        yield engine
+
+        def engine_for(followed: Plan) -> StepEngine:
+            if context.device.type == "cpu":
+                # Idle buffers of the plan before would take what the new plan counts on for torch: a limit of 4 GiB
+                # peaked at 4.16 GiB.
+                context.pool.trim()
+            return parts.engine(engine_settings(context.config, followed))
+
+        yield engine_for

@@ -17,6 +17,7 @@ from ratel_cli.hardware.spec import (
     Host,
     Link,
     Nvme,
+    Prices,
     alternating_bytes_per_second,
 )
 
@@ -29,6 +30,7 @@ def load_hardware(path: Path) -> HardwareProfile:
         link=None if file.link is None else _link(file.link),
         nvme=_nvme(file.nvme),
         host=Host(**file.host.model_dump()),
+        prices=None if file.prices is None else Prices(**file.prices.model_dump()),
     )
 
 

@@ -5,42 +5,47 @@ Invariant: when `read_inputs` returns, every file of the base model and every ro
 
 from __future__ import annotations
 
+import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from importlib.metadata import version
+from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import cast
+from tempfile import TemporaryDirectory
 
 import torch
 import transformers
-from transformers import AutoTokenizer, PretrainedConfig
+from transformers import PretrainedConfig
 
 from ratel_cli import _native
 from ratel_cli.config.load import load_config
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.schema import DatasetConfig, RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.data.dataset import DataSettings, TrainingData, load_training_data
-from ratel_cli.data.encode import Tokenizer
+from ratel_cli.data.dataset import DataSettings, TrainingData, load_training_data, open_sources
+from ratel_cli.data.file_names import REJECTS_NAME
 from ratel_cli.data.rows import DatasetSource
-from ratel_cli.errors import BadInput, RatelError, first_line
+from ratel_cli.data.token_cache import TokenCache
+from ratel_cli.data.tokenizer import Tokenizer
+from ratel_cli.errors import BadInput, ErrorList, RatelError
 from ratel_cli.hardware.gpu import compute_device
-from ratel_cli.json_fields import hash_of
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.checkpoint import CheckpointSource
+from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
+from ratel_cli.model.export_weights import export_names
 from ratel_cli.model.initialise import RandomSource
-from ratel_cli.run.base_model import model_hash, open_weights, read_base, reject_as_output
-from ratel_cli.run.run_directory import run_directory
+from ratel_cli.model.marker import reject_files_of_others
+from ratel_cli.planning.head_chunk import CHUNK_BYTES
+from ratel_cli.run.base_model import Base, model_hash, open_weights, read_base
+from ratel_cli.run.length import num_steps
+from ratel_cli.run.output import claim_output, reject_overlap
+from ratel_cli.run.run_directory import TOKENS_NAME, run_directory
+from ratel_cli.run.settings import DECIDES_THE_BITS, DECIDES_THE_LENGTH, recorded_hash, settings_hash
+from ratel_cli.run.tokenizer import read_tokenizer
+from ratel_cli.run.user_cache import ratel_version
 from ratel_cli.store.store import StoreIdentity
-
-_DECIDES_THE_BITS = (
-    "train_on_inputs", "sequence_len", "sample_packing", "shuffle", "micro_batch_size",
-    "gradient_accumulation_steps", "num_epochs", "max_steps", "learning_rate", "lr_scheduler", "warmup_steps",
-    "warmup_ratio", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "dtype",
-    "gradient_dtype", "attn_implementation", "deterministic", "seed", "val_set_size",
-)  # fmt: skip
-"""Keys that must be the same when a run resumes. All other keys may change."""
+from ratel_cli.training.facts import RunFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,25 +62,113 @@ class Inputs:
     device: torch.device
 
 
-def read_inputs(config: RunConfig, resources: ExitStack, log: RunLog) -> Inputs:
-    """Read and check all inputs. `resources` closes the files that stay open. Raises BadInput, EnvironmentFailure."""
-    base = read_base(config, log)
-    reject_as_output(config.output_dir, base.directory)
-    device = compute_device(config.device)
-    source, buffers = open_weights(config, base, resources)
-    model, model_config = base.model, base.config
-    tokenizer = _tokenizer(base.directory, model_config)
-    _check_ids(len(tokenizer), model)
-    _check_positions(config.sequence_len, model, model_config, log)
-    packing = config.sample_packing and model.packs
-    if config.sample_packing and not model.packs:
-        log.notice(f"{model_config.model_type} cannot separate packed samples; every sample gets a sequence of its own")
-    data = load_training_data(
-        [DatasetSource(**item.model_dump()) for item in config.datasets],
+def read_inputs(
+    config: RunConfig, resources: ExitStack, log: RunLog, *, dry_run: bool = False, overwrite: bool = False
+) -> Inputs:
+    """Read and check all inputs. `resources` closes the files that stay open.
+
+    Raises BadInput or EnvironmentFailure with all that is wrong. After an error only a dry run reads the whole data,
+    because any other run is over then.
+
+    The tokens go to `run/` of the output directory; with `dry_run` into a temporary directory, which `resources`
+    removes. `overwrite`: the export may replace files of the output directory that Ratel did not write.
+
+    The data of a step that the plan has still to split comes in micro-batches of one sequence.
+    """
+    errors, data = ErrorList(), None
+    model = read_model(config, resources, log, errors, overwrite=overwrite)
+    base, tokenizer = model.base, model.tokenizer
+    if base is None or tokenizer is None or (errors and not dry_run):
+        find_data(config, errors)
+    else:
+        data = errors.attempt(
+            ("datasets",), lambda: _read_data(config, base, tokenizer, resources, log, dry_run=dry_run)
+        )
+    errors.raise_all()
+    assert base is not None and model.weights is not None and model.device is not None and data is not None
+    source, buffers = model.weights
+    return Inputs(
+        base_dir=base.directory,
+        model=base.model,
+        source=source,
+        buffers=buffers,
+        data=data,
+        num_steps=num_steps(config, data.steps_per_epoch),
+        device=model.device,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInputs:
+    """What a run reads besides its data. None: it cannot be used, and there is an error about it."""
+
+    device: torch.device | None
+    base: Base | None
+    weights: tuple[CheckpointSource | RandomSource, Mapping[str, torch.Tensor]] | None = None
+    """The source of the weights, and the buffers."""
+    tokenizer: Tokenizer | None = None
+
+
+def read_model(
+    config: RunConfig, resources: ExitStack, log: RunLog, errors: ErrorList, *, overwrite: bool = False
+) -> ModelInputs:
+    """Read and check the model, its tokenizer, and the device. What is wrong goes to `errors`."""
+    device = errors.attempt(("device",), lambda: compute_device(config.device))
+    base = errors.attempt(("base_model",), lambda: read_base(config, log))
+    if base is None:
+        return ModelInputs(device=device, base=None)
+    errors.attempt(("output_dir",), lambda: reject_overlap(config.output_dir, base.directory))
+    weights = errors.attempt(("base_model",), lambda: open_weights(config, base, resources))
+    if weights is not None and not overwrite:
+        names = export_names(base.model.spec, weights[1], config.dtype, base.directory)
+        errors.attempt(("output_dir",), lambda: _check_names(config, names))
+    tokenizer = errors.attempt(("base_model",), lambda: read_fitting_tokenizer(config, base, log))
+    errors.attempt(("sequence_len",), lambda: check_positions(config.sequence_len, base.model, base.config, log))
+    return ModelInputs(device=device, base=base, weights=weights, tokenizer=tokenizer)
+
+
+def find_data(config: RunConfig, errors: ErrorList) -> None:
+    """Find the files of all datasets, without reading them. What is wrong goes to `errors`."""
+    for key, datasets in (("datasets", config.datasets), ("test_datasets", config.test_datasets)):
+        find = partial(open_sources, _sources(datasets), key_of_sources=key, notice=lambda text: None, is_stream=True)
+        errors.attempt((key,), find)
+
+
+def _read_data(
+    config: RunConfig, base: Base, tokenizer: Tokenizer, resources: ExitStack, log: RunLog, *, dry_run: bool
+) -> TrainingData:
+    """The data of a run on this model. Raises BadInput, EnvironmentFailure."""
+    if config.sample_packing and not base.model.packs:
+        name = base.config.model_type
+        log.notice(f"{name} cannot separate packed samples; every sample gets a sequence of its own")
+    records = _records(config, resources, dry_run=dry_run)
+    return load_data(
+        config,
+        tokenizer,
+        packing=config.sample_packing and base.model.packs,
+        cache_dir=records / TOKENS_NAME,
+        rejects_path=None if dry_run else records / REJECTS_NAME,
+        notice=log.notice,
+    )
+
+
+def load_data(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    *,
+    packing: bool,
+    cache_dir: Path,
+    rejects_path: Path | None,
+    notice: Callable[[str], None],
+) -> TrainingData:
+    """The config's data, tokenised and packed. Raises BadInput, EnvironmentFailure."""
+    size, number = config.split_by(1).split if config.is_split_planned else config.split
+    return load_training_data(
+        _sources(config.datasets),
         DataSettings(
             sequence_len=config.sequence_len,
-            micro_batch_size=config.micro_batch_size,
-            gradient_accumulation_steps=config.gradient_accumulation_steps,
+            micro_batch_size=size,
+            gradient_accumulation_steps=number,
             packing=packing,
             shuffle=config.shuffle,
             seed=config.seed,
@@ -83,52 +176,100 @@ def read_inputs(config: RunConfig, resources: ExitStack, log: RunLog) -> Inputs:
         ),
         tokenizer=tokenizer,
         train_on_inputs=config.train_on_inputs,
-        cache_dir=run_directory(config.output_dir) / "tokens",
-        rejects_path=run_directory(config.output_dir) / "rejects.jsonl",
-        notice=log.notice,
-    )
-    num_steps = config.max_steps or max(1, round(config.num_epochs * data.steps_per_epoch))
-    return Inputs(
-        base_dir=base.directory,
-        model=model,
-        source=source,
-        buffers=buffers,
-        data=data,
-        num_steps=num_steps,
-        device=device,
+        cache_dir=cache_dir,
+        rejects_path=rejects_path,
+        notice=notice,
+        test_sources=_sources(config.test_datasets),
+        stream_steps=config.max_steps if config.streaming else None,
     )
 
 
-def identity_of(config: RunConfig, inputs: Inputs) -> StoreIdentity:
-    """The identity of the run's store. A run resumes only from a store with the same identity."""
+def temporary_records(config: RunConfig, resources: ExitStack) -> Path:
+    """A directory for what the data becomes, which `resources` removes. It has the run's own tokens, to be read."""
+    temporary = Path(resources.enter_context(TemporaryDirectory(prefix="ratel-data-")))
+    (temporary / TOKENS_NAME).mkdir()
+    for cache in (run_directory(config.output_dir) / TOKENS_NAME).glob("*"):
+        if TokenCache.is_in(cache):  # else there may be files of the user's, and a new cache would go to them
+            (temporary / TOKENS_NAME / cache.name).symlink_to(cache.resolve())
+    return temporary
+
+
+def _sources(datasets: Sequence[DatasetConfig]) -> list[DatasetSource]:
+    return [DatasetSource(**item.model_dump()) for item in datasets]
+
+
+def _records(config: RunConfig, resources: ExitStack, *, dry_run: bool) -> Path:
+    """The directory for what the data becomes: the run's own; for a dry run a temporary one that can read the run's."""
+    if not dry_run:
+        claim_output(config)
+        return run_directory(config.output_dir)
+    return temporary_records(config, resources)
+
+
+def identity_of(config: RunConfig, inputs: Inputs, *, starts_over: bool) -> StoreIdentity:
+    """The identity of the run's store. A run resumes only from a store with the same identity.
+
+    `starts_over`: the store will be a new one, whatever is there.
+    """
     return StoreIdentity(
         model_hash=model_hash(config, inputs.model.spec),
-        config_hash=hash_of(config.model_dump(mode="json", include=set(_DECIDES_THE_BITS))),
+        config_hash=settings_hash(config) if starts_over else recorded_hash(config),
         data_hash=inputs.data.fingerprint,
         seed=config.seed,
         software=(
-            f"ratel {version('ratel-cli')}, torch {torch.__version__}, transformers {transformers.__version__}, "
+            f"ratel {ratel_version()}, torch {torch.__version__}, transformers {transformers.__version__}, "
             f"{platform.machine()} {_native.active_isa()}{_gpu_name(inputs.device)}"
         ),
     )
 
 
+def facts_of(inputs: Inputs, identity: StoreIdentity, *, first_step: int) -> RunFacts:
+    """The facts of the command that trains now, from the step after `first_step` on."""
+    return RunFacts(
+        num_steps=inputs.num_steps,
+        first_step=first_step,
+        num_samples=inputs.data.num_samples,
+        num_tokens=inputs.data.num_tokens,
+        software=identity.software,
+        started=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
+        pid=os.getpid(),
+    )
+
+
 def changed_settings(config: RunConfig, started_with: Path) -> list[str]:
-    """The keys that decide the bits and differ from the config that the run was started with, each with both values."""
+    """The keys that decide the bits and differ from the config that the run was started with, each with both values.
+
+    A split, or a size of the head's chunks, that is left to the plan is no change, but the size of the step is.
+    """
     try:
         before = load_config(started_with).config
     except RatelError:
         return []
     old, new = (each.model_dump(mode="json") for each in (before, config))
-    keys = ("base_model", "random_init", *_DECIDES_THE_BITS)
-    return [f"{key} was {old[key]}, is now {new[key]}" for key in keys if old[key] != new[key]]
+    keys = {"base_model": None, "random_init": None, **dict.fromkeys(DECIDES_THE_BITS)}
+    if config.is_chunk_planned and before.head_chunk in ("auto", *CHUNK_BYTES):
+        del keys["head_chunk"]
+    if config.is_split_planned:
+        for key in ("micro_batch_size", "gradient_accumulation_steps"):
+            del keys[key]
+        keys["tokens_per_step"] = None
+        old["tokens_per_step"] = before.sequences_per_step * before.sequence_len
+    # A store of an earlier version belongs to a run of one length.
+    found = [key for key in keys if old[key] != new[key]] or [key for key in DECIDES_THE_LENGTH if old[key] != new[key]]
+    return [f"{key} was {old[key]}, is now {new[key]}" for key in found]
 
 
-def _tokenizer(base_dir: Path, model_config: PretrainedConfig) -> Tokenizer:
-    try:
-        return cast(Tokenizer, AutoTokenizer.from_pretrained(base_dir, config=model_config, trust_remote_code=False))
-    except Exception as error:
-        raise BadInput(f"{base_dir}: no usable tokenizer: {first_line(error)}") from error
+def read_fitting_tokenizer(config: RunConfig, base: Base, log: RunLog) -> Tokenizer:
+    """The tokenizer of the run, whose tokens all have a row in the model's embedding. Raises BadInput."""
+    rows = base.model.spec.vocab_size
+    tokenizer = read_tokenizer(config, base.directory, base.config, num_embeddings=rows, notice=log.notice)
+    _check_ids(len(tokenizer), base.model)
+    return tokenizer
+
+
+def _check_names(config: RunConfig, names: Sequence[str]) -> None:
+    """Raise BadInput if the export would replace a file that Ratel did not write."""
+    reject_files_of_others(config.output_dir, [*names, WEIGHTS_NAME, INDEX_NAME], option="output_dir")
 
 
 def _check_ids(num_tokens: int, model: DecoderModel) -> None:
@@ -140,23 +281,38 @@ def _check_ids(num_tokens: int, model: DecoderModel) -> None:
         )
 
 
-def _check_positions(sequence_len: int, model: DecoderModel, model_config: PretrainedConfig, log: RunLog) -> None:
+def check_positions(sequence_len: int, model: DecoderModel, model_config: PretrainedConfig, log: RunLog) -> None:
     """Raise BadInput if rows are longer than the model's table of positions; a model without a table gets a notice."""
+    table = position_table(model, model_config)
+    if table is not None and sequence_len > table[1]:
+        raise BadInput(
+            f"sequence_len is {sequence_len}, but {table[0]} has only {table[1]} positions",
+            f"set sequence_len to {table[1]} or less",
+        )
+    trained = num_positions(model_config)
+    if trained is not None and sequence_len > trained:
+        log.notice(f"sequence_len is {sequence_len}; the model was trained with up to {trained} tokens")
+
+
+def num_positions(model_config: PretrainedConfig) -> int | None:
+    """The most tokens in a row that a model was trained with; None if its configuration does not say."""
     trained = getattr(model_config, "max_position_embeddings", None)
-    if not isinstance(trained, int) or sequence_len <= trained:
-        return
+    return trained if isinstance(trained, int) else None
+
+
+def position_table(model: DecoderModel, model_config: PretrainedConfig) -> tuple[str, int] | None:
+    """The name of the model's table of positions, and how many it has; None if the model computes positions."""
+    trained = num_positions(model_config)
     # A table of positions has a row for each position, and in some models a few more rows.
     for parameter in model.spec.blocks[0].parameters[1:]:
-        if trained <= parameter.shape[0] <= trained + 8:
-            raise BadInput(
-                f"sequence_len is {sequence_len}, but {parameter.name} has only {trained} positions",
-                f"set sequence_len to {trained} or less",
-            )
-    log.notice(f"sequence_len is {sequence_len}; the model was trained with up to {trained} tokens")
+        if trained is not None and len(parameter.shape) == 2 and trained <= parameter.shape[0] <= trained + 8:
+            return parameter.name, trained
+    return None
 
 
 def _gpu_name(device: torch.device) -> str:
-    """The GPU and its CUDA version, for the identity; empty for the CPU."""
+    """The GPU and the version of its libraries, for the identity; empty for the CPU."""
     if device.type == "cpu":
         return ""
-    return f", {torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}"
+    name = torch.get_device_module(device).get_device_name(device)
+    return f", {name}, CUDA {torch.version.cuda}" if device.type == "cuda" else f", {name}"

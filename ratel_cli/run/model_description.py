@@ -20,10 +20,11 @@ from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.json_fields import JsonFields
 from ratel_cli.model.spec import LayerTraits, ModelSpec
-from ratel_cli.planning.analytic import spec_from_shape
+from ratel_cli.planning.analytic import gpt_activations, spec_from_shape
+from ratel_cli.run.settings import state_bytes
 from ratel_cli.run.user_cache import software_versions, user_cache_file, write_user_cache
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +50,13 @@ def describe_model(config: RunConfig, *, name: str, log: RunLog) -> ModelDescrip
         vocab_size=shape.vocab_size,
         num_parameters=shape.num_parameters,
     )
-    return ModelDescription(
-        spec=spec, traits=LayerTraits(num_heads=shape.num_heads, head_dim=shape.hidden_size // shape.num_heads)
+    activations = gpt_activations(
+        num_heads=shape.num_heads, hidden_size=shape.hidden_size, compute_bytes=state_bytes(config).compute
     )
+    traits = LayerTraits(
+        num_heads=shape.num_heads, head_dim=shape.hidden_size // shape.num_heads, activations=activations
+    )
+    return ModelDescription(spec=spec, traits=traits)
 
 
 def description_file(config: RunConfig) -> Path:
@@ -68,11 +73,12 @@ def _base_model(config: RunConfig, log: RunLog) -> ModelDescription:
     cached = _read(file, name=Path(config.base_model).name)
     if cached is not None:
         return cached
+    from ratel_cli.model.footprint import measured_traits
     from ratel_cli.run.base_model import build_base, silence_transformers
 
     silence_transformers()
     model = build_base(config).model
-    description = ModelDescription(spec=model.spec, traits=model.traits)
+    description = ModelDescription(spec=model.spec, traits=measured_traits(model))
     content = {
         "format_version": FORMAT_VERSION,
         "spec": description.spec.to_json(),
@@ -108,6 +114,8 @@ def _config_text(base_model: str) -> str:
             "give a directory with the model's config.json, or `model_shape`",
         )
     path = directory / "config.json"
+    if path.exists() and not path.is_file():
+        raise BadInput(f"{path}: not a regular file")  # opening a FIFO would wait for a writer
     text = read_file(path, "model's config")
     try:
         values = json.loads(text)

@@ -15,14 +15,15 @@ from ratel_cli.model.export_weights import export_model
 from ratel_cli.run.base_model import (
     Base,
     check_model,
-    hub_id,
     open_weights,
     prepare_process,
     read_base,
-    reject_as_output,
 )
+from ratel_cli.run.card import card_of
 from ratel_cli.run.context import RunContext
+from ratel_cli.run.output import check_export_output, own_output, reject_overlap
 from ratel_cli.run.settings import place_of
+from ratel_cli.run.tokenizer import tokenizer_files
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.store import Store
 
@@ -56,7 +57,7 @@ def open_run(context: RunContext) -> OpenedRun:
             "use the directory where the run was started, since relative paths in a config begin there; or restore a "
             "lost store from its snapshot with `ratel restore`",
         )
-    base = read_base(_on_the_cpu(config), context.log)
+    base = read_base(_on_the_cpu(config) if context.device.type == "cpu" else config, context.log)
     store = context.open_store(paths)
     check_model(store, config, base.model.spec, paths[0])
     return OpenedRun(context=context, base=base, store=store)
@@ -69,10 +70,14 @@ def _on_the_cpu(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"attn_implementation": "sdpa"})
 
 
-def write_export(run: OpenedRun, generation: Generation, output: Path) -> int:
-    """Export a generation to the directory `output`. Returns the generation's step."""
-    reject_as_output(output, run.base.directory, name="-o")
-    context = run.context
+def write_export(run: OpenedRun, generation: Generation, output: Path, *, overwrite: bool) -> int:
+    """Export a generation to the directory `output`. Returns the generation's step.
+
+    Raises BadInput if something would be replaced there that is not this export, unless `overwrite` is set.
+    """
+    context, step = run.context, generation.progress.step
+    reject_overlap(output, run.base.directory, option="-o")
+    check_export_output(context.config, output, step=step, overwrite=overwrite)
     with ExitStack() as resources:
         _, buffers = open_weights(context.config, run.base, resources)
         export_model(
@@ -81,9 +86,13 @@ def write_export(run: OpenedRun, generation: Generation, output: Path) -> int:
             context.pool,
             base_dir=run.base.directory,
             output_dir=output,
+            run=own_output(context.config),
+            overwrite=overwrite,
+            option="-o",
             dtype=context.config.dtype,
             buffers=buffers,
-            base_model=hub_id(context.config),
+            card=card_of(context.config, run.store, step=step, log=context.log),
+            replaced_sidecars=tokenizer_files(context.config, run.base.directory),
             progress=context.stop.check,
         )
-    return generation.progress.step
+    return step

@@ -1,6 +1,6 @@
 """What `ratel plan` reads: the model from its shape or its config.json, the machine from a file or from the cache.
 
-No weights are read, nothing is downloaded and nothing is measured.
+No weights are read and nothing is downloaded. A machine that nothing is known about is measured, in about a second.
 
 Invariants: the plan names its machine; free memory and free space of this machine are current.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ratel_cli.config.schema import ModelShape, RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.errors import BadInput
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.forecast.forecast import Forecaster, Setting, Tier
@@ -20,41 +20,79 @@ from ratel_cli.planning.forecast.paper_forecast import PaperForecaster
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
 from ratel_cli.planning.papers.largest import with_layers
 from ratel_cli.planning.papers.paper import PaperShape
+from ratel_cli.planning.placement import Workload
+from ratel_cli.planning.split import SplitRate, best_split
 from ratel_cli.run.hardware_file import load_hardware
+from ratel_cli.run.length import known_steps
 from ratel_cli.run.model_description import describe_model
-from ratel_cli.run.profile_cache import cached_machine_profile, profile_target, refresh_free_space
-from ratel_cli.run.run_directory import CachedProfile, run_directory
-from ratel_cli.run.settings import decisions_of, snapshot_space, state_bytes, taken_bytes, workload_of
+from ratel_cli.run.profile_cache import ProfileTarget, cached_machine_profile, profile_target, refresh_free_space
+from ratel_cli.run.run_directory import HARDWARE_NAME, CachedProfile, run_directory
+from ratel_cli.run.settings import decisions_of, snapshot_space, state_bytes, taken_bytes, wear_limit, workload_of
 from ratel_cli.units import MIB
 
 _PROCESS_BYTES = 460 * MIB
 """What a run takes before training: Python, torch, transformers, a skeleton (2-core Xeon, 2026-11)."""
 
 
-def setting_of(config: RunConfig, hardware: HardwareProfile) -> Setting:
-    """What to plan for: the config's step, on this machine."""
+def setting_of(config: RunConfig, hardware: HardwareProfile, *, is_split_planned: bool = False) -> Setting:
+    """What to plan for: the config's step, on this machine, with drives of the endurance that the config gives."""
+    endurance_tb = config.storage.endurance_tb or hardware.nvme.endurance_tb_written
     return Setting(
         workload=workload_of(config),
-        hardware=hardware,
+        hardware=replace(hardware, nvme=replace(hardware.nvme, endurance_tb_written=endurance_tb)),
         host_limit_bytes=config.limits.host_memory,
-        num_steps=config.max_steps,
+        wear=config.storage.wear,
+        chunk_bytes=None if config.head_chunk == "auto" else config.head_chunk,
+        num_steps=known_steps(config),
+        is_split_planned=is_split_planned,
     )
 
 
-def forecaster_of(config: RunConfig, hardware: HardwareProfile, *, name: str, log: RunLog) -> Forecaster:
-    """The config's model under its cost model; `name` is for a `model_shape`, which has none. Raises BadInput."""
+def forecaster_of(
+    config: RunConfig, hardware: HardwareProfile, *, name: str, log: RunLog, is_recorded: bool = True
+) -> Forecaster:
+    """The config's model under its cost model; `name` is for a `model_shape`, which has none. Raises BadInput.
+
+    `is_recorded`: costs that an earlier run recorded are used, if there are any.
+    """
     if config.cost_model == "paper":
         return _paper_forecaster(config, name)
     model = describe_model(config, name=name, log=log)
     state = state_bytes(config)
-    recorded = CachedProfile(config, model.spec, hardware).read()
+    recorded = CachedProfile(config, model.spec, hardware).read() if is_recorded else None
+    estimate = analytic_profile(model.spec, state, workload_of(config), traits=model.traits)
     return RatelForecaster(
         spec=model.spec,
-        profile=recorded or analytic_profile(model.spec, state, workload_of(config), traits=model.traits),
+        profile=recorded or estimate,
         state=state,
         decisions=decisions_of(config, host_limit_bytes=0),
         process_bytes=_PROCESS_BYTES,
+        estimate=estimate,
     )
+
+
+def with_planned_split(config: RunConfig, hardware: HardwareProfile, *, name: str, log: RunLog) -> RunConfig:
+    """The config with the split that a new run's plan chooses, from shapes alone; as it is if it names a split."""
+    if not config.is_split_planned:
+        return config
+    unsplit = config.split_by(1)
+    forecaster = forecaster_of(unsplit, hardware, name=name, log=log, is_recorded=False)
+    setting = setting_of(unsplit, hardware)
+
+    def rate(workload: Workload) -> SplitRate:
+        return forecaster.forecast(replace(setting, workload=workload)).split_rate
+
+    return config.split_by(best_split(setting.workload, rate).workload.micro_batch_size)
+
+
+def with_planned_chunk(config: RunConfig, hardware: HardwareProfile, *, name: str, log: RunLog) -> RunConfig:
+    """The config with the chunks of the head that a new run's plan chooses; as it is if it names their size."""
+    if not config.is_chunk_planned:
+        return config
+    forecaster = forecaster_of(config, hardware, name=name, log=log, is_recorded=False)
+    if not isinstance(forecaster, RatelForecaster):
+        return config
+    return config.chunked_by(forecaster.chunk_bytes(setting_of(config, hardware)))
 
 
 def snapshot_tiers(config: RunConfig, forecaster: Forecaster, *, nvme_bytes: int) -> tuple[Tier, ...]:
@@ -68,6 +106,15 @@ def snapshot_tiers(config: RunConfig, forecaster: Forecaster, *, nvme_bytes: int
     return (Tier(name="snapshot", need_bytes=space.need_bytes, have_bytes=space.available_bytes, remedy=remedy),)
 
 
+def wear_warning(config: RunConfig, forecaster: Forecaster) -> str | None:
+    """What `storage.max_tb_written` does to a new run of `max_steps`; None if it allows all of them."""
+    if not isinstance(forecaster, RatelForecaster) or config.max_steps is None:
+        return None
+    weights = (1,) * len(config.storage.paths)
+    limit = wear_limit(config, forecaster.spec.block_elements, weights=weights, first_step=0)
+    return None if limit is None else limit.warning(config.max_steps)
+
+
 def paper_shape(shape: ModelShape, config: RunConfig) -> PaperShape:
     """A `model_shape` as the papers count it, with the config's micro-batch."""
     counted = PaperShape(
@@ -76,34 +123,35 @@ def paper_shape(shape: ModelShape, config: RunConfig) -> PaperShape:
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
         num_parameters=shape.num_parameters or 0,
-        batch_size=config.micro_batch_size,
+        batch_size=config.split[0],
         sequence_len=config.sequence_len,
     )
     return counted if shape.num_parameters else with_layers(counted, shape.num_layers)
 
 
 def find_hardware(config: RunConfig, file: Path | None, log: RunLog) -> HardwareProfile:
-    """The machine of `--hardware`, of the config's last run, or of the last `ratel profile`, in this order.
+    """The machine of `--hardware`, of the config's last run, of the last `ratel profile`, or measured briefly, in this
+    order.
 
-    Raises EnvironmentFailure if there is none of these.
+    Raises EnvironmentFailure if this machine cannot be measured.
     """
     if file is not None:
         return load_hardware(file)
     target = profile_target(config)
-    of_run = run_directory(config.output_dir) / "hardware.json"
+    of_run = run_directory(config.output_dir) / HARDWARE_NAME
     if of_run.is_file():
         log.say(f"planning for this machine, as the run in {config.output_dir} measured it")
         hardware = refresh_free_space(load_hardware(of_run), target)
     else:
-        cached = cached_machine_profile(target, log)
-        if cached is None:
-            raise EnvironmentFailure(
-                "this machine has not been measured yet, and no hardware file is given",
-                "run `ratel profile` with this config first, or plan for another machine: --hardware FILE",
-            )
-        hardware = cached
+        hardware = cached_machine_profile(target, log) or _measured(target, log)
     nvme = hardware.nvme
     return replace(hardware, nvme=replace(nvme, free_bytes=nvme.free_bytes + taken_bytes(config)))
+
+
+def _measured(target: ProfileTarget, log: RunLog) -> HardwareProfile:
+    from ratel_cli.run.profile_machine import measure_briefly
+
+    return measure_briefly(target, log)
 
 
 def _paper_forecaster(config: RunConfig, name: str) -> PaperForecaster:

@@ -8,14 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
+from ratel_cli.errors import BadInput
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.planning.forecast.advice import server_dollars, with_drives
+from ratel_cli.planning.forecast.advice import with_drives
 from ratel_cli.planning.forecast.forecast import Forecast, Forecaster
 from ratel_cli.planning.papers.largest import TierBytes, largest, paper_models
 from ratel_cli.planning.papers.prefix import Point
 from ratel_cli.planning.papers.strategies import Outcome, compare, flash_neuron_parameters
 from ratel_cli.report.plan import aligned
-from ratel_cli.units import counted, format_bytes, format_count, format_seconds
+from ratel_cli.units import (
+    counted,
+    format_bytes,
+    format_count,
+    format_rate_number,
+    format_seconds,
+    format_token_rate,
+)
 
 _DRIVE_COUNTS = (1, 2, 3, 6, 12)
 """The numbers of SSDs in the paper's servers."""
@@ -53,7 +61,8 @@ def answers(questions: Questions, forecaster: Forecaster, forecast: Forecast) ->
 def _compare(forecaster: Forecaster, forecast: Forecast) -> Answer:
     """Other strategies by the forecast's cost model, and the largest model of FlashNeuron.
 
-    Ratel's own row is the plan, unless the equations find better: they split units, and the plan does not.
+    Ratel's own row is the plan, unless the equations find better: they split units and look at time alone, and the plan
+    does neither.
     """
     ours, *others = compare(forecaster.equations(forecast.setting))
     prediction = forecast.prediction
@@ -90,7 +99,7 @@ def _strategy_row(outcome: Outcome, ours: float, tokens: int) -> tuple[str, ...]
     return (
         outcome.strategy,
         format_seconds(point.seconds),
-        f"{tokens / point.seconds:.4g}",
+        format_rate_number(tokens / point.seconds),
         f"{point.seconds / ours:.2f}",
         format_bytes(point.swapped_bytes),
         format_bytes(point.spilled_bytes),
@@ -137,19 +146,27 @@ def _largest(forecaster: Forecaster, forecast: Forecast) -> Answer:
 
 
 def _prices(forecaster: Forecaster, forecast: Forecast) -> Answer:
-    """Plans for the paper's server with one GPU; each drive has its share of the rates of all."""
+    """Plans for the machine with one GPU and other numbers of its drives; each has its share of the rates of all."""
+    machine = forecast.setting.hardware
+    prices = machine.prices
+    if prices is None:
+        raise BadInput(
+            "argument '--prices': the prices of this machine's parts are not known",
+            "name a hardware file that has them under `prices`, such as configs/hardware/paper-4090-12ssd.yaml, with "
+            "--hardware FILE; `ratel profile -o FILE` writes one for this machine",
+        )
     rows = [("SSDs", "price", "tokens/s", "per $1000")]
     content: list[dict[str, object]] = []
-    for count, hardware in _machines(forecast.setting.hardware):
+    for count, hardware in _machines(machine):
         each = forecaster.forecast(replace(forecast.setting, hardware=hardware))
-        dollars = server_dollars(num_gpus=1, num_ssds=count)
+        dollars = prices.dollars(num_ssds=count)
         if not each.fits:
             rows.append((str(count), f"${dollars}", "", "does not fit"))
             content.append({"num_ssds": count, "dollars": dollars, "fits": False})
             continue
         tokens_per_second = each.prediction.tokens_per_second
         bought = 1000 * tokens_per_second / dollars
-        rows.append((str(count), f"${dollars}", f"{tokens_per_second:.4g}", f"{bought:.3g} tokens/s"))
+        rows.append((str(count), f"${dollars}", format_rate_number(tokens_per_second), format_token_rate(bought)))
         content.append(
             {
                 "num_ssds": count,
@@ -161,7 +178,7 @@ def _prices(forecaster: Forecaster, forecast: Forecast) -> Answer:
         )
     return Answer(
         key="prices",
-        title="price and speed of the paper's server with one RTX 4090",
+        title=f"price and speed with one {machine.gpu.name}, by the prices of the hardware file",
         lines=aligned(rows),
         content=content,
     )

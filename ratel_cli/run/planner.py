@@ -8,6 +8,7 @@ Invariant: every plan stays within the limits of the first one.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,19 +18,22 @@ from ratel_cli.console import RunLog
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.telemetry import Span, SpanLabel
 from ratel_cli.errors import DoesNotFit
-from ratel_cli.hardware.gpu import gpu_limit_bytes
+from ratel_cli.hardware.gpu import gpu_limit
 from ratel_cli.hardware.host import resident_bytes
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.model.footprint import measured_traits
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import StateBytes, Workload
+from ratel_cli.planning.placement import Stage, StateBytes, Workload
 from ratel_cli.planning.plan import Plan, make_plan
 from ratel_cli.planning.problem import Decisions, Problem
 from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
+from ratel_cli.planning.refined import SeenStep, refined_hardware, refined_profile
+from ratel_cli.planning.step_time import Resource
 from ratel_cli.run.context import RunContext
-from ratel_cli.run.settings import decisions_of, state_bytes, workload_of
+from ratel_cli.run.settings import chunked_workload_of, decisions_of, state_bytes
 from ratel_cli.store.copy import COPY_BYTES
 
 
@@ -63,41 +67,66 @@ class Planner:
             )
             return self._plan(profile, replace(self.decisions, activations="auto"))
 
-    def recorded(self, recording: StepRecording, spans: Sequence[Span]) -> ModelProfile:
-        """The profile of the model from a recorded step and the spans of its work."""
+    def recorded(self, recording: StepRecording, spans: Sequence[Span], *, estimate: ModelProfile) -> ModelProfile:
+        """The profile of the model from a recorded step, the spans of its work, and the profile before it."""
         return recorded_profile(
             recording.units(),
-            _block_seconds(spans, num_cores=self.hardware.host.num_cores if self.hardware.link is None else None),
+            self._block_seconds(spans),
             self.spec,
             self.state,
             self.workload,
+            estimate=estimate,
         )
 
-    def _plan(self, profile: ModelProfile, decisions: Decisions) -> Plan:
-        return make_plan(
-            Problem(
-                spec=self.spec,
-                state=self.state,
-                workload=self.workload,
-                profile=profile,
-                hardware=self.hardware,
-                decisions=decisions,
-                process_bytes=self.process_bytes,
-            )
+    def seen(self, seconds: float, spans: Sequence[Span]) -> SeenStep:
+        """What a step that took `seconds` shows by the spans of its work."""
+        return SeenStep(
+            seconds=seconds,
+            blocks=self._block_seconds(spans),
+            nvme_seconds=_busy_seconds(spans, "nvme read", "nvme write"),
+            up_seconds=_busy_seconds(spans, "up"),
+            down_seconds=_busy_seconds(spans, "down"),
         )
+
+    def refined(self, profile: ModelProfile, plan: Plan, steps: Sequence[SeenStep]) -> tuple[Planner, ModelProfile]:
+        """A planner and a profile with the rates and the times that the steps under `plan` show."""
+        refined = refined_profile(
+            profile, steps, swapped=plan.placement.swapped, num_micro_batches=self.workload.num_micro_batches
+        )
+        return replace(self, hardware=refined_hardware(self.hardware, plan.time, steps)), refined
+
+    def problem(self, profile: ModelProfile, decisions: Decisions) -> Problem:
+        """What a plan for a profile follows from, with other decisions than the planner's own."""
+        return Problem(
+            spec=self.spec,
+            state=self.state,
+            workload=self.workload,
+            profile=profile,
+            hardware=self.hardware,
+            decisions=decisions,
+            process_bytes=self.process_bytes,
+        )
+
+    def _block_seconds(self, spans: Sequence[Span]) -> Mapping[int, BlockSeconds]:
+        return _block_seconds(spans, num_cores=self.hardware.host.num_cores if self.hardware.link is None else None)
+
+    def _plan(self, profile: ModelProfile, decisions: Decisions) -> Plan:
+        return make_plan(self.problem(profile, decisions))
 
 
 def make_planner(context: RunContext, spec: ModelSpec, hardware: HardwareProfile) -> Planner:
     """The planner of a run, with the memory that is free now."""
     config = context.config
     decisions = decisions_of(config, host_limit_bytes=context.host_limit_bytes)
-    if context.device.type == "cuda":
-        gpu_bytes = gpu_limit_bytes(context.device, config.limits.gpu_memory)
-        decisions = replace(decisions, device_limit_bytes=gpu_bytes)
+    if context.device.type != "cpu":
+        limit = gpu_limit(context.device, config.limits.gpu_memory)
+        decisions = replace(
+            decisions, device_limit_bytes=limit.plannable_bytes, device_reserve_bytes=limit.reserve_bytes
+        )
     return Planner(
         spec=spec,
         state=state_bytes(config),
-        workload=workload_of(config),
+        workload=chunked_workload_of(config, spec),
         decisions=decisions,
         hardware=hardware,
         process_bytes=resident_bytes() + (COPY_BYTES if config.storage.snapshot is not None else 0),
@@ -105,29 +134,51 @@ def make_planner(context: RunContext, spec: ModelSpec, hardware: HardwareProfile
 
 
 def estimated_profile(planner: Planner, model: DecoderModel) -> ModelProfile:
-    """The model's profile from its shapes alone."""
-    return analytic_profile(planner.spec, planner.state, planner.workload, traits=model.traits)
+    """The model's profile from its shapes alone. No block may be bound."""
+    return analytic_profile(planner.spec, planner.state, planner.workload, traits=measured_traits(model))
 
 
 def _block_seconds(spans: Sequence[Span], *, num_cores: int | None) -> Mapping[int, BlockSeconds]:
     """Seconds that each block computed. `num_cores` is the number of cores if the CPU computes, else None.
 
     Micro-batches count with their median, because the first one of a run is slower: code and memory are cold. On the
-    CPU, the optimizer's threads take cores from backward, so their share is subtracted.
+    CPU, the optimizer's threads take cores from the stage that they run next to, so their share is subtracted.
     """
     alike: dict[SpanLabel, list[float]] = {}
     for span in spans:
         if span.resource == "compute":
             alike.setdefault(span.label, []).append(span.end - span.start)
-    computing: dict[tuple[int, str], float] = defaultdict(float)
+    computing: dict[tuple[int, Stage], float] = defaultdict(float)
     for label, seconds in alike.items():
         computing[label.block, label.stage] += len(seconds) * median(seconds)
-    shared = 0.0
-    if num_cores is not None:
-        backward_seconds = sum(seconds for (_, stage), seconds in computing.items() if stage == "backward")
-        optimizing = sum(span.end - span.start for span in spans if span.resource == "optimizer")
-        shared = min(0.5, optimizing / num_cores / max(backward_seconds, 1e-9))
+
+    def left(stage: Stage) -> float:
+        """The share of the stage's computing that it would take without the optimizer next to it."""
+        stage_seconds = sum(seconds for (_, each), seconds in computing.items() if each == stage)
+        if num_cores is None or not stage_seconds:
+            return 1.0
+        return 1.0 - min(0.5, _optimizing_next_to(stage, spans) / num_cores / stage_seconds)
+
+    forward, backward = left("forward"), left("backward")
     return {
-        block: BlockSeconds(forward=computing[block, "forward"], backward=(1 - shared) * computing[block, "backward"])
+        block: BlockSeconds(
+            forward=forward * computing[block, "forward"], backward=backward * computing[block, "backward"]
+        )
         for block in {label.block for label in alike}
     }
+
+
+def _optimizing_next_to(stage: Stage, spans: Sequence[Span]) -> float:
+    """Seconds of the optimizer between the begin and the end of a stage's computing."""
+    computing = [span for span in spans if span.resource == "compute" and span.label.stage == stage]
+    begin, end = min(span.start for span in computing), max(span.end for span in computing)
+    return sum(max(0.0, min(span.end, end) - max(span.start, begin)) for span in spans if span.resource == "optimizer")
+
+
+def _busy_seconds(spans: Sequence[Span], *resources: Resource) -> float:
+    """Seconds in which at least one of the resources has work."""
+    seconds, until = 0.0, -math.inf
+    for start, end in sorted((span.start, span.end) for span in spans if span.resource in resources):
+        seconds += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return seconds

@@ -1,15 +1,16 @@
-"""Measures this machine with the code that training uses: thoroughly for `ratel profile`, briefly for a run."""
+"""Measures this machine with the code that training uses: thoroughly for `ratel profile`, briefly otherwise."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
 
 from ratel_cli.console import RunLog
-from ratel_cli.errors import DoesNotFit, EnvironmentFailure
-from ratel_cli.hardware.budget import FULL, MeasurementBudget
+from ratel_cli.errors import DoesNotFit, EnvironmentFailure, NotEnoughSpace
+from ratel_cli.hardware.budget import BRIEF, FULL, MeasurementBudget
 from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.hardware.host import default_limit_bytes
 from ratel_cli.hardware.measure import measure
@@ -34,37 +35,42 @@ def measure_machine(target: ProfileTarget, log: RunLog, *, budget: MeasurementBu
     Raises RatelError where the device or a directory cannot be measured.
     """
     start = time.perf_counter()
+    profile = _measure(target, log, budget=budget, progress=lambda what: log.say(f"measuring {what}"))
+    log.say(f"measured in {format_seconds(time.perf_counter() - start)}")
+    return profile
+
+
+def measure_briefly(target: ProfileTarget, log: RunLog) -> HardwareProfile:
+    """A profile as a run makes it, in about a second, where nothing better is known. Raises RatelError, as above."""
+    log.notice("this machine is measured briefly; `ratel profile` with this config makes the plan better")
+    return _measure(target, log, budget=BRIEF, progress=lambda what: None)
+
+
+def _measure(
+    target: ProfileTarget, log: RunLog, *, budget: MeasurementBudget, progress: Callable[[str], None]
+) -> HardwareProfile:
     device = compute_device(target.device)
     with ExitStack() as resources:
         queue = resources.enter_context(open_queue(target.engine, notice=log.notice))
         pool = resources.enter_context(BufferPool(default_limit_bytes()))
-        profile = measure(
-            target.paths,
-            queue,
-            pool,
-            dtype=_compute_dtype(target.dtype),
-            device=device,
-            budget=budget,
-            progress=lambda what: log.say(f"measuring {what}"),
-        )
-    log.say(f"measured in {format_seconds(time.perf_counter() - start)}")
-    return profile
+        dtype = _compute_dtype(target.dtype)
+        return measure(target.paths, queue, pool, dtype=dtype, device=device, budget=budget, progress=progress)
 
 
 def measure_for_run(context: RunContext, *, has_store: bool) -> HardwareProfile:
     """The profile that a run is planned with, in about a second. Raises EnvironmentFailure.
 
-    A run that has its store needs no space for measuring: if its drives cannot be measured, they get an assumed rate,
-    and a warning says so.
+    Measuring takes space of its own, which is not what a run needs: where there is none, or where the run has its store
+    and the drives cannot be measured, they get an assumed rate, and a warning says so.
     """
     config, queue, pool = context.config, context.queue, context.pool
     paths, dtype = [nearest_existing(path) for path in config.storage.paths], _compute_dtype(config.dtype)
     try:
         return measure(paths, queue, pool, dtype=dtype, device=context.device)
     except EnvironmentFailure as failure:
-        # A full disk must not stop a run that resumes. If memory is too small to measure with, the plan reports how
-        # much is missing in all.
-        if not has_store and not isinstance(failure, DoesNotFit):
+        # A full disk must not stop a run that resumes, nor one whose store is smaller than what is measured with. If
+        # there is too little memory or space to measure, the plan reports how much is missing in all.
+        if not has_store and not isinstance(failure, DoesNotFit | NotEnoughSpace):
             raise
         context.log.warn(f"the drives could not be measured: {failure.message}; the prediction assumes 1 GB/s")
         rates = (_ASSUMED_BYTES_PER_SECOND, _ASSUMED_BYTES_PER_SECOND)

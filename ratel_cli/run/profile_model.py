@@ -17,24 +17,27 @@ import torch
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.data.packing import MicroBatch
-from ratel_cli.engine.device.cuda import translate_errors
+from ratel_cli.engine.device.gpu import translate_errors
 from ratel_cli.engine.replay.profiling import BlockProfiler
 from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.hardware.gpu import compute_device, set_determinism
 from ratel_cli.hardware.host import default_limit_bytes, resident_bytes
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.model.footprint import measured_traits
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import NOTHING_OFFLOADED
+from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.capacity import StepMemory
 from ratel_cli.planning.gpu_memory import GpuMemory
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Placement, Workload
 from ratel_cli.planning.recorded import recorded_profile
 from ratel_cli.run.base_model import build_base, prepare_process
+from ratel_cli.run.output import check_run_output, claim_output
 from ratel_cli.run.run_directory import CachedProfile
-from ratel_cli.run.settings import decisions_of, state_bytes, workload_of
+from ratel_cli.run.settings import chunked_workload_of, decisions_of, state_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,16 +54,17 @@ def record_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *, r
     prepare_process()
     model = build_base(config).model
     cache = CachedProfile(config, model.spec, hardware)
-    available_bytes = _activation_available_bytes(config, model.spec, hardware)
     profile = None if refresh else cache.read()
     if profile is not None:
         log.say(f"the model's costs come from {cache.path}; `ratel profile --refresh` measures again")
-        return ModelCosts(profile=profile, activation_available_bytes=available_bytes)
+        return _costs(config, model.spec, hardware, profile)
+    check_run_output(config, overwrite=False)
     log.say("measuring the model, block by block")
     profile = _measured(config, model)
+    claim_output(config)
     _write(cache, model.spec, profile)
     log.say(f"wrote {cache.path}; `ratel plan` and `ratel finetune` use it")
-    return ModelCosts(profile=profile, activation_available_bytes=available_bytes)
+    return _costs(config, model.spec, hardware, profile)
 
 
 def _write(cache: CachedProfile, spec: ModelSpec, profile: ModelProfile) -> None:
@@ -71,11 +75,11 @@ def _write(cache: CachedProfile, spec: ModelSpec, profile: ModelProfile) -> None
         raise EnvironmentFailure(f"{cache.path}: cannot be written: {error.strerror}") from error
 
 
-def _activation_available_bytes(config: RunConfig, spec: ModelSpec, hardware: HardwareProfile) -> int:
-    """Bytes that the limit leaves to activations, next to a step that runs ahead and offloads nothing."""
+def _costs(config: RunConfig, spec: ModelSpec, hardware: HardwareProfile, profile: ModelProfile) -> ModelCosts:
+    """The profile, and the bytes that the limit leaves next to a step that runs ahead and offloads nothing."""
     limit_bytes = config.limits.host_memory or default_limit_bytes()
     decisions = decisions_of(config, host_limit_bytes=limit_bytes)
-    state, workload = state_bytes(config), workload_of(config)
+    state, workload = state_bytes(config), chunked_workload_of(config, spec)
     step = StepMemory(
         spec,
         state,
@@ -83,21 +87,23 @@ def _activation_available_bytes(config: RunConfig, spec: ModelSpec, hardware: Ha
         holds_gradients=decisions.holds_gradients,
         process_bytes=resident_bytes(),
         overlap=decisions.overlap,
-        gpu=None if hardware.link is None else GpuMemory(spec, state, workload),
+        gpu=None if hardware.link is None else GpuMemory(spec, state, workload, profile),
     )
     memory, _ = step.fit(Placement(prefetch_blocks=2, pending_updates=2), NOTHING_OFFLOADED, limit_bytes=sys.maxsize)
-    return max(0, limit_bytes - memory.total)
+    return ModelCosts(profile=profile, activation_available_bytes=max(0, limit_bytes - memory.total))
 
 
 def _measured(config: RunConfig, model: DecoderModel) -> ModelProfile:
-    workload, spec = workload_of(config), model.spec
+    spec, state = model.spec, state_bytes(config)
+    workload = chunked_workload_of(config, spec)
+    estimate = analytic_profile(spec, state, workload, traits=measured_traits(model))
     device = compute_device(config.device)
-    if device.type == "cuda":
+    if device.type != "cpu":
         set_determinism(config.deterministic, device)  # it decides how attention computes
     with translate_errors("measuring the model needs more than is available"):
-        profiler = BlockProfiler(model, dtype=DTYPES[config.dtype], device=device)
+        profiler = BlockProfiler(model, dtype=DTYPES[config.dtype], device=device, chunk_tokens=workload.chunk_tokens)
         units, seconds = profiler.record(_any_batch(workload, spec.vocab_size))
-    return recorded_profile(units, seconds, spec, state_bytes(config), workload)
+    return recorded_profile(units, seconds, spec, state, workload, estimate=estimate)
 
 
 def _any_batch(workload: Workload, vocab_size: int) -> MicroBatch:

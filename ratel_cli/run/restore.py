@@ -23,8 +23,8 @@ from ratel_cli.hardware.drives import measure_drives
 from ratel_cli.io.files import nearest_existing
 from ratel_cli.run.base_model import check_model, prepare_process, read_base
 from ratel_cli.run.context import RunContext, open_context
-from ratel_cli.run.settings import place_of
-from ratel_cli.run.store import new_geometry, prepare_store
+from ratel_cli.run.settings import new_geometry, place_of
+from ratel_cli.run.store import prepare_store
 from ratel_cli.store.copy import copy_generation
 from ratel_cli.store.store import Store
 

@@ -6,10 +6,14 @@ They are in `run/` of the output directory:
     hardware.json   the machine as the run measured it
     model.json      the model's blocks, and what their operators cost once a step was recorded
     plan.json       the plan that the run follows
+    run.json        how many steps the run will have, with which software, and the process that trains
+    wandb.json, …   what a tracker of `report_to` got; wandb.log: what it printed; tensorboard/: its files
+    origin.json     the step of another run that this one started from, if it did
     metrics.jsonl   one line for each step
+    report.html     what `ratel report` shows of the run
     trace.json      the spans of each step, if `trace` is set
     tokens/         the samples as tokens, so that a run with the same data finds them
-    rejects.jsonl   the rows of the data that cannot be used
+    rejects.jsonl   the rows of the data that cannot be used; test-rejects.jsonl: those of `test_datasets`
 
 Invariant: this file imports nothing heavy, so a wrong path or a wrong config is answered at once.
 """
@@ -17,19 +21,32 @@ Invariant: this file imports nothing heavy, so a wrong path or a wrong config is
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ratel_cli.config.load import load_config, to_yaml
-from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.schema import RunConfig, StorageConfig
+from ratel_cli.config.source import is_config_name, similar_path
 from ratel_cli.console import RunLog
-from ratel_cli.errors import BadInput
+from ratel_cli.errors import BadInput, RatelError
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.json_fields import hash_of
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.store.lock import DATA_FILE_NAME
+from ratel_cli.store.run_record import read_record
 
 CONFIG_NAME = "config.yaml"
+HARDWARE_NAME = "hardware.json"
+MODEL_NAME = "model.json"
+PLAN_NAME = "plan.json"
+METRICS_NAME = "metrics.jsonl"
+REPORT_NAME = "report.html"
+TRACE_NAME = "trace.json"
+TOKENS_NAME = "tokens"
+_MAX_NAME_CHARS = 60
+"""Of `output_dir`, in the name of the store's directory. File systems take 255 bytes."""
 
 
 def run_directory(output_dir: Path) -> Path:
@@ -37,34 +54,99 @@ def run_directory(output_dir: Path) -> Path:
     return output_dir / "run"
 
 
+def config_file(path: Path) -> Path:
+    """The file with the config of the run that `path` names: itself, or the one that the run left in that directory.
+
+    Raises BadInput if there is nothing, and for a directory in which no run has left one.
+    """
+    if not os.path.isdir(path):  # is_dir raises for names that are too long
+        check_exists(path)
+        return path
+    if not is_output_of_run(path):
+        raise BadInput(
+            f"{path}: not the output directory of a run: it has no run/{CONFIG_NAME}",
+            "give the output directory of a run, or its config file",
+        )
+    return run_directory(path) / CONFIG_NAME
+
+
+def check_exists(path: Path) -> None:
+    """Raise BadInput if there is nothing at `path`, which a RUN argument names."""
+    try:
+        os.lstat(path)
+    except FileNotFoundError as exc:
+        similar = similar_path(path, lambda other: is_config_name(other) or is_output_of_run(other))
+        hint = similar or "`ratel status` lists the runs below this directory"
+        raise BadInput(f"{path}: no such file or directory", hint) from exc
+    except (OSError, ValueError):
+        return  # what reads the file says why it cannot be read
+
+
 def read_config(path: Path, log: RunLog, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config in a file, with `KEY=VALUE` overrides. Prints its notices. Raises BadInput with all that is wrong."""
-    loaded = load_config(path, overrides)
-    for notice in loaded.notices:
-        log.notice(notice)
-    return loaded.config
+    """The config that `path` names, with `KEY=VALUE` overrides: a file, or what a run left in its output directory.
+
+    The directory may have moved since. Prints notices. Raises BadInput with all that is wrong.
+    """
+    file = config_file(path)
+    config = _load(file, log, overrides)
+    return with_own_store(config) if file == path else as_of_run(config, path)
+
+
+def as_of_run(config: RunConfig, path: Path) -> RunConfig:
+    """The config that the run in the directory `path` has left, perhaps with overrides, for that directory.
+
+    Raises BadInput if the overrides name another one.
+    """
+    file = run_directory(path) / CONFIG_NAME
+    recorded = load_config(file).config
+    if config.output_dir != recorded.output_dir:
+        raise BadInput(
+            f"output_dir: it cannot be changed for the run in {path}",
+            f"a new run needs a config file; {file} is the one of this run, with its storage.paths",
+        )
+    if config.storage.paths != recorded.storage.paths:
+        config = with_own_store(config)
+    return config.model_copy(update={"output_dir": path})
+
+
+def reject_plan_only(config: RunConfig, notice: Callable[[str], None]) -> None:
+    """Raise BadInput if the config is only for `ratel plan`; keys that are only for it get a notice."""
+    if config.cost_model != "ratel":
+        notice("`cost_model` is only for `ratel plan`; a run is always planned with `cost_model: ratel`")
+    if config.base_model is None:
+        raise BadInput("`model_shape` is only for `ratel plan`", "set `base_model` to train a model")
+
+
+def with_own_store(config: RunConfig) -> RunConfig:
+    """The config with the directory of the run's own store in each of `storage.paths`.
+
+    It is named after `output_dir`, with a hash of its place, so that the same command finds it again and no other run
+    does. The default path next to `output_dir` is the run's own already, and so is what a run has recorded. A store
+    that an earlier version made directly in `storage.paths` for this run stays where it is.
+    """
+    place = Path(os.path.realpath(config.output_dir))
+    own = f"{place.name[:_MAX_NAME_CHARS]}-{hash_of(str(place))[:8]}.store"
+    default = config.model_copy(update={"storage": StorageConfig()}).resolved("").storage.paths[0]
+    given = config.storage.paths
+    if os.path.realpath(given[0]) == os.path.realpath(default) or all(path.name == own for path in given):
+        return config
+    paths = tuple(path / own for path in given)
+    if not os.path.lexists(paths[0] / DATA_FILE_NAME) and _has_store_of_older_version(config):
+        return config
+    return config.model_copy(update={"storage": config.storage.model_copy(update={"paths": paths})})
 
 
 def is_output_of_run(path: Path) -> bool:
     """True if a run has left its config in this directory."""
-    return (run_directory(path) / CONFIG_NAME).is_file()
+    return os.path.isfile(run_directory(path) / CONFIG_NAME)  # unlike Path.is_file, also for a name too long
 
 
 def find_run(path: Path, log: RunLog, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config of the run that `path` names: its config file, or its output directory, which may have moved since.
-
-    Raises BadInput if the path names no run.
-    """
-    is_directory = path.is_dir()
-    if is_directory and not is_output_of_run(path):
-        raise BadInput(
-            f"{path}: not the output directory of a run: it has no run/config.yaml",
-            "give the output directory of a run, or its config file",
-        )
-    config = read_config(run_directory(path) / CONFIG_NAME if is_directory else path, log, overrides)
+    """Like `read_config`, for what only a run has: raises BadInput too if no model can be trained with the config."""
+    config = read_config(path, log, overrides)
     if config.base_model is None:
         raise BadInput(f"{path}: `model_shape` is only for `ratel plan`; no model was trained with this config")
-    return config.model_copy(update={"output_dir": path}) if is_directory else config
+    return config
 
 
 def write_run_files(config: RunConfig, contents: Mapping[str, object], *, log: RunLog) -> None:
@@ -79,6 +161,25 @@ def write_run_files(config: RunConfig, contents: Mapping[str, object], *, log: R
         log.warn(f"{directory}: cannot be written ({error.strerror}); training continues without it")
 
 
+def _load(path: Path, log: RunLog, overrides: Sequence[str]) -> RunConfig:
+    loaded = load_config(path, overrides)
+    for notice in loaded.notices:
+        log.notice(notice)
+    return loaded.config
+
+
+def _has_store_of_older_version(config: RunConfig) -> bool:
+    """Whether there is a store directly in `storage.paths` that this run, by its own record, has there."""
+    first = config.storage.paths[0]
+    if not os.path.isfile(first / DATA_FILE_NAME) or read_record(first) is not None:
+        return False
+    try:
+        recorded = load_config(run_directory(config.output_dir) / CONFIG_NAME).config
+    except RatelError:
+        return False
+    return list(map(os.path.realpath, recorded.storage.paths)) == list(map(os.path.realpath, config.storage.paths))
+
+
 class CachedProfile:
     """What an earlier run recorded of a model's operators, in `run/model.json`.
 
@@ -86,7 +187,7 @@ class CachedProfile:
     """
 
     def __init__(self, config: RunConfig, spec: ModelSpec, hardware: HardwareProfile) -> None:
-        self.path = run_directory(config.output_dir) / "model.json"
+        self.path = run_directory(config.output_dir) / MODEL_NAME
         shapes = [(parameter.name, parameter.shape) for block in spec.blocks for parameter in block.parameters]
         values = [shapes, config.dtype, config.attn_implementation, config.micro_batch_size, config.sequence_len]
         machine = [hardware.gpu.name, hardware.host.num_cores, config.deterministic]

@@ -6,21 +6,89 @@ Invariant: this file imports nothing heavy.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.io.files import nearest_existing
+from ratel_cli.json_fields import hash_of
 from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.head_chunk import CHUNK_BYTES, with_chunk
 from ratel_cli.planning.placement import StateBytes, Workload
 from ratel_cli.planning.problem import Decisions
+from ratel_cli.planning.split import divisors
 from ratel_cli.planning.traffic import store_bytes
-from ratel_cli.store.layout import record_layout
+from ratel_cli.sizes import LOGITS_CHUNK_BYTES
+from ratel_cli.store.layout import Geometry, record_layout
 from ratel_cli.store.lock import DATA_FILE_NAME
+from ratel_cli.store.open import stored_identity
+from ratel_cli.training.wear_limit import WearLimit
 
+DECIDES_THE_BITS: Final = (
+    "train_on_inputs", "sequence_len", "sample_packing", "shuffle", "micro_batch_size",
+    "gradient_accumulation_steps", "learning_rate", "lr_scheduler", "lr_scheduler_kwargs", "warmup_steps",
+    "warmup_ratio", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "dtype",
+    "gradient_dtype", "attn_implementation", "head_chunk", "deterministic", "seed", "val_set_size",
+)  # fmt: skip
+"""Keys that must be the same when a run resumes. All other keys may change."""
+DECIDES_THE_LENGTH: Final = ("num_epochs", "max_steps")
+"""Keys that may change when a run resumes, and decide the bits of the steps that follow."""
+_ADDED_LATER: Final = ("lr_scheduler_kwargs",)
+"""Keys of these that are part of the hash only if they are set: stores that are older than the key stay valid."""
 SNAPSHOT_SLOTS: Final = 2
 """Slots of a snapshot's store: the generation that was copied last, and the one that is being copied."""
+
+
+def settings_hash(config: RunConfig) -> str:
+    """The part of a new store's identity that says which settings its run has.
+
+    Chunks of the head of 64 MiB are left out, as in stores that were made when there were no others.
+    """
+    return _hash_of(config, DECIDES_THE_BITS)
+
+
+def earlier_hash(config: RunConfig) -> str:
+    """The settings' hash in stores of the versions in which a run could not change its length."""
+    return _hash_of(config, (*DECIDES_THE_BITS, *DECIDES_THE_LENGTH))
+
+
+def recorded_hash(config: RunConfig) -> str:
+    """The settings' hash as the config's store has it, if the store is that of a run with these settings.
+
+    The hash for a new store otherwise.
+    """
+    identity, earlier = stored_identity(config.storage.paths), earlier_hash(config)
+    return earlier if identity is not None and identity.config_hash == earlier else settings_hash(config)
+
+
+def _hash_of(config: RunConfig, keys: Sequence[str]) -> str:
+    settings = config.model_dump(mode="json", include=set(keys))
+    for key in _ADDED_LATER:
+        value = settings.pop(key)
+        if value is not None:
+            settings[key] = {name: each for name, each in value.items() if each is not None}
+    if config.head_chunk == LOGITS_CHUNK_BYTES:
+        del settings["head_chunk"]
+    return hash_of(settings)
+
+
+def as_recorded(config: RunConfig) -> RunConfig:
+    """The config with the split, and the chunks of the head, that its store was made with.
+
+    The config as it is if it names both, or if there is no store of a run with these settings.
+    """
+    is_planned = config.is_split_planned or config.is_chunk_planned
+    identity = stored_identity(config.storage.paths) if is_planned else None
+    if identity is None:
+        return config
+    splits = map(config.split_by, divisors(config.sequences_per_step)) if config.is_split_planned else (config,)
+    for split in splits:
+        for each in map(split.chunked_by, CHUNK_BYTES) if config.is_chunk_planned else (split,):
+            if identity.config_hash in (settings_hash(each), earlier_hash(each)):
+                return each
+    return config
 
 
 def state_bytes(config: RunConfig) -> StateBytes:
@@ -35,12 +103,15 @@ def state_bytes(config: RunConfig) -> StateBytes:
 
 
 def workload_of(config: RunConfig) -> Workload:
-    """The tokens of a full step."""
-    return Workload(
-        micro_batch_size=config.micro_batch_size,
-        num_micro_batches=config.gradient_accumulation_steps,
-        sequence_len=config.sequence_len,
-    )
+    """The tokens of a full step. What the head does at once depends on the model too: see `chunked_workload_of`."""
+    size, number = config.split
+    return Workload(micro_batch_size=size, num_micro_batches=number, sequence_len=config.sequence_len)
+
+
+def chunked_workload_of(config: RunConfig, spec: ModelSpec) -> Workload:
+    """The tokens of a full step, and of a chunk of the head; of one of 64 MiB if the plan has still to choose it."""
+    chunk_bytes = LOGITS_CHUNK_BYTES if config.head_chunk == "auto" else config.head_chunk
+    return with_chunk(spec, workload_of(config), chunk_bytes)
 
 
 def decisions_of(config: RunConfig, *, host_limit_bytes: int) -> Decisions:
@@ -53,6 +124,7 @@ def decisions_of(config: RunConfig, *, host_limit_bytes: int) -> Decisions:
         device_limit_bytes=config.limits.gpu_memory,
         activations=config.activations,
         overlap=config.optimizer_overlap,
+        wear=config.storage.wear,
     )
 
 
@@ -73,6 +145,29 @@ def taken_bytes(config: RunConfig) -> int:
     """Bytes that an earlier store in the same directories takes: they are there already, or will be free."""
     files = [path / DATA_FILE_NAME for path in config.storage.paths]
     return sum(file.stat().st_size for file in files if os.path.isfile(file))  # is_file raises for long names
+
+
+def wear_limit(
+    config: RunConfig, block_elements: tuple[int, ...], *, weights: tuple[int, ...], first_step: int
+) -> WearLimit | None:
+    """The config's limit on what is written to a store of these blocks; None if it sets none.
+
+    `weights` are the shares of `storage.paths`, `first_step` is the step that the store is made with.
+    """
+    if config.storage.max_tb_written is None:
+        return None
+    geometry = new_geometry(config, block_elements, weights=weights)
+    return WearLimit(
+        max_bytes=int(config.storage.max_tb_written * 1e12),
+        store_bytes=sum(geometry.file_bytes()),
+        slot_bytes=geometry.records().slot_bytes,
+        first_step=first_step,
+    )
+
+
+def new_geometry(config: RunConfig, block_elements: tuple[int, ...], *, weights: tuple[int, ...]) -> Geometry:
+    """The geometry of the store that the config asks for."""
+    return Geometry(dtype=config.dtype, block_elements=block_elements, num_slots=num_slots(config), weights=weights)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

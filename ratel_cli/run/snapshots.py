@@ -1,32 +1,39 @@
 """The snapshot of a run: found, checked for space, created, and handed to the thread that copies to it.
 
-Invariants: unless the run starts over, a snapshot of another run is never overwritten, nor is one whose run has lost
-its store. A device that is too small is reported before anything is written.
+Invariants: a snapshot of another run is overwritten only if the user insists, also where both runs have the same
+settings; one whose run has lost its store, only if the run starts over. A device that is too small is reported before
+anything is written.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.config.sections import SnapshotConfig
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
+from ratel_cli.report.run import snapshot_line
 from ratel_cli.run.context import RunContext
+from ratel_cli.run.output import is_own_record
 from ratel_cli.run.settings import SNAPSHOT_SLOTS, SnapshotSpace, place_of
-from ratel_cli.run.store import prepare_store
+from ratel_cli.run.store import describe_store, prepare_store, reject_replacing
 from ratel_cli.store.layout import Geometry
 from ratel_cli.store.lock import DATA_FILE_NAME
+from ratel_cli.store.run_record import read_record
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.training.snapshots import Snapshots
-from ratel_cli.units import format_bytes
+from ratel_cli.units import format_bytes, format_rate
 
 _SHARE = 0.25
 """The share of the drives' read rate that a copy may take from training."""
 
 
-def find_snapshot(context: RunContext, identity: StoreIdentity, *, has_store: bool, resume: str) -> Store | None:
+def find_snapshot(
+    context: RunContext, identity: StoreIdentity, *, has_store: bool, resume: str, overwrite_store: bool = False
+) -> Store | None:
     """The snapshot that the run has made so far; None if there is none, or none is wanted, or the run starts over."""
     config = context.config
     wanted = config.storage.snapshot
@@ -38,6 +45,10 @@ def find_snapshot(context: RunContext, identity: StoreIdentity, *, has_store: bo
             "losing it would lose both the store and the snapshot",
             "set storage.snapshot.path to a directory on another device",
         )
+    if not overwrite_store:
+        _reject_other_run(config, wanted.path)
+        if resume == "no":
+            reject_replacing(config, [wanted.path], identity)
     if resume == "no" or not Store.exists([wanted.path]):
         return None
     if not has_store:
@@ -66,7 +77,7 @@ def snapshot_rows(config: RunConfig, space: SnapshotSpace | None, hardware: Hard
     every = f"{wanted.every} steps" if wanted.every > 1 else "step"
     row = (
         f"needs {format_bytes(space.need_bytes)} in {wanted.path}, {format_bytes(space.available_bytes)} available; "
-        f"every {every}, at up to {_bytes_per_second(hardware) / 1e9:.2g} GB/s"
+        f"every {every}, at up to {format_rate(_bytes_per_second(hardware))}"
     )
     return [("snapshot", row)]
 
@@ -112,7 +123,20 @@ def start_snapshots(
             bytes_per_second=_bytes_per_second(hardware),
             notice=log.notice,
             warn=log.warn,
+            after_copy=lambda step: log.say(snapshot_line(step)),
         )
+    )
+
+
+def _reject_other_run(config: RunConfig, path: Path) -> None:
+    """Raise BadInput if the snapshot there is that of another run. Without a record, the store's identity decides."""
+    record = read_record(path) if Store.exists([path]) else None
+    if record is None or is_own_record(record, config):
+        return
+    raise BadInput(
+        f"storage.snapshot.path: {path} holds {describe_store(config, [path], what='snapshot')}",
+        "set storage.snapshot.path to a directory that only this run uses; or replace that snapshot with "
+        "--resume no --overwrite-store",
     )
 
 

@@ -1,7 +1,7 @@
 """The store of a run: the one that its last commit left, or a new one with the base model's weights.
 
 Invariants: an existing store is opened and checked against the config before anything is written. Only `--resume no`
-replaces it.
+replaces it, and a store of other settings or data only with `--overwrite-store` too.
 """
 
 from __future__ import annotations
@@ -14,26 +14,44 @@ from ratel_cli.errors import BadInput
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.model.import_weights import WeightSource, import_weights
+from ratel_cli.model.marker import read_marker
 from ratel_cli.model.spec import ModelSpec
+from ratel_cli.run.branch import DECIDES_THE_STATE, Branch, beginning
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs import Inputs, changed_settings
+from ratel_cli.run.origin import write_origin
+from ratel_cli.run.output import own_output
 from ratel_cli.run.run_directory import CONFIG_NAME, run_directory
-from ratel_cli.run.settings import num_slots, place_of
+from ratel_cli.run.settings import (
+    DECIDES_THE_LENGTH,
+    as_recorded,
+    earlier_hash,
+    new_geometry,
+    num_slots,
+    place_of,
+    settings_hash,
+)
 from ratel_cli.store.layout import Geometry, record_layout
-from ratel_cli.store.open import StoreMismatch
-from ratel_cli.store.store import Progress, Store, StoreIdentity
+from ratel_cli.store.lock import DATA_FILE_NAME
+from ratel_cli.store.open import REPLACE_STORE, StoreMismatch, stored_identity, stored_step
+from ratel_cli.store.run_record import read_record, write_records
+from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.units import counted
 
-_FIRST_LOSS_SCALE = 2.0**16
 
-
-def find_store(context: RunContext, identity: StoreIdentity, *, resume: str) -> Store | None:
+def find_store(
+    context: RunContext, identity: StoreIdentity, *, resume: str, overwrite_store: bool = False
+) -> Store | None:
     """The store of the run that resumes, which the context closes; None if there is none, or `resume` is `no`.
 
-    Raises BadInput if the store belongs to another run, or does not fit the config.
+    Raises BadInput if the store belongs to another run, or does not fit the config. With `resume` `no` and
+    `overwrite_store` a store of another run will be replaced.
     """
     config = context.config
     paths = config.storage.paths
+    if resume == "no" and not overwrite_store:
+        reject_replacing(config, paths, identity)
+        _reject_replacing_result(config)
     if resume != "no" and Store.exists(paths):
         try:
             store = context.open_store(paths, identity=identity)
@@ -49,21 +67,77 @@ def find_store(context: RunContext, identity: StoreIdentity, *, resume: str) -> 
     return None
 
 
+def reject_replacing(config: RunConfig, paths: Sequence[Path], identity: StoreIdentity) -> None:
+    """Raise BadInput if the directories hold a store of another run, or something that is no store of Ratel."""
+    if not Store.exists(paths):
+        return
+    stored = stored_identity(paths)
+    if stored is None:
+        if read_record(paths[0]) is None:
+            raise BadInput(
+                f"{', '.join(map(str, paths))}: there is a {DATA_FILE_NAME} that cannot be read, and nothing says "
+                "that it is this run's",
+                REPLACE_STORE,
+            )
+        return
+    there = config.storage.model_copy(update={"paths": tuple(paths)})
+    recorded = as_recorded(config.model_copy(update={"storage": there}))
+    is_planned = config.is_split_planned or config.is_chunk_planned
+    is_same = stored.config_hash in (settings_hash(recorded), earlier_hash(recorded)) and (
+        (stored.model_hash, stored.seed) == (identity.model_hash, identity.seed)
+    )
+    if not is_same or not (is_planned or stored.data_hash == identity.data_hash):
+        raise BadInput(
+            f"{', '.join(map(str, paths))} holds {describe_store(config, paths)}, which has other settings or data",
+            REPLACE_STORE,
+        )
+
+
+def _reject_replacing_result(config: RunConfig) -> None:
+    """Raise BadInput if the output directory has the model of a run with other settings, wherever its store is."""
+    marker = read_marker(config.output_dir)
+    found = changed_settings(config, run_directory(config.output_dir) / CONFIG_NAME)
+    changed = [each for each in found if not each.startswith(DECIDES_THE_LENGTH)]
+    if marker is not None and marker.step is not None and changed:
+        raise BadInput(
+            f"{config.output_dir} holds step {marker.step} of a run with other settings: {'; '.join(changed)}",
+            "set another output_dir for a new run, or replace that one's with --resume no --overwrite-store",
+        )
+
+
+def describe_store(config: RunConfig, paths: Sequence[Path], *, what: str = "store") -> str:
+    """The store in these directories, for messages: what it is, whose, at which step, and when it was made."""
+    record, step = read_record(paths[0]), stored_step(paths)
+    facts = ([] if step is None else [f"step {step}"]) + ([] if record is None else [f"made {record.made}"])
+    name = config.output_dir.name if record is None else record.name
+    return f"the {what} of the run {name}" + (f" ({', '.join(facts)})" if facts else "")
+
+
 def _explained(error: StoreMismatch, config: RunConfig) -> BadInput | None:
     """The error that names what changed since the run began; None if that is not known."""
     changed = changed_settings(config, run_directory(config.output_dir) / CONFIG_NAME)
     if changed:
         return BadInput(
-            f"the store in {place_of(config)} belongs to a run with other settings: {'; '.join(changed)}",
-            "set them back to resume that run, or start over with --resume no",
+            f"{place_of(config)} holds {describe_store(config, config.storage.paths)}, which has other settings: "
+            f"{'; '.join(changed)}",
+            f"{_for_a_new_run(config, changed)}; set them back to resume that one; or replace that store with "
+            "--resume no --overwrite-store",
         )
     if error.fields == ("data_hash",):
         sources = ", ".join(dataset.path for dataset in config.datasets)
         return BadInput(
             f"the training data changed since this run began ({sources})",
-            "use the earlier data to resume the run, or start over with --resume no",
+            f"{_for_a_new_run(config)}; use the earlier data to resume that one; or replace its store with "
+            "--resume no --overwrite-store",
         )
     return None
+
+
+def _for_a_new_run(config: RunConfig, changed: Sequence[str] = ()) -> str:
+    """The part of a hint that says how to begin a new run with the settings that `changed`, from this one's state."""
+    if any(each.startswith(DECIDES_THE_STATE) for each in changed):
+        return "set another output_dir for a new run"
+    return f"set another output_dir for a new run, which --from {config.output_dir} starts from this one's state"
 
 
 def _check_fits(store: Store, config: RunConfig, resume: str) -> None:
@@ -106,9 +180,15 @@ def resume_store(context: RunContext, store: Store, *, resume: str) -> None:
 
 
 def make_store(
-    context: RunContext, inputs: Inputs, identity: StoreIdentity, *, weights: tuple[int, ...], resume: str
+    context: RunContext,
+    inputs: Inputs,
+    identity: StoreIdentity,
+    *,
+    weights: tuple[int, ...],
+    resume: str,
+    branch: Branch | None,
 ) -> Store:
-    """A new store with the base model's weights as its first generation, which the context closes.
+    """A new store, which the context closes. Its first generation is the `branch`, or the base model's weights.
 
     `weights` are the directories' shares of its bytes, for its whole life.
     """
@@ -116,14 +196,13 @@ def make_store(
     geometry = new_geometry(context.config, spec.block_elements, weights=weights)
     paths = context.config.storage.paths
     store = prepare_store(context, paths, geometry, identity=identity, overwrite=resume == "no")
+    write_origin(context.config, None if branch is None else branch.record)
+    if branch is not None:
+        branch.copy_into(store, context)
+        return store
     with context.bar("importing weights", spec.num_parameters) as advance:
         import_base(spec, inputs.source, store, context.pool, progress=advance)
     return store
-
-
-def new_geometry(config: RunConfig, block_elements: tuple[int, ...], *, weights: tuple[int, ...]) -> Geometry:
-    """The geometry of the store that the config asks for."""
-    return Geometry(dtype=config.dtype, block_elements=block_elements, num_slots=num_slots(config), weights=weights)
 
 
 def prepare_store(
@@ -153,6 +232,7 @@ def prepare_store(
             progress=advance,
             notice=context.log.notice,
         )
+    write_records(paths, own_output(context.config))
     return context.resources.enter_context(store)
 
 
@@ -161,5 +241,5 @@ def import_base(
 ) -> None:
     """Import the weights of `source` into an empty store, and commit them as step 0."""
     import_weights(spec, source, store.shadow(), pool, progress=progress)
-    store.commit_import(Progress(step=0, updates=0, loss_scale=_FIRST_LOSS_SCALE, good_steps=0, tokens=0))
+    store.commit_import(beginning())
     pool.trim()

@@ -38,6 +38,11 @@ def software_versions(*packages: str) -> tuple[str, ...]:
     return tuple(map(_version, packages))
 
 
+def ratel_version() -> str:
+    """The version of Ratel itself."""
+    return _version("ratel-cli") or "(not installed)"
+
+
 def _version(package: str) -> str:
     try:
         return version(package)

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.engine.forward import GenerationForward
+from ratel_cli.engine.block_reader import BlockReader, GenerationBlocks
+from ratel_cli.engine.forward import BlockwiseForward
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.hardware.host import default_limit_bytes
 from ratel_cli.model.checkpoint import install_buffers, open_shards, persistent_buffers
@@ -38,7 +39,7 @@ from ratel_cli.run.open import OpenedRun, open_run
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.store import Store
 from ratel_cli.training.stopping import StopRequest
-from ratel_cli.units import counted, format_bytes, format_count, format_seconds
+from ratel_cli.units import counted, format_bytes, format_count, format_rate, format_seconds
 
 _NUM_TOKENS = 16
 _TOKEN_STRIDE = 7919
@@ -104,7 +105,7 @@ def _check_generations(
             checks.append(check)
     seconds = perf_counter() - start
     total_bytes = len(generations) * num_bytes
-    rate = f"{total_bytes / seconds / 1e9:.3g} GB/s"
+    rate = format_rate(total_bytes / seconds)
     context.log.say(f"read {format_bytes(total_bytes)} in {format_seconds(seconds)}, {rate}")
     return checks
 
@@ -233,8 +234,10 @@ def _compare_logits(run: OpenedRun, generation: Generation, model: PreTrainedMod
     num_tokens = min(_NUM_TOKENS, longest) if isinstance(longest, int) else _NUM_TOKENS
     positions = torch.arange(num_tokens).unsqueeze(0)
     tokens = positions * _TOKEN_STRIDE % decoder.spec.vocab_size
-    forward = GenerationForward(decoder, generation, run.context.pool, device=device, check_stop=run.context.stop.check)
-    ours = forward.logits(tokens, positions)
+    context = run.context
+    blocks = GenerationBlocks(generation)
+    with BlockReader(decoder, blocks, context.pool, device=device, check_stop=context.stop.check) as reader:
+        ours = BlockwiseForward(decoder, reader).logits(tokens, positions)
     keywords = {"position_ids": positions} if decoder.layer_runner.takes_positions else {}
     with torch.no_grad():
         theirs = model(input_ids=tokens, use_cache=False, **keywords).logits

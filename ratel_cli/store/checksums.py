@@ -6,8 +6,8 @@ place, step or store therefore do not pass, even if the whole table was moved al
 checksum of the table itself, its root, so a table counts only if a commit refers to it.
 
 The library hashes at 25 GB/s from main memory and at 90 to 120 GB/s from the caches (2-core virtual machine, AVX-512,
-2026-11), without the GIL. Where AdamW has the bytes in the caches, its kernel computes the same numbers
-(engine/optimizer/adamw.py), and the table takes them as digests.
+2026-11), without the GIL. Where AdamW has the bytes in the caches, its kernel computes the same numbers, and compares
+them with the table or enters them into it (`of_block`).
 
 Invariant: a chunk passes only if it has the bytes that its checksum was computed from.
 """
@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from struct import Struct
 from typing import Final, Self
 
 import xxhash
 
+from ratel_cli import _native
 from ratel_cli.errors import IntegrityFailure
 from ratel_cli.sizes import CHECKSUM_BYTES
 from ratel_cli.store.layout import ChunkMap
@@ -42,6 +43,7 @@ class ChunkTable:
         self._field_index = {field.name: index for index, field in enumerate(chunks.layout.fields)}
         self._digests = array("Q", [step]) + array("Q", [0]) * (chunks.num_entries - 1)
         self._is_set = bytearray([1]) + bytearray(chunks.num_entries - 1)
+        self._of_blocks: dict[tuple[int, frozenset[str]], _native.ChunkChecksums] = {}
 
     @classmethod
     def from_bytes(cls, chunks: ChunkMap, store_id: bytes, content: memoryview, root: str) -> Self:
@@ -79,30 +81,29 @@ class ChunkTable:
         for entry, first, end, part in self._parts(block, field, start, stop, memory):
             self._check(entry, self._digest(block, field, first, part), f"block {block}, {field}", first, end)
 
-    def seeds(self, block: int, start: int, stop: int, fields: Collection[str]) -> list[int | None]:
-        """The XXH3-64 seed of every chunk in elements [start, stop), ordered as `ChunkMap.columns` orders them.
+    def of_block(self, block: int, fields: frozenset[str]) -> _native.ChunkChecksums:
+        """A block's chunks of these fields, for a kernel that compares their checksums or enters them here itself.
 
-        For a kernel that computes the checksums itself: `set_digests` and `check_digests` take its results in the same
-        order. None stands for a chunk of a field that is not in `fields`.
+        A kernel that compares rejects a chunk whose checksum is not set yet.
         """
-        return [
-            self._seed(block, field, first) if field in fields else None
-            for _, field, first, _ in self._chunks.columns(block, start, stop)
-        ]
+        found = self._of_blocks.get((block, fields))
+        if found is None:
+            entries = [first if name in fields else None for name, first in self._chunks.first_entries(block)]
+            found = self._of_blocks[block, fields] = _native.ChunkChecksums(
+                table=self._digests,
+                is_set=self._is_set,
+                store_id=self._store_id,
+                step=self._step,
+                block=block,
+                entries=entries,
+            )
+        return found
 
-    def set_digests(self, block: int, start: int, stop: int, digests: Sequence[int | None]) -> None:
-        """Like `set_chunks` for all fields, with checksums that were computed elsewhere."""
-        columns = self._chunks.columns(block, start, stop)
-        for (entry, _, _, _), digest in zip(columns, digests, strict=True):
-            assert digest is not None
-            self._set(entry, digest)
-
-    def check_digests(self, block: int, start: int, stop: int, digests: Sequence[int | None]) -> None:
-        """Like `check_chunks` for all fields, with checksums that were computed elsewhere. None: not computed."""
-        columns = self._chunks.columns(block, start, stop)
-        for (entry, field, first, end), digest in zip(columns, digests, strict=True):
-            if digest is not None:
-                self._check(entry, digest, f"block {block}, {field}", first, end)
+    def mismatch(self, block: int, start: int, stop: int, *, field_index: int, chunk: int) -> IntegrityFailure:
+        """The error for chunk number `chunk` in elements [start, stop) of a field: it has another checksum."""
+        size, field = self._chunks.chunk_elements, self._chunks.layout.fields[field_index].name
+        first = start + chunk * size
+        return self._damaged(f"block {block}, {field}", first, min(first + size, stop))
 
     def write_into(self, memory: memoryview) -> str:
         """Fill `memory` (`ChunkMap.table_bytes` long) with the table as it is stored. Returns its root."""
@@ -123,11 +124,14 @@ class ChunkTable:
     def _check(self, entry: int, digest: int, where: str, first: int, end: int) -> None:
         assert self._is_set[entry], "a chunk is read before it was written"
         if digest != self._digests[entry]:
-            raise IntegrityFailure(
-                f"{where}: elements {first} to {end} are not what step {self._step} wrote "
-                "(a flipped bit, or a lost or misplaced write)",
-                _HINT,
-            )
+            raise self._damaged(where, first, end)
+
+    def _damaged(self, where: str, first: int, end: int) -> IntegrityFailure:
+        return IntegrityFailure(
+            f"{where}: elements {first} to {end} are not what step {self._step} wrote "
+            "(a flipped bit, or a lost or misplaced write)",
+            _HINT,
+        )
 
     def _digest(self, block: int, field: str, first: int, part: memoryview) -> int:
         return xxhash.xxh3_64_intdigest(part, seed=self._seed(block, field, first))

@@ -39,7 +39,7 @@ def copy_generation(source: Generation, target: Shadow, pool: BufferPool, *, pro
     Raises IntegrityFailure if bytes of the source are damaged. What `progress` raises ends the copy too.
     """
     assert (source.layout, source.block_elements) == (target.generation.layout, target.generation.block_elements)
-    with pool.lease(COPY_BYTES, "a copy of the state") as lease:
+    with pool.lease(COPY_BYTES, "a copy of the state", crosses_link=False) as lease:
         reads = ((part, source.read(*part)) for part in _parts(source, lease.memory))
         with closing(in_flight(reads, at_most=2)) as finished:
             for part in finished:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from ratel_cli.errors import BadInput, IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.files import SpaceNeed, StripedFiles, check_space, make_directory, reserve
+from ratel_cli.io.files import SpaceNeed, check_space, make_directory, reserve
+from ratel_cli.io.striped_files import StripedFiles
 from ratel_cli.io.tickets import in_flight
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.barrier import Barrier, failpoint

@@ -1,23 +1,27 @@
 """One generation of the store's state, to be read: the current one, a pinned one, or the shadow.
 
-`Generation.read` checks what it reads before its ticket's `wait` returns. The optimizer reads with `read_unchecked`
+`Generation.read` has what it reads checked before its ticket's `wait` returns, by the threads of the queue that take
+checksums (io/checksum_workers.py), one part next to the other. The optimizer reads with `read_unchecked`
 instead: its kernel computes the checksums in the pass of the update, so that the bytes are fetched from main memory
-once, and `check_digests` compares them.
+once, and compares them with the table.
 
 Invariant: no bytes are used before they passed their checksums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 
+from ratel_cli import _native
 from ratel_cli.errors import BadInput, IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.files import StripedFiles
-from ratel_cli.io.tickets import Ticket, follow, in_flight
+from ratel_cli.io.checksum_workers import parts_of
+from ratel_cli.io.striped_files import StripedFiles
+from ratel_cli.io.tickets import Ticket, in_flight, join
 from ratel_cli.sizes import BLOCK_ALIGNMENT
 from ratel_cli.store.checksums import ChunkTable
 from ratel_cli.store.layout import ChunkMap, RecordMap
@@ -66,26 +70,40 @@ class Generation:
 
         The ticket's `wait` raises IntegrityFailure if a chunk is damaged.
         """
-        ticket = self.read_unchecked(block, field, start, stop, memory)
-        return follow(ticket, lambda: self._check(block, field, start, stop, memory))
+        address, chunks = self.address(block, field, start, stop, memory), self._slots.chunks
+        if chunks is None:
+            return self._slots.files.read(address, memory)
+        size = self._size(field)
+        unit_bytes = chunks.chunk_elements * size
+        reads = []
+        for first, last in parts_of(len(memory), unit_bytes=unit_bytes):
+            part = memory[first:last]
+            elements = start + first // size, start + last // size
+            check = partial(self._check, block, field, *elements, part)
+            reads.append(self._slots.files.read(address + first, part, check=check))
+        return join(reads)
 
-    def read_unchecked(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
-        """Like `read`, but without the check.
+    def read_unchecked(self, block: int, start: int, stop: int, memories: Mapping[str, memoryview]) -> Ticket:
+        """Read elements [start, stop) of several fields, each into its memory, without a check.
 
-        The caller must call `check_digests` before it writes or hands on anything that was computed from these bytes.
+        The caller must compare the checksums (`to_compare`) before it writes or hands on anything that was computed
+        from these bytes.
         """
-        return self._slots.files.read(self.address(block, field, start, stop, memory), memory)
+        address, files = self.address, self._slots.files
+        return files.read_parts(
+            [(address(block, each, start, stop, memory), memory) for each, memory in memories.items()]
+        )
 
-    def seeds(self, block: int, start: int, stop: int, fields: Collection[str]) -> list[int | None]:
-        """Seeds for a kernel that computes the checksums of these fields (`ChunkTable.seeds`).
+    def to_compare(self, block: int, fields: frozenset[str]) -> _native.ChunkChecksums:
+        """What a kernel needs to compare the checksums of these fields of a block itself (`ChunkTable.of_block`).
 
         Only for stores with checksums.
         """
-        return self._checksum_table().seeds(block, start, stop, fields)
+        return self._checksum_table().of_block(block, fields)
 
-    def check_digests(self, block: int, start: int, stop: int, digests: Sequence[int | None]) -> None:
-        """Raise IntegrityFailure unless these are the checksums of elements [start, stop). None: not computed."""
-        self._checksum_table().check_digests(block, start, stop, digests)
+    def mismatch(self, block: int, start: int, stop: int, *, field_index: int, chunk: int) -> IntegrityFailure:
+        """The error for a chunk in elements [start, stop) whose checksum is another one (`ChunkTable.mismatch`)."""
+        return self._checksum_table().mismatch(block, start, stop, field_index=field_index, chunk=chunk)
 
     def check_all(self, pool: BufferPool, *, progress: Callable[[int], None]) -> None:
         """Read every byte and check it. `progress` is called with the bytes of each chunk.
@@ -105,8 +123,9 @@ class Generation:
     def address(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> int:
         """Logical address of element `start` of a field. [start, stop) must lie in the block and fill `memory`."""
         assert start <= stop <= self.block_elements[block] and stop % BLOCK_ALIGNMENT == 0, (start, stop)
-        assert len(memory) == (stop - start) * self._size(field), len(memory)
-        return self._slots.records.address(self.slot, block, field, start)
+        records = self._slots.records
+        assert len(memory) == records.field_bytes(field, stop - start), len(memory)
+        return records.address(self.slot, block, field, start)
 
     def _read_chunks(self, chunks: ChunkMap, memory: memoryview, largest_bytes: int) -> Iterator[tuple[int, Ticket]]:
         """Read chunk after chunk, each into the next `largest_bytes` of `memory`. Yields the bytes of each."""
@@ -118,8 +137,7 @@ class Generation:
         return self.layout.field(field).bytes_per_element
 
     def _check(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> None:
-        if self._slots.chunks is not None:
-            self._checksum_table().check_chunks(block, field, start, stop, memory)
+        self._checksum_table().check_chunks(block, field, start, stop, memory)
 
     def _checksum_table(self) -> ChunkTable:
         chunks = self._slots.chunks

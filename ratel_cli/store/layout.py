@@ -71,11 +71,6 @@ class RecordLayout:
         assert num_elements % BLOCK_ALIGNMENT == 0, num_elements
         return num_elements * self.bytes_per_parameter
 
-    def field_offset(self, name: str, num_elements: int) -> int:
-        """Bytes from the start of a record to the field, in a block with `num_elements` elements."""
-        assert num_elements % BLOCK_ALIGNMENT == 0, num_elements
-        return num_elements * sum(field.bytes_per_element for field in self.fields[: self.index(name)])
-
 
 def record_layout(dtype: DtypeName) -> RecordLayout:
     """The record of a compute dtype: 12 bytes per parameter for bfloat16 and float32, 14 for float16."""
@@ -98,6 +93,12 @@ class RecordMap:
         self.block_elements = tuple(block_elements)
         self._table_bytes = table_bytes
         self._block_offsets = tuple(accumulate((layout.record_bytes(n) for n in self.block_elements), initial=0))
+        sizes = [field.bytes_per_element for field in layout.fields]
+        before = accumulate(sizes[:-1], initial=0)
+        self._fields = {
+            field.name: (each, field.bytes_per_element) for field, each in zip(layout.fields, before, strict=True)
+        }
+        """By field: bytes per element of the fields before it in a record, and its own."""
 
     @property
     def records_bytes(self) -> int:
@@ -117,8 +118,12 @@ class RecordMap:
         """Logical address of element `start` of a field."""
         num_elements = self.block_elements[block]
         assert 0 <= start <= num_elements and start % BLOCK_ALIGNMENT == 0, start
-        inside = self.layout.field_offset(field, num_elements) + start * self.layout.field(field).bytes_per_element
-        return slot * self.slot_bytes + self._block_offsets[block] + inside
+        bytes_before, size = self._fields[field]
+        return slot * self.slot_bytes + self._block_offsets[block] + num_elements * bytes_before + start * size
+
+    def field_bytes(self, field: str, num_elements: int) -> int:
+        """Size of `num_elements` elements of a field."""
+        return num_elements * self._fields[field][1]
 
 
 class ChunkMap:
@@ -156,15 +161,10 @@ class ChunkMap:
         for chunk in range(start // size, -(-stop // size)):
             yield first + chunk, chunk * size, min((chunk + 1) * size, stop)
 
-    def columns(self, block: int, start: int, stop: int) -> Iterator[tuple[int, str, int, int]]:
-        """Each chunk of every field in elements [start, stop) as (entry, field, first element, end).
-
-        Chunk by chunk, and for each chunk field by field: the order in which the update passes over a group.
-        """
-        fields = [list(self.parts(block, field.name, start, stop)) for field in self.layout.fields]
-        for chunk in zip(*fields, strict=True):
-            for field, (entry, first, end) in zip(self.layout.fields, chunk, strict=True):
-                yield entry, field.name, first, end
+    def first_entries(self, block: int) -> Iterator[tuple[str, int]]:
+        """For each field of a block: its name, and the entry of its first chunk. Those of the next chunks follow."""
+        for index, field in enumerate(self.layout.fields):
+            yield field.name, self._first_entries[block] + index * self._chunks_per_field[block]
 
     def ranges(self) -> Iterator[tuple[int, str, int, int]]:
         """Every chunk of a generation as (block, field, first element, end), in the order of the table."""

@@ -16,11 +16,13 @@ import stat
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from ratel_cli.closing import Closing
 from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.json_fields import JsonFields
 
 DATA_FILE_NAME = "ratel.store"
 OWNER_FILE_NAME = "ratel.owner"
@@ -84,6 +86,42 @@ class StoreLock(Closing):
                     "wait for that run to end, or set storage.paths to other directories",
                 )
             time.sleep(_POLL_SECONDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreUse:
+    """Whether a process uses a store."""
+
+    is_locked: bool
+    pid: int | None
+    """The process that the file next to the store names; None if there is none. Without a lock it was killed."""
+
+
+def find_use(directory: Path) -> StoreUse:
+    """Whether a process uses the store in a directory. The store is neither changed nor, for longer, locked.
+
+    A run that begins in the same instant waits for a fiftieth of a second.
+    """
+    try:
+        fd = os.open(directory / DATA_FILE_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return StoreUse(is_locked=False, pid=None)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return StoreUse(is_locked=True, pid=_owner_pid(directory))
+    except OSError:
+        return StoreUse(is_locked=False, pid=None)  # a file system without locks
+    finally:
+        os.close(fd)
+    return StoreUse(is_locked=False, pid=_owner_pid(directory))
+
+
+def _owner_pid(directory: Path) -> int | None:
+    try:
+        return JsonFields(json.loads((directory / OWNER_FILE_NAME).read_bytes())).integer("pid")
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def _open(path: Path, *, create: bool) -> int:

@@ -11,14 +11,39 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ratel_cli.errors import BadInput, IntegrityFailure
+from ratel_cli.errors import BadInput, IntegrityFailure, RatelError
 from ratel_cli.io.files import use_direct_io
 from ratel_cli.store.headers import check_first, check_membership, read_header
 from ratel_cli.store.layout import NUM_MANIFESTS
-from ratel_cli.store.lock import StoreLock
+from ratel_cli.store.lock import DATA_FILE_NAME, StoreLock
 from ratel_cli.store.manifest import Manifest, StoreIdentity, choose_manifest
 
 START_OVER = "start over with --resume no"
+REPLACE_STORE = (
+    "set another output_dir or storage.paths for a new run, or replace that store with --resume no --overwrite-store"
+)
+
+
+def stored_identity(directories: Sequence[Path]) -> StoreIdentity | None:
+    """What the store in these directories belongs to; None if there is none, or its manifests cannot be read.
+
+    It takes no lock: a run that is training does not change the identity.
+    """
+    manifest = _stored_manifest(directories)
+    return None if manifest is None else manifest.identity
+
+
+def stored_step(directories: Sequence[Path]) -> int | None:
+    """The step of the store in these directories, as `stored_identity` finds it."""
+    manifest = _stored_manifest(directories)
+    return None if manifest is None else manifest.progress.step
+
+
+def _stored_manifest(directories: Sequence[Path]) -> Manifest | None:
+    try:
+        return choose_manifest(read_header(directories[0] / DATA_FILE_NAME).manifest_pages)[0]
+    except RatelError:
+        return None
 
 
 class StoreMismatch(BadInput):
@@ -81,7 +106,7 @@ def _check_identity(
         ("the training data", "data_hash", stored.data_hash, wanted.data_hash),
         ("the seed", "seed", stored.seed, wanted.seed),
     )
-    hint = f"{START_OVER}, or set storage.paths to another directory"
+    hint = REPLACE_STORE
     wrong = {
         name: f"{what} changed since the store in {directory} was made: {name} was {old}, is now {new}"
         for what, name, old, new in pairs

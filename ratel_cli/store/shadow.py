@@ -8,9 +8,10 @@ Invariant: nothing is committed whose writes were not waited for, or whose chunk
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from threading import Lock
 
+from ratel_cli import _native
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import Ticket, follow
 from ratel_cli.store.checksums import ChunkTable
@@ -25,6 +26,7 @@ class Shadow:
         """Fills the slot of `entry`. `step` is the step that writes it, 0 for an import."""
         self._slots = slots
         self._table = None if slots.chunks is None else ChunkTable(slots.chunks, slots.store_id, step)
+        self._fields = frozenset(field.name for field in slots.records.layout.fields)
         self._lock = Lock()  # for the two counts
         self.submitted_bytes = 0
         """Bytes of all writes so far, whether they have completed or not."""
@@ -39,28 +41,25 @@ class Shadow:
         """
         if self._table is not None:
             self._table.set_chunks(block, field, start, stop, memory)
-        return self.write_hashed(block, field, start, stop, memory)
+        return self.write_hashed(block, start, stop, {field: memory})
 
-    def write_hashed(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> Ticket:
-        """Like `write`, for bytes whose checksums `set_digests` already has."""
-        address = self.generation.address(block, field, start, stop, memory)
-        ticket = self._slots.files.write(address, memory)
+    def write_hashed(self, block: int, start: int, stop: int, memories: Mapping[str, memoryview]) -> Ticket:
+        """Like `write`, for several fields, each from its memory, whose checksums a kernel has entered (`to_enter`)."""
+        address, files = self.generation.address, self._slots.files
+        parts = [(address(block, field, start, stop, memory), memory) for field, memory in memories.items()]
+        num_bytes = sum(map(len, memories.values()))
+        ticket = files.write_parts(parts)
         with self._lock:
-            self.submitted_bytes += len(memory)
-        return follow(ticket, lambda: self._confirm(len(memory)))
+            self.submitted_bytes += num_bytes
+        return follow(ticket, lambda: self._confirm(num_bytes))
 
-    def seeds(self, block: int, start: int, stop: int) -> list[int | None]:
-        """Seeds for a kernel that computes the checksums of all fields (`ChunkTable.seeds`).
+    def to_enter(self, block: int) -> _native.ChunkChecksums:
+        """What a kernel needs to enter the checksums of all fields of a block itself.
 
         Only for stores with checksums.
         """
         assert self._table is not None
-        return self._table.seeds(block, start, stop, [field.name for field in self.generation.layout.fields])
-
-    def set_digests(self, block: int, start: int, stop: int, digests: Sequence[int | None]) -> None:
-        """Set the checksums of all fields of elements [start, stop), whole chunks, that were computed elsewhere."""
-        assert self._table is not None
-        self._table.set_digests(block, start, stop, digests)
+        return self._table.of_block(block, self._fields)
 
     def leave_zeros(self) -> None:
         """Take what was not written for zeros, which is what a new store holds. For imports only."""

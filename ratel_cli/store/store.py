@@ -23,8 +23,9 @@ from typing import Self
 from ratel_cli.closing import Closing
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.files import StripedFiles, check_directories, use_direct_io
+from ratel_cli.io.files import check_directories, use_direct_io
 from ratel_cli.io.queue import IoQueue
+from ratel_cli.io.striped_files import StripedFiles
 from ratel_cli.store.barrier import Barrier, failpoint
 from ratel_cli.store.commit import Commits
 from ratel_cli.store.create import fill_with_zeros, make_files

@@ -22,8 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from ratel_cli.data.dataset import TrainingData
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.replay.recording import StepRecording
@@ -31,6 +29,7 @@ from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import StepTimes, Timeline
 from ratel_cli.errors import EnvironmentFailure, Interrupted
+from ratel_cli.hardware.gpu import num_alloc_retries, peak_gpu_bytes
 from ratel_cli.hardware.host import peak_resident_bytes
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.planning.step_time import RESOURCES
@@ -38,6 +37,8 @@ from ratel_cli.store.store import Progress, Store
 from ratel_cli.training.divergence import diagnose_nonfinite_step
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.training.schedule import LearningRateSchedule, LossScale
+from ratel_cli.training.wear_limit import WearLimit
+from ratel_cli.units import format_traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,8 @@ class LoopSettings:
     """Save every N steps. None: never."""
     save_total_limit: int
     """The most saved steps; the oldest is dropped first."""
+    first_step: int
+    """The step that the store was made with: 0, or the step of another run that this one started from."""
     max_bytes_written: int | None
     """End the run before the step that would write more than this to the store."""
     flops_forward_per_token: float
@@ -80,6 +83,10 @@ class LoopCallbacks:
     """Called with a step's number (from 1), its times, and its start by `perf_counter`."""
     after_commit: Callable[[], None] = lambda: None
     """Called when the loop begins, and after every commit."""
+    after_save: Callable[[int, Sequence[int]], None] = lambda step, dropped: None
+    """Called with a step that was saved, and with the saved steps that were dropped for it."""
+    before_evaluation: Callable[[int], None] = lambda step: None
+    """Called with a step that is committed and will be evaluated."""
 
 
 class TrainingLoop:
@@ -98,7 +105,7 @@ class TrainingLoop:
         callbacks: LoopCallbacks,
         recording: StepRecording | None = None,
     ) -> None:
-        """With a `recording` the loop runs one step, records what each operator costs, and commits the step."""
+        """With a `recording` the loop's first step records what each operator costs."""
         self._engine = engine
         self._store = store
         self._queue = queue
@@ -107,7 +114,11 @@ class TrainingLoop:
         self._settings = settings
         self._timeline = timeline
         self._callbacks = callbacks
+        self._take_over: Callable[[], StepEngine] | None = None
+        self._counted_bytes = (0, 0)
+        """Bytes read and written that do not count for the next step. Updates go on between two steps."""
         self._recording = recording
+        """For the next step."""
         self._uncommitted: Progress | None = None
         """Progress of the step that is computed but not yet committed; None if there is none."""
 
@@ -120,6 +131,7 @@ class TrainingLoop:
         # A run that was killed between a commit and its save has still to save it.
         self._save_if_due()
         self._callbacks.after_commit()
+        self._count_bytes()
         while self._progress.step < self._settings.num_steps:
             try:
                 # 1. check
@@ -141,8 +153,18 @@ class TrainingLoop:
                 raise
             # 7. report
             yield replace(metrics, eval_loss=eval_loss)
-            if self._recording is not None:
-                return
+
+    def follow(self, take_over: Callable[[], StepEngine], settings: LoopSettings) -> None:
+        """Run the steps that come on another engine.
+
+        `take_over` makes it, as a part of the next step: it may wait for updates of the last one.
+        """
+        self._take_over, self._settings = take_over, settings
+
+    @property
+    def is_committed(self) -> bool:
+        """True if the last step is committed already: nothing of it overlaps with the next one."""
+        return self._uncommitted is None
 
     @property
     def _progress(self) -> Progress:
@@ -150,14 +172,21 @@ class TrainingLoop:
         return self._uncommitted or self._store.progress
 
     def _check_wear(self) -> None:
-        limit, slot_bytes, step = self._settings.max_bytes_written, self._store.slot_bytes, self._progress.step
-        # Making the store wrote all of it once, the import wrote a generation, and so did every step.
-        written = self._store.nvme_bytes + (1 + step) * slot_bytes
-        if limit is not None and written + slot_bytes > limit:
+        settings, step = self._settings, self._progress.step
+        if settings.max_bytes_written is None:
+            return
+        limit = WearLimit(
+            max_bytes=settings.max_bytes_written,
+            store_bytes=self._store.nvme_bytes,
+            slot_bytes=self._store.slot_bytes,
+            first_step=settings.first_step,
+        )
+        if step + 1 > limit.last_step:
             self._commit_pending()
             raise EnvironmentFailure(
                 f"step {step + 1} would write more than storage.max_tb_written allows "
-                f"({written / 1e12:.3g} TB are written, a step writes {slot_bytes / 1e12:.3g} TB)",
+                f"({format_traffic(limit.written_bytes(step))} are written, a step writes "
+                f"{format_traffic(limit.slot_bytes)})",
                 "increase storage.max_tb_written to continue; every step so far is saved",
             )
 
@@ -165,9 +194,11 @@ class TrainingLoop:
         """Phases 2 to 4."""
         before = self._progress
         start = time.perf_counter()
-        read_bytes, written_bytes = self._queue.read_bytes, self._queue.written_bytes
+        if self._take_over is not None:
+            self._engine, self._take_over = self._take_over(), None
         batches = self._data.step(before.step)
         outcome = self._compute(before, batches, recording=self._recording)
+        self._recording = None
         after = self._progress_after(before, outcome, batches)
         commits_now = self._must_commit_now(after.step)
         if outcome.applied and commits_now:
@@ -182,9 +213,10 @@ class TrainingLoop:
             seconds=seconds,
             times=times,
             num_computed_tokens=sum(batch.input_ids.numel() for batch in batches),
-            read_bytes=self._queue.read_bytes - read_bytes,
-            written_bytes=self._queue.written_bytes - written_bytes,
+            read_bytes=self._queue.read_bytes - self._counted_bytes[0],
+            written_bytes=self._queue.written_bytes - self._counted_bytes[1],
         )
+        self._count_bytes()
         self._callbacks.announce(metrics)
         if outcome.applied:
             self._uncommitted = after
@@ -270,7 +302,8 @@ class TrainingLoop:
             swapped_bytes=outcome.swapped_bytes,
             nvme_read_bytes=read_bytes,
             nvme_written_bytes=written_bytes,
-            gpu_peak_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0,
+            gpu_peak_bytes=peak_gpu_bytes(),
+            num_alloc_retries=num_alloc_retries(),
             host_peak_bytes=peak_resident_bytes(),
             bottleneck=max(RESOURCES, key=lambda resource: times.busy[resource]),
             busy_seconds=times.busy,
@@ -280,11 +313,6 @@ class TrainingLoop:
             clipped=outcome.clipped,
             eval_loss=None,
         )
-
-    def _must_commit_now(self, step: int) -> bool:
-        """Whether the step must be committed before anything else happens."""
-        is_last = step == self._settings.num_steps or self._recording is not None
-        return is_last or self._save_is_due(step) or self._eval_is_due(step)
 
     def _commit(self) -> None:
         """Commit the last computed step, whose update is written completely."""
@@ -300,6 +328,14 @@ class TrainingLoop:
             self._engine.settle()
             self._commit()
 
+    def _count_bytes(self) -> None:
+        """Let the bytes that were moved until now not count for the next step."""
+        self._counted_bytes = self._queue.read_bytes, self._queue.written_bytes
+
+    def _must_commit_now(self, step: int) -> bool:
+        """Whether the step must be committed before anything else happens."""
+        return step == self._settings.num_steps or self._save_is_due(step) or self._eval_is_due(step)
+
     def _save_is_due(self, step: int) -> bool:
         every = self._settings.save_steps
         return every is not None and step > 0 and step % every == 0 and step not in self._store.pinned_steps
@@ -309,9 +345,11 @@ class TrainingLoop:
             return
         pinned = self._store.pinned_steps
         # The store has slots for `save_total_limit` saved steps and no more, so the oldest must go first.
-        for oldest in pinned[: max(0, len(pinned) - self._settings.save_total_limit + 1)]:
+        dropped = pinned[: max(0, len(pinned) - self._settings.save_total_limit + 1)]
+        for oldest in dropped:
             self._store.unpin(oldest)
         self._store.pin()
+        self._callbacks.after_save(self._progress.step, dropped)
 
     def _eval_is_due(self, step: int) -> bool:
         every = self._settings.eval_steps
@@ -320,6 +358,7 @@ class TrainingLoop:
 
     def _evaluate(self) -> float | None:
         """The mean loss over the held-out samples, computed with as many micro-batches at a time as a step has."""
+        self._callbacks.before_evaluation(self._progress.step)
         total, num_targets = 0.0, 0
         waiting: list[MicroBatch] = []
         for batch in self._data.eval_batches():
@@ -332,4 +371,5 @@ class TrainingLoop:
         if waiting:
             total += self._engine.evaluate(waiting)
         self._timeline.take()
+        self._count_bytes()
         return total / num_targets if num_targets else None

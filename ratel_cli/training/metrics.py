@@ -17,7 +17,9 @@ from io import FileIO
 from pathlib import Path
 
 from ratel_cli.closing import Closing
+from ratel_cli.json_fields import JsonFields, checked_integer
 from ratel_cli.planning.step_time import RESOURCES, Resource
+from ratel_cli.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,9 @@ class StepMetrics:
     nvme_read_bytes: int
     nvme_written_bytes: int
     gpu_peak_bytes: int
+    num_alloc_retries: int | None
+    """How often since the command began torch found no GPU memory in one piece and gave its cache back: 0 in a run that
+    is planned well. None without a GPU."""
     host_peak_bytes: int
     bottleneck: Resource
     """The resource that was busy for the longest time."""
@@ -67,6 +72,40 @@ class StepMetrics:
         values = {key: value for key, value in asdict(self).items() if value is not None}
         return {key: None if _not_finite(value) else value for key, value in values.items()}
 
+    @classmethod
+    def from_json(cls, content: object) -> StepMetrics:
+        """The step of one line. What was not finite is NaN. Raises ValueError for anything that is no step."""
+        fields = JsonFields(content)
+        retries, bottleneck = fields.optional("num_alloc_retries"), fields.text("bottleneck")
+        if fields.integer("step") < 1 or fields.number("step_seconds") <= 0 or bottleneck not in RESOURCES:
+            raise ValueError("not a step")
+        return cls(
+            step=fields.integer("step"),
+            loss=_number(fields, "loss"),
+            learning_rate=_number(fields, "learning_rate"),
+            grad_norm=_number(fields, "grad_norm"),
+            tokens=fields.integer("tokens"),
+            step_seconds=fields.number("step_seconds"),
+            forward_seconds=_number(fields, "forward_seconds"),
+            backward_seconds=_number(fields, "backward_seconds"),
+            tokens_per_second=_number(fields, "tokens_per_second"),
+            tflops_model=_number(fields, "tflops_model"),
+            tflops_hardware=_number(fields, "tflops_hardware"),
+            swapped_bytes=fields.integer("swapped_bytes"),
+            nvme_read_bytes=fields.integer("nvme_read_bytes"),
+            nvme_written_bytes=fields.integer("nvme_written_bytes"),
+            gpu_peak_bytes=fields.integer("gpu_peak_bytes"),
+            num_alloc_retries=None if retries is None else checked_integer(retries, "num_alloc_retries"),
+            host_peak_bytes=fields.integer("host_peak_bytes"),
+            bottleneck=bottleneck,
+            busy_seconds=_by_resource(fields.fields("busy_seconds")),
+            waited_seconds=_by_resource(fields.fields("waited_seconds")),
+            predicted_seconds=_number(fields, "predicted_seconds"),
+            applied=fields.flag("applied"),
+            clipped=fields.flag("clipped"),
+            eval_loss=None if fields.optional("eval_loss") is None else fields.number("eval_loss"),
+        )
+
 
 class RunTotals:
     """Sums over the steps of a run.
@@ -77,11 +116,14 @@ class RunTotals:
 
     def __init__(self) -> None:
         self._num_added = 0
+        self.all_written_bytes = 0
+        """Bytes that all steps wrote to NVMe, the first one included."""
         self._start_over()
 
     def add(self, metrics: StepMetrics) -> None:
         """Add one step."""
         self._num_added += 1
+        self.all_written_bytes += metrics.nvme_written_bytes
         if self._num_added == 2:
             self._start_over()
         self.num_steps += 1
@@ -108,6 +150,25 @@ class RunTotals:
         self.waited_seconds: dict[Resource, float] = dict.fromkeys(RESOURCES, 0.0)
 
 
+class AllocRetries:
+    """Warns once, at the first step for which torch had to give its cache back to find GPU memory."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._has_warned = False
+
+    def note(self, metrics: StepMetrics) -> None:
+        """Look at one step."""
+        if self._has_warned or not metrics.num_alloc_retries:
+            return
+        self._has_warned = True
+        self._warn(
+            f"step {metrics.step}: GPU memory was full or fragmented, and the GPU paused "
+            f"{counted(metrics.num_alloc_retries, 'time')} until some was free; lower limits.gpu_memory if other "
+            "programs use this GPU, otherwise micro_batch_size"
+        )
+
+
 class MetricsLog(Closing):
     """Appends to the file. The first write that fails is a warning, and the last: nothing is written after it."""
 
@@ -118,6 +179,8 @@ class MetricsLog(Closing):
         self._file: FileIO | None = None
         self._num_bytes = 0
         self._last_step: int | None = None
+        self.earlier_losses: list[float] = []
+        """Of the steps that were in the file already, in order."""
         self._last_line = b""
         """The line that was written last, at the end of the file."""
         try:
@@ -126,7 +189,7 @@ class MetricsLog(Closing):
             # again what failed.
             path.touch()
             self._file = path.open("r+b", buffering=0)
-            self._num_bytes = _bytes_up_to(path, committed_step)
+            self._num_bytes, self.earlier_losses = _steps_up_to(path, committed_step)
             if path.is_file():
                 self._file.truncate(self._num_bytes)
         except OSError as error:
@@ -168,25 +231,40 @@ def _end_with(file: FileIO, offset: int, line: bytes) -> None:
     file.truncate(offset + len(line))
 
 
-def _bytes_up_to(path: Path, step: int) -> int:
-    """The length of the part of the file that has complete lines of steps up to `step`, from its beginning."""
+def _steps_up_to(path: Path, step: int) -> tuple[int, list[float]]:
+    """The length of the part of the file that has complete lines of steps up to `step`, and their losses."""
     num_bytes = 0
+    losses = []
     if path.is_file():
         with path.open("rb") as file:
             for line in file:
-                if not (line.endswith(b"\n") and _step_of(line) <= step):
+                found, loss = _step_and_loss(line)
+                if not (line.endswith(b"\n") and found <= step):
                     break
                 num_bytes += len(line)
-    return num_bytes
+                losses.append(loss)
+    return num_bytes, losses
 
 
-def _step_of(line: bytes) -> float:
-    """The step of a line; infinity if it is not a line of metrics."""
+def _step_and_loss(line: bytes) -> tuple[float, float]:
+    """Step and loss of a line; infinity for the step if it is not a line of metrics, NaN for a loss that is none."""
     try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return math.inf
-    return step if isinstance(step, int) else math.inf
+        record = json.loads(line)
+        step, loss = record["step"], record.get("loss")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return math.inf, math.nan
+    is_step, is_loss = isinstance(step, int), isinstance(loss, float)
+    return (step if is_step else math.inf), (loss if is_loss else math.nan)
+
+
+def _number(fields: JsonFields, key: str) -> float:
+    """A number; NaN where the field holds null."""
+    value = fields.optional_number(key)
+    return math.nan if value is None else float(value)
+
+
+def _by_resource(fields: JsonFields) -> dict[Resource, float]:
+    return {resource: float(fields.number(resource)) for resource in RESOURCES}
 
 
 def _not_finite(value: object) -> bool:

@@ -42,11 +42,13 @@ class Snapshots(Closing):
         bytes_per_second: float,
         notice: Callable[[str], None],
         warn: Callable[[str], None],
+        after_copy: Callable[[int], None] = lambda step: None,
         patience_seconds: float = _PATIENCE_SECONDS,
     ) -> None:
         """`target` holds an earlier snapshot of this run; with `is_new`, nothing was committed to it yet.
 
-        Every N-th step is copied, N being `every`, at `bytes_per_second` at most.
+        Every N-th step is copied, N being `every`, at `bytes_per_second` at most. `after_copy` is called with each step
+        whose copy is complete.
         """
         assert every > 0 and bytes_per_second > 0
         self._source = source
@@ -56,6 +58,7 @@ class Snapshots(Closing):
         self._bytes_per_second = bytes_per_second
         self._notice = notice
         self._warn = warn
+        self._after_copy = after_copy
         self._patience_seconds = patience_seconds
         self._pool = BufferPool(COPY_BYTES)
         self._stop = Event()
@@ -126,6 +129,7 @@ class Snapshots(Closing):
         self._source.release(copy.generation)
         if copy.error is None:
             self._is_new = False
+            self._after_copy(copy.generation.progress.step)
             return
         if not isinstance(copy.error, RatelError):
             raise copy.error

@@ -9,6 +9,7 @@ Invariant: a signal changes nothing except what `check` does. After `close`, the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from typing import Self
 from ratel_cli.closing import Closing
 from ratel_cli.errors import Interrupted
 
+STDERR = 2
+"""Its file descriptor. In a signal handler, `sys.stderr` may be in the middle of a line."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _Handler = Callable[[int, FrameType | None], object] | int | None
@@ -43,6 +46,11 @@ class StopRequest(Closing):
         if self._received is not None:
             raise Interrupted(self._received, self._message())
 
+    @property
+    def is_requested(self) -> bool:
+        """Whether a signal was received."""
+        return self._received is not None
+
     def close(self) -> None:
         """Install the earlier handlers again. Idempotent."""
         for number, handler in self._previous.items():
@@ -63,6 +71,8 @@ class StopRequest(Closing):
 
     def _record(self, number: int, _frame: FrameType | None) -> None:
         if self._received is not None:
+            with contextlib.suppress(OSError):
+                os.write(STDERR, b"\rEnded at once. Every committed step is saved.\n")
             # Not the signal's default action: process 1 of a container would ignore it.
             os._exit(128 + number)
         self._received = number

@@ -69,8 +69,8 @@ def block_flops_per_second(
         def work() -> None:
             output = model.layer_runner.run_layer(0, leaf, embedded.calls[0])
             torch.autograd.grad(output, (leaf, *parameters), torch.ones_like(output))
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            if device.type != "cpu":
+                torch.accelerator.synchronize(device)
 
         best = best_seconds(work, seconds)
     return 3 * profile.profiles[profile.layers[0]].flops_forward / best

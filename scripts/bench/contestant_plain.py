@@ -22,7 +22,7 @@ from scripts.bench.contestants import LEARNING_RATE, Measured, Task, batches_of,
 def run_plain(task: Task) -> Measured:
     """Train with 16 bytes per parameter and the activations in memory."""
     device = compute_device(task.device)
-    if device.type == "cuda":
+    if device.type != "cpu":
         set_determinism(True, device)  # as Ratel does
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
@@ -49,15 +49,15 @@ def run_plain(task: Task) -> Measured:
                 optimizer.step()
                 master.grad = None
                 parameter.copy_(master)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
         seconds.append(time.perf_counter() - start)
     return Measured(
         num_parameters=sum(parameter.numel() for parameter in parameters),
         step_seconds=seconds[task.warm_up :],
         losses=losses,
         peak_bytes=peak_resident_bytes(),
-        gpu_peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+        gpu_peak_bytes=torch.accelerator.max_memory_allocated(device) if device.type != "cpu" else 0,
     )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.telemetry import Span
 from ratel_cli.engine.trace import TraceFile
 from ratel_cli.hardware.host import default_limit_bytes, peak_resident_bytes
@@ -37,29 +40,35 @@ def run_ratel(task: Task) -> Measured:
             num_parameters=plan.num_parameters,
             step_seconds=totals.step_seconds,
             losses=totals.losses,
+            all_seconds=totals.all_seconds,
             peak_bytes=peak_resident_bytes(),
             weights_sha256=weights_sha256,
             busy_seconds={str(resource): spent for resource, spent in totals.busy.items()},
             waited_seconds={str(resource): spent for resource, spent in totals.waited.items()},
             overlapped_fraction=overlapped_fraction(totals.spans),
+            drive_idle_seconds=sum(totals.step_seconds) - drive_seconds(totals.spans),
             nvme_bytes=totals.nvme_bytes,
             predicted_nvme_bytes=(plan.traffic.read_bytes + plan.traffic.written_bytes) * (task.steps - task.warm_up),
             mixed_bytes_per_second=sum(rates) / len(rates),
             predicted_seconds=plan.time.total,
+            processor_seconds=totals.processor_seconds,
+            num_cores=len(os.sched_getaffinity(0)),
             placement=_placement_text(plan),
         )
 
 
 @dataclass(slots=True)
 class _Totals:
-    """Sums over the steps that count. The losses are those of all steps."""
+    """Sums over the steps that count. The losses and `all_seconds` are those of all steps."""
 
     step_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    all_seconds: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     busy: dict[Resource, float] = field(default_factory=lambda: dict.fromkeys(RESOURCES, 0.0))
     waited: dict[Resource, float] = field(default_factory=lambda: dict.fromkeys(RESOURCES, 0.0))
     nvme_bytes: int = 0
+    processor_seconds: float = 0.0
 
     def add(self, step: TimedStep) -> None:
         """Count one step."""
@@ -74,21 +83,26 @@ def _run_steps(run: RatelRun, trace: TraceFile | None) -> tuple[Plan, _Totals]:
     """Run all steps of the task. Nothing is left to write afterwards."""
     task, totals, queue = run.task, _Totals(), run.context.queue
     first, *others = batches_of(task)
-    recorded, profile = run.record(first)
-    _note(totals, trace, recorded, 0, task)
-    plan = run.planner.plan(profile)
-    with run.under(plan) as steps:
+    recording, estimate = StepRecording(), run.estimate()
+    with run.under(run.planner.plan_recording(estimate)) as steps:
+        recorded = steps.run(first, recording=recording)
+        _note(totals, trace, recorded, 0, task)
+        plan = run.planner.plan(run.planner.recorded(recording, recorded.times.spans, estimate=estimate))
+        steps.follow(plan)
         for number, batches in enumerate(others, start=1):
             if number == task.warm_up:
                 steps.settle()
                 totals.nvme_bytes = -(queue.read_bytes + queue.written_bytes)
+                totals.processor_seconds = -time.process_time()
             _note(totals, trace, steps.run(batches, settled=number == len(others)), number, task)
     totals.nvme_bytes += queue.read_bytes + queue.written_bytes
+    totals.processor_seconds += time.process_time()
     return plan, totals
 
 
 def _note(totals: _Totals, trace: TraceFile | None, step: TimedStep, number: int, task: Task) -> None:
     totals.losses.append(step.outcome.loss)
+    totals.all_seconds.append(step.seconds)
     if trace is not None:
         trace.write_step(number + 1, step.times.spans, start=step.start, end=step.end)
     if number >= task.warm_up:
@@ -109,6 +123,16 @@ def overlapped_fraction(spans: Sequence[Span]) -> float:
         counts[which] += change
         last = moment
     return overlapped / worked if worked else 1.0
+
+
+def drive_seconds(spans: Sequence[Span]) -> float:
+    """Seconds in which a read or a write was in flight."""
+    total, end = 0.0, 0.0
+    for span in sorted(spans, key=lambda each: each.start):
+        if span.resource in ("nvme read", "nvme write"):
+            total += max(0.0, span.end - max(span.start, end))
+            end = max(end, span.end)
+    return total
 
 
 def _placement_text(plan: Plan) -> str:

@@ -105,14 +105,21 @@ class Measured:
     busy_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds in all counted steps, by resource."""
     waited_seconds: dict[str, float] = field(default_factory=dict)
+    all_seconds: list[float] = field(default_factory=list)
+    """Of every step of Ratel's, those included that do not count."""
     overlapped_fraction: float = 0.0
     """Fraction of the time of drives and optimizer in which the compute thread was computing."""
+    drive_idle_seconds: float = 0.0
+    """In all counted steps: neither a read nor a write was in flight."""
     nvme_bytes: int = 0
     """Bytes read and written by the steps that count."""
     predicted_nvme_bytes: int = 0
     mixed_bytes_per_second: float = 0.0
     """Rate of the drive, reading and writing at once, measured by this process before and after the steps."""
     predicted_seconds: float = 0.0
+    processor_seconds: float = 0.0
+    """Time of the processor in the steps that count, on all cores: all threads, the kernel's work for them included."""
+    num_cores: int = 1
     placement: str = ""
 
     @property

@@ -34,6 +34,7 @@ from ratel_cli.errors import DoesNotFit, EnvironmentFailure
 from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.hardware.host import available_bytes, default_limit_bytes
 from ratel_cli.model.blocks import find_blocks
+from ratel_cli.model.footprint import measured_traits
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.forecast.forecast import Setting
@@ -287,7 +288,7 @@ def _largest(task: Task, planner: Planner, gpu_memory_gib: float, host_bytes: in
         model = find_blocks(build_skeleton(config, dtype="bfloat16", attn_implementation="sdpa"), name="wide")
         forecaster = RatelForecaster(
             spec=model.spec,
-            profile=analytic_profile(model.spec, planner.state, workload, traits=model.traits),
+            profile=analytic_profile(model.spec, planner.state, workload, traits=measured_traits(model)),
             state=planner.state,
             decisions=Decisions(
                 holds_gradients=True,

@@ -98,11 +98,11 @@ class GpuSteps:
     def measure(self, name: str, plan: Plan, *, num_steps: int) -> PlanPoint:
         """Run `num_steps` steps of a plan, after one more that warms up."""
         device = self._run.context.device
-        on_gpu = device.type == "cuda"
+        on_gpu = device.type != "cpu"
         with self._run.under(plan) as steps:
             steps.run(next(self._batches))
             if on_gpu:
-                torch.cuda.reset_peak_memory_stats(device)
+                torch.accelerator.reset_peak_memory_stats(device)
             done = [
                 steps.run(batches, settled=number == num_steps - 1)
                 for number, batches in enumerate(islice(self._batches, num_steps))
@@ -120,7 +120,7 @@ class GpuSteps:
             predicted_bottleneck=plan.time.bottleneck,
             model_flops=3 * plan.flops_forward,
             gpu_limit_bytes=plan.decisions.device_limit_bytes,
-            gpu_peak_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else 0,
+            gpu_peak_bytes=torch.accelerator.max_memory_allocated(device) if on_gpu else 0,
             planned_gpu_bytes=plan.memory.device,
             swapped_bytes=plan.offloaded.total_bytes,
             spilled_bytes=plan.offloaded.written_bytes,

@@ -7,8 +7,8 @@ every block. Two ceilings, measured in the same rounds, in turn with the contest
     AdamW    the kernel on the same number of parameters, in memory
 
 `of ceiling` is the larger of the two times divided by the contestant's time; the goal is 0.91 (1 / 1.10) for
-`optimized`. `naive` is the order of Ratel's Fig. 3a. Times are medians over rounds; a fraction compares times of
-one round. The last line is JSON.
+`optimized`. `one group` has one group in flight each way. `naive` is the order of Ratel's Fig. 3a. Times are medians
+over rounds; a fraction compares times of one round. The last line is JSON.
 
     python -m scripts.bench.optimizer [--parameters N] [--rounds N] [--directory DIR]
 """
@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,6 +38,8 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
 from ratel_cli.io.views import view_field
 from ratel_cli.model.spec import BlockSpec, lay_out_block
+from ratel_cli.planning.choose import shape_for
+from ratel_cli.planning.placement import GroupShape
 from ratel_cli.sizes import GROUP_ELEMENTS
 from ratel_cli.store.layout import Geometry, record_layout
 from ratel_cli.store.store import Store
@@ -45,7 +48,11 @@ from scripts.bench.ratel_run import NO_IDENTITY, progress_at
 
 LAYOUT = record_layout("bfloat16")
 BYTES_PER_PARAMETER = 2 * LAYOUT.bytes_per_parameter
-ORDERS: tuple[GroupOrder, ...] = ("optimized", "naive")
+PIPELINES: dict[str, tuple[GroupOrder, GroupShape]] = {
+    "optimized": ("optimized", shape_for(1)),
+    "one group": ("optimized", GroupShape()),
+    "naive": ("naive", GroupShape()),
+}
 NUM_BLOCKS = 4
 
 
@@ -66,10 +73,11 @@ class OptimizerBench:
         self.store.commit_import(progress_at(0))
         self._adamw = GroupAdamW(AdamWSettings(beta1=0.9, beta2=0.999, epsilon=1e-8, weight_decay=0.01), LAYOUT.dtype)
         self._pipelines = {
-            order: resources.enter_context(UpdatePipeline(self._work(), order=order)) for order in ORDERS
+            name: resources.enter_context(UpdatePipeline(self._work(), order=order, groups=groups))
+            for name, (order, groups) in PIPELINES.items()
         }
 
-    def optimizer(self, order: GroupOrder) -> float:
+    def optimizer(self, name: str) -> float:
         """Seconds of one update of all blocks, until the last byte is written."""
         gradients = [self._gradient(block) for block in self.blocks]
         step = self.store.progress.step + 1
@@ -77,8 +85,8 @@ class OptimizerBench:
         start = time.perf_counter()
         for gradient in gradients:
             adamw = AdamWUpdate(number=step, learning_rate=1e-5, gradient_scale=1.0)
-            self._pipelines[order].submit(BlockUpdate(gradient=gradient, weights=None, adamw=adamw))
-        self._pipelines[order].wait_unfinished(at_most=0)
+            self._pipelines[name].submit(BlockUpdate(gradient=gradient, weights=None, adamw=adamw))
+        self._pipelines[name].wait_unfinished(at_most=0)
         seconds = time.perf_counter() - start
         self.store.commit(progress_at(step))
         return seconds
@@ -100,11 +108,11 @@ class OptimizerBench:
         for name, memory in memories.items():
             view_field(memory, name, block.num_elements).zero_()
         update = AdamWUpdate(number=1, learning_rate=1e-5, gradient_scale=1.0)
-        self._adamw.update(memories, gradient, update, start=0, stop=block.num_elements)
+        self._adamw.update(memories, gradient, update, values=gradient.memory, start=0, stop=block.num_elements)
         num_updates = max(1, self.num_parameters // block.num_elements)
         start = time.perf_counter()
         for _ in range(num_updates):
-            self._adamw.update(memories, gradient, update, start=0, stop=block.num_elements)
+            self._adamw.update(memories, gradient, update, values=gradient.memory, start=0, stop=block.num_elements)
         seconds = time.perf_counter() - start
         memories.clear()
         for lease in leases.values():
@@ -134,8 +142,7 @@ def main() -> None:
         timed: dict[str, Callable[[], float]] = {
             "NVMe": bench.nvme,
             "AdamW": bench.adamw,
-            "optimized": lambda: bench.optimizer("optimized"),
-            "naive": lambda: bench.optimizer("naive"),
+            **{name: partial(bench.optimizer, name) for name in PIPELINES},
         }
         seconds: dict[str, list[float]] = {name: [] for name in timed}
         names = list(timed)

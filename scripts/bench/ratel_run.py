@@ -33,10 +33,11 @@ from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import ActivationPolicy
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.context import RunContext, open_context
-from ratel_cli.run.engine import open_planned_engine
+from ratel_cli.run.engine import open_planned_engines
 from ratel_cli.run.planner import Planner, estimated_profile, make_planner
 from ratel_cli.run.profile_machine import measure_for_run
-from ratel_cli.run.store import import_base, new_geometry
+from ratel_cli.run.settings import new_geometry
+from ratel_cli.run.store import import_base
 from ratel_cli.sizes import CHUNK_ELEMENTS
 from ratel_cli.store.barrier import Barrier
 from ratel_cli.store.store import Progress, Store, StoreIdentity
@@ -78,30 +79,45 @@ class RatelRun:
     def record(self, batches: list[MicroBatch]) -> tuple[TimedStep, ModelProfile]:
         """Run one step that offloads nothing, settle it, and return it with the profile that it gives."""
         recording = StepRecording()
-        with self.under(self.planner.plan_recording(self.estimate())) as steps:
+        estimate = self.estimate()
+        with self.under(self.planner.plan_recording(estimate)) as steps:
             step = steps.run(batches, recording=recording, settled=True)
-        return step, self.planner.recorded(recording, step.times.spans)
+        return step, self.planner.recorded(recording, step.times.spans, estimate=estimate)
 
     @contextmanager
     def under(self, plan: Plan) -> Iterator[Steps]:
         """Steps as planned. The last one is settled at the end."""
         timeline = Timeline()
-        with open_planned_engine(
+        with open_planned_engines(
             self.context, self.model, self.store, plan, timeline=timeline, drive_weights=(1,)
-        ) as engine:
-            steps = Steps(engine, self.store, timeline)
+        ) as engine_for:
+            steps = Steps(engine_for(plan), self.store, timeline, engine_for=engine_for)
             yield steps
             steps.settle()
 
 
 class Steps:
-    """The steps of one engine. They continue from the step at which the store is."""
+    """The steps of an engine. They continue from the step at which the store is."""
 
-    def __init__(self, engine: StepEngine, store: Store, timeline: Timeline) -> None:
+    def __init__(
+        self,
+        engine: StepEngine,
+        store: Store,
+        timeline: Timeline,
+        *,
+        engine_for: Callable[[Plan], StepEngine] | None = None,
+    ) -> None:
+        """`engine_for` makes the engine that follows another plan."""
         self._engine = engine
+        self._engine_for = engine_for
         self._store = store
         self._timeline = timeline
         self._done = store.progress.step
+
+    def follow(self, plan: Plan) -> None:
+        """Run the steps that come under another plan."""
+        assert self._engine_for is not None
+        self._engine = self._engine_for(plan)
 
     def run(
         self, batches: list[MicroBatch], *, recording: StepRecording | None = None, settled: bool = False
@@ -143,7 +159,7 @@ def open_run(
     """Measure the machine, and make a store with the weights of `source`, or with the initialiser's random weights."""
     return_freed_memory()
     device = compute_device(task.device)
-    if device.type == "cuda":
+    if device.type != "cpu":
         set_determinism(True, device)
     model = find_blocks(build_skeleton(llama_config(task), dtype="bfloat16", attn_implementation="sdpa"), name="bench")
     with ExitStack() as resources:
@@ -157,8 +173,14 @@ def open_run(
         store = resources.enter_context(
             Store.create(config.storage.paths, geometry, identity=NO_IDENTITY, queue=context.queue, barrier=barrier)
         )
-        source = source or RandomSource(model.skeleton, config.seed)
-        import_base(model.spec, source, store, context.pool, progress=lambda num_elements: None)
+        # Nothing else refers to the initialiser, which keeps the last weight that it drew, in fp32.
+        import_base(
+            model.spec,
+            source or RandomSource(model.skeleton, config.seed),
+            store,
+            context.pool,
+            progress=lambda num_elements: None,
+        )
         yield RatelRun(task=task, context=context, model=model, planner=planner, store=store)
 
 

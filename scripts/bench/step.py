@@ -2,11 +2,12 @@
 
 Regime: a Llama shape with random weights, random tokens, bf16, the same micro-batches; one process for each contestant
 and round, in turn. `scripts/bench/contestants.py` describes the contestants. Those of DeepSpeed take part where they
-are named, and need DeepSpeed to be installed. There are two ceilings, and a rival:
+are named, and need DeepSpeed to be installed. There are three ceilings, and a rival:
 
     compute     plain PyTorch in the same round: what a step costs when nothing has to be moved; `ratel` against
                 `plain` and `plain-resident`, `ratel-recompute` against `plain`. Speed is plain's time / Ratel's
     NVMe        the bytes that a step moves, at the drive's mixed rate, which the same process measures
+    processor   the time of the processor that a step takes, spread evenly over all cores
     DeepSpeed   ZeRO-Infinity with all state on the same drive (`zero`), or all but the parameters (`zero-optimizer`)
 
 Times are medians over the steps of all rounds; a speed compares the medians of one round. The shape `narrow` computes
@@ -62,6 +63,7 @@ def report(arguments: argparse.Namespace, measured: dict[Contestant, list[Measur
     """Print the table, the comparisons and the JSON."""
     print(
         f"{'contestant':<16}{'s/step':>8}{'peak GiB':>10}{'B/param':>9}{'floor s':>9}{'x floor':>9}{'overlapped':>12}"
+        f"{'idle s':>9}{'cores s':>9}"
     )
     summary: dict[str, object] = {"benchmark": "step", "arguments": vars(arguments)}
     for name, runs in measured.items():
@@ -75,10 +77,15 @@ def report(arguments: argparse.Namespace, measured: dict[Contestant, list[Measur
             over = statistics.median(run.seconds / floor for run, floor in zip(runs, floors, strict=True))
             overlapped = statistics.median(run.overlapped_fraction for run in runs)
             row += f"{per_parameter:>9.2f}{statistics.median(floors):>9.2f}{over:>9.2f}{overlapped:>12.2f}"
+            cores_seconds = statistics.median(map(processor_floor, runs))
+            idle_seconds = statistics.median(run.drive_idle_seconds / len(run.step_seconds) for run in runs)
+            row += f"{idle_seconds:>9.2f}{cores_seconds:>9.2f}"
             values |= {
                 "nvme_bytes_per_parameter": per_parameter,
                 "nvme_floor_seconds": statistics.median(floors),
                 "times_floor": over,
+                "drive_idle_seconds": idle_seconds,
+                "processor_floor_seconds": cores_seconds,
                 "overlapped_fraction": overlapped,
                 "moved_of_predicted": runs[-1].nvme_bytes / runs[-1].predicted_nvme_bytes,
                 "placement": runs[-1].placement,
@@ -104,6 +111,11 @@ def report(arguments: argparse.Namespace, measured: dict[Contestant, list[Measur
 def nvme_floor(run: Measured) -> float:
     """Seconds that the drive needs for the bytes of a step, at its mixed rate."""
     return run.nvme_bytes / len(run.step_seconds) / run.mixed_bytes_per_second
+
+
+def processor_floor(run: Measured) -> float:
+    """Seconds that all cores need for the work of a step, if none of them ever waits."""
+    return run.processor_seconds / len(run.step_seconds) / run.num_cores
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ class ThrottledQueue(IoQueue):
 
     def __init__(self, queue: IoQueue, *, read_bytes_per_second: float, write_bytes_per_second: float) -> None:
         self.engine = queue.engine
+        self.checksums = queue.checksums
         self._queue = queue
         self._reads = _Direction(read_bytes_per_second)
         self._writes = _Direction(write_bytes_per_second)

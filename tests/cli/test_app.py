@@ -23,7 +23,7 @@ from ratel_cli.errors import (
     RatelError,
 )
 
-Run = Callable[[Path, list[str], str, bool], None]
+Run = Callable[..., None]
 Install = Callable[[Run], None]
 
 
@@ -41,22 +41,26 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 def raising(error: BaseException) -> Run:
-    def run(config_path: Path, overrides: list[str], resume: str, dry_run: bool) -> None:
+    def run(config_path: Path, overrides: list[str], resume: str, **flags: bool) -> None:
         raise error
 
     return run
 
 
 def test_arguments_arrive_as_they_were_written(install: Install) -> None:
-    calls: list[tuple[Path, list[str], str, bool]] = []
-    install(lambda *arguments: calls.append(arguments))
+    calls: list[tuple[Path, list[str], str, set[str]]] = []
+    install(
+        lambda path, overrides, resume, **flags: calls.append(
+            (path, overrides, resume, {name for name, is_set in flags.items() if is_set})
+        )
+    )
     assert main(["finetune", "a.yaml"]) == 0
     assert main(["finetune", "a.yaml", "x=y=z", "limits.host_memory=2GiB", "--resume", "12", "--dry-run"]) == 0
-    assert main(["finetune", "--resume=no", "a.yaml", "k="]) == 0
+    assert main(["finetune", "--resume=no", "--overwrite", "a.yaml", "k="]) == 0
     assert calls == [
-        (Path("a.yaml"), [], "auto", False),
-        (Path("a.yaml"), ["x=y=z", "limits.host_memory=2GiB"], "12", True),
-        (Path("a.yaml"), ["k="], "no", False),
+        (Path("a.yaml"), [], "auto", set()),
+        (Path("a.yaml"), ["x=y=z", "limits.host_memory=2GiB"], "12", {"dry_run"}),
+        (Path("a.yaml"), ["k="], "no", {"overwrite"}),
     ]
 
 
@@ -111,7 +115,7 @@ def test_control_c(install: Install, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_sigterm(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
-    def run(config_path: Path, overrides: list[str], resume: str, dry_run: bool) -> None:
+    def run(config_path: Path, overrides: list[str], resume: str, **flags: bool) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("the signal did nothing")
 
@@ -158,6 +162,7 @@ def test_a_bug_whose_trace_cannot_be_written_prints_it(
         (["finetune"], "error: missing argument"),
         (["finetun", "a.yaml"], "error: no such command 'finetun'"),
         (["finetune", "a.yaml", "--lr=3"], "hint: keys of the config are set without dashes"),
+        (["verify", "a.yaml", "--step", "3"], "\nhint: see ratel verify --help\n"),
         (["finetune", "a.yaml", "--resume", "maybe"], "error: argument '--resume maybe': must be `auto`, `no`"),
         (["finetune", "a.yaml", "--resume", "-1"], "error: argument '--resume -1': must be `auto`, `no`"),
         (["finetune", "a.yaml", "--resume"], "error: option '--resume' requires an argument"),

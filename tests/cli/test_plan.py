@@ -14,16 +14,18 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.cli.app import main
-from ratel_cli.config.load import load_config
+from ratel_cli.config.load import load_config, to_yaml
 from ratel_cli.console import RunLog
+from ratel_cli.hardware.host import processor_name
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Workload
-from ratel_cli.run.hardware_file import to_text
+from ratel_cli.run.hardware_file import load_hardware, to_text
 from ratel_cli.run.model_description import describe_model
 from ratel_cli.run.profile_cache import cache_file, profile_target
 from ratel_cli.run.run_directory import CachedProfile
+from ratel_cli.training.facts import RunFacts
 from ratel_cli.units import GIB
 from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
 from tests.planning.shapes import BFLOAT16
@@ -31,6 +33,15 @@ from tests.planning.shapes import BFLOAT16
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER_MACHINE = str(CONFIGS / "hardware" / "paper-4090-12ssd.yaml")
 PAPER_13B = [str(CONFIGS / "models" / "gpt-13b.yaml"), "--hardware", PAPER_MACHINE, "cost_model=paper"]
+WIDE = """
+model_shape: {num_layers: 8, num_heads: 64, hidden_size: 8192}
+sequence_len: 1024
+micro_batch_size: 16
+gradient_accumulation_steps: 4
+max_grad_norm: null
+limits: {host_memory: 48GiB, gpu_memory: 30GiB}
+"""
+"""Layers as wide as those of a 70B, with less memory than their activations take."""
 LLAMA = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -131,6 +142,40 @@ def test_the_paper_s_13b(ask: Ask) -> None:
     assert "+17%  1983 tokens/s  micro_batch_size: 64\n" in result.out
 
 
+@pytest.mark.parametrize("cost_model", ["ratel", "paper"])
+def test_the_plan_splits_the_step(ask: Ask, cost_model: str) -> None:
+    """As fast as the best of the splits written out, whose advice names it."""
+    arguments = [*PAPER_13B, f"cost_model={cost_model}", "limits.host_memory=512GiB"]
+    if cost_model == "ratel":  # on a card on which 32 rows at once leave no memory to swap
+        arguments.append("limits.gpu_memory=12GiB")
+    found = json.loads(ask(*arguments, "tokens_per_step=32768", "--json").out)
+    workload = found["workload"]
+    size, number = workload["micro_batch_size"], workload["num_micro_batches"]
+    assert (size * number, workload["sequence_len"], workload["is_split_planned"]) == (32, 1024, True)
+    by_hand = {}
+    for rows in (1, 2, 4, 8, 16, 32):
+        each = ask(*arguments, "--json", f"micro_batch_size={rows}", f"gradient_accumulation_steps={32 // rows}")
+        by_hand[rows] = json.loads(each.out)
+        assert by_hand[rows]["workload"]["is_split_planned"] is False
+    fitting = [each["throughput"]["tokens_per_second"] for each in by_hand.values() if each["memory"]["fits"]]
+    assert found["throughput"] == by_hand[size]["throughput"]
+    assert found["throughput"]["tokens_per_second"] >= 0.99 * max(fitting)
+    table = ask(*arguments, "tokens_per_step=32768")
+    micro_batches = f"{number} micro-batch{'es' if number > 1 else ''}"
+    assert table.row("step") == f"{micro_batches} of {size} x 1024 = 32768 tokens, split by the plan"
+    assert all("micro_batch_size" not in advice["change"] for advice in found["advice"])
+    if cost_model == "ratel":
+        key = f"micro_batch_size: {size}, gradient_accumulation_steps: {number} (the same tokens per step)"
+        assert key in [advice["change"] for advice in by_hand[32]["advice"]]
+
+
+def test_no_split_fits(ask: Ask) -> None:
+    result = ask(*PAPER_13B, "cost_model=ratel", "tokens_per_step=8192", "limits.gpu_memory=1GiB")
+    assert result.code == 3
+    assert "raise limits.gpu_memory, or lower tokens_per_step or sequence_len" in result.row("GPU")
+    assert "micro_batch_size" not in result.out + result.err
+
+
 def test_a_llama_of_which_there_is_only_its_config(ask: Ask, config: Path, machine: Path) -> None:
     result = ask(config, "--hardware", machine, "max_steps=10", "gradient_accumulation_steps=2")
     assert (result.code, result.err) == (0, "")
@@ -150,13 +195,65 @@ def test_the_resource_that_bounds_a_step_is_named(ask: Ask) -> None:
 
 
 def test_without_max_steps_the_run_is_not_known(ask: Ask, config: Path, machine: Path) -> None:
+    """Without data only max_steps could say it."""
     result = ask(config, "--hardware", machine)
-    assert result.row("run").endswith("TB written per step; set max_steps to predict the whole run")
+    assert result.row("run").endswith("MB written per step; `ratel check` reads the data and predicts the whole run")
+    shape = ask(*PAPER_13B).row("run")
+    assert shape.endswith(" written per step; set max_steps to predict the whole run")
+
+
+@pytest.mark.parametrize(
+    ("change", "steps"),
+    [
+        ("learning_rate=1e-5", "41 steps: "),
+        ("micro_batch_size=4 gradient_accumulation_steps=1", "41 steps: "),
+        ("max_steps=7", "7 steps: "),
+        ("num_epochs=2", None),
+        ("micro_batch_size=4", None),
+        ("sequence_len=64", None),
+        ("datasets.0.max_samples=3", None),
+        ("seed=3", None),
+        ("attn_implementation=eager", None),
+    ],
+)
+def test_the_steps_that_a_run_has_counted(
+    ask: Ask, config: Path, machine: Path, change: str, steps: str | None
+) -> None:
+    """They hold for the data and the batch that the run counted them with, however the batch is split."""
+    run_dir = config.parent / "out" / "run"
+    run_dir.mkdir(parents=True)
+    config.write_text(config.read_text() + "output_dir: out\nmicro_batch_size: 2\ngradient_accumulation_steps: 2\n")
+    (run_dir / "config.yaml").write_text(to_yaml(load_config(config).config))
+    facts = RunFacts(num_steps=41, first_step=0, num_samples=9, num_tokens=9, software="", started="", pid=1)
+    (run_dir / "run.json").write_text(json.dumps(facts.to_json()))
+    row = ask(config, "--hardware", machine, *change.split()).row("run")
+    assert row.startswith(steps) if steps else row.endswith("`ratel check` reads the data and predicts the whole run")
 
 
 def test_the_drives_rating_is_taken_into_account(ask: Ask, config: Path, here: Path) -> None:
     result = ask(config, "--hardware", hardware_file(here / "rated.json", WITH_GPU), "max_steps=100000")
     assert result.row("run").endswith("% of the drives' rated endurance")
+    of_config = ask(config, "--hardware", here / "rated.json", "max_steps=100000", "storage.endurance_tb=1")
+    assert of_config.row("run") != result.row("run")
+    assert of_config.row("run").endswith("% of the drives' rated endurance")
+
+
+def test_what_the_rule_for_wear_holds_back_is_told_and_advised(ask: Ask, here: Path) -> None:
+    """On a slow GPU, so that to spill much gains something, but not half as much, in percent, as it writes."""
+    (here / "wide.yaml").write_text(WIDE)
+    paper = load_hardware(CONFIGS / "hardware" / "paper-4090-2ssd.yaml")
+    slow = replace(paper, gpu=replace(paper.gpu, flops_per_second=1e13))
+    arguments = (here / "wide.yaml", "--hardware", hardware_file(here / "slow.json", slow))
+    save, balanced, ignore = (ask(*arguments, f"storage.wear={rule}") for rule in ("save", "balanced", "ignore"))
+    assert re.search("faster for .* % more wear than storage.wear: save", ignore.row("wear"))
+    assert "storage.wear: ignore" not in ignore.out
+    for result in (save, balanced):
+        assert re.search("storage.wear: ignore would be .* % faster for .* % more wear", result.row("wear"))
+        assert "storage.wear: ignore (more is written)" in result.out
+    trade = json.loads(ask(*arguments, "--json").out)["wear"]["trade"]
+    assert trade["policy"] == "balanced"
+    assert trade["save"]["tb_written_per_step"] == trade["state_tb_per_step"]
+    assert trade["ignore"]["tb_written_per_step"] > trade["state_tb_per_step"]
 
 
 def test_what_does_not_fit_is_told_whole_and_ends_with_3(ask: Ask, config: Path, here: Path) -> None:
@@ -250,12 +347,12 @@ def keep_profile(config: Path, hardware: HardwareProfile) -> None:
 
 def test_this_machine_as_its_run_or_its_profile_measured_it(ask: Ask, config: Path, here: Path) -> None:
     result = ask(config)
-    assert (result.code, result.out) == (3, "")
-    assert "this machine has not been measured yet" in result.err
-    assert "ratel profile" in result.err
+    assert result.code == 0 and result.row("machine").startswith(processor_name())
+    assert "this machine is measured briefly; `ratel profile` with this config" in result.err
+    assert not cache_file(profile_target(load_config(config).config)).exists(), "a brief profile is not kept"
     hardware_file(cache_file(profile_target(load_config(config).config)), WITHOUT_GPU)
     result = ask(config)
-    assert result.row("machine").startswith("a CPU, 0.5 TFLOP/s; 1 drive")
+    assert result.row("machine").startswith("a CPU, 500 GFLOP/s; 1 drive")
     assert "machine measured" in result.err
     hardware_file(here / "outputs" / "run" / "run" / "hardware.json", WITH_GPU)
     result = ask(config)
@@ -282,6 +379,19 @@ def test_pictures(ask: Ask, config: Path, machine: Path, here: Path) -> None:
         assert (here / name).read_bytes().startswith(start)
 
 
+def test_a_picture_replaces_a_file_only_if_the_user_insists(ask: Ask, config: Path, machine: Path, here: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (here / "mine.svg").write_text("mine")
+    (here / "nowhere.svg").symlink_to(here / "none.svg")
+    for name in ("mine.svg", "nowhere.svg"):
+        result = ask(config, "--hardware", machine, "--plot", here / name)
+        assert (result.code, result.out) == (2, "")
+        assert result.err.startswith(f"error: {here / name}: the file exists\n")
+    assert (here / "mine.svg").read_text() == "mine" and not (here / "none.svg").exists()
+    assert ask(config, "--hardware", machine, "--plot", here / "mine.svg", "--overwrite").code == 0
+    assert (here / "mine.svg").read_text().startswith("<?xml")
+
+
 def test_a_picture_that_cannot_be_drawn(
     ask: Ask, config: Path, machine: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +400,7 @@ def test_a_picture_that_cannot_be_drawn(
     result = ask(config, "--hardware", machine, "--plot", here / "none" / "curve.svg")
     assert (result.code, "cannot be written there" in result.err) == (2, True)
     (here / "full.svg").symlink_to("/dev/full")
-    result = ask(config, "--hardware", machine, "--plot", here / "full.svg")
+    result = ask(config, "--hardware", machine, "--plot", here / "full.svg", "--overwrite")
     assert (result.code, "full.svg: cannot be written: No space left" in result.err) == (3, True)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = ask(config, "--hardware", machine, "--plot", here / "curve.svg")
@@ -343,6 +453,19 @@ def test_prices(ask: Ask) -> None:
     assert {"num_ssds": 1, "dollars": 16006, "fits": False} in json.loads(ask(*big, "--json").out)["prices"]
 
 
+def test_prices_belong_to_the_machine_whose_speed_is_told(ask: Ask, config: Path, machine: Path) -> None:
+    """Without prices of that machine there is no answer, rather than the speed of one and the prices of another."""
+    result = ask(config, "--hardware", machine, "--prices")
+    assert (result.code, result.out) == (2, "")
+    assert "error: argument '--prices': the prices of this machine's parts are not known" in result.err
+    assert "hint: name a hardware file that has them under `prices`" in result.err
+    priced = {**json.loads(machine.read_text()), "prices": {"server_dollars": 5000, "gpu_dollars": 0, "ssd_dollars": 1}}
+    machine.write_text(json.dumps(priced))
+    result = ask(config, "--hardware", machine, "--prices")
+    assert "by the prices of the hardware file" in result.out
+    assert "  12    $5012 " in result.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -380,7 +503,7 @@ def test_a_family_that_transformers_does_not_know_is_rejected(
 
 
 def test_a_model_of_70b_that_was_described_before_is_planned_without_torch(ask: Ask, config: Path, here: Path) -> None:
-    """In two seconds of the processor's time, since others may be using it."""
+    """In three seconds of the processor's time, since others may be using it."""
     (here / "base" / "config.json").write_text(json.dumps(LLAMA_70B))
     source = (
         "import sys; from ratel_cli.cli.app import main; code = main(sys.argv[1:]); "
@@ -397,4 +520,4 @@ def test_a_model_of_70b_that_was_described_before_is_planned_without_torch(ask: 
     assert result.returncode == 0, result.stderr
     assert "base: 70.6B parameters in 82 blocks" in result.stdout
     assert result.stdout == first.out
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3

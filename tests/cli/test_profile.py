@@ -25,7 +25,9 @@ from ratel_cli.run.profile_machine import measure_machine
 from ratel_cli.units import MIB
 from tests.hardware.profiles import WITHOUT_GPU
 
-SMALL = MeasurementBudget(seconds=0.02, span_bytes=4 * MIB, buffer_bytes=2 * MIB, memory_bytes=2 * MIB)
+SMALL = MeasurementBudget(
+    seconds=0.02, span_bytes=4 * MIB, buffer_bytes=2 * MIB, memory_bytes=2 * MIB, adamw_bytes=4 * MIB
+)
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +143,7 @@ def test_a_cache_that_cannot_be_written(target: ProfileTarget, cache: Path) -> N
 def test_the_table_goes_to_stdout(cached: Path, target: ProfileTarget, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile"]) == 0
     captured = capsys.readouterr()
-    assert captured.out.startswith("compute  a CPU: 0.5 TFLOP/s in bfloat16\nmemory   4.00 TiB, ")
+    assert captured.out.startswith("compute  a CPU: 500 GFLOP/s in bfloat16\nmemory   4.00 TiB, ")
     assert str(target.paths[0]) in captured.out.splitlines()[-1]
     assert captured.err.startswith("machine measured ")
 
@@ -171,7 +173,7 @@ def test_a_config_decides_what_is_measured(
     )
     assert main(["profile", str(config)]) == 0
     captured = capsys.readouterr()
-    assert "TFLOP/s in float32" in captured.out
+    assert "GFLOP/s in float32" in captured.out
     assert f" {tmp_path}, 1 drive" in captured.out
     assert "`lr` is read as `learning_rate`" in captured.err
     assert main(["profile", str(config), "--storage", str(target.paths[0])]) == 0
@@ -194,6 +196,22 @@ def test_wrong_arguments(
 ) -> None:
     assert main(["profile", *arguments]) == code
     assert message in capsys.readouterr().err
+
+
+def test_a_file_is_replaced_only_if_the_user_insists(
+    cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also one behind a link, and at once, not after measuring."""
+    file, link, nowhere = tmp_path / "mine.json", tmp_path / "link.json", tmp_path / "nowhere.json"
+    file.write_text("mine")
+    link.symlink_to(file)
+    nowhere.symlink_to(tmp_path / "none.json")
+    for path in (file, link, nowhere):
+        assert main(["profile", "--refresh", "-o", str(path)]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {path}: the file exists\n")
+    assert file.read_text() == "mine" and not (tmp_path / "none.json").exists()
+    assert main(["profile", "-o", str(file), "--overwrite"]) == 0
+    assert load_hardware(file).gpu == WITHOUT_GPU.gpu
 
 
 def test_measuring_reports_what_is_measured(target: ProfileTarget) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -15,11 +16,14 @@ from ratel_cli.errors import BadInput
 from tests.config.config_loading import MINIMAL, Complain, Load
 
 OF_THE_INTERFACE = """
-    base_model model_shape cost_model random_init datasets train_on_inputs sequence_len sample_packing shuffle
-    micro_batch_size gradient_accumulation_steps num_epochs max_steps learning_rate lr_scheduler warmup_steps
-    warmup_ratio optimizer adam_beta1 adam_beta2 adam_epsilon weight_decay max_grad_norm dtype gradient_dtype
-    device attn_implementation activations optimizer_overlap deterministic trace storage limits output_dir
-    save_steps save_total_limit eval_steps val_set_size logging_steps report_to seed
+    base_model model_shape cost_model random_init datasets test_datasets streaming chat_template chat_template_jinja
+    special_tokens train_on_inputs sequence_len sample_packing shuffle
+    micro_batch_size gradient_accumulation_steps tokens_per_step num_epochs max_steps learning_rate lr_scheduler
+    lr_scheduler_kwargs warmup_steps warmup_ratio optimizer adam_beta1 adam_beta2 adam_epsilon weight_decay
+    max_grad_norm dtype gradient_dtype device attn_implementation activations head_chunk optimizer_overlap
+    deterministic trace storage limits
+    output_dir save_steps saves_per_epoch save_total_limit eval_steps evals_per_epoch val_set_size logging_steps
+    report_to run_name project hub_model_id hub_private_repo seed
 """
 """The keys that users were promised, in this order. `tests/test_docs.py` checks that docs/config.md has them all."""
 
@@ -68,8 +72,15 @@ def test_the_minimal_config_gets_every_default(load: Load) -> None:
         ("activations: 0.25", "activations", 0.25),
         ("val_set_size: 0.05", "val_set_size", 0.05),
         ("val_set_size: 100", "val_set_size", 100),
-        ("report_to: null", "report_to", "none"),
-        ("report_to: none", "report_to", "none"),
+        ("report_to: null", "report_to", ()),
+        ("report_to:", "report_to", ()),
+        ("report_to: none", "report_to", ()),
+        ("report_to: []", "report_to", ()),
+        ("report_to: all", "report_to", ()),
+        ("report_to: wandb", "report_to", ("wandb",)),
+        ("report_to: [mlflow, tensorboard, mlflow]", "report_to", ("mlflow", "tensorboard")),
+        ("report_to: [none, trackio, comet_ml]", "report_to", ("trackio",)),
+        ("hub_model_id: org/name-1.5_b", "hub_model_id", "org/name-1.5_b"),
         ("gradient_dtype: float32", "gradient_dtype", "float32"),
         ("output_dir: 2024-01-01", "output_dir", Path("2024-01-01")),
         ("seed: 9223372036854775807", "seed", 2**63 - 1),
@@ -173,19 +184,224 @@ def test_alias_values(load: Load) -> None:
     )
 
 
-FOREIGN = """
-    deepspeed fsdp fsdp_config load_in_4bit load_in_8bit adapter lora_r lora_alpha qlora_rank batch_size wandb_project
-    gradient_checkpointing bf16 fp16 flash_attention trust_remote_code resume_from_checkpoint stage template
-    hub_model_id eval_strategy dataloader_num_workers <<
+REJECTED = """
+    load_in_4bit load_in_8bit adapter lora_r lora_alpha qlora_rank batch_size stage neftune_noise_alpha rope_scaling
+    galore_rank unfrozen_parameters label_smoothing_factor reward_model <<
+"""
+IGNORED = """
+    deepspeed fsdp fsdp_config wandb_project gradient_checkpointing flash_attention trust_remote_code
+    resume_from_checkpoint template push_to_hub dataloader_num_workers strict tf32 ddp_timeout plot_loss
 """
 
 
-@pytest.mark.parametrize("key", FOREIGN.split())
-def test_a_key_of_another_trainer_is_rejected_with_a_reason(complain: Complain, key: str) -> None:
-    for value in ("false", "{a: b}"):
+@pytest.mark.parametrize("key", REJECTED.split())
+def test_a_key_of_another_trainer_that_changes_the_training_is_rejected(complain: Complain, key: str) -> None:
+    for value in ("true", "{a: b}"):
         [error] = complain(MINIMAL + f"{key}: {value}\n")
         assert error.startswith(f"run.yaml:3:1: `{key}` is not a key of Ratel: ")
         assert " | " in error
+
+
+@pytest.mark.parametrize("key", IGNORED.split())
+def test_a_key_that_changes_nothing_is_ignored(load: Load, key: str) -> None:
+    for value in ("true", "{a: b}"):
+        (notice,) = load(MINIMAL + f"{key}: {value}\n").notices
+        assert notice.startswith((f"run.yaml:3:1: `{key}` changes nothing here", f"run.yaml:3:1: `{key}` is ignored: "))
+
+
+@pytest.mark.parametrize("key", [*REJECTED.split(), *IGNORED.split()])
+@pytest.mark.parametrize("value", ["", "null", "false", "[]", "{}", '""'])
+def test_what_is_empty_or_off_is_ignored(load: Load, key: str, value: str) -> None:
+    loaded = load(MINIMAL + f"{key}: {value}\n") if key != "<<" else load(MINIMAL)
+    assert all(notice == f"run.yaml:3:1: `{key}` changes nothing here" for notice in loaded.notices)
+
+
+def test_there_is_one_notice_for_all_that_changes_nothing(load: Load) -> None:
+    text = "adapter:\nbf16: auto\ntf32: true\nstage: sft\nsave_total_limit:\nmax_steps: -1\ndeepspeed: x\nfsdp: [a]\n"
+    assert load(MINIMAL + text).notices == (
+        "run.yaml:3:1: `save_total_limit`, `bf16`, `max_steps`, `adapter`, `tf32`, `stage` change nothing here",
+        "run.yaml:9:1: `deepspeed` is ignored: Ratel has an engine of its own; see `storage` and `limits`",
+        "run.yaml:10:1: `fsdp` is ignored: Ratel streams the model through one device and needs no sharding",
+    )
+
+
+@pytest.mark.parametrize(
+    ("lines", "dtype"),
+    [
+        ("bf16: true", "bfloat16"),
+        ("bf16: auto", "bfloat16"),
+        ("bf16: auto\nfp16:", "bfloat16"),
+        ("bf16: false", "float32"),
+        ("bf16: false\nfp16: false", "float32"),
+        ("fp16: false", "bfloat16"),
+        ("fp16: true", "float16"),
+        ("bf16: false\nfp16: true", "float16"),
+        ("bf16: false\npure_bf16: true", "bfloat16"),
+        ("torch_dtype: float32\nbf16: true", "bfloat16"),
+        ("torch_dtype: auto", "bfloat16"),
+        ("torch_dtype: auto\nfp16: true", "float16"),
+        ("torch_dtype: bfloat16\nbf16: true", "bfloat16"),
+        ("torch_dtype: float16\nbf16: false", "float16"),
+        ("dtype: float32\nbf16: auto", "float32"),
+    ],
+)
+def test_the_precision_of_other_trainers(load: Load, lines: str, dtype: str) -> None:
+    assert load(MINIMAL + lines + "\n").config.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("lines", "save", "evaluate"),
+    [
+        ("save_strategy: no\nsave_steps: 5", None, None),
+        ("save_strategy: epoch\nsave_steps: 500\neval_strategy: epoch\nnum_epochs: 4", 25, 25),
+        ("save_strategy: steps\nsave_steps: 5\nevaluation_strategy: steps\neval_steps: 7", 5, 7),
+        ("eval_strategy: 'no'\neval_steps: 7", None, None),
+        ("save_strategy: best\nsave_steps: 5", 5, None),
+    ],
+)
+def test_strategies(load: Load, lines: str, save: int | None, evaluate: int | None) -> None:
+    config = load(MINIMAL + lines + "\n").config
+    assert (config.save_interval(100), config.eval_interval(100)) == (save, evaluate)
+
+
+@pytest.mark.parametrize("name", ["adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "adamw_bnb_8bit", "AdamW"])
+def test_adamw_under_another_name(load: Load, name: str) -> None:
+    loaded = load(MINIMAL + f"optim: {name}\n")
+    assert loaded.config.optimizer == "adamw"
+    assert ("moments in fp32" in loaded.notices[-1]) == ("8bit" in name)
+
+
+def test_the_device_of_the_trainer(load: Load) -> None:
+    assert load(MINIMAL + "use_cpu: true\n").config.device == "cpu"
+    assert load(MINIMAL + "use_cpu: false\nno_cuda: false\n").config.device == "auto"
+
+
+def test_the_least_rate_of_axolotl(load: Load) -> None:
+    config = load(MINIMAL + "lr_scheduler: cosine\ncosine_min_lr_ratio: 0.1\n").config
+    assert config.lr_scheduler == "cosine_with_min_lr"
+    assert config.lr_scheduler_kwargs is not None and config.lr_scheduler_kwargs.min_lr_rate == 0.1
+
+
+_B = ("b", "train", None, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("dataset: a,b\nmax_samples: 7", [("a", "train", None, 7), ("b", "train", None, 7)]),
+        ("dataset_name: org/set\ndataset_config: all\ndataset_train_split: sft", [("org/set", "sft", "all", None)]),
+        (
+            "datasets: [{path: a, max_samples: 3}, b]\nmax_samples: 7",
+            [("a", "train", None, 3), ("b", "train", None, 7)],
+        ),
+        ("pretraining_dataset: {path: c4, name: en}", [("c4", "train", "en", None)]),
+        ("dataset_mixer: {org/set: 1.0}\ndataset_splits: [train]", [("org/set", "train", None, None)]),
+        ("datasets: {path: json, data_files: [x.jsonl], ds_type: json}", [("x.jsonl", "train", None, None)]),
+        (
+            "dataset_mixture: {datasets: [{id: org/set, config: d, split: sft, columns: [messages]}]}",
+            [("org/set", "sft", "d", None)],
+        ),
+    ],
+)
+def test_datasets_of_other_trainers(load: Load, text: str, expected: list[tuple[object, ...]]) -> None:
+    datasets = load("base_model: m\n" + text + "\n").config.datasets
+    assert [(each.path, each.split, each.name, each.max_samples) for each in datasets] == expected
+
+
+INFO = {
+    "demo": {"file_name": "demo.json"},
+    "mine": {
+        "file_name": "mine.json",
+        "columns": {"prompt": "ask", "query": "more", "response": "say", "system": "sys", "history": "before"},
+        "num_samples": 9,
+    },
+    "chats": {
+        "hf_hub_url": "org/chats",
+        "subset": "en",
+        "split": "sft",
+        "formatting": "sharegpt",
+        "columns": {"messages": "turns"},
+        "tags": {"role_tag": "who", "content_tag": "what", "user_tag": "me", "assistant_tag": "you"},
+    },
+    "shared": {"file_name": "shared.json", "formatting": "sharegpt"},
+    "ranked": {"file_name": "ranked.json", "ranking": True},
+    "nowhere": {"columns": {}},
+}
+
+
+def test_the_sets_of_llama_factory(load: Load) -> None:
+    Path("sets").mkdir()
+    Path("sets/dataset_info.json").write_text(json.dumps(INFO))
+    text = "base_model: m\ndataset_dir: sets\neval_dataset: shared\nmax_samples: 5\n"
+    text += "dataset: demo, mine,chats,other.jsonl\n"
+    config = load(text).config
+    demo, mine, chats, other = config.datasets
+    assert (demo.path, demo.type, demo.max_samples) == ("sets/demo.json", "chat_template", 5)
+    assert (mine.field_instruction, mine.field_input, mine.field_output) == ("ask", "more", "say")
+    assert (mine.field_system, mine.field_history, mine.max_samples) == ("sys", "before", 9)
+    assert (chats.path, chats.name, chats.split, chats.field_messages) == ("org/chats", "en", "sft", "turns")
+    assert chats.message_property_mappings == {"role": "who", "content": "what"}
+    assert chats.roles == {"user": ("me",), "assistant": ("you",), "function_call": ("function_call",)}
+    assert (other.path, other.type) == ("other.jsonl", "auto")
+    (shared,) = config.test_datasets
+    assert (shared.field_messages, shared.message_property_mappings) == (
+        "conversations",
+        {"role": "from", "content": "value"},
+    )
+    (text_set,) = load("base_model: m\ndataset_dir: sets\nstage: pt\ndataset: mine\n").config.datasets
+    assert (text_set.type, text_set.field) == ("completion", "ask")
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("ranked", "`dataset`: 'ranked' cannot be used: it has preferences (chosen and rejected answers), not answers"),
+        ("nowhere", "`dataset`: 'nowhere' cannot be used: it names no file and no hub id"),
+    ],
+)
+def test_a_set_of_llama_factory_that_cannot_be_used(complain: Complain, name: str, error: str) -> None:
+    Path("data").mkdir()
+    Path("data/dataset_info.json").write_text(json.dumps(INFO))
+    (found,) = complain(f"base_model: m\ndataset: {name}\n")
+    assert found.startswith(f"run.yaml:2:10: {error}")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": 1}'])
+def test_a_dataset_info_that_cannot_be_read(complain: Complain, text: str) -> None:
+    Path("sets").mkdir()
+    Path("sets/dataset_info.json").write_text(text)
+    (found,) = complain("base_model: m\ndataset: a\ndataset_dir: sets\n")
+    assert found.startswith("run.yaml:2:10: sets/dataset_info.json: cannot be read: ")
+
+
+def test_the_columns_of_a_prompt_of_axolotl(load: Load) -> None:
+    text = "base_model: m\ndatasets: [{path: a, type: {field_instruction: ask, field_output: say}}]\n"
+    (found,) = load(text).config.datasets
+    assert (found.type, found.field_instruction, found.field_output) == ("alpaca", "ask", "say")
+
+
+@pytest.mark.parametrize("switch", ["adapter:", "use_peft: false", "finetuning_type: full"])
+def test_an_adapter_that_is_off_has_settings_that_change_nothing(load: Load, switch: str) -> None:
+    notices = load(MINIMAL + f"{switch}\nlora_r: 64\nlora_target_modules: [q_proj]\npeft_use_dora: true\n").notices
+    assert len(notices) == 1 and "`lora_r`, `lora_target_modules`, `peft_use_dora`" in notices[0]
+
+
+def test_an_adapter_that_is_on(complain: Complain) -> None:
+    assert len(complain(MINIMAL + "adapter: lora\nlora_r: 64\n")) == 2
+    assert len(complain(MINIMAL + "lora_r: 64\n")) == 1
+
+
+def test_templates_and_tokens_of_other_trainers(load: Load) -> None:
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    config = load(MINIMAL + f"chat_template: {json.dumps(template)}\neos_token: <|im_end|>\n").config
+    assert (config.chat_template, config.chat_template_jinja) == (None, template)
+    assert config.special_tokens == {"eos_token": "<|im_end|>"}
+    assert load(MINIMAL + "chat_template_path: a.jinja\n").config.chat_template_jinja == "a.jinja"
+
+
+def test_the_template_of_another_tokenizer(complain: Complain) -> None:
+    (found,) = complain(MINIMAL + "chat_template_path: org/name\n")
+    assert found.endswith("| write it into a file: `chat_template_jinja: FILE`")
 
 
 def test_warmup_steps_set_the_ratio_to_zero(load: Load) -> None:
@@ -198,6 +414,37 @@ def test_warmup_steps_set_the_ratio_to_zero(load: Load) -> None:
     assert warmup("warmup_steps: 0\n") == (0, 0.0)
     assert warmup("warmup_ratio: 0.1\n") == (0, 0.1)
     assert warmup("warmup_steps: 0\nwarmup_ratio: 0.1\n") == (0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("lines", "split"),
+    [
+        ("", (1, 1)),
+        ("micro_batch_size: 4", (4, 1)),
+        ("micro_batch_size: 4\ngradient_accumulation_steps: 3", (4, 3)),
+        ("tokens_per_step: null", (1, 1)),
+        ("tokens_per_step: 24576", None),
+        ("tokens_per_step: 24576\nmicro_batch_size: auto", None),
+        ("tokens_per_step: 24576\nmicro_batch_size: auto\ngradient_accumulation_steps: auto", None),
+        ("tokens_per_step: 24576\nmicro_batch_size: 1", (1, 24)),
+        ("tokens_per_step: 24576\nper_device_train_batch_size: 8", (8, 3)),
+        ("tokens_per_step: 24576\nmicro_batch_size: 24\ngradient_accumulation_steps: auto", (24, 1)),
+        ("tokens_per_step: 24576\ngradient_accumulation_steps: 2", (12, 2)),
+        ("tokens_per_step: 24576\nmicro_batch_size: auto\ngradient_accumulation_steps: 2", (12, 2)),
+        ("tokens_per_step: 24576\nmicro_batch_size: 8\ngradient_accumulation_steps: 3", (8, 3)),
+        ("tokens_per_step: 96\nsequence_len: 32\nmicro_batch_size: 3", (3, 1)),
+    ],
+)
+def test_tokens_per_step_and_a_split(load: Load, lines: str, split: tuple[int, int] | None) -> None:
+    """What is `auto` follows from the others; where both are, the plan decides. What is written loads as it was."""
+    config = load(MINIMAL + lines + "\n").config
+    assert config.is_split_planned == (split is None)
+    if split is None:
+        assert (config.sequences_per_step, config.split_by(6).split) == (24, (6, 4))
+    else:
+        assert (config.split, config.sequences_per_step) == (split, split[0] * split[1])
+    for each in (config, config if split else config.split_by(6)):
+        assert load(to_yaml(each)).config == each
 
 
 def test_a_plan_needs_only_a_shape(load: Load) -> None:
@@ -315,3 +562,48 @@ def test_a_config_that_is_written_and_loaded_is_equal(load: Load) -> None:
 def test_texts_that_look_like_other_values_stay_texts(load: Load, text: str) -> None:
     config = RunConfig.model_validate({"base_model": "m", "datasets": [{"path": "p", "split": text, "name": text}]})
     assert load(to_yaml(config)).config == config.resolved("run")
+
+
+@pytest.mark.parametrize(
+    ("lines", "num_steps", "expected"),
+    [
+        ("", 100, (3, None, None)),
+        ("warmup_steps: 7", 100, (7, None, None)),
+        ("warmup_steps: 7.0", 100, (7, None, None)),
+        ("warmup_steps: 0.05", 101, (6, None, None)),
+        ("warmup_steps: 0", 100, (0, None, None)),
+        ("warmup_ratio: 0.1", 39, (3, None, None)),
+        ("save_steps: 10\neval_steps: 0.25", 101, (3, 10, 26)),
+        ("save_steps: 0.001", 10, (0, 1, None)),
+        ("saves_per_epoch: 2\nevals_per_epoch: 4\nnum_epochs: 3", 300, (9, 50, 25)),
+        ("saves_per_epoch: 0\nevals_per_epoch: 0", 10, (0, None, None)),
+        ("saves_per_epoch: 0.5\nnum_epochs: 4", 100, (3, 50, None)),
+        ("saves_per_epoch: 0.25\nnum_epochs: 1", 100, (3, 100, None)),
+        ("saves_per_epoch: 1000", 10, (0, 1, None)),
+    ],
+)
+def test_warmup_saving_and_evaluation_in_steps(
+    load: Load, lines: str, num_steps: int, expected: tuple[int, int | None, int | None]
+) -> None:
+    """As transformers and axolotl count them: a share of all steps is rounded up, `warmup_ratio` is rounded down."""
+    config = load(MINIMAL + lines + "\n").config
+    counted = config.num_warmup_steps(num_steps), config.save_interval(num_steps), config.eval_interval(num_steps)
+    assert counted == expected
+    assert config.saves == (expected[1] is not None)
+    assert config.num_saved_generations == int(config.saves)
+
+
+def test_a_schedule_with_its_options(load: Load) -> None:
+    text = MINIMAL + "lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.1}\n"
+    config = load(text).config
+    assert config.lr_scheduler == "cosine_with_min_lr"
+    assert config.lr_scheduler_kwargs is not None and config.lr_scheduler_kwargs.min_lr_rate == 0.1
+    assert load(to_yaml(config)).config == config
+    changed = load(text, "lr_scheduler_kwargs.min_lr_rate=0.2").config.lr_scheduler_kwargs
+    assert changed is not None and changed.min_lr_rate == 0.2
+
+
+def test_a_learning_rate_that_can_hardly_be_meant(load: Load) -> None:
+    assert load(MINIMAL + "learning_rate: 0.1\n").notices == ()
+    (notice,) = load(MINIMAL + "learning_rate: 1e9\n").notices
+    assert notice.startswith("run.yaml:3:1: `learning_rate` is 1e+09: AdamW moves every weight by about that much")

@@ -67,10 +67,10 @@ def test_a_section_may_be_empty_or_replaced(load: Load) -> None:
 
 
 def test_a_later_argument_wins_and_an_alias_is_the_same_key(load: Load) -> None:
-    loaded = load(MINIMAL + "learning_rate: 1\n", "lr=2", "learning_rate=3", "completion_only_loss=false")
-    assert (loaded.config.learning_rate, loaded.config.train_on_inputs) == (3.0, True)
+    loaded = load(MINIMAL + "learning_rate: 0.01\n", "lr=0.02", "learning_rate=0.03", "completion_only_loss=false")
+    assert (loaded.config.learning_rate, loaded.config.train_on_inputs) == (0.03, True)
     assert loaded.notices == (
-        "argument 'lr=2': `lr` is read as `learning_rate`",
+        "argument 'lr=0.02': `lr` is read as `learning_rate`",
         "argument 'completion_only_loss=false': `completion_only_loss: false` is read as `train_on_inputs: true`",
     )
 

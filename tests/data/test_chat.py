@@ -13,7 +13,7 @@ import pytest
 
 from ratel_cli.data.chat import ChatRenderer
 from ratel_cli.data.chat_child import ChatMessage, RenderFailure, find_turns, has_generation_tag
-from ratel_cli.data.formats import ChatDraft, Unusable
+from ratel_cli.data.drafts import ChatDraft, Unusable
 from ratel_cli.errors import BadInput, EnvironmentFailure
 
 HEADED = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>\n{% endfor %}"
@@ -50,7 +50,7 @@ def _located(template: str, messages: list[ChatMessage]) -> list[str]:
             raise RenderFailure("no messages")
         return compiled.render(messages=some, add_generation_prompt=prompt)
 
-    text, spans = find_turns(render, messages)
+    text, spans, _ = find_turns(render, messages)
     assert text == render(messages, False)
     return [text[start:end] for start, end in spans]
 
@@ -130,15 +130,15 @@ def _draft(*contents: str) -> ChatDraft:
 @pytest.mark.usefixtures("no_child_left")
 def test_rendering_in_the_child() -> None:
     with ChatRenderer(PLAIN.replace("</>", "{{ end }}"), {"end": "<e>"}) as renderer:
-        chat = renderer.render(_draft("a\u00e9\n", "b\U0001f600"), locate_turns=True)
+        chat = renderer.render(_draft("a\u00e9\n", "b\U0001f600"), locate=True)
         assert chat.text == "<user>a\u00e9\n<e>\n<assistant>b\U0001f600<e>\n"
         assert [chat.text[start:end] for start, end in chat.spans] == ["b\U0001f600<e>\n"]
-        assert renderer.render(_draft("a", "b"), locate_turns=False).spans == ()
+        assert renderer.render(_draft("a", "b"), locate=False).spans == ()
         long = "long " * 100_000  # more than a pipe holds
-        assert renderer.render(_draft(long, long), locate_turns=True).text.count("long ") == 200_000
+        assert renderer.render(_draft(long, long), locate=True).text.count("long ") == 200_000
         unfit: list[ChatMessage] = [{"role": "user", "content": "a", "raw": b"x"}]
         with pytest.raises(Unusable, match="a message contains a value that JSON cannot represent"):
-            renderer.render(ChatDraft(messages=unfit, tools=None), locate_turns=True)
+            renderer.render(ChatDraft(messages=unfit, tools=None), locate=True)
         renderer.close()
         renderer.close()
 
@@ -163,15 +163,15 @@ def test_what_a_template_may_not_do_costs_one_row() -> None:
         for index, reason in enumerate(BAD_WAYS.values()):
             if reason:
                 with pytest.raises(Unusable, match=reason):
-                    renderer.render(_draft(str(index), "b"), locate_turns=False)
+                    renderer.render(_draft(str(index), "b"), locate=False)
             else:
-                assert renderer.render(_draft(str(index), "b"), locate_turns=False).text == "<assistant>fine"
+                assert renderer.render(_draft(str(index), "b"), locate=False).text == "<assistant>fine"
 
 
 @pytest.mark.usefixtures("no_child_left")
 def test_a_template_with_bad_syntax() -> None:
     with ChatRenderer("{% for %}", {}) as renderer, pytest.raises(Unusable, match="TemplateSyntaxError"):
-        renderer.render(_draft("a", "b"), locate_turns=True)
+        renderer.render(_draft("a", "b"), locate=True)
 
 
 @pytest.mark.usefixtures("no_child_left")
@@ -181,7 +181,39 @@ def test_an_endless_template_ends_the_run() -> None:
         ChatRenderer(endless, {}, limit_seconds=0.3) as renderer,
         pytest.raises(BadInput, match=r"did not finish one conversation within 0\.3 s"),
     ):
-        renderer.render(_draft("a"), locate_turns=True)
+        renderer.render(_draft("a"), locate=True)
+
+
+def test_a_slow_template_says_so_once() -> None:
+    loops = "{% for i in range(2000) %}{% for j in range(2000) %}{% endfor %}{% endfor %}"
+    slow = "{% if messages | length > 1 %}" + loops + "{% endif %}"
+    said: list[str] = []
+    with ChatRenderer(slow, {}, notice=said.append, limit_seconds=60, slow_seconds=0.01) as renderer:
+        for _ in range(2):
+            renderer.render(_draft("a", "b"), locate=False)
+    assert said == ["the chat template takes long for one conversation; it is stopped after 60 s, and the run with it"]
+
+
+LOSSES = {
+    "words": ({"role": "user", "content": "two\nlines"}, None, "text of user messages"),
+    "calls": ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, None, "tool calls"),
+    "tools": ({"role": "user", "content": "x"}, [{"type": "function", "function": {"name": "f"}}], "tools"),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_what_a_template_leaves_out_is_reported(case: str) -> None:
+    message, tools, lost = LOSSES[case]
+    draft = ChatDraft(messages=[message], tools=tools)
+    everything = "{{ messages | tojson }}{{ tools | tojson }}"
+    with ChatRenderer("{{ messages | length }}", {}) as drops, ChatRenderer(everything, {}) as writes:
+        assert lost in drops.render(draft, locate=False).lost
+        assert writes.render(draft, locate=False).lost == ()
+
+
+def test_words_may_be_trimmed_by_the_template() -> None:
+    with ChatRenderer("{% for m in messages %}{{ m.content | trim }}{% endfor %}", {}) as renderer:
+        assert renderer.render(_draft(" a \n", "", "b"), locate=False).lost == ()
 
 
 @pytest.mark.parametrize("locate", [False, True])
@@ -191,7 +223,7 @@ def test_a_child_that_dies_ends_the_run(no_child_left: set[str], locate: bool) -
         os.kill(int(child), signal.SIGKILL)
         for _ in range(2):
             with pytest.raises(BadInput, match="the process that renders chat templates ended: killed by SIGKILL"):
-                renderer.render(_draft("a", "b"), locate_turns=locate)
+                renderer.render(_draft("a", "b"), locate=locate)
 
 
 def test_ctrl_c_does_not_reach_the_child(no_child_left: set[str]) -> None:

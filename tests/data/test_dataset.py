@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from ratel_cli.data.dataset import DatasetSource, MicroBatch
+from ratel_cli.data.dataset import DatasetSource, MicroBatch, TrainingData
 from ratel_cli.data.lines import MAX_ROW_BYTES
 from ratel_cli.errors import BadInput
 from tests.data.conftest import GOOD_ROW, Load, MakeTokenizer, WriteRows, read_rejects, same_batches, write_text_rows
@@ -67,6 +67,40 @@ def test_an_epoch_holds_every_sample_once_and_exactly(
         assert 1 <= len(steps[-1]) <= accumulation
         for batch in batches:
             _check_samples(batch, rows, packing=packing)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_share_of_tokens_with_loss_is_that_of_the_steps(load: Load, write_rows: WriteRows, packing: bool) -> None:
+    rows = [{"input_ids": [7] * 6, "labels": [-100] * (index % 6) + [7] * (6 - index % 6)} for index in range(11)]
+    data = load(write_rows(*rows), packing=packing, val_set_size=0)
+    batches = [batch for index in range(data.steps_per_epoch) for batch in data.step(index)]
+    assert data.loss_share == sum(batch.num_targets for batch in batches) / data.num_tokens
+    assert 0 < data.loss_share < 1
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_the_same_steps_in_other_micro_batches(load: Load, write_rows: WriteRows, size: int, packing: bool) -> None:
+    """`split_by` gives what loading with that split gives, its fingerprint too."""
+    path = write_rows(*({"input_ids": [5 + index] * (3 + index % 9)} for index in range(40)))
+
+    def loaded(micro_batch_size: int) -> TrainingData:
+        number = 6 // micro_batch_size
+        return load(
+            path,
+            sequence_len=16,
+            packing=packing,
+            shuffle=True,
+            micro_batch_size=micro_batch_size,
+            gradient_accumulation_steps=number,
+        )
+
+    one, wanted = loaded(1), loaded(size)
+    before, found = one.fingerprint, one.split_by(size)
+    assert found.fingerprint == wanted.fingerprint
+    assert (one.fingerprint, found.fingerprint == before) == (before, size == 1)
+    for step in range(2 * wanted.steps_per_epoch):
+        assert same_batches(found.step(step), wanted.step(step))
 
 
 def _check_samples(batch: MicroBatch, rows: list[list[int]], *, packing: bool) -> None:

@@ -138,6 +138,36 @@ def test_a_damaged_cache_is_built_again(
     assert [item.name for item in (tmp_path / "cache").iterdir()] == [directory.name]
 
 
+@pytest.mark.parametrize("damage", ["old version", "no meta", "a cache that was deleted"])
+def test_the_user_s_files_in_a_cache_stay(
+    load: Load, tmp_path: Path, write_rows: WriteRows, notices: list[str], damage: str
+) -> None:
+    """The cache is built again among them."""
+    path = write_rows(GOOD_ROW)
+    before = load(path)
+    (directory,) = (tmp_path / "cache").iterdir()
+    (directory / "deep").mkdir()
+    for name in ("notes.txt", "deep/notes.txt"):
+        (directory / name).write_text(f"my {name}")
+    own = ("tokens.bin", "lengths.npy", "rejects.jsonl", "meta.json")
+    if damage in DAMAGE:
+        DAMAGE[damage](directory)
+    else:
+        for name in own:
+            (directory / name).unlink()
+    notices.clear()
+    for is_built in (True, False):
+        after = load(path)
+        assert same_batches(before.step(0), after.step(0)) and after.fingerprint == before.fingerprint
+        assert any("rebuilding it" in text for text in notices) == (is_built and damage in DAMAGE)
+        assert sorted(each.name for each in directory.iterdir()) == sorted((*own, "deep", "notes.txt"))
+        assert [(directory / name).read_text() for name in ("notes.txt", "deep/notes.txt")] == [
+            "my notes.txt", "my deep/notes.txt",
+        ]  # fmt: skip
+        assert list((tmp_path / "cache").iterdir()) == [directory]
+        notices.clear()
+
+
 def test_a_cache_that_vanishes_during_the_run(load: Load, tmp_path: Path, write_rows: WriteRows) -> None:
     data = load(write_rows(GOOD_ROW))
     (tokens,) = (tmp_path / "cache").glob("*/tokens.bin")

@@ -13,8 +13,9 @@ from tokenizers import models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from ratel_cli.data.chat_child import ChatMessage
-from ratel_cli.data.encode import Encoded, SampleEncoder, Tokenizer, tokenizer_hash
-from ratel_cli.data.formats import ChatDraft, Draft, TextDraft, TokensDraft, Unusable
+from ratel_cli.data.drafts import ChatDraft, Draft, TextDraft, TokensDraft, Unusable
+from ratel_cli.data.encode import Encoded, SampleEncoder
+from ratel_cli.data.tokenizer import Tokenizer, tokenizer_hash
 from ratel_cli.errors import BadInput
 from ratel_cli.sizes import IGNORED_TARGET
 from tests.data.conftest import MakeTokenizer

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ratel_cli.data.formats import ChatDraft, RowFormat, TextDraft, TokensDraft, Unusable, decide_format
+from ratel_cli.data.conversations import TurnOptions
+from ratel_cli.data.drafts import ChatDraft, TextDraft, TokensDraft, Unusable
+from ratel_cli.data.formats import RowFormat, decide_format
 from ratel_cli.data.rows import DatasetSource
 from ratel_cli.errors import BadInput
 
@@ -65,6 +67,32 @@ def test_unknown_columns_are_named() -> None:
     with pytest.raises(BadInput, match="no type of dataset has the columns one, two") as caught:
         decide_format(DatasetSource(path="p"), {"one": 1, "two": 2}, has_chat_template=True)
     assert caught.value.hint is not None
+
+
+@pytest.mark.parametrize(
+    ("record", "what", "hint"),
+    [
+        ({"chosen": "a", "rejected": "b"}, "pairs of a chosen and a rejected answer", "field: chosen"),
+        ({"prompt": "p", "chosen": TURNS, "rejected": TURNS}, "pairs of a chosen", "field_messages: chosen"),
+        ({"conversations": [], "kto_tag": True, "x": 1}, "", None),
+        ({"instruction": "a", "kto_tag": True}, "answers with a verdict", None),
+        ({"prompt": "a", "completion": "b", "label": False}, "answers with a verdict", None),
+        ({"prompt": "a", "completions": ["b"], "labels": [True]}, "a verdict for each step", None),
+    ],
+)
+def test_preference_data_is_named_as_such(record: dict[str, object], what: str, hint: str | None) -> None:
+    if not what:  # conversations with a verdict are conversations first
+        assert decide_format(DatasetSource(path="p"), record, has_chat_template=True).kind == "messages"
+        return
+    with pytest.raises(BadInput, match=f"p: its rows are .*{what}.* supervised fine-tuning only") as caught:
+        decide_format(DatasetSource(path="p"), record, has_chat_template=True)
+    assert hint is None or hint in (caught.value.hint or "")
+
+
+def test_the_chosen_answers_can_be_trained_on() -> None:
+    record: dict[str, object] = {"chosen": TURNS, "rejected": TURNS}
+    source = DatasetSource(path="p", type="chat_template", field_messages="chosen")
+    assert decide_format(source, record, has_chat_template=True).columns == ("chosen",)
 
 
 def test_conversations_need_a_chat_template() -> None:
@@ -128,6 +156,15 @@ PAIR = RowFormat(kind="prompt_completion", columns=("prompt", "completion"))
 CHAT = RowFormat(kind="messages", columns=("messages",))
 QUESTION = RowFormat(kind="question_answer", columns=("question", "answer"))
 TOKENS = RowFormat(kind="tokens", columns=("input_ids", "labels"))
+CHAT_PAIR = RowFormat(kind="chat_completion", columns=("prompt", "completion"))
+ROUNDS = RowFormat(
+    kind="instruction",
+    columns=("instruction", "input", "output", "history"),
+    turns=TurnOptions(system="system"),
+)
+FLAGGED = RowFormat(kind="messages", columns=("messages",), turns=TurnOptions(training_key="train"))
+CALLS = RowFormat(kind="messages", columns=("messages",), turns=TurnOptions(roles={"call": "function_call"}))
+_NO_CALL = "message 1 is no tool call: an object with name and arguments is needed"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +193,39 @@ TOKENS = RowFormat(kind="tokens", columns=("input_ids", "labels"))
             {"messages": [{"role": "user", "content": [1]}]},
             "'content of message 1' must be text, not an array",
         ),
-        (CHAT, {"messages": TURNS, "tools": "x"}, "'tools' must be an array, not text"),
+        (CHAT, {"messages": TURNS, "tools": 7}, "'tools' must be an array, not a number"),
+        (CHAT, {"messages": TURNS, "tools": "{}"}, "'tools' must be an array, not an object"),
+        (CHAT, {"messages": TURNS, "tools": "x"}, "'tools' is not JSON"),
+        (CHAT, {"messages": TURNS, "tools": "[" * 100_000}, "'tools' is not JSON"),
+        (CHAT_PAIR, {"prompt": TURNS[:1]}, "the field 'completion' is missing"),
+        (CHAT_PAIR, {"prompt": "a", "completion": TURNS}, "'prompt' must be an array of messages, not text"),
+        (CHAT_PAIR, {"prompt": TURNS[:1], "completion": []}, "the conversation has no messages"),
+        (
+            CHAT_PAIR,
+            {"prompt": TURNS, "completion": TURNS[1:]},
+            "'prompt' ends with an assistant turn, so there is nothing to answer",
+        ),
+        (ROUNDS, {"instruction": "a", "output": "b", "history": "x"}, "'history' must be an array of pairs, not text"),
+        (
+            ROUNDS,
+            {"instruction": "a", "output": "b", "history": [["x", "y"], ["x"]]},
+            "round 2 of 'history' must be a pair of question and answer",
+        ),
+        (
+            ROUNDS,
+            {"instruction": "a", "output": "b", "history": [["x", 7]]},
+            "'round 1 of history' must be text, not a number",
+        ),
+        (ROUNDS, {"instruction": "a", "output": "b", "system": 7}, "'system' must be text, not a number"),
+        (
+            FLAGGED,
+            {"messages": [{**TURNS[0], "train": "yes"}]},
+            "'train' of message 1 must be true or false",
+        ),
+        (CALLS, {"messages": [{"from": "call", "value": "f()"}]}, "'content of message 1' is not JSON"),
+        (CALLS, {"messages": [{"from": "call", "value": "7"}]}, _NO_CALL),
+        (CALLS, {"messages": [{"from": "call", "value": '[{"name": 7}]'}]}, _NO_CALL),
+        (CALLS, {"messages": [{"from": "call", "value": "[]"}]}, "message 1 has no tool call"),
         (TOKENS, {"labels": [1]}, "the field 'input_ids' is missing"),
         (TOKENS, {"input_ids": "1 2"}, "'input_ids' must be an array of token ids, not text"),
         (TOKENS, {"input_ids": [1, 2.0]}, "'input_ids' must contain only whole numbers"),

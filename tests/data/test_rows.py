@@ -11,7 +11,7 @@ import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 
 from ratel_cli.data.lines import Row
-from ratel_cli.data.rows import DatasetSource, open_source
+from ratel_cli.data.rows import DatasetSource, is_hub_id, open_source
 from ratel_cli.errors import BadInput, EnvironmentFailure
 
 
@@ -38,7 +38,7 @@ def tree(tmp_path: Path) -> Path:
 
 def test_a_directory_is_read_in_the_order_of_its_paths(tree: Path, notices: list[str]) -> None:
     assert _texts(tree, notices) == ["a", "b", "c", "d", "e"]
-    assert notices == [f"{tree}: each line of a text file is one sample"]
+    assert notices == [f"{tree}: each line of a text file is one sample; text_unit: file takes whole files"]
 
 
 def test_globs_and_single_files(tree: Path, notices: list[str]) -> None:
@@ -109,25 +109,28 @@ def test_a_split_of_local_files_is_ignored_with_a_notice(tree: Path, notices: li
     assert notices == [f"{tree / 'b.jsonl'}: split 'test' is ignored, because local files have no splits"]
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
 def test_a_hub_dataset_is_streamed_from_its_files(
-    tmp_path: Path, notices: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, notices: list[str], monkeypatch: pytest.MonkeyPatch, is_stream: bool
 ) -> None:
     saved = tmp_path / "saved"
     datasets.Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(saved)
     asked: list[object] = []
 
-    def fake(path: str, name: str | None, *, split: str, keep_in_memory: bool) -> datasets.Dataset:
-        asked.append((path, name, split, keep_in_memory))
-        return datasets.load_from_disk(str(saved))
+    def fake(path: str, name: str | None, *, split: str, keep_in_memory: bool, streaming: bool) -> object:
+        asked.append((path, name, split, keep_in_memory, streaming))
+        found = datasets.load_from_disk(str(saved))
+        return found.to_iterable_dataset() if streaming else found
 
     monkeypatch.setattr(datasets, "load_dataset", fake)
-    source = open_source(DatasetSource(path="owner/name", split="test", name="main"), notice=notices.append)
-    assert asked == [("owner/name", "main", "test", False)]
+    wanted = DatasetSource(path="owner/name", split="test", name="main")
+    source = open_source(wanted, notice=notices.append, is_stream=is_stream)
+    assert asked == [("owner/name", "main", "test", False, is_stream)]
     assert [(item.file, item.line) for item in source.read()] == [
         ("hub:owner/name[test]", 1),
         ("hub:owner/name[test]", 2),
     ]
-    assert [stamp.path.suffix for stamp in source.files] == [".arrow"]
+    assert [stamp.path.suffix for stamp in source.files] == ([] if is_stream else [".arrow"])
 
 
 def test_a_hub_that_has_no_such_dataset(notices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,3 +143,19 @@ def test_a_hub_that_has_no_such_dataset(notices: list[str], monkeypatch: pytest.
         match=r"owner/name: no such local file, and it cannot be loaded from the hub: ConnectionError: offline\\nmode",
     ):
         open_source(DatasetSource(path="owner/name"), notice=notices.append)
+
+
+@pytest.mark.parametrize(
+    ("path", "is_on_hub"),
+    [
+        ("org/name", True), ("name", True), ("org/name.v1-2_x", True), ("here/data", False), ("data.jsonl", False),
+        ("org/data.csv", False), ("./name", False), ("/org/name", False), ("~/name", False), ("org/*", False),
+        ("a/b/c", False), ("", False), ("a\0b", False),
+    ],
+)  # fmt: skip
+def test_what_can_only_be_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, is_on_hub: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here" / "data").mkdir(parents=True)
+    assert is_hub_id(path) == is_on_hub

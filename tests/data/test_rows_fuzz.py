@@ -3,34 +3,50 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ratel_cli.data.formats import Unusable, decide_format
-from ratel_cli.data.lines import Reject, Row, read_json, read_json_lines, read_text_lines
+from ratel_cli.data.csv_rows import read_csv
+from ratel_cli.data.drafts import Unusable
+from ratel_cli.data.formats import decide_format
+from ratel_cli.data.lines import Reject, Row, read_json, read_json_lines, read_text_file, read_text_lines
 from ratel_cli.data.rows import DatasetSource, DatasetType
 from ratel_cli.errors import BadInput
 from tests.tiers import examples
 
 QUICK = examples(200)
+CSV, TSV = (partial(read_csv, delimiter=delimiter) for delimiter in ",\t")
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=8)
 COLUMNS = (
     "text", "messages", "conversations", "instruction", "input", "output", "prompt", "completion", "question",
-    "answer", "input_ids", "labels", "tools", "role", "content", "from", "value", "tool_calls",
+    "answer", "input_ids", "labels", "tools", "chosen", "rejected", "role", "content", "from", "value", "tool_calls",
 )  # fmt: skip
 VALUES = st.recursive(
     SCALARS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(COLUMNS), inner, max_size=4),
     max_leaves=12,
 )
+OPTIONS: list[dict[str, object]] = [
+    {},
+    {
+        "field_system": "text",
+        "field_history": "messages",
+        "field_tools": "text",
+        "message_property_mappings": {"role": "value", "content": "text"},
+        "roles": {"function_call": ("", "0"), "user": ("1",)},
+        "roles_to_train": ("user",),
+        "message_field_training": "labels",
+    },
+]
 PIECES = st.sampled_from(
     [
         *(bytes([byte]) for byte in b'{}[],:"-1\n \0\xc3\xff'),
         *(b"\r\n", b"\xef\xbb\xbf", b"\\u", b"\\ud800", b"1e999", b"NaN", b"null", b"true", b"1" * 4400),
-        *(b'{"text": "a"}', b'"text"'),
+        *(b'{"text": "a"}', b'"text"', b"a,b", b'""'),
     ]
 )
 
@@ -45,11 +61,11 @@ def test_any_file(tmp_path: Path, content: bytes, bound: int) -> None:
     path = tmp_path / "rows"
     path.write_bytes(content)
     num_lines = content.count(b"\n") + 1
-    for read in (read_json_lines, read_text_lines, read_json):
+    for read in (read_json_lines, read_text_lines, read_text_file, read_json, CSV, TSV):
         try:
             items = list(read(path, "label", max_row_bytes=bound))
         except BadInput as error:
-            assert read is read_json and error.message.startswith("label:") and error.message.isprintable()
+            assert read in (read_json, CSV, TSV) and error.message.startswith("label:") and error.message.isprintable()
             continue
         for item in items:
             assert item.file == "label" and 1 <= item.line <= num_lines
@@ -64,12 +80,16 @@ def test_any_file(tmp_path: Path, content: bytes, bound: int) -> None:
     first=st.dictionaries(st.sampled_from(COLUMNS), VALUES), record=st.dictionaries(st.sampled_from(COLUMNS), VALUES)
 )
 @pytest.mark.parametrize("kind", ["auto", "completion", "chat_template", "alpaca", "tokens"])
-def test_any_record(kind: DatasetType, first: dict[str, object], record: dict[str, object]) -> None:
+@pytest.mark.parametrize("options", OPTIONS)
+def test_any_record(
+    kind: DatasetType, options: dict[str, object], first: dict[str, object], record: dict[str, object]
+) -> None:
     """The first row decides the format. The second is read with it."""
     try:
-        row_format = decide_format(DatasetSource(path="p", type=kind), first, has_chat_template=True)
+        source = DatasetSource(path="p", type=kind, **options)  # type: ignore[arg-type]
+        row_format = decide_format(source, first, has_chat_template=True)
     except BadInput as error:
-        assert kind == "auto" and error.message.isprintable()
+        assert (kind == "auto" or "supervised" in error.message) and error.message.isprintable()
         return
     for each in (first, record):
         try:

@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -38,6 +38,7 @@ from ratel_cli.hardware.budget import MeasurementBudget
 from ratel_cli.hardware.measure import measure
 from ratel_cli.io.queue import open_queue
 from ratel_cli.run import profile_machine
+from ratel_cli.run.profile_machine import measure_machine
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.store import Store
 from tests.simulated_gpu import install_if_asked
@@ -82,7 +83,9 @@ SETTINGS: dict[str, object] = {
 Tensors = dict[str, torch.Tensor]
 
 NO_STORE = -1
-BRIEFLY = MeasurementBudget(seconds=1e-6, span_bytes=2 * PAGE_BYTES, buffer_bytes=2 * PAGE_BYTES, memory_bytes=0)
+BRIEFLY = MeasurementBudget(
+    seconds=1e-6, span_bytes=2 * PAGE_BYTES, buffer_bytes=2 * PAGE_BYTES, memory_bytes=0, adamw_bytes=0
+)
 """Measuring the machine takes longer than a run of these models. The plans are odd then; the bits are the same."""
 
 
@@ -99,11 +102,13 @@ class Ended:
         return [line for line in self.stderr.splitlines() if line.startswith("error: ")]
 
 
-def save_base(directory: Path, *, tied: bool = False, num_layers: int = 2, hidden_size: int = 32) -> Path:
+def save_base(
+    directory: Path, *, tied: bool = False, num_layers: int = 2, hidden_size: int = 32, vocab_size: int | None = None
+) -> Path:
     """Save a small Llama with its tokenizer, chat template and generation config."""
     tokenizer = _tokenizer()
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=vocab_size or len(tokenizer),
         hidden_size=hidden_size,
         intermediate_size=hidden_size * 3 // 2,
         num_hidden_layers=num_layers,
@@ -166,13 +171,18 @@ def write_config(directory: Path, *, base: Path, rows: Path, data_type: str = CO
 def ratel(*arguments: object) -> Ended:
     """Run `ratel ...` in this process."""
     stderr, stdout = io.StringIO(), io.StringIO()
-    with _measured_briefly(), contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(stdout):
+    with measured_briefly(), contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(stdout):
         code = main([str(argument) for argument in arguments])
     return Ended(code=code, stderr=stderr.getvalue(), stdout=stdout.getvalue())
 
 
-def _measured_briefly() -> contextlib.AbstractContextManager[object]:
-    return mock.patch.object(profile_machine, "measure", functools.partial(measure, budget=BRIEFLY))
+def measured_briefly() -> contextlib.AbstractContextManager[object]:
+    """A context in which the machine is measured in no time, by `ratel profile` as well."""
+
+    brief = functools.partial(measure_machine, budget=BRIEFLY)
+    return mock.patch.multiple(
+        profile_machine, measure=functools.partial(measure, budget=BRIEFLY), measure_machine=brief
+    )
 
 
 def finetune(config: Path, *arguments: str) -> Ended:
@@ -201,18 +211,23 @@ def succeed(config: Path, *arguments: str) -> str:
     return ended.stderr
 
 
-def start(config: Path, *arguments: str, kill_at: str | None = None) -> ForkServerProcess:
-    """Run it in a forked process, which writes to `stderr.txt` next to the config."""
+def start(
+    config: Path, *arguments: str, kill_at: str | None = None, environment: Mapping[str, str] | None = None
+) -> ForkServerProcess:
+    """Run it in a forked process, which writes to `stderr.txt` next to the config.
+
+    The process has the environment of the first one that was started, and `environment`.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ratel_cli.run.finetune", "tests.e2e.runs"])
-    process = context.Process(target=_run_child, args=(str(config), arguments, kill_at))
+    process = context.Process(target=_run_child, args=(str(config), arguments, kill_at, environment or {}))
     process.start()
     return process
 
 
-def run_until_killed(config: Path, *arguments: str, kill_at: str) -> None:
+def run_until_killed(config: Path, *arguments: str, kill_at: str, environment: Mapping[str, str] | None = None) -> None:
     """Run it until it is killed at this failpoint of the store."""
-    assert wait(start(config, *arguments, kill_at=kill_at)) == -9, stderr_of(config)
+    assert wait(start(config, *arguments, kill_at=kill_at, environment=environment)) == -9, stderr_of(config)
 
 
 def wait(process: ForkServerProcess) -> int:
@@ -227,13 +242,14 @@ def stderr_of(config: Path) -> str:
     return config.with_name("stderr.txt").read_text(encoding="utf-8")
 
 
-def _run_child(config: str, arguments: Sequence[str], kill_at: str | None) -> None:
+def _run_child(config: str, arguments: Sequence[str], kill_at: str | None, environment: Mapping[str, str]) -> None:
     torch.set_num_threads(1)
+    os.environ.update(environment)
     if kill_at is not None:
         os.environ["RATEL_KILL_AT"] = kill_at
     with Path(config).with_name("stderr.txt").open("w", encoding="utf-8", buffering=1) as stderr:
         sys.stderr = stderr
-        with _measured_briefly():
+        with measured_briefly():
             code = main(["finetune", config, *arguments])
         for number in (signal.SIGINT, signal.SIGTERM):  # the command is over: later signals are not meant for it
             signal.signal(number, signal.SIG_IGN)

@@ -88,4 +88,7 @@ def test_training_data_that_changed_is_named(make_config: MakeConfig, rows: Path
     path.write_bytes(rows.read_bytes().splitlines(keepends=True)[0] + rows.read_bytes())
     ended = finetune(config)
     assert_rejected(ended, 2, f"the training data changed since this run began ({path})")
-    assert "hint: use the earlier data to resume the run, or start over with --resume no" in ended.stderr
+    begin = (
+        f"hint: set another output_dir for a new run, which --from {output_of(config)} starts from this one's state; "
+    )
+    assert begin in ended.stderr

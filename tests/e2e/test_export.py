@@ -37,7 +37,7 @@ def test_the_last_step_is_the_runs_own_export(saved: Path, tmp_path: Path, by: s
     )
     names = {path.name for path in (tmp_path / "new" / "out").iterdir()}
     assert names == {path.name for path in output_of(saved).iterdir()} - {"run"}
-    for name in names:
+    for name in names - {"ratel.files"}:
         assert file_hash(tmp_path / "new" / "out" / name) == file_hash(output_of(saved) / name), name
     assert file_hash(store_of(saved)) == before
 
@@ -95,9 +95,9 @@ def test_a_store_that_is_missing_or_of_another_model(
     assert_rejected(
         ratel("export", lost, "-o", tmp_path / "out"), 2, "there is no store in", str(store_of(lost).parent)
     )
-    paths = {"engine": "threads", "paths": [str(store_of(saved).parent)]}
+    output = str(output_of(saved))
     for name, changes in (("tied", {"base": tied_base}), ("wide", {"dtype": "float32"})):
-        other = make_config(name, **{**SAVING, "storage": paths, **changes})
+        other = make_config(name, **{**SAVING, "output_dir": output, **changes})
         assert_rejected(ratel("export", other, "-o", tmp_path / "out"), 2, "was made for another model, not for")
     assert not (tmp_path / "out").exists()
 
@@ -112,13 +112,13 @@ def test_a_damaged_chunk_is_not_exported(make_config: MakeConfig, tmp_path: Path
     data.write_bytes(content)
     for output in (tmp_path / "out", output_of(config)):
         assert_rejected(ratel("export", config, "-o", output), 4, "damaged")
-    assert not list((tmp_path / "out").iterdir())
+    assert not (tmp_path / "out").exists()
     assert file_hash(output_of(config) / WEIGHTS) == before
 
 
 def test_a_full_disk_and_a_read_only_disk(saved: Path, small_disk: Path) -> None:
     assert_rejected(ratel("export", saved, "-o", small_disk / "out"), 3, str(small_disk / "out"), "needs", "available")
-    assert not list((small_disk / "out").glob("*"))
+    assert not (small_disk / "out").exists()
 
 
 @pytest.mark.usefixtures("impatient")
@@ -138,7 +138,7 @@ def test_a_signal_leaves_the_earlier_export(
     out = Path(shutil.copytree(output_of(saved), tmp_path / "out"))
     before = {path.name: file_hash(path) for path in out.iterdir() if path.is_file()}
     signal_at(call, number)
-    ended = ratel("export", saved, "--step", 4, "-o", out)
+    ended = ratel("export", saved, "--step", 4, "-o", out, "--overwrite")
     assert (ended.code, ended.stderr.splitlines()[-1]) == (code, "Stopped. Run the same command again.")
     assert {path.name: file_hash(path) for path in out.iterdir() if path.is_file()} == before
     assert not (out / ".export-in-progress").exists()

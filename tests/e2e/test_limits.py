@@ -29,8 +29,12 @@ def larger_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("max_grad_norm", [0, 1.0], ids=["unclipped", "clipped"])
-def test_peaks_stay_inside_limits(make_config: MakeConfig, larger_base: Path, max_grad_norm: float) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_grad_norm": 0}, {"max_grad_norm": 1.0}, {"max_grad_norm": 1.0, "val_set_size": 8, "eval_steps": 1}],
+    ids=["unclipped", "clipped", "evaluated"],
+)
+def test_peaks_stay_inside_limits(make_config: MakeConfig, larger_base: Path, changes: dict[str, object]) -> None:
     def config_with(limit_bytes: int) -> Path:
         return make_config(
             f"{limit_bytes}",
@@ -38,7 +42,7 @@ def test_peaks_stay_inside_limits(make_config: MakeConfig, larger_base: Path, ma
             dtype="bfloat16",
             micro_batch_size=16,
             max_steps=3,
-            max_grad_norm=max_grad_norm,
+            **changes,
             limits={"host_memory": limit_bytes},
         )
 

@@ -9,11 +9,12 @@ import pytest
 
 from ratel_cli.config.load import load_config
 from ratel_cli.console import RunLog
-from ratel_cli.errors import EnvironmentFailure
+from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.report.profile import model_rows, operator_lines
+from ratel_cli.run.output import claim_output
 from ratel_cli.run.profile_model import record_model
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import export_hash, output_of, succeed
+from tests.e2e.runs import export_hash, metrics, output_of, succeed
 from tests.planning.shapes import machine
 from tests.tiers import sample
 
@@ -44,6 +45,14 @@ def test_the_table_names_each_operator(make_config: MakeConfig) -> None:
 def test_a_directory_that_cannot_be_written_is_reported(make_config: MakeConfig, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
     config = load_config(make_config(output_dir=str(tmp_path / "out" / "below"))).config
+    with pytest.raises(EnvironmentFailure, match=r"^output_dir: .* cannot be written"):
+        record_model(config, machine(), RunLog(), refresh=False)
+
+
+def test_a_file_that_cannot_be_written_is_reported(make_config: MakeConfig) -> None:
+    config = load_config(make_config()).config
+    claim_output(config)
+    (config.output_dir / "run" / "model.json").mkdir(parents=True)
     with pytest.raises(EnvironmentFailure, match=r"model.json: cannot be written"):
         record_model(config, machine(), RunLog(), refresh=False)
 
@@ -58,13 +67,48 @@ def test_a_cached_profile_is_used_and_changes_no_bit(make_config: MakeConfig, pl
     assert export_hash(config) == export_hash(plain_run)
     plan = json.loads((output_of(config) / "run" / "plan.json").read_text())
     assert plan["activations"]["source"] == "recorded"
-    assert "plan updated from step 1" in succeed(config, "--resume", "no", "sequence_len=48")
+    assert "plan updated from step 1" in succeed(config, "--resume", "no", "--overwrite-store", "sequence_len=48")
 
 
 @pytest.mark.parametrize("content", sample(["", "{", "[]", '{"profile": 3}', '{"profile": {"made_for": 1}}'], every=3))
 def test_a_file_that_cannot_be_read_is_no_profile(make_config: MakeConfig, content: str) -> None:
-    config = make_config()
+    config = make_config(max_steps=2)
     path = output_of(config) / "run" / "model.json"
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    assert "plan updated from step 1" in succeed(config, "max_steps=2")
+    assert "plan updated from step 1" in succeed(config, "--overwrite")
+
+
+def test_a_profile_that_is_wrong_is_noticed_while_the_run_goes_on_and_changes_no_bit(make_config: MakeConfig) -> None:
+    """The costs of a device that is ten thousand times slower: each operator is worth being offloaded, at first."""
+    config, right = make_config(max_steps=9), make_config("right", max_steps=9)
+    succeed(right)
+    succeed(config, "max_steps=1")
+    path = output_of(config) / "run" / "model.json"
+    content = json.loads(path.read_text())
+    profile = content["profile"]
+    for layer in [
+        profile,
+        *profile["profiles"],
+        *(each for kind in profile["profiles"] for each in kind["candidates"]),
+    ]:
+        for key, value in layer.items():
+            if key.endswith("seconds") and value is not None:
+                layer[key] = 1e4 * value
+    path.write_text(json.dumps(content))
+    stderr = succeed(config, "--resume", "no")
+    assert "plan updated from step 1" not in stderr
+    assert "as predicted: " in stderr
+    plans = [line["predicted_seconds"] for line in metrics(config)]
+    assert plans[0] > 100 * plans[-1]
+    assert export_hash(config) == export_hash(right)
+
+
+def test_profiling_leaves_a_directory_alone_that_ratel_did_not_make(make_config: MakeConfig) -> None:
+    config = make_config()
+    notes = output_of(config) / "notes.txt"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("mine")
+    with pytest.raises(BadInput, match="Ratel did not make it"):
+        record_model(load_config(config).config, machine(), RunLog(), refresh=False)
+    assert [path.name for path in notes.parent.iterdir()] == ["notes.txt"]

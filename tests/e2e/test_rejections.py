@@ -6,12 +6,15 @@ import json
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ratel_cli.units import MIB
+from tests.e2e import runs
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (
     ROWS,
@@ -158,6 +161,39 @@ def test_a_disk_that_is_too_small(make_config: MakeConfig, small_disk: Path) -> 
     ended = finetune(config)
     assert_rejected(ended, 3, "not enough space for the store", "872 KiB", "512 KiB", str(small_disk))
     assert list(small_disk.iterdir()) == []
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["new", "resumed"])
+def test_a_limit_on_wear_that_ends_the_run_early_is_told_before(make_config: MakeConfig, is_new: bool) -> None:
+    """By the dry run, with the step at which it ends then."""
+    config = make_config(max_steps=4)
+    if not is_new:
+        succeed(config, "max_steps=1")
+    size = 872 * 1024 / 2  # of one of the store's two generations, with its share of the headers
+    limit = f"storage.max_tb_written={(2 + 1 + 2.5) * size / 1e12}"
+    ended = finetune(config, limit, "--dry-run")
+    assert ended.code == 0, ended.stderr
+    assert [line for line in ended.stderr.splitlines() if line.startswith("warning: storage.max_tb_written (")] != []
+    assert "ends the run after step 2 of 4" in ended.stderr
+    assert_rejected(finetune(config, limit), 3, "step 3 would write more than storage.max_tb_written allows")
+    assert committed_step(config) == 2
+    enough = f"storage.max_tb_written={(2 + 1 + 4.5) * size / 1e12}"
+    assert "storage.max_tb_written" not in succeed(config, enough)
+    assert "storage.max_tb_written" not in succeed(config, limit), "all steps are done"
+
+
+def test_a_disk_without_the_space_for_measuring_it(
+    make_config: MakeConfig, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is measured with is no need of the run: the store of 872 KiB fits in 1 MiB. In less, its own need counts."""
+    monkeypatch.setattr(runs, "BRIEFLY", replace(runs.BRIEFLY, span_bytes=4 * MIB, buffer_bytes=4 * MIB))
+    config = make_config(storage={"engine": "threads", "paths": [str(small_disk)]})
+    subprocess.run(["mount", "-o", "remount,size=512k", str(small_disk)], check=True)
+    ended = finetune(config)
+    assert_rejected(ended, 3, "not enough space for the store", "872 KiB", "512 KiB", str(small_disk))
+    subprocess.run(["mount", "-o", "remount,size=1m", str(small_disk)], check=True)
+    stderr = succeed(config)
+    assert "warning: the drives could not be measured: not enough space: needs 4.00 MiB" in stderr
 
 
 def test_an_output_that_is_too_small(make_config: MakeConfig, small_disk: Path, tmp_path: Path) -> None:

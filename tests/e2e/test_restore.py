@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.io.queue import open_queue
+from ratel_cli.store.run_record import RECORD_FILE_NAME
 from ratel_cli.store.store import Store
 from tests.e2e.conftest import MakeConfig, SignalAt
 from tests.e2e.runs import (
@@ -85,10 +86,11 @@ def ended_run(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) 
 
 @pytest.fixture
 def copied(ended_run: Path, tmp_path: Path) -> Path:
-    """A copy of `ended_run`, which a test may change."""
+    """A run like `ended_run`, which a test may change: a copy that knows nothing of the place it comes from."""
     shutil.copytree(ended_run.parent, tmp_path / "copied")
     config = tmp_path / "copied" / "run.yaml"
-    config.write_text(config.read_text().replace(str(ended_run.parent), str(config.parent)))
+    for file in (config, *config.parent.rglob(RECORD_FILE_NAME)):
+        file.write_text(file.read_text().replace(str(ended_run.parent), str(config.parent)))
     return config
 
 
@@ -239,11 +241,38 @@ def test_restoring_again_after_a_signal(copied: Path, signal_at: SignalAt, call:
 
 def test_starting_over_replaces_the_snapshot(copied: Path) -> None:
     shutil.rmtree(store_of(copied).parent)
+    shutil.rmtree(output_of(copied))
+    ended = finetune(copied, "--resume", "no", "learning_rate=0.5")
+    assert_rejected(ended, 2, f"{snapshot_of(copied)} holds the store of the run", "which has other settings or data")
     succeed(copied, "--resume", "no", "max_steps=2")
     assert committed_step(snapshot_of(copied)) == 2
 
 
-def test_a_snapshot_of_another_run_is_not_overwritten(copied: Path, make_config: MakeConfig) -> None:
+@pytest.mark.parametrize("seed", [42, 7], ids=["same settings", "other settings"])
+def test_a_snapshot_of_another_run_is_not_overwritten(copied: Path, make_config: MakeConfig, seed: int) -> None:
+    """With the same settings too, before it has a store and after, and when it starts over."""
+    storage = {"engine": "threads", "snapshot": {"path": str(snapshot_of(copied)), "every": 1}}
+    other = make_config("other", **{**CHANGES, "max_steps": 4, "seed": seed, "storage": storage})
+    before = file_hash(snapshot_of(copied) / "ratel.store")
+    own = f"storage.snapshot.path={other.parent / 'own'}"
+    theirs = f"storage.snapshot.path: {snapshot_of(copied)} holds the snapshot of the run out (step 4, made "
+    for arguments in ([], ["--dry-run"], ["--resume", "no"]):
+        ended = finetune(other, *arguments)
+        assert_rejected(ended, 2, theirs)
+        assert "hint: set storage.snapshot.path to a directory that only this run uses; or " in ended.stderr
+    succeed(other, own)
+    for arguments in ([], ["--resume", "no"]):
+        assert_rejected(finetune(other, *arguments), 2, theirs)
+    assert file_hash(snapshot_of(copied) / "ratel.store") == before
+    succeed(other, "--resume", "no", "--overwrite-store")
+    assert_rejected(finetune(copied, "max_steps=5"), 2, "holds the snapshot of the run out")
+
+
+def test_a_snapshot_without_a_record_belongs_to_the_run_with_its_settings(
+    copied: Path, make_config: MakeConfig
+) -> None:
+    """As stores of earlier versions do."""
+    (snapshot_of(copied) / RECORD_FILE_NAME).unlink()
     storage = {"engine": "threads", "snapshot": {"path": str(snapshot_of(copied)), "every": 1}}
     other = make_config("other", **{**CHANGES, "max_steps": 1, "seed": 7, "storage": storage})
     before = file_hash(snapshot_of(copied) / "ratel.store")
@@ -253,6 +282,14 @@ def test_a_snapshot_of_another_run_is_not_overwritten(copied: Path, make_config:
         finetune(other), 2, "storage.snapshot.path: the settings changed since the store in", "config_hash was"
     )
     assert file_hash(snapshot_of(copied) / "ratel.store") == before
+    assert "all 4 steps are done" in succeed(copied)
+
+
+def test_a_run_that_has_moved_keeps_its_snapshot(copied: Path, tmp_path: Path) -> None:
+    (tmp_path / "copied").rename(tmp_path / "moved")
+    config = tmp_path / "moved" / "run.yaml"
+    config.write_text(config.read_text().replace(str(tmp_path / "copied"), str(tmp_path / "moved")))
+    assert "all 4 steps are done" in succeed(config)
 
 
 def test_places_where_a_snapshot_cannot_be(make_config: MakeConfig, tmp_path: Path, small_disk: Path) -> None:

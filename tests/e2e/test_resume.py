@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -10,12 +11,14 @@ import pytest
 
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (
+    assert_rejected,
     assert_same_result,
     curve,
     export_hash,
     file_hash,
     finetune,
     output_of,
+    ratel,
     run_until_killed,
     start,
     stderr_of,
@@ -68,8 +71,12 @@ def test_killed_again_and_again(
     for point in importing:
         run_until_killed(config, kill_at=point)
         assert not (output_of(config) / "run" / "metrics.jsonl").exists()
+        [row] = json.loads(ratel("status", output_of(config), "--json").stdout)["runs"]
+        assert (row["state"], row["step"], row["num_steps"]) == ("killed", 0, NUM_STEPS), "listed from its import on"
     run_until_killed(config, kill_at="commit.written:4")  # the first commit is that of the import, so this is step 3
     assert [step for step, _, _ in curve(config)] == [1, 2, 3], "the third step was announced, but not committed"
+    [row] = json.loads(ratel("status", output_of(config), "--json").stdout)["runs"]
+    assert (row["state"], row["step"], row["loss"]) == ("killed", 2, curve(config)[1][1])
     for point in training:
         run_until_killed(config, kill_at=point)
         assert "resuming from step" in stderr_of(config)
@@ -150,12 +157,17 @@ def test_starting_over(make_config: MakeConfig, plain_run: Path) -> None:
     assert export_hash(config) != export_hash(plain_run)
     before = file_hash(store_of(config))
     ended = finetune(config)
-    assert (ended.code, ended.errors) == (
-        2,
-        [f"error: the store in {store_of(config).parent} belongs to a run with other settings: seed was 7, is now 42"],
-    )
+    assert_rejected(
+        ended, 2, f"{store_of(config).parent} holds the store of the run out (step 4, made ",
+        "), which has other settings: seed was 7, is now 42",
+    )  # fmt: skip
+    assert "hint: set another output_dir for a new run" in ended.stderr
+    ended = finetune(config, "--resume", "no")
+    assert_rejected(ended, 2, "holds the store of the run out (step 4, made ", "which has other settings or data")
+    assert "replace that store with --resume no --overwrite-store" in ended.stderr
+    assert_rejected(finetune(config, "--overwrite-store"), 2, "only with --resume no")
     assert file_hash(store_of(config)) == before
-    succeed(config, "--resume", "no")
+    succeed(config, "--resume", "no", "--overwrite-store")
     assert_same_result(config, plain_run)
 
 

@@ -136,7 +136,7 @@ def test_where_the_state_lies_does_not_matter(
     config = make_config(storage={**changes, "paths": [str(path) for path in paths]})
     succeed(config)
     assert export_hash(config) == export_hash(plain_run)
-    assert all((path / "ratel.store").stat().st_size > 0 for path in paths)
+    assert all(next(path.glob("out-*.store/ratel.store")).stat().st_size > 0 for path in paths)
 
 
 def test_the_test_can_fail(make_config: MakeConfig, plain_run: Path) -> None:

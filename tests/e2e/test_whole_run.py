@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import cast
@@ -13,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ratel_cli.config.load import load_config
+from ratel_cli.sizes import LOGITS_CHUNK_BYTES
 from scripts.complete import answer
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (
@@ -22,6 +24,7 @@ from tests.e2e.runs import (
     load_data,
     metrics,
     output_of,
+    ratel,
     ratel_command,
     store_of,
     succeed,
@@ -98,7 +101,7 @@ def test_transformers_loads_it_with_everything_that_belongs_to_it(chat_run: Path
     assert not torch.equal(logits, logits_before)
     assert {path.name for path in directory.iterdir()} == {
         "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
-        "tokenizer.json", "tokenizer_config.json", "run",
+        "tokenizer.json", "tokenizer_config.json", "run", "ratel.files",
     }  # fmt: skip
 
 
@@ -109,12 +112,12 @@ def test_the_metrics_are_those_of_the_interface(chat_run: Path) -> None:
     assert all(line["learning_rate"] == 0.01 and line["gpu_peak_bytes"] == 0 for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"]
     plan = json.loads((output_of(chat_run) / "run" / "plan.json").read_text())["traffic"]
-    # A step's update overlaps with the next step, so only sums are exact. What stays in memory is read twice: for
-    # the step that is recorded, and for those that follow its plan.
-    first_bytes = 2 * plan["nvme_first_read_bytes"]
+    # A step's update overlaps with the next step, so only sums are exact. What stays in memory is read once,
+    # though a new plan follows from the first step.
+    first_bytes = plan["nvme_first_read_bytes"]
     assert sum(line["nvme_read_bytes"] for line in lines) == 4 * plan["nvme_read_bytes"] + first_bytes
-    # Steps 1 and 4 are reported before their own commits, which write a page of checksums each.
-    assert sum(line["nvme_written_bytes"] for line in lines) == 4 * plan["nvme_written_bytes"] - 2 * 4096
+    # Step 4 is reported before its own commit, which writes a page of checksums.
+    assert sum(line["nvme_written_bytes"] for line in lines) == 4 * plan["nvme_written_bytes"] - 4096
 
 
 def test_a_trace_has_a_track_for_each_resource(make_config: MakeConfig) -> None:
@@ -133,7 +136,8 @@ def test_a_trace_has_a_track_for_each_resource(make_config: MakeConfig) -> None:
 
 def test_the_run_directory_has_config_machine_and_plan(chat_run: Path) -> None:
     run = output_of(chat_run) / "run"
-    assert load_config(run / "config.yaml").config == load_config(chat_run).config
+    config = load_config(chat_run).config
+    assert load_config(run / "config.yaml").config == config.model_copy(update={"head_chunk": LOGITS_CHUNK_BYTES})
     hardware, plan, model = (json.loads((run / f"{name}.json").read_text()) for name in ("hardware", "plan", "model"))
     assert hardware["nvme"]["write_bytes_per_second"] > 0
     assert plan["memory"]["fits"] is True
@@ -173,3 +177,22 @@ def test_the_demo_prints_an_answer(chat_run: Path, base: Path) -> None:
     before, after = answer(base, question), answer(output_of(chat_run), question)
     assert before != after
     assert "<|" not in after
+
+
+def test_its_report_has_what_it_did(plain_run: Path, tmp_path: Path) -> None:
+    assert ratel("report", plain_run, "-o", tmp_path / "report.html").code == 0
+    page = (tmp_path / "report.html").read_text()
+    assert "Finished: step 4 of 4; the model is exported." in page and 'class="notes"' not in page
+    assert f"{metrics(plain_run)[-1]['loss']:.4f}" in page
+    assert "loss, by step" in ratel("report", output_of(plain_run), "--terminal").stdout
+
+
+def test_its_status_is_that_of_a_finished_run(plain_run: Path) -> None:
+    [row] = json.loads(ratel("status", output_of(plain_run), "--json").stdout)["runs"]
+    assert (row["state"], row["step"], row["num_steps"], row["seconds_left"]) == ("finished", 4, 4, 0)
+    assert row["loss"] == metrics(plain_run)[-1]["loss"]
+    assert row["store_bytes"] == store_of(plain_run).stat().st_size
+    by_config, by_directory = (
+        re.sub(r"\d+ s ago", "just now", ratel("status", name).stdout) for name in (plain_run, output_of(plain_run))
+    )
+    assert by_config == by_directory

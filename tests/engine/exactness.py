@@ -109,6 +109,7 @@ PLACEMENTS: dict[str, dict[str, object]] = {
     "two ahead": {"placement": AHEAD},
     "all ahead": {"placement": Placement(prefetch_blocks=9, pending_updates=9)},
     "two ahead, small groups": {"placement": AHEAD, "group_elements": BLOCK_ALIGNMENT},
+    "two ahead, two groups each way": {"placement": AHEAD, "group_elements": BLOCK_ALIGNMENT, "groups_in_flight": 2},
     "resident weights": {"placement": replace(AHEAD, resident_weights=EVERY_BLOCK)},
     "some resident weights": {"placement": replace(AHEAD, resident_weights=frozenset((0, 2)))},
     "resident states": {
@@ -135,15 +136,24 @@ PLACEMENTS: dict[str, dict[str, object]] = {
             swapped=EVERYTHING,
             gpu_units_from=0,
             gpu_weights=EVERY_BLOCK,
+            gpu_window_bytes=1 << 30,
             gpu_leaving_bytes=1 << 30,
+            gpu_holds_sums=True,
             gpu_holds_tied=True,
         )
     },
     "some kept on a GPU": {
         "placement": replace(
-            AHEAD, swapped=ChosenEverywhere(0.5), spilled_units=1, gpu_units_from=3, gpu_weights=frozenset((2, 3))
+            AHEAD,
+            swapped=ChosenEverywhere(0.5),
+            spilled_units=1,
+            gpu_units_from=3,
+            gpu_weights=frozenset((2, 3)),
+            gpu_window_bytes=20_000,
         )
     },
+    "the next block ahead on a GPU": {"placement": replace(AHEAD, gpu_window_bytes=1 << 30)},
+    "some parameters ahead on a GPU": {"placement": replace(AHEAD, gpu_window_bytes=7000)},
     "some deferred": {"placement": replace(AHEAD, deferred=frozenset((1, 2)))},
     "all deferred": {"placement": replace(AHEAD, deferred=EVERY_BLOCK)},
     "naive": {"placement": AHEAD, "overlap": "naive", "group_elements": BLOCK_ALIGNMENT},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ratel_cli import _native
 from ratel_cli.data.packing import MicroBatch
-from ratel_cli.engine.build import EngineSettings, open_device, open_engine
+from ratel_cli.engine.build import EngineParts, EngineSettings, open_device
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.optimizer.adamw import AdamWSettings
 from ratel_cli.engine.optimizer.update import UpdateSettings
@@ -23,7 +24,7 @@ from ratel_cli.io.queue import EngineChoice, IoQueue, open_queue
 from ratel_cli.io.views import view_field
 from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.skeleton import build_skeleton, supported_attention
-from ratel_cli.planning.placement import Overlap, Placement
+from ratel_cli.planning.placement import GroupShape, Overlap, Placement
 from ratel_cli.run.store import import_base
 from ratel_cli.sizes import CHUNK_ELEMENTS, GROUP_ELEMENTS, DtypeName
 from ratel_cli.store.barrier import Barrier
@@ -121,6 +122,7 @@ class Machine:
         pool: BufferPool,
         queue: IoQueue,
         make_engine: Callable[[Callable[[], None]], StepEngine],
+        engine_for: Callable[[Placement, int | None], StepEngine],
         timeline: Timeline,
         *,
         device: str,
@@ -130,16 +132,28 @@ class Machine:
         self.pool = pool
         self.queue = queue
         self.make_engine = make_engine
+        self._engine_for = engine_for
         self.timeline = timeline
         self.device = device
         """Where it computes: "cpu" or "cuda"."""
         self.engine = make_engine(lambda: None)
         self.decided = 0
 
-    def train(self, steps: Sequence[Sequence[MicroBatch]], recipe: Recipe) -> list[StepOutcome]:
+    def follow(self, placement: Placement, *, held_in_memory_bytes: int | None = None) -> None:
+        """Let another engine take over from the first one."""
+        self.engine = self._engine_for(placement, held_in_memory_bytes)
+
+    def train(
+        self,
+        steps: Sequence[Sequence[MicroBatch]],
+        recipe: Recipe,
+        *,
+        before_step: Callable[[int], None] = lambda step: None,
+    ) -> list[StepOutcome]:
         """Run the steps that the store has not committed yet; each is committed beneath the next, and the last."""
         outcomes = []
         for step in range(self.store.progress.step, len(steps)):
+            before_step(step)
             outcomes.append(
                 self.engine.run(
                     steps[step],
@@ -212,6 +226,7 @@ def machine(
     overlap: Overlap = "optimized",
     placement: Placement = NOTHING_AHEAD,
     group_elements: int = GROUP_ELEMENTS,
+    groups_in_flight: int = 1,
     chunk_elements: int | None = None,
     activation_bytes: int = 1 << 26,
     devices: Callable[[Timeline], AbstractContextManager[Device]] = _the_cpu,
@@ -224,6 +239,7 @@ def machine(
     if model is None:
         skeleton = build_skeleton(config, dtype=dtype, attn_implementation=attention_of(config))
         model = find_blocks(skeleton, name="tiny")
+    groups = GroupShape(elements=group_elements, in_flight=groups_in_flight)
     paths = [directory / f"drive{index}" for index in range(num_directories)]
     num_elements = sum(block.num_elements for block in model.spec.blocks)
     settings = EngineSettings(
@@ -235,12 +251,11 @@ def machine(
             held_in_memory_bytes=held_in_memory_bytes,
             overlap=overlap,
         ),
-        placement=placement,
+        placement=replace(placement, groups=groups),
         seed=recipe.seed,
         gradient_scratch_bytes=0 if held_in_memory_bytes is None else 4 * num_elements,
         activation_scratch_bytes=activation_bytes if placement.spilled_units else 0,
         chunk_tokens=recipe.chunk_tokens,
-        group_elements=group_elements,
     )
     with ExitStack() as resources:
         queue = queue or resources.enter_context(open_queue(io_engine, notice=lambda text: None))
@@ -262,12 +277,11 @@ def machine(
         timeline = Timeline()
         device = resources.enter_context(devices(timeline))
 
-        def make_engine(check_stop: Callable[[], None]) -> StepEngine:
+        def make_parts(check_stop: Callable[[], None]) -> EngineParts:
             return resources.enter_context(
-                open_engine(
+                EngineParts(
                     model,
                     store,
-                    settings,
                     queue=queue,
                     pool=pool,
                     device=device,
@@ -277,4 +291,22 @@ def machine(
                 )
             )
 
-        yield Machine(model, store, pool, queue, make_engine, timeline, device=device.torch_device.type)
+        def make_engine(check_stop: Callable[[], None]) -> StepEngine:
+            return resources.enter_context(make_parts(check_stop).engine(settings))
+
+        parts = make_parts(lambda: None)
+
+        def engine_for(placement: Placement, held_in_memory_bytes: int | None) -> StepEngine:
+            return resources.enter_context(
+                parts.engine(
+                    replace(
+                        settings,
+                        placement=replace(placement, groups=groups),
+                        updates=replace(settings.updates, held_in_memory_bytes=held_in_memory_bytes),
+                        gradient_scratch_bytes=0 if held_in_memory_bytes is None else 4 * num_elements,
+                        activation_scratch_bytes=activation_bytes if placement.spilled_units else 0,
+                    )
+                )
+            )
+
+        yield Machine(model, store, pool, queue, make_engine, engine_for, timeline, device=device.torch_device.type)

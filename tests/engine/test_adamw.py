@@ -69,7 +69,8 @@ def test_a_block_in_groups_has_the_bits_of_torch(pool: BufferPool, group_element
             for start in range(0, BLOCK.num_elements, group_elements):
                 stop = start + group_elements
                 memories = {name: memoryview(values.numpy()[start:stop]).cast("B") for name, values in fields.items()}
-                adamw.update(memories, gradient, update, start=start, stop=stop)
+                with gradient.elements(start, stop, pool) as part:
+                    adamw.update(memories, gradient, update, values=part, start=start, stop=stop)
     gradient.release()
     in_gaps = torch.ones(BLOCK.num_elements, dtype=torch.bool)
     for weight, parameter in zip(weights, BLOCK.parameters, strict=True):

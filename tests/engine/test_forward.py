@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from ratel_cli.engine.forward import GenerationForward
-from ratel_cli.errors import DoesNotFit, Interrupted
+from ratel_cli.data.packing import MicroBatch
+from ratel_cli.engine.block_reader import BlockReader, FileBlocks, GenerationBlocks, reading_order, weights_bytes
+from ratel_cli.engine.forward import BlockwiseForward
+from ratel_cli.errors import BadInput, DoesNotFit, Interrupted
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
 from ratel_cli.model.reload import load_export
 from ratel_cli.model.skeleton import DTYPES, build_skeleton, read_model_config
 from ratel_cli.sizes import DtypeName
+from tests import tiers
 from tests.model.tiny import FAMILIES, imported_store, save_tiny
 
+CPU = torch.device("cpu")
 POSITIONS = torch.arange(11).unsqueeze(0)
 TOKENS = POSITIONS * 7919 % 96
 
@@ -31,8 +36,8 @@ def stored_logits(directory: Path, store: Path, dtype: DtypeName) -> torch.Tenso
     with CheckpointSource(directory, model.skeleton, model.spec) as source:
         install_buffers(model.skeleton, source.read_buffers())
         with imported_store(store, model.spec, source, dtype) as (opened, pool):
-            forward = GenerationForward(model, opened.current(), pool, device=torch.device("cpu"))
-            logits = forward.logits(TOKENS, POSITIONS)
+            with BlockReader(model, GenerationBlocks(opened.current()), pool, device=CPU) as reader:
+                logits = BlockwiseForward(model, reader).logits(TOKENS, POSITIONS)
             assert pool.leased_bytes == 0
     assert model.skeleton.training
     return logits
@@ -64,6 +69,136 @@ def test_every_dtype_and_tied_embeddings(tmp_path: Path, dtype: DtypeName, tied:
     assert torch.equal(found, whole_logits(tmp_path / "base", dtype))
 
 
+@pytest.mark.parametrize(("family", "dtype"), tiers.rotating(list(FAMILIES), ["float32", "bfloat16"]))
+def test_the_files_of_a_model(tmp_path: Path, family: str, dtype: DtypeName) -> None:
+    """Read ahead or not, and with blocks that stay in memory."""
+    save_tiny(family, tmp_path / "base")
+    model = decoder(tmp_path / "base", dtype)
+    wanted = whole_logits(tmp_path / "base", dtype)
+    with CheckpointSource(tmp_path / "base", model.skeleton, model.spec) as source, BufferPool(None) as pool:
+        install_buffers(model.skeleton, source.read_buffers())
+        blocks = FileBlocks(source, DTYPES[dtype])
+        for reads_ahead, resident in ((False, frozenset[int]()), (True, frozenset({0, 2}))):
+            with BlockReader(model, blocks, pool, device=CPU, reads_ahead=reads_ahead, resident=resident) as reader:
+                for _ in range(2):
+                    assert torch.equal(BlockwiseForward(model, reader).logits(TOKENS, POSITIONS), wanted)
+                twice = reading_order(model.spec)
+                kept = sum(model.spec.blocks[index].num_elements for index in resident)
+                once = sum(block.num_elements for block in twice if block.index not in resident)
+                assert reader.bytes_read == DTYPES[dtype].itemsize * (2 * once + kept)
+            assert pool.leased_bytes == 0
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("resident", [frozenset[int](), frozenset({0}), frozenset({1, 2}), frozenset(range(5))])
+@pytest.mark.parametrize("reads_ahead", [False, True])
+def test_memory_is_what_was_planned(tmp_path: Path, tied: bool, resident: frozenset[int], reads_ahead: bool) -> None:
+    """The embedding is the largest block, so that it counts that a tied one is there with the head."""
+    save_tiny("llama", tmp_path / "base", tie_word_embeddings=tied, vocab_size=2048)
+    model = decoder(tmp_path / "base", "float32")
+    planned_bytes = weights_bytes(model.spec, 4, resident=resident, reads_ahead=reads_ahead)
+    with CheckpointSource(tmp_path / "base", model.skeleton, model.spec) as source:
+        for limit_bytes in (planned_bytes, planned_bytes - 1):
+            with (
+                BufferPool(limit_bytes) as pool,
+                BlockReader(
+                    model, FileBlocks(source, torch.float32), pool, device=CPU, resident=resident,
+                    reads_ahead=reads_ahead,
+                ) as reader,
+            ):  # fmt: skip
+                forward = BlockwiseForward(model, reader)
+                if limit_bytes == planned_bytes:
+                    forward.logits(TOKENS, POSITIONS)
+                    forward.logits(TOKENS, POSITIONS)
+                else:
+                    with pytest.raises(DoesNotFit):
+                        forward.logits(TOKENS, POSITIONS)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_blocks_in_another_order_than_that_of_a_pass(tmp_path: Path, tied: bool) -> None:
+    """What was read ahead is then not the block that comes."""
+    save_tiny("llama", tmp_path / "base", tie_word_embeddings=tied)
+    model = decoder(tmp_path / "base", "float32")
+    with (
+        CheckpointSource(tmp_path / "base", model.skeleton, model.spec) as source,
+        BufferPool(None) as pool,
+        BlockReader(model, FileBlocks(source, torch.float32), pool, device=CPU, reads_ahead=True) as reader,
+    ):
+        for block in (*reversed(model.spec.blocks), *model.spec.blocks[::2]):
+            with reader.bound(block) as parameters:
+                for bound, placed in zip(parameters, block.parameters, strict=True):
+                    assert torch.equal(bound.flatten(), source.read(placed.name, 0, placed.num_elements)), block.name
+        reader.end_pass()
+        assert pool.leased_bytes == 0
+
+
+def test_damage_that_is_found_while_reading_ahead(tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path / "base")
+    model = decoder(tmp_path / "base", "float32")
+    with (
+        CheckpointSource(tmp_path / "base", model.skeleton, model.spec) as source,
+        BufferPool(None) as pool,
+        BlockReader(model, FileBlocks(source, torch.float32), pool, device=CPU, reads_ahead=True) as reader,
+    ):
+        for path in (tmp_path / "base").glob("*.safetensors"):
+            path.write_bytes(path.read_bytes()[:-8192])
+        with pytest.raises(BadInput, match="truncated while it was being read"):
+            BlockwiseForward(model, reader).logits(TOKENS, POSITIONS)
+        assert pool.leased_bytes == 0
+
+
+def micro_batches(lengths: Sequence[int]) -> list[MicroBatch]:
+    """A row each, whose every second token has loss."""
+    made = []
+    for number, length in enumerate(lengths):
+        ids = (torch.arange(length) * 31 + number) % 96
+        targets = torch.where(torch.arange(length) % 2 == 0, ids.roll(-1), -100)
+        targets[-1] = -100
+        made.append(
+            MicroBatch(
+                input_ids=ids.unsqueeze(0),
+                targets=targets.unsqueeze(0),
+                position_ids=torch.arange(length).unsqueeze(0),
+                sample_ids=(number,),
+                num_targets=int((targets != -100).sum()),
+                num_tokens=length,
+            )
+        )
+    return made
+
+
+@pytest.mark.parametrize("family", tiers.sample(FAMILIES, every=3))
+def test_losses_of_many_micro_batches_in_one_pass_and_in_several(tmp_path: Path, family: str) -> None:
+    save_tiny(family, tmp_path / "base")
+    model, batches = decoder(tmp_path / "base", "float32"), micro_batches([11, 2, 30, 17, 1])
+    whole = load_export(tmp_path / "base", dtype=torch.float32, attention="eager")
+    wanted = []
+    for batch in batches:
+        keywords = {"position_ids": batch.position_ids} if model.layer_runner.takes_positions else {}
+        with torch.no_grad():
+            logits = whole(input_ids=batch.input_ids, use_cache=False, **keywords).logits[0].float()
+        total = torch.nn.functional.cross_entropy(logits, batch.targets[0], ignore_index=-100, reduction="sum")
+        wanted.append(float(total))
+    with CheckpointSource(tmp_path / "base", model.skeleton, model.spec) as source, BufferPool(None) as pool:
+        install_buffers(model.skeleton, source.read_buffers())
+        reads = []
+        for held_bytes in (1 << 30, 20_000):
+            passed: list[int] = []
+            with BlockReader(model, FileBlocks(source, torch.float32), pool, device=CPU) as reader:
+                forward = BlockwiseForward(model, reader)
+                losses = forward.losses(batches, held_bytes=held_bytes, chunk_tokens=64, progress=passed.append)
+                assert [loss.total for loss in losses] == wanted
+                assert sum(passed) == len(batches) * len(model.spec.blocks)
+                reads.append(reader.bytes_read)
+        assert reads[0] < reads[1], "several passes"
+        with BlockReader(model, FileBlocks(source, torch.float32), pool, device=CPU) as reader:
+            with pytest.raises(DoesNotFit, match="a micro-batch takes"):
+                list(BlockwiseForward(model, reader).losses(batches, held_bytes=100, chunk_tokens=64))
+            assert list(BlockwiseForward(model, reader).losses([], held_bytes=100, chunk_tokens=64)) == []
+    assert pool.leased_bytes == 0
+
+
 def test_memory_is_that_of_the_largest_block(tmp_path: Path) -> None:
     save_tiny("llama", tmp_path / "base")
     model = decoder(tmp_path / "base", "float32")
@@ -74,7 +209,8 @@ def test_memory_is_that_of_the_largest_block(tmp_path: Path) -> None:
     ):
         for limit_bytes in (largest_bytes, largest_bytes - 1):
             with BufferPool(limit_bytes) as pool:
-                forward = GenerationForward(model, store.current(), pool, device=torch.device("cpu"))
+                reader = BlockReader(model, GenerationBlocks(store.current()), pool, device=CPU)
+                forward = BlockwiseForward(model, reader)
                 if limit_bytes == largest_bytes:
                     forward.logits(TOKENS, POSITIONS)
                 else:
@@ -97,7 +233,8 @@ def test_check_stop_may_raise_before_every_block(tmp_path: Path) -> None:
         CheckpointSource(tmp_path / "base", model.skeleton, model.spec) as source,
         imported_store(tmp_path / "store", model.spec, source, "float32") as (store, pool),
     ):
-        forward = GenerationForward(model, store.current(), pool, device=torch.device("cpu"), check_stop=stop)
+        reader = BlockReader(model, GenerationBlocks(store.current()), pool, device=CPU, check_stop=stop)
+        forward = BlockwiseForward(model, reader)
         for call in range(1, len(model.spec.blocks) + 1):
             left[0] = call
             with pytest.raises(Interrupted):

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from ratel_cli.engine.device.device import Download, HostDevice
-from ratel_cli.engine.optimizer.gradients import GradientSum, TiedSum, clip_coefficient, total_norm
+from ratel_cli.engine.optimizer.gradients import GradientSum, clip_coefficient, total_norm
+from ratel_cli.engine.optimizer.tied_sum import TiedSum
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
@@ -111,9 +112,7 @@ def test_what_leaves_early_is_the_same(
             for index in [*order, *({0, 1, 2, 3} - {*order})]:
                 part = parts[-1][index]
                 assert part is not None
-                total.add_one(index, part)
-                if index in order:
-                    total.leave(index)
+                total.add_one(index, part, is_last=index in order)
             found.append(total.finish())
         whole, early = found
         whole.fetch(pool)
@@ -139,12 +138,9 @@ def test_what_is_on_its_way_has_a_limit(block: BlockSpec, leaving_bytes: int) ->
 
 def test_nothing_is_added_to_what_has_left(block: BlockSpec) -> None:
     with BufferPool(None) as pool, GradientSum(block, pool, HOST, dtype=torch.float32, single=False) as total:
-        total.add_one(1, torch.ones(7))
-        total.leave(1)
+        total.add_one(1, torch.ones(7), is_last=True)
         with pytest.raises(AssertionError, match="after the last one"):
             total.add_one(1, torch.ones(7))
-        with pytest.raises(AssertionError):
-            total.leave(0)
 
 
 @pytest.mark.parametrize("leaves", [False, True])
@@ -153,9 +149,8 @@ def test_a_sum_that_is_given_up_gives_its_memory_back(block: BlockSpec, device: 
     with BufferPool(None) as pool:
         for single in (False, True):
             total = GradientSum(block, pool, device, dtype=torch.bfloat16, single=single)
-            total.add(random_gradients(1, torch.bfloat16))
-            if leaves:
-                total.leave(2)
+            total.add(random_gradients(1, torch.bfloat16)[:2])
+            total.add_one(2, torch.ones(64, 33), is_last=leaves)
             total.close()
             total.close()
             assert pool.leased_bytes == 0
@@ -232,7 +227,9 @@ def test_spilled_and_fetched_is_unchanged(block: BlockSpec, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4])
-def test_tied_sum_adds_in_the_order_of_plain_pytorch(dtype: torch.dtype, num_micro_batches: int) -> None:
+@pytest.mark.parametrize("is_held", [False, True])
+def test_tied_sum_adds_in_the_order_of_plain_pytorch(dtype: torch.dtype, num_micro_batches: int, is_held: bool) -> None:
+    """On the device, or in host memory from the head to the embedding."""
     torch.manual_seed(0)
     vocab, width, tokens = 50, 8, 6
     block = lay_out_block(index=0, kind="embedding", name="embedding", parameters=[("e", (vocab, width), True)])
@@ -248,12 +245,17 @@ def test_tied_sum_adds_in_the_order_of_plain_pytorch(dtype: torch.dtype, num_mic
         wanted = wanted + (head + embedding).float()
     with BufferPool(None) as pool:
         total = GradientSum(block, pool, HOST, dtype=torch.float32, single=False)
-        rows = TiedSum(total, ids, device=HOST)
-        for head in heads:
-            rows.add_head(head)
-            rows.end_micro_batch()
-        for embedding in embeddings:
-            rows.add_embedding(embedding)
-        gradient = total.finish()
-        assert torch.equal(gradient.flat[: vocab * width].view(vocab, width), wanted)
-        gradient.release()
+        tokens = torch.unique(torch.cat(ids))
+        with TiedSum(total, tokens, device=HOST, pool=pool, is_held=is_held) as rows:
+            for head in heads:
+                rows.add_head(head)
+                rows.end_micro_batch()
+            rows.end_head()
+            held_bytes = 4 * vocab * width + num_micro_batches * len(tokens) * width * dtype.itemsize
+            assert pool.leased_bytes >= (0 if is_held else held_bytes)
+            rows.fetch()
+            for embedding in embeddings:
+                rows.add_embedding(embedding[tokens])
+            assert torch.equal(total.values(0).view(vocab, width), wanted)
+            total.finish().release()
+        assert pool.leased_bytes == 0

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from ratel_cli.engine.activations import ActivationOffloader, Unit
-from ratel_cli.engine.device.device import HostDevice
-from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.engine.device.device import DeviceBuffer, Download, HostDevice, Upload, UploadLane
+from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.scratch import Scratch
+from ratel_cli.io.tickets import Ticket
+from ratel_cli.io.views import view
 from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Placement
 from ratel_cli.sizes import PAGE_BYTES
 from tests.fakes import Fault, FaultyQueue
@@ -83,3 +86,133 @@ def test_damage_on_the_drive_is_noticed(tmp_path: Path) -> None:
                 assert "activations of block" in failure.message
                 num_noticed += 1
     assert num_noticed == 2 * num_read
+
+
+@dataclass
+class NotedUpload:
+    """An upload that is done at once."""
+
+    values: torch.Tensor
+
+    def open(self) -> torch.Tensor:
+        return self.values
+
+    def wait(self) -> None:
+        return
+
+    def give_up(self) -> Callable[[], None]:
+        return self.wait
+
+
+class NotingDevice(HostDevice):
+    """Copies as a GPU does, at once, and notes what it is asked for."""
+
+    is_host = False
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__(Timeline())
+        self._events = events
+
+    def upload(
+        self,
+        memory: memoryview,
+        buffer: DeviceBuffer,
+        label: SpanLabel,
+        *,
+        lane: UploadLane = "weights",
+        after: Download | None = None,
+    ) -> Upload:
+        assert lane == "activations", "no unit stands behind weights"
+        event = f"up {label.block}"
+        if self._events[-1:] != [event]:  # a unit's tensors go up one after another
+            self._events.append(event)
+        return NotedUpload(view(memory, torch.uint8).clone())
+
+
+class HeldScratch:
+    """Scratch space whose reads end when the test says so."""
+
+    def __init__(self) -> None:
+        self.holds = False
+        self._contents: dict[int, bytes] = {}
+        self._reads: list[tuple[int, memoryview, Ticket]] = []
+
+    def write_sealed(self, offset: int, memory: memoryview) -> Ticket:
+        self._contents[offset] = bytes(memory)
+        return Ticket(num_parts=0)
+
+    def read_sealed(self, offset: int, memory: memoryview, what: str) -> Ticket:
+        ticket = Ticket(num_parts=1)
+        self._reads.append((offset, memory, ticket))
+        if not self.holds:
+            self.end_reads()
+        return ticket
+
+    def end_reads(self, failure: IntegrityFailure | None = None) -> None:
+        for offset, memory, ticket in self._reads:
+            memory[:] = self._contents[offset]
+            ticket.finish_part(failure)
+        self._reads.clear()
+
+
+@contextmanager
+def noted() -> Iterator[tuple[ActivationOffloader, HeldScratch, list[str]]]:
+    """An offloader that has put all units, and has spilled them."""
+    events: list[str] = []
+    scratch, device = HeldScratch(), NotingDevice(events)
+    with BufferPool(None) as pool:
+        activations = ActivationOffloader(
+            pool,
+            scratch,  # type: ignore[arg-type]
+            Placement(spilled_units=NUM_UNITS),
+            device=device,
+            timeline=Timeline(),
+        )
+        for number in range(NUM_UNITS):
+            activations.put(number, 0, unit_of(number))
+        yield activations, scratch, events
+        activations.reset()
+        assert pool.leased_bytes == 0
+
+
+def use(activations: ActivationOffloader, number: int, events: list[str]) -> None:
+    with activations.fetch(number, 0) as found:
+        events.append(f"use {number}")
+        assert all(torch.equal(a, b) for a, b in zip(found.tensors, unit_of(number).tensors, strict=True))
+
+
+def test_a_unit_that_was_read_goes_up_before_the_one_before_it_is_used() -> None:
+    with noted() as (activations, _, events):
+        for number in reversed(range(NUM_UNITS)):
+            use(activations, number, events)
+    last = NUM_UNITS - 1
+    assert events == [
+        *(f"up {last}", f"up {last - 1}", f"use {last}"),
+        *(event for number in reversed(range(1, last)) for event in (f"up {number - 1}", f"use {number}")),
+        "use 0",
+    ]
+
+
+def test_a_unit_goes_up_between_blocks_if_its_read_has_ended_there() -> None:
+    with noted() as (activations, scratch, events):
+        scratch.holds = True
+        for number in reversed(range(NUM_UNITS)):
+            use(activations, number, events)
+            scratch.end_reads()
+            activations.catch_up()
+            if number:
+                assert f"up {number - 1}" in events, "it waits for nothing but its read"
+            activations.catch_up()
+    assert len(events) == 2 * NUM_UNITS
+
+
+def test_a_read_that_failed_is_raised_before_its_bytes_go_up() -> None:
+    with noted() as (activations, scratch, events):
+        scratch.holds = True
+        first_read = NUM_UNITS - 1 - SPILL_WINDOW_UNITS
+        for number in reversed(range(first_read + 1, NUM_UNITS)):
+            use(activations, number, events)
+        scratch.end_reads(IntegrityFailure("a flipped bit"))
+        with pytest.raises(IntegrityFailure, match="a flipped bit"):
+            activations.catch_up()
+        assert f"up {first_read}" not in events

@@ -20,11 +20,14 @@ from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.spec import BlockSpec, lay_out_block
+from ratel_cli.planning.placement import GroupShape
 from ratel_cli.sizes import BLOCK_ALIGNMENT
 from ratel_cli.store.store import Store
 from tests.fakes import Fault, FaultyQueue
 from tests.store.stores import create_store, progress_of
 
+SMALL = GroupShape(elements=BLOCK_ALIGNMENT)
+TWO_EACH_WAY = GroupShape(elements=BLOCK_ALIGNMENT, in_flight=2)
 HOST = HostDevice(Timeline())
 ADAMW = AdamWUpdate(number=1, learning_rate=1e-3, gradient_scale=1.0)
 
@@ -89,9 +92,11 @@ def pool() -> Iterator[BufferPool]:
         assert pool.leased_bytes == 0
 
 
-def walk(work: FakeWork, pool: BufferPool, order: GroupOrder, *num_groups: int) -> list[str]:
+def walk(
+    work: FakeWork, pool: BufferPool, order: GroupOrder, *num_groups: int, groups: GroupShape = SMALL
+) -> list[str]:
     blocks = blocks_of(*num_groups)
-    with UpdatePipeline(work, order=order, group_elements=BLOCK_ALIGNMENT) as pipeline:  # type: ignore[arg-type]
+    with UpdatePipeline(work, order=order, groups=groups) as pipeline:  # type: ignore[arg-type]
         updates = [update_of(block, pool) for block in blocks]
         for update in updates:
             pipeline.submit(update)
@@ -113,6 +118,20 @@ def test_a_write_is_queued_after_the_next_read_and_overlapped_with_the_next_upda
     assert work.most_alive == 3
 
 
+def test_with_two_groups_in_flight_two_are_read_ahead_and_two_are_written(pool: BufferPool) -> None:
+    """While a group is updated, the next two are read and the two before are written."""
+    work = FakeWork()
+    assert walk(work, pool, "optimized", 6, groups=TWO_EACH_WAY) == [
+        *("R 0.0", "R 0.1", "R 0.2", "C 0.0", "W 0.0"),
+        *("R 0.3", "C 0.1", "W 0.1"),
+        *("R 0.4", "C 0.2", "W 0.2", "F 0.0"),
+        *("R 0.5", "C 0.3", "W 0.3", "F 0.1"),
+        *("C 0.4", "W 0.4", "F 0.2"),
+        *("C 0.5", "W 0.5", "F 0.3", "F 0.4", "F 0.5"),
+    ]
+    assert work.most_alive == TWO_EACH_WAY.num_buffers == 5
+
+
 def test_naive_does_one_thing_after_another(pool: BufferPool) -> None:
     work = FakeWork()
     assert walk(work, pool, "naive", 2, 1) == [
@@ -123,22 +142,23 @@ def test_naive_does_one_thing_after_another(pool: BufferPool) -> None:
 
 @pytest.mark.parametrize("num_groups", [(), (0,), (1,), (0, 1, 0), (2, 3, 1), (1, 1, 1, 1)])
 @pytest.mark.parametrize("order", ["optimized", "naive"])
+@pytest.mark.parametrize("groups", [SMALL, TWO_EACH_WAY], ids=["one", "two"])
 def test_every_group_is_read_updated_written_once(
-    pool: BufferPool, order: GroupOrder, num_groups: tuple[int, ...]
+    pool: BufferPool, order: GroupOrder, num_groups: tuple[int, ...], groups: GroupShape
 ) -> None:
     work = FakeWork()
-    events = walk(work, pool, order, *num_groups)
+    events = walk(work, pool, order, *num_groups, groups=groups)
     wanted = [f"{index}.{part}" for index, count in enumerate(num_groups) for part in range(count)]
     for what in "RCWF":
         assert [event[2:] for event in events if event[0] == what] == wanted
-    assert work.most_alive <= 3
+    assert work.most_alive <= groups.num_buffers
     assert work.alive == 0
 
 
 def test_announced_states_are_read_before_the_gradient_comes(pool: BufferPool) -> None:
     work = FakeWork()
     blocks = blocks_of(1, 2)
-    with UpdatePipeline(work, group_elements=BLOCK_ALIGNMENT) as pipeline:  # type: ignore[arg-type]
+    with UpdatePipeline(work, groups=SMALL) as pipeline:  # type: ignore[arg-type]
         pipeline.expect(blocks)
         while len(work.events) < 2:
             time.sleep(0.001)
@@ -151,7 +171,7 @@ def test_announced_states_are_read_before_the_gradient_comes(pool: BufferPool) -
 
 def test_cancel_drops_what_was_submitted(pool: BufferPool) -> None:
     work = FakeWork(compute_seconds=0.02)
-    with UpdatePipeline(work, group_elements=BLOCK_ALIGNMENT) as pipeline:  # type: ignore[arg-type]
+    with UpdatePipeline(work, groups=SMALL) as pipeline:  # type: ignore[arg-type]
         for block in blocks_of(20, 20):
             pipeline.submit(update_of(block, pool))
         while "C 0.0" not in work.events:
@@ -169,7 +189,7 @@ def test_a_failure_of_the_thread_is_raised_by_every_later_call(pool: BufferPool)
             raise ZeroDivisionError(f"a bug in {group.number} of {update.gradient.block.name}")
 
     work, (block,) = Broken(), blocks_of(2)
-    with UpdatePipeline(work, group_elements=BLOCK_ALIGNMENT) as pipeline:  # type: ignore[arg-type]
+    with UpdatePipeline(work, groups=SMALL) as pipeline:  # type: ignore[arg-type]
         update = update_of(block, pool)
         pipeline.submit(update)
         for call in (
@@ -195,9 +215,9 @@ def work_on(store: Store, pool: BufferPool, resident: frozenset[int] = frozenset
     return GroupWork(GroupAdamW(settings, "bfloat16"), store, pool, timeline=Timeline(), resident_states=resident)
 
 
-@pytest.mark.parametrize("order", ["optimized", "naive"])
+@pytest.mark.parametrize(("order", "groups"), [("optimized", SMALL), ("optimized", TWO_EACH_WAY), ("naive", SMALL)])
 def test_every_failing_transfer_raises_and_gives_all_buffers_back(
-    tmp_path: Path, pool: BufferPool, order: GroupOrder
+    tmp_path: Path, pool: BufferPool, order: GroupOrder, groups: GroupShape
 ) -> None:
     """Each system call of the update fails in turn."""
     blocks = blocks_of(3, 1)
@@ -205,7 +225,7 @@ def test_every_failing_transfer_raises_and_gives_all_buffers_back(
     while True:
         with FaultyQueue() as queue, stored(tmp_path / str(call), queue) as store:
             queue._faults[len(queue.calls) + call] = Fault(error_number=errno.EIO)
-            with UpdatePipeline(work_on(store, pool), order=order, group_elements=BLOCK_ALIGNMENT) as pipeline:
+            with UpdatePipeline(work_on(store, pool), order=order, groups=groups) as pipeline:
                 try:
                     for block in blocks:
                         pipeline.submit(update_of(block, pool))
@@ -226,7 +246,7 @@ def test_resident_states_are_read_once_until_they_are_forgotten(tmp_path: Path, 
     gradients: list[BlockGradient] = []
     with FaultyQueue() as queue, stored(tmp_path, queue) as store:
         work = work_on(store, pool, frozenset((0,)))
-        with UpdatePipeline(work, group_elements=BLOCK_ALIGNMENT) as pipeline:
+        with UpdatePipeline(work, groups=SMALL) as pipeline:
             read = []
             for _ in range(4):
                 before = queue.read_bytes
@@ -246,7 +266,7 @@ def test_waits_for_names_the_resource_that_the_thread_waits_for(tmp_path: Path, 
     (block,) = blocks_of(3)
     with FaultyQueue() as queue, stored(tmp_path, queue) as store:
         queue._faults[len(queue.calls)] = Fault(hangs=True)
-        with UpdatePipeline(work_on(store, pool), group_elements=BLOCK_ALIGNMENT) as pipeline:
+        with UpdatePipeline(work_on(store, pool), groups=SMALL) as pipeline:
             assert pipeline.waits_for == "optimizer"
             pipeline.submit(update_of(block, pool))
             while pipeline.waits_for != "nvme read":

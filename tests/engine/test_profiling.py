@@ -15,7 +15,7 @@ from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
 from ratel_cli.planning.recorded import recorded_profile
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.engine.machine import attention_of, initial_weights, machine, random_steps
-from tests.engine.test_swap import recorded, workload_of
+from tests.engine.test_swap import estimate_of, recorded, workload_of
 from tests.planning.shapes import BFLOAT16
 from tests.reference import Recipe
 from tests.tiers import sample
@@ -26,7 +26,16 @@ def timeless(profile: ModelProfile) -> list[LayerProfile]:
     layers = [profile.profiles[number] for number in profile.layers]
     return [
         replace(
-            layer, candidates=(), saved_bytes=0, forward_seconds=None, recomputed_seconds=None, backward_seconds=None
+            layer,
+            candidates=(),
+            saved_bytes=0,
+            backward_bytes=0,
+            making_bytes=0,
+            replay_bytes=0,
+            replay_held_bytes=0,
+            forward_seconds=None,
+            recomputed_seconds=None,
+            backward_seconds=None,
         )
         for layer in layers
     ]
@@ -44,7 +53,9 @@ def test_it_is_the_profile_of_a_recorded_step(tmp_path: Path, architecture: str)
         build_skeleton(tiny_config(architecture), dtype="bfloat16", attn_implementation=attention), name="tiny"
     )
     units, seconds = BlockProfiler(model, dtype=torch.bfloat16, device=torch.device("cpu")).record(batches[0])
-    found = recorded_profile(units, seconds, model.spec, BFLOAT16, workload_of(batches))
+    found = recorded_profile(
+        units, seconds, model.spec, BFLOAT16, workload_of(batches), estimate=estimate_of(model, batches)
+    )
     assert timeless(found) == timeless(wanted)
     for layer, other in zip(found.profiles, wanted.profiles, strict=True):
         # A number that torch wraps in a tensor counts only if its address is new.

@@ -67,9 +67,10 @@ def moved_by_last_step(ratel: Machine, recipe: Recipe, steps: Sequence[Sequence[
 
 
 def moved_when_quiet(ratel: Machine) -> tuple[int, int]:
-    """NVMe bytes (read, written) so far, once they have not changed for a while."""
+    """NVMe bytes (read, written), once updates that can be are written, and nothing has changed for a while."""
+    ratel.engine._updates._pipeline.wait_unfinished(at_most=0)
     before, num_quiet = (-1, -1), 0
-    while num_quiet < 5:  # on a busy machine a thread may stall for longer than one of these waits
+    while num_quiet < 5:  # gradients that are held on the drives: a thread may stall for longer than one of these waits
         time.sleep(0.02)
         is_quiet = before == (before := (ratel.queue.read_bytes, ratel.queue.written_bytes))
         num_quiet = num_quiet + 1 if is_quiet else 0

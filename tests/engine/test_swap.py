@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.telemetry import Span
+from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import offload
+from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Placement, Workload
 from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
@@ -41,7 +44,13 @@ def recorded(ratel: Machine, recipe: Recipe, batches: list[MicroBatch]) -> Model
     ratel.decided = 1
     ratel.settle()
     spec, seconds = ratel.model.spec, seconds_of(ratel.model.spec, ratel.timeline.take().spans)
-    return recorded_profile(recording.units(), seconds, spec, BFLOAT16, workload_of(batches))
+    estimate = estimate_of(ratel.model, batches)
+    return recorded_profile(recording.units(), seconds, spec, BFLOAT16, workload_of(batches), estimate=estimate)
+
+
+def estimate_of(model: DecoderModel, batches: list[MicroBatch]) -> ModelProfile:
+    """The profile before the first step."""
+    return analytic_profile(model.spec, BFLOAT16, workload_of(batches), traits=model.traits)
 
 
 def workload_of(batches: list[MicroBatch]) -> Workload:
@@ -120,3 +129,16 @@ def test_layers_that_are_alike_share_a_profile(tmp_path: Path) -> None:
         assert profile.source == "recorded"
         assert all(layer.forward_seconds and layer.backward_seconds is not None for layer in profile.profiles)
     assert numbers["llama"] == 1
+
+
+def test_what_attention_on_a_gpu_saves() -> None:
+    """All of its outputs but the mask for debugging, which is empty."""
+    recording = StepRecording()
+    query = torch.empty(2, 4, 16, 32, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    recorder = recording.recorder([torch.empty(1, device="meta")], [], block=1, micro_batch=0, module=nn.Module())
+    with recorder.recording():
+        torch.ops.aten._scaled_dot_product_flash_attention(query, query, query)
+    (unit,) = recording.units().values()
+    (operator,) = unit.operators
+    assert not unit.saved.issuperset(operator.writes)
+    assert operator.num_bytes == operator.saved_bytes == 2 * 4 * 16 * (32 * 2 + 4)

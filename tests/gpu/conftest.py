@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils import deterministic
 
-from tests.simulated_gpu import install_if_asked, set_eagerness
+from tests.simulated_gpu import has_gpu, install_if_asked, set_eagerness
 
 install_if_asked()  # before any test checks for a GPU
 
@@ -33,5 +33,5 @@ def _deterministic_like_a_run() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    if has_gpu():
+        torch.accelerator.empty_cache()

@@ -1,4 +1,4 @@
-"""The CUDA device keeps the promises of `engine.device.device`: order, lifetime of memory, times; and its memory is
+"""The GPU keeps the promises of `engine.device.device`: order, lifetime of memory, times; and its memory is
 pinned."""
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ratel_cli.engine.device.cuda import CudaDevice
+from ratel_cli.engine.device.gpu import GpuDevice
+from ratel_cli.engine.optimizer.gradients import _norm_on_gpu
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import BadInput, DoesNotFit
 from ratel_cli.io.buffers import BufferPool, address_of
-from ratel_cli.io.pinning import CudaPinning, _unregister
+from ratel_cli.io.pinning import GpuPinning, _unregister
 from ratel_cli.io.views import view
 from ratel_cli.units import MIB
-from tests.gpu.machine import NEEDS_GPU
+from tests.gpu.machine import GPU, NEEDS_GPU
 from tests.simulated_gpu import is_simulated, set_eagerness
 
 pytestmark = NEEDS_GPU
@@ -33,7 +34,7 @@ def _always_late() -> None:
 
 @pytest.fixture
 def pool() -> Iterator[BufferPool]:
-    with BufferPool(None, pin=CudaPinning(pytest.fail)) as pool:
+    with BufferPool(None, pin=GpuPinning(GPU, pytest.fail)) as pool:
         yield pool
 
 
@@ -43,12 +44,12 @@ def timeline() -> Timeline:
 
 
 @pytest.fixture
-def device(timeline: Timeline) -> Iterator[CudaDevice]:
-    with CudaDevice(torch.device("cuda"), timeline) as device:
+def device(timeline: Timeline) -> Iterator[GpuDevice]:
+    with GpuDevice(GPU, timeline) as device:
         yield device
 
 
-def keep_busy(device: CudaDevice) -> torch.Tensor:
+def keep_busy(device: GpuDevice) -> torch.Tensor:
     """Queue tens of milliseconds of work on the computing stream."""
     size = 1024 if is_simulated() else 8192
     matrix = torch.ones(size, size, device=device.torch_device)
@@ -57,7 +58,7 @@ def keep_busy(device: CudaDevice) -> torch.Tensor:
     return matrix
 
 
-def test_an_upload_has_arrived_when_it_is_opened(device: CudaDevice, pool: BufferPool) -> None:
+def test_an_upload_has_arrived_when_it_is_opened(device: GpuDevice, pool: BufferPool) -> None:
     with pool.lease(LARGE, "test") as lease:
         sent = view(lease.memory, torch.uint8)
         for number in range(1, 6):
@@ -69,13 +70,13 @@ def test_an_upload_has_arrived_when_it_is_opened(device: CudaDevice, pool: Buffe
             assert bool((found == number).all())
 
 
-def test_a_download_has_arrived_after_wait(device: CudaDevice, pool: BufferPool) -> None:
+def test_a_download_has_arrived_after_wait(device: GpuDevice, pool: BufferPool) -> None:
     with pool.lease(LARGE, "one") as one, pool.lease(LARGE, "two") as two:
         for number in range(1, 6):
             keep_busy(device)
             downloads = [
                 device.download(
-                    [(torch.full((LARGE,), number + each, dtype=torch.uint8, device="cuda"), lease.memory)], LABEL
+                    [(torch.full((LARGE,), number + each, dtype=torch.uint8, device=GPU), lease.memory)], LABEL
                 )
                 for each, lease in enumerate((one, two))
             ]
@@ -86,10 +87,10 @@ def test_a_download_has_arrived_after_wait(device: CudaDevice, pool: BufferPool)
             assert bool((view(two.memory, torch.uint8) == number + 1).all())
 
 
-def test_a_download_may_be_uploaded_again_at_once(device: CudaDevice, pool: BufferPool) -> None:
+def test_a_download_may_be_uploaded_again_at_once(device: GpuDevice, pool: BufferPool) -> None:
     with pool.lease(LARGE, "test") as lease:
         for number in range(1, 6):
-            leaving = torch.full((LARGE,), number, dtype=torch.uint8, device="cuda")
+            leaving = torch.full((LARGE,), number, dtype=torch.uint8, device=GPU)
             download = device.download([(leaving, lease.memory)], LABEL)
             del leaving
             upload = device.upload(lease.memory, device.reserve(LARGE), LABEL, after=download)
@@ -97,7 +98,23 @@ def test_a_download_may_be_uploaded_again_at_once(device: CudaDevice, pool: Buff
             upload.wait()
 
 
-def test_memory_is_reused_only_after_its_last_use(device: CudaDevice, pool: BufferPool) -> None:
+def test_an_upload_does_not_wait_for_one_in_another_lane(device: GpuDevice, pool: BufferPool) -> None:
+    """Weights wait for the memory of what computes; a unit whose memory was there before goes up meanwhile."""
+    with pool.lease(LARGE, "unit") as unit, pool.lease(LARGE, "weights") as weights:
+        for number in range(1, 4):
+            view(unit.memory, torch.uint8).fill_(number)
+            before = device.reserve(LARGE)
+            busy = keep_busy(device)
+            waits = device.upload(weights.memory, device.reserve(LARGE), LABEL)
+            upload = device.upload(unit.memory, before, LABEL, lane="activations")
+            upload.wait()
+            assert not waits._end.query(), "the upload of the weights was not waited for"
+            assert bool((upload.open() == number).all())
+            waits.wait()
+            del busy, before, waits, upload
+
+
+def test_memory_is_reused_only_after_its_last_use(device: GpuDevice, pool: BufferPool) -> None:
     """The host reserves buffers and drops tensors far ahead of the GPU; no byte is overwritten too early."""
     with pool.lease(LARGE, "up") as up, pool.lease(LARGE, "down") as down:
         view(up.memory, torch.uint8).fill_(7)
@@ -114,50 +131,50 @@ def test_memory_is_reused_only_after_its_last_use(device: CudaDevice, pool: Buff
         assert bool((view(down.memory, torch.uint8) == 8).all())
 
 
-def test_memory_does_not_depend_on_how_far_the_gpu_is_behind(device: CudaDevice, pool: BufferPool) -> None:
+def test_memory_does_not_depend_on_how_far_the_gpu_is_behind(device: GpuDevice, pool: BufferPool) -> None:
     with pool.lease(LARGE, "up") as up, pool.lease(LARGE, "down") as down:
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        torch.accelerator.synchronize()
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
         busy = keep_busy(device)
-        torch.cuda.reset_peak_memory_stats()
-        matrices = torch.cuda.memory_allocated() - before
+        torch.accelerator.reset_peak_memory_stats()
+        matrices = torch.accelerator.memory_allocated() - before
         for _ in range(20):
             buffer = device.reserve(LARGE)
             upload = device.upload(up.memory, buffer, LABEL)
             device.download([(upload.open(), down.memory)], LABEL)
             del buffer, upload
-        assert torch.cuda.max_memory_allocated() - before - matrices <= 3 * LARGE
+        assert torch.accelerator.max_memory_allocated() - before - matrices <= 3 * LARGE
         del busy
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
 
 
 @pytest.mark.parametrize(("beside_bytes", "most"), [(0, 2), (LARGE - 1, 2), (LARGE, 3), (2 * LARGE, 4)])
 def test_downloads_take_no_more_memory_than_is_allowed_beside_them(
-    device: CudaDevice, pool: BufferPool, beside_bytes: int, most: int
+    device: GpuDevice, pool: BufferPool, beside_bytes: int, most: int
 ) -> None:
     """The tensors of the downloads that are allowed, of the one that is asked for, and of the next that is computed."""
     with pool.lease(LARGE, "down") as down:
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        torch.accelerator.synchronize()
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
         for number in range(8):
-            leaving = torch.full((LARGE,), number, dtype=torch.uint8, device="cuda")
+            leaving = torch.full((LARGE,), number, dtype=torch.uint8, device=GPU)
             device.download([(leaving, down.memory)], LABEL, beside_bytes=beside_bytes)
             del leaving
-        assert torch.cuda.max_memory_allocated() - before == most * LARGE
-        torch.cuda.synchronize()
+        assert torch.accelerator.max_memory_allocated() - before == most * LARGE
+        torch.accelerator.synchronize()
 
 
-def test_a_stall_is_not_computing(device: CudaDevice, pool: BufferPool, timeline: Timeline) -> None:
+def test_a_stall_is_not_computing(device: GpuDevice, pool: BufferPool, timeline: Timeline) -> None:
     """A second download makes computing wait for the first one; the span of computing is interrupted meanwhile."""
     label = SpanLabel(text="products", block=2, stage="backward")
     with pool.lease(LARGE, "down") as down, device.computing(label):
         for _ in range(2):
-            leaving = torch.zeros(LARGE, dtype=torch.uint8, device="cuda")
+            leaving = torch.zeros(LARGE, dtype=torch.uint8, device=GPU)
             keep_busy(device)
             device.download([(leaving, down.memory)], LABEL)
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     device.collect()
     spans = [span for span in timeline.take().spans if span.resource == "compute"]
     assert {span.label for span in spans} == {label}
@@ -165,7 +182,7 @@ def test_a_stall_is_not_computing(device: CudaDevice, pool: BufferPool, timeline
     assert all(one.end <= other.start for one, other in itertools.pairwise(sorted(spans, key=lambda span: span.start)))
 
 
-def test_times_are_those_of_the_gpu(device: CudaDevice, pool: BufferPool, timeline: Timeline) -> None:
+def test_times_are_those_of_the_gpu(device: GpuDevice, pool: BufferPool, timeline: Timeline) -> None:
     with pool.lease(LARGE, "test") as lease:
         before = device.mark()
         with device.computing(SpanLabel(text="products", block=2, stage="forward")):
@@ -188,42 +205,42 @@ def test_times_are_those_of_the_gpu(device: CudaDevice, pool: BufferPool, timeli
 
 
 def test_the_memory_limit_holds_until_the_device_is_closed(timeline: Timeline) -> None:
-    reserved = torch.cuda.memory_reserved()
-    with CudaDevice(torch.device("cuda"), timeline, limit_bytes=reserved + 64 * MIB) as device:
+    reserved = torch.accelerator.memory_reserved()
+    with GpuDevice(GPU, timeline, limit_bytes=reserved + 64 * MIB) as device:
         with pytest.raises(DoesNotFit, match="GPU memory") as raised, device.translate_errors():
-            torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
+            torch.empty(256 * MIB, dtype=torch.uint8, device=GPU)
         assert raised.value.shortfall_bytes == 256 * MIB
         assert raised.value.hint is not None and "limits.gpu_memory" in raised.value.hint
-    assert torch.empty(256 * MIB, dtype=torch.uint8, device="cuda").numel() == 256 * MIB
+    assert torch.empty(256 * MIB, dtype=torch.uint8, device=GPU).numel() == 256 * MIB
 
 
-def test_a_nondeterministic_operator_is_rejected_with_the_key_to_change(device: CudaDevice) -> None:
-    values = torch.ones(8, device="cuda")
+def test_a_nondeterministic_operator_is_rejected_with_the_key_to_change(device: GpuDevice) -> None:
+    values = torch.ones(8, device=GPU)
     with pytest.raises(BadInput, match="not deterministic") as raised, device.translate_errors():
         values.kthvalue(1)
     assert raised.value.hint is not None and "deterministic: false" in raised.value.hint
     with pytest.raises(RuntimeError, match="size"), device.translate_errors():
-        values @ torch.ones(3, device="cuda")
+        values @ torch.ones(3, device=GPU)
 
 
-def test_a_nondeterministic_workspace_is_rejected_too(device: CudaDevice) -> None:
+def test_a_nondeterministic_workspace_is_rejected_too(device: GpuDevice) -> None:
     """Torch's message if the user has set CUBLAS_WORKSPACE_CONFIG to another value."""
     with pytest.raises(BadInput, match="not deterministic") as raised, device.translate_errors():
         raise RuntimeError("this operation is not deterministic because it uses CuBLAS")
     assert raised.value.hint is not None and "deterministic: false" in raised.value.hint
 
 
-def test_unpinning_memory_that_was_not_pinned_does_no_harm(device: CudaDevice, pool: BufferPool) -> None:
+def test_unpinning_memory_that_was_not_pinned_does_no_harm(device: GpuDevice, pool: BufferPool) -> None:
     with pool.lease(MIB, "test") as lease:
-        _unregister(address_of(lease.memory) + 4096)
+        _unregister(GPU, address_of(lease.memory) + 4096)
         assert float(torch.ones(3, device=device.torch_device).sum()) == 3.0  # CUDA's last error was cleared
 
 
-def test_the_pool_is_pinned_and_copies_run_while_the_host_continues(device: CudaDevice, pool: BufferPool) -> None:
+def test_the_pool_is_pinned_and_copies_run_while_the_host_continues(device: GpuDevice, pool: BufferPool) -> None:
     with pool.lease(LARGE, "test") as lease:
         assert view(lease.memory, torch.uint8).is_pinned()
         keep_busy(device)
-        download = device.download([(torch.zeros(LARGE, dtype=torch.uint8, device="cuda"), lease.memory)], LABEL)
+        download = device.download([(torch.zeros(LARGE, dtype=torch.uint8, device=GPU), lease.memory)], LABEL)
         assert not download.done, "the host waited for the copy"
         download.wait()
 
@@ -237,7 +254,7 @@ def test_unpinned_memory_can_be_pinned_again(pool: BufferPool) -> None:
 
 def test_a_failure_to_pin_is_reported_once_and_copies_are_correct(timeline: Timeline) -> None:
     notices: list[str] = []
-    pinning = CudaPinning(notices.append)
+    pinning = GpuPinning(GPU, notices.append)
     with BufferPool(None) as other, other.lease(MIB, "test") as lease:
         undo = pinning(address_of(lease.memory), MIB)
         assert undo is not None
@@ -247,11 +264,22 @@ def test_a_failure_to_pin_is_reported_once_and_copies_are_correct(timeline: Time
     with (
         BufferPool(None, pin=pinning) as pool,
         pool.lease(LARGE, "pageable") as lease,
-        CudaDevice(torch.device("cuda"), timeline) as device,
+        GpuDevice(GPU, timeline) as device,
     ):
         assert not view(lease.memory, torch.uint8).is_pinned()
-        device.download([(torch.full((LARGE,), 3, dtype=torch.uint8, device="cuda"), lease.memory)], LABEL).wait()
+        device.download([(torch.full((LARGE,), 3, dtype=torch.uint8, device=GPU), lease.memory)], LABEL).wait()
         upload = device.upload(lease.memory, device.reserve(LARGE), LABEL)
         assert bool((upload.open() == 3).all())
         upload.wait()
     assert len(notices) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_elements", [0, 1, 3, 4, 1000, 65536, 65537, 300_001])
+@pytest.mark.parametrize("offset", [0, 1, 4])
+def test_a_norm_has_the_bits_of_an_fp32_copys(dtype: torch.dtype, num_elements: int, offset: int) -> None:
+    """Wherever the values begin: CUDA's kernel deals values to threads in another way if they are not aligned."""
+    generator = torch.Generator().manual_seed(num_elements)
+    values = torch.randn(offset + num_elements, generator=generator).mul_(1e-3).to(dtype).to(GPU)[offset:]
+    wanted = torch._foreach_norm([values.to(torch.float32, copy=True)], 2.0)[0]
+    assert torch.equal(_norm_on_gpu(values), wanted)

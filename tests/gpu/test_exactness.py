@@ -21,6 +21,7 @@ from tests.engine.architectures import ARCHITECTURES
 from tests.engine.exactness import (
     AHEAD,
     DROPOUT,
+    EVERY_BLOCK,
     OFFLOADING,
     PLACEMENTS,
     SETTINGS,
@@ -30,7 +31,7 @@ from tests.engine.exactness import (
 )
 from tests.engine.machine import attention_of, random_steps
 from tests.engine.swaps import EVERYTHING, ChosenEverywhere
-from tests.gpu.machine import NEEDS_GPU, gpu_config, gpu_machine
+from tests.gpu.machine import GPU, NEEDS_GPU, gpu_config, gpu_machine
 from tests.reference import Recipe
 from tests.simulated_gpu import is_simulated
 from tests.tiers import rotating
@@ -79,7 +80,7 @@ def test_experts_are_rejected_where_bits_are_promised(tmp_path: Path, architectu
         except BadInput as failure:
             assert failure.hint is not None and "deterministic: false" in failure.hint
         else:
-            assert_same_training(outcomes, ratel.weights(), reference(config, steps, recipe, device="cuda"))
+            assert_same_training(outcomes, ratel.weights(), reference(config, steps, recipe, device=GPU.type))
 
 
 @pytest.mark.parametrize("architecture", EXPERTS)
@@ -93,13 +94,37 @@ def test_experts_are_within_rounding(tmp_path: Path, architecture: str) -> None:
     with gpu_machine(tmp_path, config, recipe, dtype="float32", placement=replace(AHEAD, swapped=EVERYTHING)) as ratel:
         steps = random_steps(2, 2, packed=ratel.model.packs)
         outcomes, weights = ratel.train(steps, recipe), ratel.weights()
-    wanted = reference(config, steps, recipe, device="cuda")
+    wanted = reference(config, steps, recipe, device=GPU.type)
     for outcome, loss in zip(outcomes, wanted.losses, strict=True):
         assert outcome.loss == pytest.approx(loss, rel=1e-5)
     for name, found in weights.items():
         difference = found - wanted.weights[name]
         assert float(difference.abs().max()) <= 4.1 * recipe.learning_rate, name
         assert float(difference.norm()) <= 0.01 * float(wanted.weights[name].norm()), name
+
+
+@pytest.mark.parametrize(
+    ("max_grad_norm", "architecture"), rotating([None, 1e9, 0.5], ["llama", "llama_tied"], every=2)
+)
+def test_another_plan_before_every_step_changes_no_bit(
+    tmp_path: Path, max_grad_norm: float | None, architecture: str
+) -> None:
+    config, steps = gpu_config(architecture), random_steps(5, 2)
+    recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
+    plans = [
+        (Placement(prefetch_blocks=1, swapped=ChosenEverywhere(0.5), spilled_units=2), None),
+        (replace(AHEAD, resident_weights=EVERY_BLOCK, gpu_weights=EVERY_BLOCK, gpu_units_from=1), None),
+        (replace(AHEAD, swapped=EVERYTHING, gpu_holds_sums=True, gpu_holds_tied=True, gpu_window_bytes=1 << 20), 0),
+        (Placement(prefetch_blocks=1, resident_weights=EVERY_BLOCK, resident_states=frozenset({1, 2})), None),
+    ]
+    with gpu_machine(tmp_path, config, recipe) as ratel:
+
+        def follow_another(step: int) -> None:
+            placement, held_in_memory_bytes = plans[step % len(plans)]
+            ratel.follow(placement, held_in_memory_bytes=held_in_memory_bytes)
+
+        outcomes = ratel.train(steps, recipe, before_step=follow_another)
+        assert_same_training(outcomes, ratel.weights(), reference(config, steps, recipe, device=GPU.type))
 
 
 @pytest.mark.parametrize(
@@ -150,5 +175,5 @@ def test_evaluation_is_that_of_plain_pytorch(tmp_path: Path) -> None:
     [batches] = random_steps(1, 3)
     with gpu_machine(tmp_path, config, recipe) as ratel:
         total = ratel.engine.evaluate(batches)
-    wanted = reference(config, [batches], recipe, device="cuda")
+    wanted = reference(config, [batches], recipe, device=GPU.type)
     assert total / sum(batch.num_targets for batch in batches) == wanted.losses[0]

@@ -8,7 +8,7 @@ from ratel_cli.units import GIB
 SLOW = DriveRates(read_bytes_per_second=1.5e9, write_bytes_per_second=0.5e9, mixed_bytes_per_second=0.75e9)
 FAST = DriveRates(read_bytes_per_second=6.5e9, write_bytes_per_second=3.4e9, mixed_bytes_per_second=4.4e9)
 WITH_GPU = HardwareProfile(
-    gpu=ComputeDevice(name="a GPU", memory_bytes=24 * GIB, flops_per_second=164e12),
+    gpu=ComputeDevice(name="a GPU", memory_bytes=24 * GIB, flops_per_second=164e12, memory_bytes_per_second=1008e9),
     link=Link(to_gpu_bytes_per_second=22.6e9, from_gpu_bytes_per_second=24.1e9, both_bytes_per_second=38.25e9),
     nvme=Nvme(
         paths=("/mnt/a", "/mnt/b"),

@@ -34,7 +34,7 @@ def test_without_a_gpu_auto_means_the_cpu_and_cuda_is_an_error() -> None:
 
 
 @pytest.mark.usefixtures("_settings_of_before")
-@pytest.mark.parametrize(("device", "warns"), [("cpu", True), ("cuda", False)])
+@pytest.mark.parametrize(("device", "warns"), [("cpu", True), ("cuda", False)], ids=["cpu", "gpu"])
 def test_an_operator_that_is_not_deterministic_warns_on_the_cpu_and_raises_on_a_gpu(device: str, warns: bool) -> None:
     """The backward of attention on a GPU is deterministic only if every operator must be."""
     set_determinism(True, torch.device(device))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import platform
 import shutil
@@ -124,13 +123,20 @@ def test_the_values_of_this_machine_are_plausible() -> None:
 
 
 def test_resident_memory_follows_touched_memory() -> None:
-    before = host.resident_bytes()
-    with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        memory.write(bytes(64 * MIB))
-        assert host.resident_bytes() - before >= 60 * MIB
-    # The bytes object that was the source of the copy is freed too.
-    assert host.resident_bytes() - before <= 16 * MIB
-    assert host.peak_resident_bytes() - before >= 60 * MIB
+    """In a process of its own, whose memory nothing else takes or frees."""
+    script = """
+import mmap
+from ratel_cli.hardware.host import peak_resident_bytes, resident_bytes
+MIB = 1 << 20
+before = resident_bytes()
+with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+    memory.write(bytes(64 * MIB))
+    print(resident_bytes() - before >= 60 * MIB)
+print(resident_bytes() - before <= 16 * MIB)  # the bytes object that was the source of the copy is freed too
+print(peak_resident_bytes() - before >= 60 * MIB)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True", "True"]
 
 
 def test_freed_memory_returns_to_the_system() -> None:
@@ -163,3 +169,30 @@ print((before - resident_bytes()) >> 20)
     assert freed_mebibytes("yes") >= 47
     if platform.libc_ver()[0] == "glibc":
         assert freed_mebibytes("no") < 16, "glibc keeps nothing by itself: return_freed_memory has no purpose"
+
+
+def test_small_buffers_leave_no_gaps() -> None:
+    """In a process of its own. Without the context, small objects lie between the gaps that buffers have left."""
+    source = """
+import contextlib, ctypes, sys
+from ratel_cli.hardware.host import return_freed_memory, returning_small_buffers
+return_freed_memory()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+libc.sbrk.argtypes = [ctypes.c_ssize_t]
+before = libc.sbrk(0)
+with returning_small_buffers() if sys.argv[1] == "yes" else contextlib.nullcontext():
+    buffers = [(libc.malloc(2 << 20), libc.malloc(100 << 10))[0] for _ in range(32)]
+    for buffer in buffers:
+        libc.free(buffer)
+print((libc.sbrk(0) - before) >> 20)
+"""
+
+    def heap_mebibytes(argument: str) -> int:
+        result = subprocess.run([sys.executable, "-c", source, argument], capture_output=True, text=True, check=True)
+        return int(result.stdout)
+
+    assert heap_mebibytes("yes") < 16
+    if platform.libc_ver()[0] == "glibc":
+        assert heap_mebibytes("no") >= 48, "glibc uses the gaps by itself: returning_small_buffers has no purpose"

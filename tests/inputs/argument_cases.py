@@ -66,7 +66,7 @@ _CHANGES: dict[str, object] = {
     "sequence_len": 32,
     "micro_batch_size": 1,
     "gradient_accumulation_steps": 1,
-    "max_steps": 9,
+    "adam_epsilon": 0.5,
     "dtype": "bfloat16",
     "sample_packing": False,
     "shuffle": False,
@@ -110,7 +110,7 @@ def _another_run(key: str, value: object) -> MalformedInput:
         inputs.settings[key] = value
         inputs.arguments = ["--resume", "auto"]
 
-    message = f"belongs to a run with other settings: {key} was"
+    message = f"which has other settings: {key} was"
     return MalformedInput(name=f"resumed with another {key}", damage=no_line(damage), message=message)
 
 
@@ -130,9 +130,10 @@ def _places() -> Iterator[MalformedInput]:
                 path = place.replace("HERE", str(inputs.directory))
                 inputs.arguments = [f"{key}={path}", *inputs.arguments]
 
+            is_bad_input = key == "output_dir" and name in ("a file", "a device")
             yield MalformedInput(
                 name=f"{key} that is {name}",
                 damage=no_line(damage),
-                message="cannot be|needs .* 0 B available",
-                code=3,
+                message="is not a directory" if is_bad_input else "cannot be|needs .* 0 B available",
+                code=2 if is_bad_input else 3,
             )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from tests.inputs.cases import MalformedInput, RunFiles, no_line
 
 _NUMBERS = {
-    "gpu": ("memory_bytes", "flops_per_second"),
+    "gpu": ("memory_bytes", "flops_per_second", "memory_bytes_per_second"),
     "link": ("to_gpu_bytes_per_second", "from_gpu_bytes_per_second"),
     "nvme": ("num_devices", "read_bytes_per_second", "write_bytes_per_second", "free_bytes"),
     "host": ("memory_bytes", "available_bytes", "adam_parameters_per_second", "memory_bytes_per_second", "num_cores"),

@@ -26,10 +26,16 @@ _VALUES: dict[str, dict[Any, str]] = {
         "gpt2": _OTHER_SHAPE,
     },
     "hidden_size": {0: "config.json", -32: "config.json", "32": "config.json", 32.5: "config.json", 64: _OTHER_SHAPE},
-    "intermediate_size": {None: "config.json", -1: "config.json", 49: _OTHER_SHAPE, 1 << 70: "config.json"},
+    "intermediate_size": {
+        None: "config.json",
+        -1: "config.json",
+        0: "without elements",
+        49: _OTHER_SHAPE,
+        1 << 70: "config.json",
+    },
     "num_hidden_layers": {
-        0: "has no list of layers",
-        -1: "has no list of layers",
+        0: "config.json: num_hidden_layers is 0; it must be at least 1",
+        -1: "config.json: num_hidden_layers is -1; it must be at least 1",
         "2": "config.json",
         1: _OTHER_SHAPE,
         3: _OTHER_SHAPE,
@@ -55,6 +61,11 @@ _VALUES: dict[str, dict[Any, str]] = {
     "attention_dropout": {
         2: "attention_dropout is 2; it must be a probability",
         -0.1: "it must be a probability between 0 and 1",
+        None: "attention_dropout is None; it must be a probability|not a model configuration",
+    },
+    "initializer_range": {
+        float("inf"): "initializer_range is inf; it must be a number|not a model configuration",
+        -0.02: "initializer_range is -0.02; it must be a number|not a model configuration",
     },
     "mlp_bias": {True: _OTHER_SHAPE},
     "attention_bias": {True: _OTHER_SHAPE},

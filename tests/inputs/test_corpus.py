@@ -54,6 +54,7 @@ gpu:
   name: a GPU
   memory_bytes: 24GiB
   flops_per_second: 165e12
+  memory_bytes_per_second: 1e12
 link:
   to_gpu_bytes_per_second: 22.6GB/s
   from_gpu_bytes_per_second: 21e9

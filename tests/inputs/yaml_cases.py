@@ -14,7 +14,7 @@ from ratel_cli.config.aliases import SECTIONS, TOP
 from tests.inputs.cases import MalformedInput, RunFiles, no_line
 
 _SECTIONS = [name for name in SECTIONS if name != TOP]
-_FOREIGN = ("batch_size", "deepspeed", "fsdp", "load_in_4bit", "lora_r", "adapter", "gradient_checkpointing", "bf16")
+_FOREIGN = ("batch_size", "load_in_4bit", "lora_r", "adapter", "rl", "neftune_noise_alpha", "rope_scaling", "tokens")
 _TYPOS = {
     "learning_rte: 1": "unknown key `learning_rte`",
     "bse_model: x": "unknown key `bse_model`",
@@ -34,8 +34,8 @@ _VALUES = {
     "learning_rate: '1e-5'": "`learning_rate` must be a number",
     "learning_rate: 1e-5e": "`learning_rate` must be a number",
     "learning_rate: 2024-01-01": "`learning_rate` must be a number",
-    "micro_batch_size: 0": "`micro_batch_size` must be at least 1",
-    "micro_batch_size: 1_": "`micro_batch_size` must be a whole number",
+    "micro_batch_size: 0": "`micro_batch_size` must be `auto` or a whole number of at least 1",
+    "micro_batch_size: 1_": "`micro_batch_size` must be `auto` or a whole number of at least 1",
     "shuffle: yes": "`shuffle` must be true or false",
     "dtype: int8": "`dtype` must be",
     "limits: {host_memory: 24 elephants}": "`limits.host_memory` must be a size",
@@ -46,7 +46,7 @@ _VALUES = {
     'output_dir: "a\\0b"': "must not contain a NUL character",
     "output_dir: ~nobody-here/x": "there is no such home directory",
     "datasets: []": "`datasets` is empty",
-    "datasets: [{path: x, type: sharegpt}]": "`datasets.0.type` must be",
+    "datasets: [{path: x, type: nosuch}]": "`datasets.0.type` must be",
     "datasets: [{type: alpaca}]": "`datasets.0.path` is missing",
     "activations: 1.5": "`activations` must be",
 }
@@ -201,7 +201,9 @@ def _files() -> Iterator[MalformedInput]:
         _ask_for(inputs, "loop.yaml")
 
     yield MalformedInput(
-        name="config that is a directory", damage=no_line(directory), message="run.yaml: is a directory"
+        name="config that is a directory",
+        damage=no_line(directory),
+        message="run.yaml: not the output directory of a run",
     )
     yield MalformedInput(
         name="config in the place of an override", damage=no_line(missing), message="not a `key=value` argument"

@@ -299,3 +299,40 @@ def test_memory_that_cannot_be_pinned_is_leased_too() -> None:
     with BufferPool(None, pin=RecordingPins(fails=True)) as pool, pool.lease(PAGE_BYTES, "test") as lease:
         lease.memory[0] = 7
         assert lease.memory[0] == 7
+
+
+def test_what_does_not_cross_the_link_is_not_pinned() -> None:
+    """Nor does it take a pinned buffer from those that need it."""
+    pins = RecordingPins()
+    with BufferPool(None, pin=pins) as pool:
+        pool.lease(PAGE_BYTES, "states", crosses_link=False).release()
+        assert not pins.sizes
+        pinned = pool.lease(PAGE_BYTES, "weights")
+        assert pins.sizes == {address_of(pinned.memory): PAGE_BYTES}
+        pinned.release()
+        with pool.lease(PAGE_BYTES, "states", crosses_link=False) as states:
+            assert address_of(states.memory) not in pins.sizes
+            with pool.lease(PAGE_BYTES, "weights") as weights:
+                assert address_of(weights.memory) in pins.sizes
+        assert not pins.unpinned
+
+
+def test_pinned_buffers_are_given_back_last() -> None:
+    """Though they were idle for longer."""
+    pins = RecordingPins()
+    with BufferPool(4 * PAGE_BYTES, pin=pins) as pool:
+        pool.lease(PAGE_BYTES, "weights").release()
+        for _ in range(3):
+            pool.lease(2 * PAGE_BYTES, "states", crosses_link=False).release()
+            pool.lease(3 * PAGE_BYTES, "gradient", crosses_link=False).release()
+        assert len(pins.sizes) == 1 and not pins.unpinned
+        pool.lease(4 * PAGE_BYTES, "all", crosses_link=False).release()
+        assert pins.unpinned == [PAGE_BYTES]
+
+
+def test_without_a_gpu_buffers_are_reused_whatever_they_are_for() -> None:
+    with BufferPool(None) as pool:
+        with pool.lease(PAGE_BYTES, "weights") as lease:
+            address = address_of(lease.memory)
+        with pool.lease(PAGE_BYTES, "states", crosses_link=False) as lease:
+            assert address_of(lease.memory) == address

@@ -14,7 +14,7 @@ import pytest
 
 from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.queue import Extent, IoQueue, open_queue
+from ratel_cli.io.queue import Extent, IoQueue, depth_for, open_queue
 from ratel_cli.io.tickets import Ticket, join
 from ratel_cli.sizes import PAGE_BYTES
 from tests.fakes import filled, open_direct
@@ -147,11 +147,13 @@ def test_many_threads_submit_at_once_and_counters_are_exact(queue: IoQueue, pool
     assert queue.read_bytes == queue.written_bytes == num_threads * num_turns * part_bytes
 
 
-def test_extents_that_are_not_whole_pages_are_a_bug(pool: BufferPool, fd: int) -> None:
+def test_extents_that_are_not_whole_pages_are_a_bug(queue: IoQueue, pool: BufferPool, fd: int) -> None:
     memory = pool.lease(2 * PAGE_BYTES, "test").memory
     for offset, part in ((1, memory), (-PAGE_BYTES, memory), (0, memory[:-1]), (0, memory[8 : PAGE_BYTES + 8])):
-        with pytest.raises(AssertionError):
-            Extent(fd=fd, offset=offset, memory=part)
+        for move in (queue.read, queue.write):
+            with pytest.raises(ValueError, match="whole pages"):
+                move([Extent(fd=fd, offset=0, memory=memory), Extent(fd=fd, offset=offset, memory=part)])
+    assert queue.read_bytes == queue.written_bytes == 0
 
 
 def test_auto_takes_threads_with_one_notice_when_the_kernel_forbids_io_uring(tmp_path: Path) -> None:
@@ -170,3 +172,8 @@ def test_auto_takes_threads_when_the_package_is_missing(monkeypatch: pytest.Monk
     with pytest.raises(EnvironmentFailure, match="liburing") as raised:
         open_queue("io_uring", notice=pytest.fail)
     assert isinstance(raised.value.__cause__, ImportError) and raised.value.hint is not None
+
+
+@pytest.mark.parametrize(("num_drives", "depth"), [(1, 16), (4, 16), (5, 20), (12, 48)])
+def test_each_drive_has_several_requests_in_flight(num_drives: int, depth: int) -> None:
+    assert depth_for(num_drives) == depth

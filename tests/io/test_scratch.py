@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.checksum_workers import PART_BYTES
 from ratel_cli.io.queue import IoQueue
+from ratel_cli.io.requests import Direction
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.sizes import PAGE_BYTES
-from tests.fakes import FaultyQueue, filled
+from tests.fakes import Fault, FaultyQueue, filled
 
 
 @pytest.mark.parametrize("num_directories", [1, 2, 3])
@@ -54,6 +56,27 @@ def test_scratch_space_of_no_bytes(tmp_path: Path, queue: IoQueue) -> None:
     with Scratch([tmp_path], 0, queue) as scratch:
         scratch.write(0, memoryview(bytearray())).wait()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("num_bytes", [0, PAGE_BYTES, PART_BYTES, PART_BYTES + PAGE_BYTES])
+@pytest.mark.parametrize("direction", ["write", "read"])
+def test_a_flipped_bit_in_sealed_bytes_is_noticed(
+    tmp_path: Path, pool: BufferPool, num_bytes: int, direction: Direction
+) -> None:
+    """In the last request of a transfer: its last part is as well checked as the first."""
+    with FaultyQueue() as queue, Scratch([tmp_path], 2 * num_bytes, queue) as scratch:
+        memory = filled(pool, random.Random(2).randbytes(num_bytes))
+        for start in (0, num_bytes):
+            scratch.write_sealed(start, memory).wait()
+            scratch.read_sealed(start, memory, "the unit").wait()
+        if not num_bytes:
+            return
+        num_requests = -(-num_bytes // (1 << 20))
+        last = num_requests - 1 if direction == "write" else 2 * num_requests - 1
+        queue._faults[len(queue.calls) + last] = Fault(flipped_bit=77)
+        scratch.write_sealed(num_bytes, memory).wait()
+        with pytest.raises(IntegrityFailure, match="the unit: the bytes read are not the bytes written"):
+            scratch.read_sealed(num_bytes, memory, "the unit").wait()
 
 
 def test_an_address_past_the_end_is_a_bug(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:

@@ -94,6 +94,23 @@ def test_bound_weights_are_views_and_leave_no_trace(architecture: str) -> None:
         assert model.skeleton.get_output_embeddings().weight is model.skeleton.get_input_embeddings().weight
 
 
+@pytest.mark.parametrize("num_ahead", [0, 1, 4, 9])
+def test_weights_in_parts_are_bound_as_one(num_ahead: int) -> None:
+    model = find(tiny_config("llama"))
+    block = model.spec.blocks[1]
+    weights = torch.arange(block.num_elements, dtype=torch.float32)
+    end = ([each.start for each in block.parameters] + [block.num_elements])[num_ahead]
+    first, others = weights[:end].clone(), weights[end:].clone()
+    parameters = model.bind(block, first, others)
+    for number, (spec, parameter) in enumerate(zip(block.parameters, parameters, strict=True)):
+        assert torch.equal(parameter.reshape(-1), weights[spec.start : spec.stop])
+        part = first if number < num_ahead else others
+        assert parameter.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+    model.release(block)
+    with pytest.raises(AssertionError):
+        model.bind(block, first, others, torch.zeros(1))
+
+
 def test_a_large_skeleton_costs_no_memory() -> None:
     before = resident_bytes()
     model = find(

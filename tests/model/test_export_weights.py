@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +20,16 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.checkpoint import CheckpointSource
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.export_weights import export_model, split_into_shards
+from ratel_cli.model.marker import (
+    MARKER_NAME,
+    Marker,
+    check_output,
+    files_of_others,
+    is_unchanged,
+    read_marker,
+    write_marker,
+    written_file,
+)
 from ratel_cli.model.shards import ShardReader, TensorSpec, file_bytes
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec, lay_out_block
@@ -44,13 +56,22 @@ class Exported:
     def __init__(self, base: Path, spec: ModelSpec, buffers: Tensors, store: Store, pool: BufferPool) -> None:
         self.base, self.spec, self.buffers, self.store, self.pool = base, spec, buffers, store, pool
 
-    def export(self, output: Path, *, dtype: DtypeName = "float32", max_shard_bytes: int = SHARD_BYTES) -> None:
+    def export(
+        self,
+        output: Path,
+        *,
+        dtype: DtypeName = "float32",
+        max_shard_bytes: int = SHARD_BYTES,
+        overwrite: bool = False,
+    ) -> None:
         export_model(
             self.spec,
             self.store.current(),
             self.pool,
             base_dir=self.base,
             output_dir=output,
+            run="/runs/a",
+            overwrite=overwrite,
             dtype=dtype,
             buffers=self.buffers,
             max_shard_bytes=max_shard_bytes,
@@ -203,7 +224,7 @@ def test_an_earlier_export_is_replaced_and_other_files_stay(tmp_path: Path) -> N
 def test_into_the_directory_of_the_base_model(tmp_path: Path) -> None:
     with in_store(tmp_path, "mixtral", "bfloat16") as exported:
         wanted = reference(exported.base)
-        exported.export(exported.base, dtype="float32")
+        exported.export(exported.base, dtype="float32", overwrite=True)
         assert_same(import_all(exported.base), wanted)
 
 
@@ -211,6 +232,7 @@ def test_leftovers_of_a_killed_export_are_removed(tmp_path: Path) -> None:
     output = tmp_path / "out"
     (output / ".export-in-progress" / "deep").mkdir(parents=True)
     (output / ".export-in-progress" / "model.safetensors").write_bytes(b"half")
+    write_marker(output, Marker(run="/runs/a", is_run=False))
     with in_store(tmp_path, "llama") as exported:
         exported.export(output)
     assert not (output / ".export-in-progress").exists()
@@ -225,7 +247,7 @@ def test_too_little_space_is_found_before_the_first_byte(tmp_path: Path) -> None
         exported.spec = huge
         with pytest.raises(EnvironmentFailure, match=r"the export needs 4096 TiB, .* available"):
             exported.export(output)
-    assert list(output.iterdir()) == []
+    assert not output.exists()
 
 
 @pytest.mark.parametrize("limit_bytes", [1, 5_000, 30_000])
@@ -252,21 +274,109 @@ def test_an_interrupted_export_leaves_the_old_one(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before
 
 
-def test_a_failure_between_the_renames_leaves_nothing_that_loads(tmp_path: Path) -> None:
-    output = tmp_path / "out"
+def test_a_failure_between_the_renames_leaves_nothing_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next export knows the files of both as its own."""
+    output, move = tmp_path / "out", os.replace
+
+    def fail(source: Path, destination: Path) -> None:
+        if destination == output / "README.md":
+            raise OSError(errno.EACCES, "permission denied")
+        move(source, destination)
+
     with in_store(tmp_path, "llama") as exported:
         for max_shard_bytes in (SHARD_BYTES, 10**9):
             exported.export(output, max_shard_bytes=max_shard_bytes)
-            (output / "README.md").unlink()
-            (output / "README.md" / "full").mkdir(parents=True)
-            with pytest.raises(EnvironmentFailure, match="cannot be written"):
-                exported.export(output, max_shard_bytes=max_shard_bytes)
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "replace", fail)
+                with pytest.raises(EnvironmentFailure, match="cannot be written"):
+                    exported.export(output, dtype="bfloat16", max_shard_bytes=max_shard_bytes)
             assert not (output / INDEX_NAME).exists() and not (output / WEIGHTS_NAME).exists()
             assert not (output / ".export-in-progress").exists()
-            (output / "README.md" / "full").rmdir()
-            (output / "README.md").rmdir()
         exported.export(output)
     assert_same(import_all(output), reference(tmp_path / "base"))
+
+
+@pytest.mark.parametrize("name", ["README.md", WEIGHTS_NAME, INDEX_NAME, "model-00001-of-00002.safetensors"])
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_files_of_the_users_stay(tmp_path: Path, name: str, is_marked: bool) -> None:
+    output = tmp_path / "out"
+    with in_store(tmp_path, "llama") as exported:
+        if is_marked:
+            exported.export(output, max_shard_bytes=10**9)
+        output.mkdir(exist_ok=True)
+        (output / name).write_bytes(b"mine")
+        before = {path.name: path.read_bytes() for path in output.iterdir()}
+        if is_marked and "-of-" in name:  # no name of the export, and nothing that changes what is loaded
+            exported.export(output, max_shard_bytes=10**9)
+            assert {path.name for path in output.iterdir()} == before.keys()
+        else:
+            wanted = name if is_marked else "has files in it, and Ratel did not make it"
+            with pytest.raises(BadInput, match=wanted):
+                exported.export(output, max_shard_bytes=10**9)
+            assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+        assert (output / name).read_bytes() == b"mine"
+        exported.export(output, max_shard_bytes=10**9, overwrite=True)
+        assert_same(import_all(output), reference(exported.base))
+
+
+@pytest.mark.parametrize("size", [1, 4096, 65 << 20])
+def test_the_marker_knows_a_changed_file(tmp_path: Path, size: int) -> None:
+    """Also one with the size of the earlier file; a large file is read if it has another time."""
+    (tmp_path / "a").write_bytes(bytes(size))
+    entry = written_file(tmp_path, "a")
+    write_marker(tmp_path, Marker(run="/r", is_run=True, step=3, files=(entry,)))
+    marker = read_marker(tmp_path)
+    assert marker == Marker(run="/r", is_run=True, step=3, files=(entry,))
+    assert files_of_others(tmp_path, ["a", "b"]) == []
+    os.utime(tmp_path / "a", ns=(0, 0))
+    assert is_unchanged(tmp_path, entry)
+    with (tmp_path / "a").open("r+b") as file:
+        file.seek(size // 2)
+        file.write(b"x")
+    assert not is_unchanged(tmp_path, entry)
+    assert files_of_others(tmp_path, ["a", "b"]) == ["a"]
+    (tmp_path / "a").rename(tmp_path / "b")
+    (tmp_path / "a").symlink_to("b")
+    assert files_of_others(tmp_path, ["a", "b"]) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"format_version": 2, "run": "r", "is_run": true, "step": null, "files": []}']
+    + [
+        '{"format_version": 1, "run": "r", "is_run": true, "step": null, "files": '
+        f'[{{"name": "{name}", "num_bytes": 1, "modified_ns": 1, "xxh3_128": ""}}]}}'
+        for name in ("../a", "/a", "a/../../b", "")
+    ],
+)
+def test_a_marker_that_says_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / MARKER_NAME).write_text(text)
+    assert read_marker(tmp_path) is None
+    with pytest.raises(BadInput, match="Ratel did not make it"):
+        check_output(tmp_path, overwrite=False, option="-o")
+
+
+def test_a_folder_of_the_users_in_the_way(tmp_path: Path) -> None:
+    output, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with in_store(tmp_path, "llama") as exported:
+        folder = exported.base / "additional_chat_templates"
+        folder.mkdir()
+        (folder / "tools.jinja").write_text("{{ tools }}")
+        exported.export(output)
+        exported.export(output)
+        (output / folder.name / "tools.jinja").unlink()
+        (output / folder.name).rmdir()
+        (output / folder.name).symlink_to(elsewhere)
+        with pytest.raises(BadInput, match=r"tools\.jinja would be replaced"):
+            exported.export(output)
+        (output / "README.md").unlink()
+        (output / "README.md").mkdir()
+        with pytest.raises(BadInput, match=r"README\.md is a directory"):
+            exported.export(output, overwrite=True)
+    assert list(elsewhere.iterdir()) == []
 
 
 def test_an_output_that_is_a_file(tmp_path: Path) -> None:

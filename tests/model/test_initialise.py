@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,30 @@ def test_a_parameter_that_nothing_initialises(tmp_path: Path) -> None:
     source._model.get_submodule("model.norm").register_parameter("forgotten", torch.nn.Parameter(torch.empty(3)))
     with pytest.raises(BadInput, match=r"does not initialise model\.norm\.forgotten"):
         read_all(source, spec)
+
+
+@pytest.mark.parametrize("value", [-1.0, -0.02, math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_scale_that_no_distribution_has(family: str, value: float) -> None:
+    config = tiny_config(family)
+    object.__setattr__(config, "initializer_range", value)  # transformers checks it in some families, not in all
+    with pytest.raises(
+        BadInput, match=r"config\.json: initializer_range is .*it must be a number that is not negative"
+    ):
+        build_skeleton(config, dtype="float32", attn_implementation="eager")
+
+
+def test_an_initialiser_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_config("llama").save_pretrained(tmp_path)
+    skeleton, spec = skeleton_of(tmp_path)
+    source = RandomSource(skeleton, 1)
+
+    def fail(module: torch.nn.Module) -> None:
+        raise RuntimeError("normal expects std >= 0.0\nand more")
+
+    monkeypatch.setattr(source._model, "_init_weights", fail)
+    before = torch.get_rng_state()
+    with pytest.raises(BadInput, match=r"random_init: LlamaForCausalLM cannot initialise model\.embed_tokens: normal"):
+        read_all(source, spec)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(value.device.type == "meta" for value in source._model.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.model.spec import LayerTraits, ModelSpec, decays, lay_out_block, name_in_layer
+from ratel_cli.model.spec import LayerActivations, LayerTraits, ModelSpec, decays, lay_out_block, name_in_layer
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.tiers import examples
 
@@ -29,6 +30,21 @@ SPEC = ModelSpec(
     vocab_size=7,
 )
 TRAITS = LayerTraits(num_heads=4, head_dim=8, active_experts=2, inputs_first=("attn.c_attn.weight",))
+ACTIVATIONS = LayerActivations(
+    saved_per_token=1,
+    saved_per_pair=2,
+    more_per_token=3,
+    more_per_pair=4,
+    making_per_token=5,
+    making_per_pair=6,
+    replay_per_token=9,
+    replay_per_pair=10,
+    replay_held_per_token=11,
+    replay_held_per_pair=12,
+    forward_per_token=7,
+    forward_per_pair=8,
+    saved_products=("mlp.up_proj.weight",),
+)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
@@ -64,6 +80,11 @@ def test_a_spec_and_its_traits_survive_json(architecture: str) -> None:
     assert ModelSpec.from_json(through_json(model.spec.to_json())) == model.spec
     assert LayerTraits.from_json(through_json(model.traits.to_json())) == model.traits
     assert all(p.decay == decays(p.name, len(p.shape)) for block in model.spec.blocks for p in block.parameters)
+
+
+def test_measured_activations_survive_json() -> None:
+    traits = replace(TRAITS, activations=ACTIVATIONS)
+    assert LayerTraits.from_json(through_json(traits.to_json())) == traits
 
 
 def through_json(content: object) -> dict[str, object]:
@@ -119,9 +140,18 @@ def test_any_value_gives_a_spec_or_a_value_error(data: st.DataObject, value: obj
         assert ModelSpec.from_json(found.to_json()) == found
 
 
-@pytest.mark.parametrize("changes", [{"num_heads": None}, {"inputs_first": "w"}, {"inputs_first": [1]}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_heads": None},
+        {"inputs_first": "w"},
+        {"inputs_first": [1]},
+        {"activations": 1},
+        {"activations": {"saved_per_token": 1}},
+    ],
+)
 def test_content_that_is_no_traits_is_rejected(changes: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"num_heads|inputs_first"):
+    with pytest.raises(ValueError, match=r"num_heads|inputs_first|expected an object|saved_per_pair"):
         LayerTraits.from_json(TRAITS.to_json() | changes)
 
 

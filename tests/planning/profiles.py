@@ -28,6 +28,11 @@ def layer(*candidates: SwapCandidate, input_bytes: int = 4096, flops: int | None
     return LayerProfile(
         input_bytes=input_bytes,
         saved_bytes=input_bytes + sum(item.num_bytes for item in candidates),
+        forward_bytes=2 * input_bytes,
+        backward_bytes=sum(item.num_bytes for item in candidates) + 3 * input_bytes,
+        making_bytes=sum(item.num_bytes for item in candidates) + 2 * input_bytes,
+        replay_bytes=sum(item.num_bytes for item in candidates) + input_bytes,
+        replay_held_bytes=sum(item.num_bytes for item in candidates) + 4 * input_bytes,
         flops_forward=recomputed if flops is None else flops,
         flops_recomputed=recomputed,
         candidates=candidates,

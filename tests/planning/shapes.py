@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from ratel_cli.hardware.spec import ComputeDevice, HardwareProfile, Host, Link, Nvme, alternating_bytes_per_second
 from ratel_cli.model.spec import ModelSpec, lay_out_block
+from ratel_cli.planning.activations import LargestUnit
 from ratel_cli.planning.placement import StateBytes, Workload
 
 BFLOAT16 = StateBytes(compute=2, record=12, num_fields=4, gradient=2)
@@ -16,6 +17,11 @@ FLOAT16 = StateBytes(compute=2, record=14, num_fields=4, gradient=2)
 SEEDS = st.integers(0, (1 << 32) - 1)
 """For `random.Random`, which builds what a strategy would build too slowly."""
 WORKLOAD = Workload(micro_batch_size=2, num_micro_batches=3, sequence_len=64)
+
+
+def unit_of(num_bytes: int) -> LargestUnit:
+    """Units of this size, of which autograd saves nothing."""
+    return LargestUnit(num_bytes, num_bytes)
 
 
 def gpt(*, num_layers: int = 3, hidden_size: int = 64, vocab_size: int = 512, tied: bool = False) -> ModelSpec:
@@ -55,6 +61,7 @@ def machine(
     adam_parameters_per_second: float = 1e9,
     up_bytes_per_second: float = 1e10,
     down_bytes_per_second: float = 1e10,
+    both_bytes_per_second: float | None = None,
     memory_bytes_per_second: float | None = None,
     num_cores: int | None = None,
     free_bytes: int = 1 << 40,
@@ -71,7 +78,7 @@ def machine(
         else Link(
             to_gpu_bytes_per_second=up_bytes_per_second,
             from_gpu_bytes_per_second=down_bytes_per_second,
-            both_bytes_per_second=up_bytes_per_second + down_bytes_per_second,
+            both_bytes_per_second=both_bytes_per_second or up_bytes_per_second + down_bytes_per_second,
         ),
         nvme=Nvme(
             paths=("/nvme",),
@@ -100,6 +107,7 @@ def machine_by_chance(choice: random.Random) -> HardwareProfile:
         adam_parameters_per_second=10 ** choice.uniform(8, 10),
         up_bytes_per_second=10 ** choice.uniform(9, 10.5),
         down_bytes_per_second=10 ** choice.uniform(9, 10.5),
+        both_bytes_per_second=choice.choice([None, 10 ** choice.uniform(9, 10.5)]),
         memory_bytes_per_second=choice.choice([None, 2e10]),
         num_cores=choice.choice([None, None, 2, 8]),
     )

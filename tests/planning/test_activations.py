@@ -20,7 +20,7 @@ from ratel_cli.planning.activations import (
 )
 from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, StateBytes
 from ratel_cli.units import align_up
-from tests.planning.shapes import BFLOAT16, FLOAT32, SEEDS, gpt
+from tests.planning.shapes import BFLOAT16, FLOAT32, SEEDS, gpt, unit_of
 from tests.tiers import examples
 
 
@@ -91,7 +91,7 @@ def walk(unit_bytes: list[int], num_micro_batches: int, spilled_units: int) -> O
         num_units=len(units),
         written_units=tuple(SpilledUnits(1, size) for size in spilled),
         read_units=tuple(reversed(read)),
-        largest_unit_bytes=max(unit_bytes),
+        largest_unit=unit_of(max(unit_bytes)),
     )
 
 

@@ -8,19 +8,18 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from ratel_cli.engine.loss import tokens_per_chunk
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning import capacity
 from ratel_cli.planning.activations import (
     NOTHING_OFFLOADED,
     OffloadedActivations,
     block_activation_bytes,
     head_chunk_tokens,
     offload,
+    tokens_per_chunk,
 )
 from ratel_cli.planning.capacity import HostMemory, StepMemory, check_device_memory
-from ratel_cli.planning.placement import Overlap, Placement, StateBytes, Workload
+from ratel_cli.planning.placement import GroupShape, Overlap, Placement, StateBytes, Workload
 from ratel_cli.sizes import GROUP_ELEMENTS
 from ratel_cli.units import GIB, MIB
 from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, WORKLOAD, gpt
@@ -84,12 +83,12 @@ def walk(
     position, num_open = num_layers + 1, 2 if spec.tied else 1
     head, embedding, largest = size[-1], size[0], [max(p.num_elements for p in b.parameters) for b in spec.blocks]
     tied = 4 * embedding + 3 * min(WORKLOAD.tokens, spec.vocab_size) * spec.hidden_size * 2 if spec.tied else 0
-    chunk = min(WORKLOAD.micro_batch_tokens, tokens_per_chunk(spec.vocab_size))
+    chunk = min(WORKLOAD.micro_batch_tokens, max(16, (64 * MIB) // (4 * spec.vocab_size)))
     parts = 4 * embedding if spec.tied and chunk < WORKLOAD.micro_batch_tokens else 0
     both = head + (embedding if spec.tied else 0)
     block = max(2 * both + 4 * head + parts, 6 * head + 4 * largest[-1])
     updating = 0 if separate else groups
-    logits = 16 * chunk * spec.vocab_size
+    logits = 12 * chunk * spec.vocab_size
     window = weights(set(uses[position : position + num_open + ahead]))
     stages.append(window + block + tied + updating + logits + 2 * vectors(-1) + RUNTIME_BYTES)
     # Backward: the last `pending_updates` blocks are being updated; the gradients before those may be held.
@@ -258,6 +257,16 @@ def test_it_holds_at_least_what_a_step_leases(state: StateBytes, tied: bool) -> 
     assert need(spec, state=state, placement=Placement())[0].total >= PROCESS_BYTES + leased
 
 
+@pytest.mark.parametrize(("elements", "in_flight"), [(1 << 21, 1), (1 << 21, 2), (1 << 22, 2), (1 << 30, 2)])
+def test_groups_count_with_all_their_buffers(elements: int, in_flight: int) -> None:
+    """Those that are read, the one that is updated, those that are written; none is larger than the largest block."""
+    spec = gpt(num_layers=2, vocab_size=100_000)
+    one = need(spec, placement=Placement())[0].total
+    more = need(spec, placement=Placement(groups=GroupShape(elements=elements, in_flight=in_flight)))[0].total
+    buffers = (1 + 2 * in_flight) * min(elements, max(spec.block_elements))
+    assert more - one == 12 * (buffers - 3 * GROUP_ELEMENTS)
+
+
 def test_a_model_of_one_billion_parameters_fits_where_it_must() -> None:
     """The shape of `configs/llama-1b.yaml`: 4 GiB without clipping, 6 GiB with it, and less with gradients on NVMe."""
     spec = gpt(num_layers=22, hidden_size=2048, vocab_size=32000)
@@ -267,8 +276,10 @@ def test_a_model_of_one_billion_parameters_fits_where_it_must() -> None:
     assert need(spec, workload=workload, holds_gradients=True, limit_bytes=3 * GIB)[1] > 0
 
 
-def test_its_constants_are_those_of_the_engine() -> None:
-    assert capacity.GROUP_ELEMENTS == GROUP_ELEMENTS
-    for vocab_size in (1, 4096, 262144, 10_000_000):
+def test_the_tokens_of_a_chunk_have_64_mib_of_logits_unless_they_are_given() -> None:
+    for vocab_size, tokens in ((1, 16 * MIB), (4096, 4096), (262144, 64), (10_000_000, 16)):
         spec = replace(gpt(), vocab_size=vocab_size)
-        assert tokens_per_chunk(vocab_size) == head_chunk_tokens(spec, tokens=1 << 40)
+        most = Workload(micro_batch_size=1 << 20, num_micro_batches=1, sequence_len=1 << 20)
+        assert tokens_per_chunk(vocab_size) == head_chunk_tokens(spec, most) == tokens
+        assert head_chunk_tokens(spec, replace(most, chunk_tokens=7)) == 7
+        assert head_chunk_tokens(spec, replace(most, micro_batch_size=1, sequence_len=5)) == 5

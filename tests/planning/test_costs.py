@@ -8,26 +8,30 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.hardware.spec import HardwareProfile, Link
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import NOTHING_OFFLOADED, OffloadedActivations, offload
-from ratel_cli.planning.analytic import head_flops
+from ratel_cli.planning.analytic import head_flops, head_sum_bytes
 from ratel_cli.planning.costs import (
     ComputeSeconds,
     compute_seconds,
     nvme_seconds,
     overlapped_step,
 )
-from ratel_cli.planning.placement import Overlap, Placement, Workload
+from ratel_cli.planning.link import link_seconds
+from ratel_cli.planning.placement import Overlap, Placement, StateBytes, Workload
 from ratel_cli.planning.step_time import StageTime, StepTime
 from ratel_cli.planning.traffic import Traffic, checksum_bytes, step_traffic
 from tests.planning.profiles import candidate, estimated, layer, model
-from tests.planning.shapes import BFLOAT16, SEEDS, WORKLOAD, gpt, machine
+from tests.planning.shapes import BFLOAT16, FLOAT32, SEEDS, WORKLOAD, gpt, machine
 from tests.tiers import examples
 
 SPEC = gpt()
 ELEMENTS = sum(block.num_elements for block in SPEC.blocks)
-DEEP = Placement(prefetch_blocks=2, pending_updates=2)
+HEAD = SPEC.blocks[-1].num_elements
+"""Goes up in backward only."""
+IN_TURN = Placement(gpu_window_bytes=1 << 40)
+DEEP = replace(IN_TURN, prefetch_blocks=2, pending_updates=2)
 COMPUTE = ComputeSeconds(forward=0.5, backward=1.25, head=0.0, is_measured=False)
 SPILLED = offload([40_960, 40_960, 8192], num_micro_batches=3, spilled_units=6)
 MOVED = (
@@ -100,10 +104,35 @@ def test_computing_is_estimated_from_flops() -> None:
     )
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("state", [BFLOAT16, FLOAT32])
+def test_a_chunk_adds_up_the_gradients_of_the_whole_head(tied: bool, state: StateBytes) -> None:
+    """Each of them is read, and the fp32 sum read and written."""
+    spec = gpt(tied=tied)
+    workload = Workload(micro_batch_size=2, num_micro_batches=3, sequence_len=64)  # 128 tokens
+    elements = spec.blocks[-1].num_elements + (spec.blocks[0].num_elements if tied else 0)
+    for chunk_tokens, chunks in ((None, 1), (128, 1), (127, 2), (64, 2), (63, 3), (1, 128)):
+        found = head_sum_bytes(spec, state, replace(workload, chunk_tokens=chunk_tokens))
+        assert found == 3 * chunks * elements * (state.compute + 4 + 4)
+
+
+def test_adding_up_the_head_s_gradients_takes_time_in_the_gpu_s_memory() -> None:
+    """If its rate is known, and before the first gradient of the step is whole."""
+    hardware = machine(flops_per_second=10)
+    known = replace(hardware, gpu=replace(hardware.gpu, memory_bytes_per_second=4.0))
+    profile = model(layer(candidate(flops=100)), flops_head=1000)
+    plain = compute_seconds(profile, WORKLOAD, hardware, head_sum_bytes=80)
+    assert plain == compute_seconds(profile, WORKLOAD, known)
+    found = compute_seconds(profile, WORKLOAD, known, head_sum_bytes=80)
+    assert found == replace(plain, backward=plain.backward + 20, head=plain.head + 20)
+
+
 def test_computing_is_as_long_as_it_was_measured() -> None:
     kind = replace(layer(), forward_seconds=3.0, recomputed_seconds=2.0, backward_seconds=5.0)
     profile = replace(model(kind, layers=(0, 0)), source="recorded", embedding_seconds=0.5, head_seconds=11.0)
-    found = compute_seconds(profile, WORKLOAD, machine())
+    hardware = machine()
+    known = replace(hardware, gpu=replace(hardware.gpu, memory_bytes_per_second=4.0))
+    found = compute_seconds(profile, WORKLOAD, known, head_sum_bytes=80)  # the measured head includes it
     assert found == ComputeSeconds(forward=3 * 6.25, backward=3 * (14 + 0.25 + 11), head=3 * 11, is_measured=True)
 
 
@@ -158,6 +187,8 @@ def step_time(
     compute: ComputeSeconds = COMPUTE,
     not_recomputed_seconds: float = 0.0,
     holds_gradients: bool = False,
+    num_micro_batches: int = 1,
+    tied_rows_bytes: int = 0,
     overlap: Overlap = "optimized",
 ) -> StepTime:
     return overlapped_step(
@@ -170,8 +201,75 @@ def step_time(
         offloaded=offloaded,
         not_recomputed_seconds=not_recomputed_seconds,
         holds_gradients=holds_gradients,
+        num_micro_batches=num_micro_batches,
+        tied_rows_bytes=tied_rows_bytes,
         overlap=overlap,
     )
+
+
+@pytest.mark.parametrize(
+    ("both", "up", "down", "seconds"),
+    [
+        (30, 40, 10, 4.0),  # full duplex: the longer direction
+        (30, 0, 60, 3.0),
+        (20, 40, 10, 4.0),
+        (20, 30, 60, 4.5),  # what both move together
+        (20, 20, 20, 2.0),
+        (5, 0, 60, 3.0),  # no slower than one direction alone
+        (5, 40, 20, 4.0),
+        (30, 0, 0, 0.0),
+    ],
+)
+def test_both_directions_of_the_link_share_what_it_moves(both: float, up: int, down: int, seconds: float) -> None:
+    """10 bytes per second up and 20 down, alone."""
+    link = Link(to_gpu_bytes_per_second=10, from_gpu_bytes_per_second=20, both_bytes_per_second=both)
+    assert link_seconds(link, up_bytes=up, down_bytes=down) == pytest.approx(seconds)
+
+
+@examples(100)
+@given(seed=SEEDS)
+def test_more_bytes_never_take_the_link_less_time_and_faster_links_never_more(seed: int) -> None:
+    choice = random.Random(seed)
+    rates = [choice.uniform(1, 10) for _ in range(3)]
+    up, down = choice.randint(0, 100), choice.randint(0, 100)
+
+    def seconds(rates: list[float], up: int, down: int) -> float:
+        link = Link(
+            to_gpu_bytes_per_second=rates[0], from_gpu_bytes_per_second=rates[1], both_bytes_per_second=rates[2]
+        )
+        return link_seconds(link, up_bytes=up, down_bytes=down)
+
+    before = seconds(rates, up, down)
+    assert seconds(rates, up + 1, down) >= before <= seconds(rates, up, down + 1)
+    for number in range(3):
+        faster = [rate * (choice.uniform(1, 3) if each == number else 1) for each, rate in enumerate(rates)]
+        assert seconds(faster, up, down) <= before
+
+
+def test_a_link_that_moves_less_both_ways_at_once_takes_longer() -> None:
+    """Backward moves both ways: units come up while gradients go down."""
+    plain = machine_with("", 0)
+    assert plain.link is not None
+    shared = replace(
+        plain,
+        link=replace(plain.link, both_bytes_per_second=1e5, to_gpu_bytes_per_second=1e5, from_gpu_bytes_per_second=1e5),
+    )
+    backward = step_time(shared, offloaded=SPILLED).backward
+    booked = (4 * ELEMENTS + SPILLED.total_bytes / 0.85) / 1e5
+    assert backward.total == pytest.approx(booked)
+    assert max(backward.up, backward.down) < 0.8 * booked
+
+
+def test_activations_get_no_more_than_85_percent_of_the_link() -> None:
+    """In forward they go down alone, so that it takes as much longer. Weights may have all of it."""
+    slow_down = machine_with("down_bytes_per_second", 1e5)
+    forward = step_time(slow_down, offloaded=SPILLED).forward
+    assert forward.down == pytest.approx(SPILLED.total_bytes / 1e5)
+    assert forward.down / forward.total == pytest.approx(0.85)
+    slow_up = machine_with("up_bytes_per_second", 1e5)
+    assert step_time(slow_up).forward.total == pytest.approx(2 * (ELEMENTS - HEAD) / 1e5)
+    backward = step_time(slow_up, offloaded=SPILLED).backward
+    assert backward.total == pytest.approx((2 * ELEMENTS + SPILLED.total_bytes / 0.85) / 1e5)
 
 
 def longest(stage: StageTime) -> float:
@@ -180,12 +278,75 @@ def longest(stage: StageTime) -> float:
 
 def test_a_tied_gradient_that_the_gpu_does_not_hold_crosses_the_link_twice() -> None:
     spec = gpt(vocab_size=5000, tied=True)
+    rows_bytes = 10**7
     away, held = (
-        step_time(machine(), spec=spec, placement=replace(DEEP, gpu_holds_tied=holds)).backward
+        step_time(
+            machine(), spec=spec, placement=replace(DEEP, gpu_holds_tied=holds), tied_rows_bytes=rows_bytes
+        ).backward
         for holds in (False, True)
     )
-    seconds = 4 * spec.blocks[0].num_elements / 1e10
+    seconds = (4 * spec.blocks[0].num_elements + rows_bytes) / 1e10
     assert [away.up - held.up, away.down - held.down] == pytest.approx([seconds, seconds], rel=1e-9)
+
+
+@pytest.mark.parametrize("prefetch_blocks", [0, 2])
+def test_what_the_window_does_not_take_goes_up_while_nothing_computes(prefetch_blocks: int) -> None:
+    """Embedding and three layers in forward; in backward the head, two layers that do not stay, and the embedding."""
+    embedding, layer, head = (SPEC.blocks[place].num_elements for place in (0, 1, -1))
+    second, third = (SPEC.blocks[1].parameters[place].start for place in (1, 2))
+    rate = machine().link.to_gpu_bytes_per_second
+    for window_bytes, waiting in (
+        (0, (embedding, layer, head)),
+        (2 * second - 1, (embedding, layer, head)),
+        (2 * third - 1, (embedding, layer - second, head - SPEC.blocks[-1].parameters[1].start)),
+        (2 * third, (embedding, layer - third, head - SPEC.blocks[-1].parameters[1].start)),
+        (2 * layer, (0 if embedding <= layer else embedding, 0, 0 if head <= layer else head - second)),
+        (1 << 40, (0, 0, 0)),
+    ):
+        placement = replace(DEEP, prefetch_blocks=prefetch_blocks, gpu_weights=frozenset((3,)))
+        found, whole = (
+            step_time(machine(), placement=replace(placement, gpu_window_bytes=each))
+            for each in (window_bytes, 1 << 40)
+        )
+        assert (found.forward.up, found.backward.up) == (whole.forward.up, whole.backward.up)
+        first, each, last = waiting
+        assert found.forward.total - whole.forward.total == pytest.approx(2 * (first + 3 * each) / rate, abs=1e-12)
+        assert found.backward.total - whole.backward.total == pytest.approx(
+            2 * (last + 2 * each + first) / rate, abs=1e-12
+        )
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2, 5])
+def test_sums_in_host_memory_bring_every_gradient_down_and_themselves_up(num_micro_batches: int) -> None:
+    away, held = (
+        step_time(
+            machine(memory_bytes_per_second=1e10),
+            placement=replace(DEEP, gpu_holds_sums=holds),
+            num_micro_batches=num_micro_batches,
+        ).backward
+        for holds in (False, True)
+    )
+    seconds = sum(block.num_elements for block in SPEC.blocks[1:-1]) / 1e10
+    up, down = (4, 2 * (num_micro_batches - 1)) if num_micro_batches > 1 else (0, 0)
+    added = 0 if num_micro_batches == 1 else 2 + 4 + (num_micro_batches - 2) * (2 + 4 + 4)
+    found = [away.up - held.up, away.down - held.down, away.memory - held.memory]
+    assert found == pytest.approx([up * seconds, down * seconds, (up + down + added) * seconds], rel=1e-9)
+
+
+@pytest.mark.parametrize(("share", "late"), [(0.5, 0.5), (0.75, 0.25), (1.0, 0.0), (2.0, 0.0)])
+def test_sums_in_host_memory_have_the_last_micro_batch_to_go_up(share: float, late: float) -> None:
+    """`share`: the time that one micro-batch computes, of that in which the sums go up."""
+    hardware = machine_with("up_bytes_per_second", 1e9)
+    sums_seconds = 4 * sum(block.num_elements for block in SPEC.blocks[1:-1]) / 1e9
+    compute = replace(COMPUTE, backward=10 * share * sums_seconds)
+    away, held = (
+        step_time(
+            hardware, placement=replace(DEEP, gpu_holds_sums=holds), compute=compute, num_micro_batches=10
+        ).backward
+        for holds in (False, True)
+    )
+    assert held.total == pytest.approx(compute.backward, rel=1e-2)
+    assert away.total - held.total == pytest.approx(late * sums_seconds, abs=1e-9)
 
 
 def test_every_resource_has_its_work() -> None:
@@ -193,7 +354,9 @@ def test_every_resource_has_its_work() -> None:
     forward, backward = time.forward, time.backward
     assert [forward.compute, backward.compute] == pytest.approx([0.5, 1.25], rel=1e-12)
     linked = SPILLED.total_bytes
-    assert [forward.up, backward.up] == pytest.approx([2 * ELEMENTS / 1e10, (2 * ELEMENTS + linked) / 1e10], rel=1e-12)
+    assert [forward.up, backward.up] == pytest.approx(
+        [2 * (ELEMENTS - HEAD) / 1e10, (2 * ELEMENTS + linked) / 1e10], rel=1e-12
+    )
     assert [forward.down, backward.down] == pytest.approx([linked / 1e10, 2 * ELEMENTS / 1e10], rel=1e-12)
     nvme = traffic.read_bytes / 2e9 + traffic.written_bytes / 1e9
     assert forward.nvme + backward.nvme == pytest.approx(nvme, rel=1e-12)
@@ -201,7 +364,7 @@ def test_every_resource_has_its_work() -> None:
     written = traffic.forward_written_bytes / 1e9
     assert forward.nvme == pytest.approx(traffic.forward_read_bytes / 2e9 + written, rel=1e-12)
     assert [forward.optimizer, backward.optimizer] == pytest.approx([0, ELEMENTS / 1e9], rel=1e-12)
-    linked = 6 * ELEMENTS + 2 * SPILLED.total_bytes
+    linked = 6 * ELEMENTS - 2 * HEAD + 2 * SPILLED.total_bytes
     moved = traffic.read_bytes + traffic.written_bytes + linked + 26 * ELEMENTS
     assert forward.memory + backward.memory == pytest.approx(moved / 1e10, rel=1e-12)
     nothing = StageTime(compute=0, up=0, down=0, nvme_read=0, nvme_write=0, optimizer=0, memory=0, total=0)
@@ -249,7 +412,7 @@ def test_naive_updates_are_a_sum_overlapped_with_computing(slow: str) -> None:
 @pytest.mark.parametrize("slow", SLOW)
 def test_a_separate_update_comes_on_top(slow: str) -> None:
     hardware = machine_with(slow, 1e6)
-    time = step_time(hardware, overlap="separate", placement=Placement(prefetch_blocks=2))
+    time = step_time(hardware, overlap="separate", placement=replace(IN_TURN, prefetch_blocks=2))
     assert time.update.total == max(time.update.nvme, time.update.optimizer, time.update.memory) > 0
     assert (time.update.compute, time.forward.optimizer, time.backward.optimizer) == (0, 0, 0)
     assert time.backward.total == longest(time.backward)
@@ -306,18 +469,18 @@ def test_what_is_spilled_is_written_behind_pending_updates(spilled_units: int, d
 
 @pytest.mark.parametrize("overlap", ["optimized", "naive"])
 def test_what_does_not_run_ahead_stands_in_the_way(overlap: Overlap) -> None:
-    time = step_time(machine(), placement=Placement(), overlap=overlap)
+    time = step_time(machine(), placement=IN_TURN, overlap=overlap)
     update = time.backward.nvme + time.backward.optimizer if overlap == "naive" else time.backward.nvme
     assert time.backward.total == pytest.approx(time.backward.compute + update)
     assert time.forward.total == time.forward.compute + time.forward.nvme
-    without_pending = step_time(machine(), placement=Placement(prefetch_blocks=1), overlap=overlap)
+    without_pending = step_time(machine(), placement=replace(IN_TURN, prefetch_blocks=1), overlap=overlap)
     assert without_pending.forward.total == max(time.forward.compute, time.forward.nvme)
     assert without_pending.backward.total > without_pending.backward.compute
-    held = step_time(machine(), placement=Placement(prefetch_blocks=1), overlap=overlap, holds_gradients=True)
+    held = step_time(machine(), placement=replace(IN_TURN, prefetch_blocks=1), overlap=overlap, holds_gradients=True)
     assert held.backward.total == max(held.backward.compute, held.backward.nvme)
 
 
-@pytest.mark.parametrize("placement", [DEEP, Placement()])
+@pytest.mark.parametrize("placement", [DEEP, IN_TURN])
 def test_spilled_activations_overlap_with_the_computing_of_their_own_layers(placement: Placement) -> None:
     """Two layers of three in forward, of five blocks in backward, where the last three units are still in buffers."""
     offloaded = offload([4096, 4096, 4096], num_micro_batches=4, spilled_units=8)
@@ -355,9 +518,7 @@ def test_spilling_more_never_takes_less_and_running_ahead_never_more(seed: int) 
         offloaded = offload(unit_bytes, num_micro_batches=number, spilled_units=spilled_units)
         deep = step_time(hardware, offloaded=offloaded, compute=compute).total
         assert seconds <= deep * (1 + 1e-12)
-        assert deep <= step_time(hardware, offloaded=offloaded, compute=compute, placement=Placement()).total * (
-            1 + 1e-12
-        )
+        assert deep <= step_time(hardware, offloaded=offloaded, compute=compute, placement=IN_TURN).total * (1 + 1e-12)
         seconds = deep
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,75 +11,155 @@ from hypothesis import given
 
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import NOTHING_OFFLOADED, block_activation_bytes, offload, tied_bytes
+from ratel_cli.planning.activations import NOTHING_OFFLOADED, LargestUnit, offload, tied_bytes
 from ratel_cli.planning.capacity import HostMemory, StepMemory
 from ratel_cli.planning.gpu_memory import GpuMemory, least_leaving_bytes, weight_bytes_of
-from ratel_cli.planning.placement import Placement, StateBytes, Workload
+from ratel_cli.planning.model_profile import LayerProfile
+from ratel_cli.planning.placement import GroupShape, Placement, StateBytes, Workload
 from ratel_cli.units import MIB
-from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, WORKLOAD, gpt
+from tests.planning.profiles import by_chance, estimated
+from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, WORKLOAD, gpt, unit_of
 from tests.tiers import examples
 
 
-def walk(spec: ModelSpec, state: StateBytes, workload: Workload, unit_bytes: int) -> int:
-    """Written anew: what is on the GPU at each use of a step, in order."""
+def head_stages(spec: ModelSpec, state: StateBytes, workload: Workload, tied: int, rows: int) -> list[int]:
+    """Two micro-batches, if there are as many, chunk by chunk: its logits, then its gradients; the norm; the end, when
+    `tied` bytes wait for the embedding. While one computes, the `rows` of one micro-batch are leaving, not of two."""
+    head, matrix = spec.blocks[-1].num_elements, spec.blocks[0].num_elements * spec.tied
+    width, tokens = state.compute, workload.micro_batch_tokens
+    vectors = 12 * tokens * spec.hidden_size * width
+    chunk = min(tokens, workload.chunk_tokens or max(16, (64 * MIB) // (4 * spec.vocab_size)))
+    chunks = [min(chunk, tokens - start) for start in range(0, tokens, chunk)][: 4 if tokens % chunk else 3]
+    stages, summed = [], 0
+    for _ in range(min(2, workload.num_micro_batches)):
+        part = 0  # of a tied gradient: as it was made, then in fp32
+        for number, size in enumerate(chunks):
+            stages.append(summed + part + vectors // 2 + 12 * size * spec.vocab_size)
+            summed = summed or 4 * head
+            stages.append(
+                summed + vectors // 2 + width * (head + matrix) + (part + 4 * matrix if number == 1 else part)
+            )
+            part = 4 * matrix if number else width * matrix
+        stages.append(summed + vectors)
+        stages.append(4 * head + tied + width * matrix + tokens * spec.hidden_size * width)
+        summed = 4 * head + tied - rows
+    return stages
+
+
+def looked_up_rows(spec: ModelSpec, workload: Workload) -> tuple[int, int]:
+    """Rows of the embedding for a step's tokens, at most, and the elements of its block with so many rows."""
+    rows = min(workload.tokens, spec.vocab_size)
+    return rows, -(-rows * spec.hidden_size // 2048) * 2048
+
+
+def layer_stages(always: int, before: int, leaving: int, sums: int, *, holds_sums: bool) -> list[int]:
+    """Backward of a layer, next to `always`: what was leaving before it, or gradients of its own that leave."""
+    if holds_sums:  # when the first gradient leaves, all sums are there
+        return [always + before + sums, always + leaving]
+    # The first micro-batch has no sums on the GPU; the last one has.
+    return [always + before, always + leaving + sums]
+
+
+def layer_takes(layer: LayerProfile, gradient_bytes: int) -> tuple[int, int, int]:
+    """Backward; recomputing before it; and that with all that autograd saves there from the beginning."""
+    return max(layer.backward_bytes, layer.making_bytes + gradient_bytes), layer.replay_bytes, layer.replay_held_bytes
+
+
+def with_units(uses: list[Sequence[int]], unit: LargestUnit) -> int:
+    """`uses` of backward as `layer_takes` says, with the unit in use and the next one."""
+    working, replay, held = (max(use[number] for use in uses) for number in range(3))
+    own = max(working + unit.unsaved_bytes, min(replay + unit.num_bytes, held + unit.unsaved_bytes))
+    return own + unit.num_bytes
+
+
+def walk(
+    spec: ModelSpec,
+    state: StateBytes,
+    workload: Workload,
+    layers: Sequence[LayerProfile],
+    unit: LargestUnit,
+    *,
+    holds_sums: bool,
+    window_bytes: int,
+) -> int:
+    """Written anew: what is on the GPU at each use of a step, in order. `layers` has the costs of each layer."""
     size = [block.num_elements for block in spec.blocks]
     largest = [max(parameter.num_elements for parameter in block.parameters) for block in spec.blocks]
-    num_layers, tokens = spec.num_layers, workload.micro_batch_tokens
-    head, is_summed = num_layers + 1, workload.num_micro_batches > 1
+    num_layers, head, is_summed = spec.num_layers, spec.num_layers + 1, workload.num_micro_batches > 1
+    tokens, width = workload.micro_batch_tokens, state.compute
     order = [*range(num_layers + 1), head, *([0] if spec.tied else []), *range(num_layers, -1, -1)]
+    hidden = workload.tokens * spec.hidden_size * width
+    vectors = 12 * tokens * spec.hidden_size * width
+
+    # Where tokens are looked up, the embedding has a row for each token at most. A tied head uses all of it.
+    rows, looked_up = looked_up_rows(spec, workload)
+    taken = [looked_up, *(size[i] for i in order[1:-1]), looked_up]
+    left = [size[0] if spec.tied else looked_up, *size[1:]]  # of gradients
+    most = [largest[0] if spec.tied else rows * spec.hidden_size, *largest[1:]]  # of a parameter's gradient
+    scaled = 4 * (state == FLOAT16)
+    in_matrix = (left != size) * (most[0] * (state.gradient + scaled) + (scaled or state.gradient) * largest[0])
+
+    def ahead(position: int) -> int:
+        """As many of a block's first parameters as fit, with the gaps between them; or all of it."""
+        ends = [taken[position], *(parameter.start for parameter in spec.blocks[order[position]].parameters)]
+        return max(state.compute * end for end in ends if state.compute * end <= window_bytes)
 
     def weights(position: int, num_open: int) -> int:
-        return sum(state.compute * size[i] for i in order[position : position + num_open + 1])
-
-    def vectors(i: int) -> int:
-        mask = tokens * workload.sequence_len * state.compute if 0 < i < head else 0
-        return block_activation_bytes(spec, spec.blocks[i], state, tokens=tokens) + mask
+        stop = position + num_open
+        return sum(state.compute * each for each in taken[position:stop]) + sum(
+            map(ahead, range(len(order))[stop:][:1])
+        )
 
     def made(i: int, is_summed: bool) -> int:
-        """One parameter's gradient, and once more in another layout; then rounded, and for its norm in fp32."""
-        norm = 0 if is_summed and state.gradient == 2 else 4
-        return largest[i] * max(2 * state.compute, state.gradient + norm)
+        """One parameter's gradient; then next to it in another dtype, rounded from the sum, or scaled for its norm."""
+        if state == FLOAT16 and not is_summed:
+            return most[i] * 6
+        return most[i] * (width + state.gradient if state.gradient != width else width)
 
     def leaving(i: int) -> int:
-        return min(state.gradient * size[i], state.gradient * largest[i] + MIB)
+        return min(state.gradient * left[i], state.gradient * most[i] + min(MIB, state.gradient * norms(i)))
 
-    tied = 0
-    if spec.tied:
-        rows = workload.num_micro_batches * min(workload.tokens, spec.vocab_size)
-        tied = 4 * size[0] + rows * spec.hidden_size * state.compute
-    stages = [weights(i, 1) + vectors(i) + 2 * unit_bytes + (leaving(0) if i < 2 else 0) for i in range(num_layers + 1)]
-    chunk = min(tokens, max(16, (64 * MIB) // (4 * spec.vocab_size)))
-    both = size[head] + (size[0] if spec.tied else 0)
-    parts = 4 * size[0] if spec.tied and chunk < tokens else 0
-    stages.append(
-        weights(head, 2 if spec.tied else 1)
-        + tied
-        + 4 * size[head]
-        + max(state.compute * both + parts, made(head, True) + leaving(head))
-        + 16 * chunk * spec.vocab_size
-        + 2 * vectors(head)
-        + 2 * unit_bytes
-    )
+    def norms(i: int) -> int:
+        return sum(parameter.num_elements for parameter in spec.blocks[i].parameters if len(parameter.shape) == 1)
+
+    row_bytes = rows * spec.hidden_size * width
+    tied = (4 * size[0] + min(2, workload.num_micro_batches) * row_bytes) * spec.tied
+    stages = []
+    for i in range(num_layers + 1):
+        working = layers[i - 1].forward_bytes if i else vectors
+        stages.append(weights(i, 1) + working + hidden + (leaving(0) if i < 2 else 0) + 2 * unit.num_bytes)
+
+    a_micro_batch = hidden // workload.num_micro_batches
+    always = weights(head, 2 if spec.tied else 1) + hidden - a_micro_batch + 2 * unit.num_bytes
+    stages += [always + each for each in head_stages(spec, state, workload, tied, row_bytes * spec.tied)]
+    gone = state.gradient * largest[head] + min(leaving(head), state.gradient * (size[head] - largest[head]))
+    stages.append(always + 4 * size[head] + tied + gone)
+
     first = len(order) - num_layers - 1
+    backward: list[Sequence[int]] = []
     for number, i in enumerate(range(num_layers, -1, -1)):
-        is_summed_here = is_summed or (spec.tied and not i)
-        stages.append(
-            weights(first + number, 1)
-            + (tied if spec.tied and not i else 4 * size[i] if is_summed_here else 0)
-            + made(i, is_summed_here)
-            + (0 if i else state.compute * size[0])
-            + max(leaving(i), leaving(i + 1))
-            + 2 * vectors(i)
-            + 2 * unit_bytes
-        )
-    hidden = 2 * workload.tokens * spec.hidden_size * state.compute + workload.tokens * workload.sequence_len
-    return GPU_CONTEXT_BYTES + 256 * MIB + hidden + max(stages)
+        always = weights(first + number, 1) + hidden
+        before = 4 * size[0] if spec.tied and not number and i else leaving(i + 1)
+        if not i:
+            own = min(leaving(0), state.gradient * (left[0] - most[0]))
+            summed = tied if spec.tied else 4 * left[0] if is_summed else 0
+            working = max(made(0, is_summed or spec.tied), width * looked_up + vectors // 2) + summed
+            working = max(working, in_matrix + is_summed * 4 * (left[0] - most[0]))
+            backward.append([always + working + max(own, before)] + 2 * [always + max(own, before)])
+            continue
+        sums = 4 * (size[i] if holds_sums else min(size[i], largest[i] + norms(i))) if is_summed else 0
+        always = max(layer_stages(always, before, leaving(i), sums, holds_sums=holds_sums))
+        backward.append([always + each for each in layer_takes(layers[i - 1], made(i, is_summed))])
+    rotary_bytes = 512  # no parameters give positions
+    ids = workload.tokens * (workload.sequence_len + 5 * 8 + rotary_bytes)
+    return GPU_CONTEXT_BYTES + 256 * MIB + ids + max(*stages, with_units(backward, unit))
 
 
+@pytest.mark.parametrize("holds_sums", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-@examples(60)
+@examples(30)
 @given(seed=SEEDS)
-def test_it_is_the_most_that_a_use_takes(seed: int, tied: bool) -> None:
+def test_it_is_the_most_that_a_use_takes(seed: int, tied: bool, holds_sums: bool) -> None:
     choice = random.Random(seed)
     spec = gpt(
         num_layers=choice.randint(1, 6),
@@ -90,27 +171,67 @@ def test_it_is_the_most_that_a_use_takes(seed: int, tied: bool) -> None:
         micro_batch_size=choice.randint(1, 4),
         num_micro_batches=choice.randint(1, 4),
         sequence_len=choice.choice([64, 1024]),
+        chunk_tokens=choice.choice([None, 100, 700, 2048, 5000]),
     )
     state, unit_bytes = choice.choice([BFLOAT16, FLOAT16, FLOAT32]), choice.choice([0, 1, 10**6, 10**9])
-    found = GpuMemory(spec, state, workload).needed_bytes(largest_unit_bytes=unit_bytes)
-    assert found == walk(spec, state, workload, unit_bytes)
+    unit = LargestUnit(unit_bytes, choice.choice([0, unit_bytes, choice.randint(0, unit_bytes)]))
+    window_bytes = choice.choice([0, 1, choice.randint(0, 2 * 10**7), 1 << 40])
+    profile = by_chance(choice, num_layers=spec.num_layers, most_kib=choice.choice([1, 64, 100_000]))
+    layers = [profile.profiles[number] for number in profile.layers]
+    memory = GpuMemory(spec, state, workload, profile)
+    found = memory.needed_bytes(unit, holds_sums=holds_sums, window_bytes=window_bytes)
+    assert found == walk(spec, state, workload, layers, unit, holds_sums=holds_sums, window_bytes=window_bytes)
+
+
+def memory_of(spec: ModelSpec, workload: Workload) -> GpuMemory:
+    return GpuMemory(spec, BFLOAT16, workload, estimated(spec, workload))
+
+
+def test_sums_stay_on_the_gpu_if_they_fit_and_as_long_as_that_is_not_slower() -> None:
+    spec, unit_bytes = gpt(hidden_size=1024), [MIB] * 3
+    memory = memory_of(spec, WORKLOAD)
+    all_bytes = memory.needed_bytes(unit_of(MIB), holds_sums=True)
+    assert all_bytes - memory.needed_bytes(unit_of(MIB)) == 4 * (12 - 4) * 1024**2
+    for limit_bytes, wanted in ((all_bytes, [True, False]), (all_bytes - 1, [False])):
+        found = memory.choices(unit_bytes, unit_of(MIB), limit_bytes=limit_bytes)
+        assert [each.holds_sums for each in found] == wanted
+
+
+def test_a_tied_gradient_stays_or_leaves_its_memory_to_units() -> None:
+    spec = gpt(hidden_size=256, vocab_size=20_000, tied=True)
+    workload = replace(WORKLOAD, num_micro_batches=1)
+    memory, unit_bytes = memory_of(spec, workload), [10 * MIB] * 3
+    limit_bytes = memory.needed_bytes(unit_of(10 * MIB), window_bytes=1 << 40) + 2 * tied_bytes(
+        spec, BFLOAT16, workload
+    )
+    stays, away = memory.choices(unit_bytes, unit_of(10 * MIB), limit_bytes=limit_bytes)
+    assert (stays.holds_tied, away.holds_tied) == (True, False)
+    assert (-away.units_from, len(away.weights)) > (-stays.units_from, len(stays.weights))
+    assert stays == memory.resident(unit_bytes, unit_of(10 * MIB), limit_bytes=limit_bytes, holds_sums=stays.holds_sums)
+
+
+def test_one_micro_batch_has_no_sums() -> None:
+    memory = memory_of(gpt(hidden_size=1024), replace(WORKLOAD, num_micro_batches=1))
+    least_bytes = memory.needed_bytes(unit_of(MIB))
+    assert memory.needed_bytes(unit_of(MIB), holds_sums=True) == least_bytes
+    for limit_bytes, wanted in ((least_bytes, True), (least_bytes - 1, False)):
+        [found] = memory.choices([MIB] * 3, unit_of(MIB), limit_bytes=limit_bytes)
+        assert found.holds_sums == wanted
 
 
 def test_it_does_not_grow_with_the_number_of_layers() -> None:
-    few, many = (
-        GpuMemory(gpt(num_layers=number), BFLOAT16, WORKLOAD).needed_bytes(largest_unit_bytes=MIB) for number in (3, 96)
-    )
+    few, many = (memory_of(gpt(num_layers=number), WORKLOAD).needed_bytes(unit_of(MIB)) for number in (3, 96))
     assert few == many
 
 
 def test_micro_batches_cost_their_hidden_states_alone() -> None:
     spec = gpt()
     two, three = (
-        GpuMemory(spec, BFLOAT16, replace(WORKLOAD, num_micro_batches=number)).needed_bytes(largest_unit_bytes=MIB)
-        for number in (2, 3)
+        memory_of(spec, replace(WORKLOAD, num_micro_batches=number)).needed_bytes(unit_of(MIB)) for number in (2, 3)
     )
     tokens = WORKLOAD.micro_batch_tokens
-    assert three - two == tokens * (2 * 2 * spec.hidden_size + WORKLOAD.sequence_len)
+    # In the head, each micro-batch has its hidden states or their gradient.
+    assert three - two == tokens * (2 * spec.hidden_size + WORKLOAD.sequence_len + 40 + 512)
 
 
 @examples(60)
@@ -120,9 +241,21 @@ def test_units_and_then_weights_are_kept_while_there_is_room(seed: int) -> None:
     spec = gpt(num_layers=choice.randint(1, 8), hidden_size=256, vocab_size=20_000, tied=choice.random() < 0.5)
     workload = replace(WORKLOAD, num_micro_batches=choice.randint(1, 4))
     unit_bytes = [choice.randint(1, 10 * MIB) for _ in range(spec.num_layers)]
-    needed = GpuMemory(spec, BFLOAT16, workload).needed_bytes(largest_unit_bytes=max(unit_bytes))
+    holds_sums = choice.random() < 0.5
+    memory = memory_of(spec, workload)
+    windows = sorted(
+        {2 * end for each in spec.blocks for end in (*(p.start for p in each.parameters), each.num_elements)}
+    )
+
+    def with_window(window_bytes: int) -> int:
+        return memory.needed_bytes(unit_of(max(unit_bytes)), holds_sums=holds_sums, window_bytes=window_bytes)
+
+    needed = with_window(choice.choice([0, windows[-1]]))
     limit_bytes = needed + choice.choice([-MIB, 0, choice.randint(0, 200 * MIB)])
-    resident = GpuMemory(spec, BFLOAT16, workload).resident(unit_bytes, limit_bytes=limit_bytes)
+    resident = memory.resident(unit_bytes, unit_of(max(unit_bytes)), limit_bytes=limit_bytes, holds_sums=holds_sums)
+    assert resident.holds_sums == holds_sums
+    assert resident.window_bytes == max((each for each in windows if with_window(each) <= limit_bytes), default=0)
+    needed = with_window(resident.window_bytes)
     units = [size for size in unit_bytes for _ in range(workload.num_micro_batches)]
     weights = [BFLOAT16.compute * block.num_elements for block in spec.blocks]
     least_bytes = max(least_leaving_bytes(block, BFLOAT16.gradient) for block in spec.blocks[1:-1])
@@ -151,7 +284,7 @@ def workload_of(*, tokens: int, num_micro_batches: int = 3) -> Workload:
 
 def need(spec: ModelSpec, *, on_gpu: bool, tokens: int = 128) -> HostMemory:
     workload = workload_of(tokens=tokens)
-    gpu = GpuMemory(spec, BFLOAT16, workload) if on_gpu else None
+    gpu = memory_of(spec, workload) if on_gpu else None
     step = StepMemory(spec, BFLOAT16, workload, holds_gradients=True, process_bytes=MIB, gpu=gpu)
     offloaded = offload([MIB] * spec.num_layers, num_micro_batches=3, spilled_units=0)
     return step.fit(Placement(prefetch_blocks=2, pending_updates=2), offloaded, limit_bytes=1 << 50)[0]
@@ -163,7 +296,7 @@ def test_host_memory_has_what_goes_up_and_comes_down_alone(tied: bool) -> None:
     on_gpu, on_cpu = need(spec, on_gpu=True), need(spec, on_gpu=False)
     assert on_gpu.total < on_cpu.total
     assert (on_gpu.hidden_states, on_gpu.activations) == (0, on_cpu.activations)
-    assert on_gpu.device == GpuMemory(spec, BFLOAT16, workload_of(tokens=128)).needed_bytes(largest_unit_bytes=MIB)
+    assert on_gpu.device == memory_of(spec, workload_of(tokens=128)).needed_bytes(unit_of(MIB))
 
 
 def test_host_memory_does_not_depend_on_tokens_where_a_gpu_computes() -> None:
@@ -173,10 +306,29 @@ def test_host_memory_does_not_depend_on_tokens_where_a_gpu_computes() -> None:
     assert short.device < long.device
 
 
-def test_nothing_put_aside_is_nothing_on_the_way() -> None:
-    assert NOTHING_OFFLOADED.largest_unit_bytes == 0
-    spec = gpt()
-    without, with_some = (
-        GpuMemory(spec, BFLOAT16, WORKLOAD).needed_bytes(largest_unit_bytes=number) for number in (0, 5 * MIB)
+@pytest.mark.parametrize("tied", [False, True])
+def test_host_memory_gathers_rows_and_holds_gradients_of_rows(tied: bool) -> None:
+    """The peak is a forward in which all gradients are held; a tied head gives every row a gradient."""
+    spec = gpt(num_layers=4, hidden_size=256, vocab_size=5000, tied=tied)
+    workload = workload_of(tokens=100)
+    offloaded = offload([MIB] * spec.num_layers, num_micro_batches=3, spilled_units=0)
+    step = StepMemory(
+        spec, BFLOAT16, workload, holds_gradients=True, process_bytes=0, gpu=memory_of(spec, workload), has_sums=False
     )
+    groups = GroupShape(elements=2048)
+    whole, rows = (
+        step.fit(Placement(gpu_embedding_rows=number, groups=groups), offloaded, limit_bytes=1 << 50)[0]
+        for number in (None, 304)
+    )
+    saved = 0 if tied else 2 * (5000 - 304) * 256
+    assert whole.held_gradients - rows.held_gradients == saved
+    spread_bytes, gathered_bytes = 0 if tied else 2 * 2048, 2 * 304 * 256
+    assert rows.total <= whole.total + spread_bytes + gathered_bytes
+    assert tied or rows.total <= whole.total - saved + spread_bytes + gathered_bytes
+
+
+def test_nothing_put_aside_is_nothing_on_the_way() -> None:
+    assert NOTHING_OFFLOADED.largest_unit == (0, 0)
+    spec = gpt()
+    without, with_some = (memory_of(spec, WORKLOAD).needed_bytes(unit_of(number)) for number in (0, 5 * MIB))
     assert with_some - without == 2 * 5 * MIB

@@ -18,7 +18,18 @@ from tests.tiers import examples
 
 QUICK = examples(200)
 CANDIDATE = SwapCandidate(operator="mm", key="aten.mm#0", num_bytes=4096, flops=1 << 20, seconds=0.5)
-LAYER = LayerProfile(input_bytes=64, saved_bytes=8192, flops_forward=2, flops_recomputed=1, candidates=(CANDIDATE,))
+LAYER = LayerProfile(
+    input_bytes=64,
+    saved_bytes=8192,
+    forward_bytes=256,
+    backward_bytes=9000,
+    making_bytes=8500,
+    replay_bytes=8200,
+    replay_held_bytes=8300,
+    flops_forward=2,
+    flops_recomputed=1,
+    candidates=(CANDIDATE,),
+)
 PROFILE = ModelProfile(
     source="recorded", profiles=(LAYER,), layers=(0, 0), micro_batch_tokens=8, sequence_len=8, flops_head=1
 )
@@ -86,5 +97,5 @@ def test_any_file_is_a_profile_or_none(kept: CachedProfile, data: st.DataObject)
     at = data.draw(st.integers(0, len(content)))
     piece = data.draw(st.binary(max_size=4) | st.sampled_from([b"[" * 50_000, b"1" * 5_000, b""]))
     kept.path.write_bytes(content[:at] + piece + content[at + len(piece) :])
-    kept.read()
+    assert isinstance(kept.read(), ModelProfile | None)
     kept.path.write_bytes(content)

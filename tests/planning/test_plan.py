@@ -20,13 +20,15 @@ from ratel_cli.planning.traffic import checksum_bytes, step_traffic
 from ratel_cli.units import GIB, MIB
 from tests.hardware.profiles import WITH_GPU
 from tests.planning.profiles import candidate, estimated, layer, model
-from tests.planning.shapes import BFLOAT16, WORKLOAD, gpt, machine
+from tests.planning.shapes import BFLOAT16, WORKLOAD, gpt, machine, unit_of
 
 SPEC = gpt(num_layers=6, hidden_size=1024, vocab_size=1000)
 PROFILE = estimated(SPEC)
 ELEMENTS = [block.num_elements for block in SPEC.blocks]
 TABLE = checksum_bytes(SPEC, BFLOAT16)
 INPUT_BYTES = WORKLOAD.tokens * 1024 * 2 * 6
+GRADIENTS = [WORKLOAD.tokens * SPEC.hidden_size, *ELEMENTS[1:]]
+"""Of the embedding, a row for each token leaves the GPU."""
 ROOMY, TIGHT = 8 * GIB, 500 * MIB
 """Under the second, some gradients are held in memory and some are not."""
 
@@ -75,7 +77,8 @@ def test_all_parts_are_those_of_its_placement(overlap: Overlap, holds_gradients:
         holds_gradients=holds_gradients,
         process_bytes=200 * MIB,
         overlap=overlap,
-        gpu=GpuMemory(SPEC, BFLOAT16, WORKLOAD),
+        gpu=GpuMemory(SPEC, BFLOAT16, WORKLOAD, PROFILE),
+        has_sums=False,
     )
     memory, spilled_blocks = step.fit(made.placement, made.offloaded, limit_bytes=limit_bytes)
     assert (made.memory, made.spilled_blocks) == (memory, spilled_blocks)
@@ -102,6 +105,7 @@ def test_all_parts_are_those_of_its_placement(overlap: Overlap, holds_gradients:
         offloaded=made.offloaded,
         not_recomputed_seconds=3 * made.swap.flops / 1e12,
         holds_gradients=holds_gradients,
+        num_micro_batches=WORKLOAD.num_micro_batches,
         overlap=overlap,
     )
 
@@ -116,15 +120,15 @@ def test_without_held_gradients_nothing_is_spilled() -> None:
 def test_held_gradients_that_fit_have_no_limit() -> None:
     made = plan(holds_gradients=True)
     assert made.held_in_memory_bytes is None
-    assert made.memory.held_gradients == 2 * sum(ELEMENTS)
+    assert made.memory.held_gradients == 2 * sum(GRADIENTS)
 
 
 @pytest.mark.parametrize(("holds_gradients", "overlap"), [(True, "optimized"), (False, "separate")])
 def test_the_limit_on_held_gradients_is_what_stays_in_memory(holds_gradients: bool, overlap: Overlap) -> None:
     made = plan(holds_gradients=holds_gradients, overlap=overlap, limit_bytes=440 * MIB, num_slots=3)
     assert 0 < made.spilled_blocks < len(ELEMENTS)
-    assert made.spilled_bytes == 2 * sum(ELEMENTS[: made.spilled_blocks])
-    assert made.held_in_memory_bytes == 2 * sum(ELEMENTS[made.spilled_blocks :])
+    assert made.spilled_bytes == 2 * sum(GRADIENTS[: made.spilled_blocks])
+    assert made.held_in_memory_bytes == 2 * sum(GRADIENTS[made.spilled_blocks :])
     assert made.nvme_bytes == 3 * (12 * sum(ELEMENTS) + TABLE) + made.spilled_bytes + made.offloaded.written_bytes
     assert (made.placement.resident_weights, made.placement.resident_states) == (frozenset(), frozenset())
 
@@ -188,7 +192,8 @@ def test_what_does_not_fit_has_no_plan(activations: ActivationPolicy) -> None:
 
 
 def test_what_the_device_has_no_room_for_has_no_plan() -> None:
-    needed = plan().memory.device
+    unit_bytes = PROFILE.profiles[0].input_bytes
+    needed = GpuMemory(SPEC, BFLOAT16, WORKLOAD, PROFILE).needed_bytes(unit_of(unit_bytes))
     assert plan(device_limit_bytes=needed).memory.device == needed
     with pytest.raises(DoesNotFit, match="GPU memory: one block and its working set need"):
         plan(device_limit_bytes=needed - 1)
@@ -216,7 +221,7 @@ def test_what_a_gpu_has_to_spare_keeps_the_last_layers(activations: ActivationPo
         kept.add((placement.gpu_units_from, len(placement.gpu_weights)))
     assert before is not None
     assert before.placement.gpu_weights == frozenset(range(1, 7))
-    assert 0 < before.memory.activations == before.offloaded.linked_bytes == before.offloaded.largest_unit_bytes
+    assert 0 < before.memory.activations == before.offloaded.linked_bytes == before.offloaded.largest_unit.num_bytes
     assert len(kept) > 7
 
 
@@ -274,15 +279,20 @@ def test_json_lists_what_stays_in_order() -> None:
     found = json.loads(json.dumps(made.to_json()))
     assert found["placement"] == {
         "prefetch_blocks": 2,
-        "pending_updates": 2,
+        "pending_updates": 4,
         "resident_weights": list(range(8)),
         "resident_states": list(range(8)),
         "spilled_units": 0,
         "kept_from": None,
         "kept_weights": [],
+        "embedding_rows": WORKLOAD.tokens,
+        "window_bytes": 2 * max(ELEMENTS),
         "leaving_bytes": 0,
+        "holds_sums": True,
         "holds_tied": False,
         "deferred": sorted(made.placement.deferred),
+        "group_elements": 2 << 20,
+        "groups_in_flight": 2,
     }
     assert found["activations"]["swapped_bytes"] == made.memory.activations > 0
     assert found["traffic"]["nvme_first_read_bytes"] == made.memory.resident == 12 * sum(ELEMENTS)
@@ -298,3 +308,35 @@ def test_a_step_that_is_not_clipped_takes_the_time_of_a_run_without_clipping() -
 def test_where_no_block_is_updated_before_the_norm_is_known_all_steps_take_the_same_time() -> None:
     assert plan(holds_gradients=True, overlap="separate").unclipped_seconds is None
     assert plan(holds_gradients=True, num_slots=1).unclipped_seconds is None
+
+
+@pytest.mark.parametrize("limit_bytes", [700 * MIB, ROOMY], ids=["weights resident", "all resident"])
+def test_updates_in_vain_are_written_twice_and_what_was_resident_is_read_again(limit_bytes: int) -> None:
+    clipped = plan(holds_gradients=True, activations="recompute", limit_bytes=limit_bytes)
+    free = plan(activations="recompute", limit_bytes=limit_bytes)
+    costs, placement = clipped.speculation, replace(clipped.placement, deferred=frozenset())
+    assert costs is not None
+    bare = replace(placement, resident_weights=frozenset(), resident_states=frozenset())
+    times = [
+        overlapped_step(
+            SPEC,
+            BFLOAT16,
+            each,
+            step_traffic(SPEC, BFLOAT16, each, clipped.offloaded, holds_gradients=holds_gradients),
+            machine(),
+            compute=compute_seconds(PROFILE, WORKLOAD, machine()),
+            offloaded=clipped.offloaded,
+            not_recomputed_seconds=0.0,
+            holds_gradients=holds_gradients,
+        )
+        for each, holds_gradients in ((placement, True), (placement, False), (bare, True))
+    ]
+    assert costs.deferred_seconds == clipped.time.total == times[0].total
+    assert costs.unclipped_seconds == times[1].total
+    late, again = times[1].backward.total - times[0].backward.total, times[2].forward.total - times[0].forward.total
+    assert late > 0.0
+    assert again > 0.0
+    assert costs.vain_seconds == late + again
+    assert costs.vain_wear == 12 * sum(ELEMENTS) / clipped.traffic.written_bytes
+    assert costs.time_per_wear == 0.0, "wear is ignored where nothing is said about it"
+    assert free.speculation is None

@@ -15,8 +15,11 @@ from hypothesis import given
 from ratel_cli.planning.liveness import Decision, decide
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
 from ratel_cli.planning.recorded import BlockSeconds, OperatorRecord, UnitRecord, recorded_profile
+from tests.planning.profiles import candidate, layer, model
 from tests.planning.shapes import BFLOAT16, SEEDS, WORKLOAD, gpt
 from tests.tiers import examples
+
+ESTIMATE = model(layer(candidate(num_bytes=5000), input_bytes=128 * 64 * 2), layers=(0,) * 8)
 
 
 def operator(
@@ -35,6 +38,7 @@ def operator(
         flops=flops,
         seconds=seconds,
         num_bytes=num_bytes,
+        saved_bytes=0,
         reads=reads,
         writes=(number,),
         is_needed=not can_be_skipped,
@@ -43,7 +47,12 @@ def operator(
 
 
 def unit(*operators: OperatorRecord, saved: Collection[int]) -> UnitRecord:
-    return UnitRecord(operators=operators, saved=frozenset(saved), saved_bytes=1000)
+    operators = tuple(
+        replace(each, saved_bytes=each.num_bytes if set(each.writes) <= set(saved) else 0) for each in operators
+    )
+    return UnitRecord(
+        operators=operators, saved=frozenset(saved), saved_bytes=1000, replay_bytes=1100, replay_held_bytes=1300
+    )
 
 
 def profile(
@@ -55,6 +64,7 @@ def profile(
         gpt(num_layers=len(layers)),
         BFLOAT16,
         WORKLOAD,
+        estimate=ESTIMATE,
     )
 
 
@@ -193,7 +203,12 @@ def test_times_are_medians_over_layers_that_are_alike_and_of_one_micro_batch() -
     assert (each.forward_seconds, each.recomputed_seconds, each.backward_seconds) == (2.0, 2.0, 20.0 - 2.0)
     assert each.candidates[0].seconds == 2.0
     assert (found.embedding_seconds, found.head_seconds) == (88 / 2, 176 / 2)
-    assert (each.input_bytes, each.saved_bytes) == (128 * 64 * 2, 1000)
+    unit_bytes = 128 * 64 * 2
+    assert (each.input_bytes, each.saved_bytes) == (unit_bytes, unit_bytes + 1000)
+    # What backward takes next to what is saved, and forward, are as estimated.
+    assert each.forward_bytes == ESTIMATE.profiles[0].forward_bytes
+    assert (each.backward_bytes, each.making_bytes) == (1000 + 3 * unit_bytes, 1000 + 2 * unit_bytes)
+    assert (each.replay_bytes, each.replay_held_bytes) == (1100, 1300)
 
 
 def test_a_micro_batch_that_ran_more_operators_does_not_count_in_their_times() -> None:
@@ -209,6 +224,7 @@ def test_a_micro_batch_that_ran_more_operators_does_not_count_in_their_times() -
         gpt(num_layers=1),
         BFLOAT16,
         WORKLOAD,
+        estimate=ESTIMATE,
     )
     assert found.profiles[0].recomputed_seconds == 2.0
 

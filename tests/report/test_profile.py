@@ -15,7 +15,7 @@ from tests.planning.shapes import gpt
 def test_a_machine_with_a_gpu_and_two_drives() -> None:
     assert hardware_rows(WITH_GPU, dtype="bfloat16") == [
         ("compute", "a GPU: 164 TFLOP/s in bfloat16"),
-        ("GPU memory", "24.0 GiB"),
+        ("GPU memory", "24.0 GiB; 1.01 TB/s read and written"),
         ("link", "22.6 GB/s to the GPU, 24.1 GB/s from it, 38.2 GB/s both at once"),
         ("memory", "128 GiB, 100 GiB of it available; 76.8 GB/s read and written by 16 cores"),
         ("AdamW", "1.25B parameters/s on one thread"),
@@ -30,7 +30,7 @@ def test_a_machine_with_a_gpu_and_two_drives() -> None:
 
 def test_a_machine_without_a_gpu() -> None:
     assert hardware_rows(WITHOUT_GPU, dtype="float32") == [
-        ("compute", "a CPU: 0.5 TFLOP/s in float32"),
+        ("compute", "a CPU: 500 GFLOP/s in float32"),
         ("memory", "4.00 TiB, 8.00 GiB of it available"),
         ("AdamW", "500M parameters/s on one thread"),
         ("NVMe", "2.00 GB/s read  1.00 GB/s written  1.50 GB/s both at once  /mnt/a, 1 drive, 64.0 GiB free"),
@@ -44,6 +44,11 @@ def test_a_machine_that_is_only_described() -> None:
         "NVMe",
         "6.00 GB/s read  2.00 GB/s written  3.25 GB/s both at once  12 drives, 1.00 TiB free",
     )
+
+
+def test_a_gpu_whose_memory_was_not_measured() -> None:
+    gpu = replace(WITH_GPU.gpu, memory_bytes_per_second=None)
+    assert dict(hardware_rows(replace(WITH_GPU, gpu=gpu), dtype="float16"))["GPU memory"] == "24.0 GiB"
 
 
 def test_one_core() -> None:
@@ -60,7 +65,7 @@ def test_a_model() -> None:
         ("micro-batch", "128 tokens; forward 19.8 GFLOP"),
         ("layers", "6 layers of 1 kind: forward 0.00 ms, recomputation 0.00 ms, backward 0.00 ms"),
         ("other blocks", "embedding 2.00 ms, head and loss unknown"),
-        ("activations", "36.0 MiB in all, including 1.50 MiB of layers' inputs"),
+        ("activations", "37.6 MiB in all, including 1.50 MiB of layers' inputs"),
         ("available", "1.00 GiB of RAM for activations in a run"),
     ]
     assert operator_lines(profile) == [

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
@@ -14,9 +16,20 @@ from ratel_cli.planning.placement import ActivationPolicy, Workload
 from ratel_cli.planning.plan import Plan, make_plan
 from ratel_cli.planning.problem import Decisions, Problem
 from ratel_cli.planning.step_time import RESOURCES, Resource
-from ratel_cli.report.run import opening, plan_line, run_summary, step_line
+from ratel_cli.planning.wear import WearTrade
+from ratel_cli.report.plan import wear_rows
+from ratel_cli.report.run import (
+    adapted_line,
+    evaluation_line,
+    opening,
+    plan_line,
+    run_summary,
+    saved_line,
+    snapshot_line,
+    step_line,
+)
 from ratel_cli.training.metrics import RunTotals, StepMetrics
-from ratel_cli.units import GIB, MIB, format_bytes, format_seconds
+from ratel_cli.units import GIB, MIB, format_bytes, format_seconds, format_traffic
 from tests.planning.profiles import estimated
 from tests.planning.shapes import BFLOAT16, gpt, machine
 
@@ -38,6 +51,7 @@ METRICS = StepMetrics(
     nvme_written_bytes=12 * 10**9,
     swapped_bytes=3 * 10**9,
     gpu_peak_bytes=0,
+    num_alloc_retries=None,
     host_peak_bytes=1000,
     bottleneck="compute",
     busy_seconds=IDLE | {"compute": 3.84, "nvme read": 2.0, "nvme write": 1.5, "optimizer": 0.0625},
@@ -84,9 +98,11 @@ def facts(
     spec: ModelSpec = SPEC,
     hardware: HardwareProfile | None = None,
     samples: int = 12,
+    loss_share: float | None = None,
     num_steps: int = 10,
     first_step: int = 0,
     taken_bytes: int = 0,
+    endurance_tb: float | None = None,
 ) -> dict[str, str]:
     rows = opening(
         spec,
@@ -95,12 +111,14 @@ def facts(
         dtype="bfloat16",
         samples=samples,
         data_tokens=12345,
+        loss_share=loss_share,
         num_steps=num_steps,
         first_step=first_step,
         engine="threads",
         paths=[Path("/a"), Path("/b")],
         output_dir=Path("out"),
         taken_bytes=taken_bytes,
+        endurance_tb=endurance_tb,
     )
     assert len(dict(rows)) == len(rows)
     return dict(rows)
@@ -115,15 +133,15 @@ def test_the_opening_statement() -> None:
     )
     assert found["data"] == "12 samples, 12.3K tokens"
     assert found["step"] == "3 micro-batches of 2 x 64 = 384 tokens; steps 1 to 10"
-    assert found["compute"] == "a device, 1 TFLOP/s; one block at a time"
+    assert found["compute"] == "a device, 1.00 TFLOP/s; one block at a time"
     assert found["memory"] == (
         f"{format_bytes(made.memory.total)} of 1.00 GiB RAM; all weights, optimizer states (4 of 8 blocks) resident"
     )
-    assert found["NVMe"] == "1.73 GiB of 1.00 TiB in /a, /b; threads, 2 GB/s read, 1 GB/s written"
-    seconds, written = made.time.total, made.traffic.written_bytes * 10 / 1e12
+    assert found["NVMe"] == "1.73 GiB of 1.00 TiB in /a, /b; threads, 2.00 GB/s read, 1.00 GB/s written"
+    seconds, written = made.time.total, format_traffic(made.traffic.written_bytes * 10)
     assert made.time.bottleneck == "nvme write"
     assert found["predicted"] == (
-        f"{format_seconds(seconds)} per step, mostly NVMe write; {format_seconds(10 * seconds)} and {written:.3g} TB "
+        f"{format_seconds(seconds)} per step, mostly NVMe write; {format_seconds(10 * seconds)} and {written} "
         "written for 10 steps; estimated from shapes until step 1 is recorded"
     )
     assert found["output"] == "out"
@@ -133,6 +151,11 @@ def test_the_opening_statement_has_a_row_for_gpu_memory() -> None:
     made = plan(device_limit_bytes=8 * GIB)
     assert facts(made)["GPU memory"] == f"{format_bytes(made.memory.device)} of 8.00 GiB"
     assert "GPU memory" not in facts(made, hardware=machine(num_cores=2))
+
+
+def test_the_tokens_that_carry_loss() -> None:
+    assert facts(plan(), loss_share=0.2468)["data"] == "12 samples, 12.3K tokens, 25 % of them with loss"
+    assert facts(plan(), loss_share=1.0)["data"] == "12 samples, 12.3K tokens, 100 % of them with loss"
 
 
 def test_one_sample_and_one_micro_batch_are_singular() -> None:
@@ -145,18 +168,18 @@ def test_a_resumed_run_reports_the_remaining_steps() -> None:
     made = plan()
     found = facts(made, first_step=6)
     assert found["step"].endswith("steps 7 to 10")
-    assert f"{made.traffic.written_bytes * 4 / 1e12:.3g} TB written for 4 steps" in found["predicted"]
+    assert f"{format_traffic(made.traffic.written_bytes * 4)} written for 4 steps" in found["predicted"]
 
 
 def test_a_run_without_remaining_steps_says_so() -> None:
     found = facts(plan(), first_step=10)
     assert found["step"].endswith("all 10 steps are done")
-    assert "0 TB written for 0 steps" in found["predicted"]
+    assert found["predicted"] == f"{format_seconds(plan().time.total)} per step, mostly NVMe write"
 
 
 def test_held_gradients_are_reported_with_their_place() -> None:
     roomy = plan(holds_gradients=True)
-    assert facts(roomy)["memory"].endswith("; 148 MiB of gradients held for clipping")
+    assert facts(roomy)["memory"].endswith("; 147 MiB of gradients held for clipping")
     tight = plan(holds_gradients=True, limit_bytes=500 * MIB)
     assert tight.spilled_bytes
     assert facts(tight)["memory"] == (
@@ -164,7 +187,66 @@ def test_held_gradients_are_reported_with_their_place() -> None:
         f"and {format_bytes(tight.spilled_bytes)} more on NVMe held for clipping"
     )
     in_place = plan(holds_gradients=True, num_slots=1)
-    assert facts(in_place)["memory"].endswith("; 148 MiB of gradients held until the step is complete")
+    assert facts(in_place)["memory"].endswith("; 147 MiB of gradients held until the step is complete")
+
+
+def test_the_share_of_the_drives_life_is_reported_if_their_endurance_is_known() -> None:
+    made = plan()
+    written_tb = made.traffic.written_bytes * 10 / 1e12
+    words = "12 % of the drives' rated endurance; estimated from shapes"
+    assert words in facts(made, endurance_tb=written_tb / 0.12)["predicted"]
+    assert "endurance" not in facts(made)["predicted"]
+
+
+def trade(
+    *, seconds: tuple[float, float, float], written: tuple[int, int, int], state_written_bytes: int = GIB
+) -> list[tuple[str, str]]:
+    """The rows for a plan with `save`, one that was chosen, and one with `ignore`."""
+    made = replace(
+        plan(),
+        wear=WearTrade(
+            policy="balanced",
+            state_written_bytes=state_written_bytes,
+            save_seconds=seconds[0],
+            seconds=seconds[1],
+            ignore_seconds=seconds[2],
+            save_written_bytes=written[0],
+            written_bytes=written[1],
+            ignore_written_bytes=written[2],
+        ),
+    )
+    assert facts(made).get("wear") == dict(wear_rows(made)).get("wear")
+    return wear_rows(made)
+
+
+def test_what_is_written_to_save_time_has_a_row() -> None:
+    more = GIB + 19 * GIB // 100
+    assert wear_rows(plan()) == []
+    assert "wear" not in facts(plan())
+    assert trade(seconds=(105.0, 105.0, 100.0), written=(GIB, GIB, more)) == [
+        (
+            "wear",
+            "nothing is written but the model's state; storage.wear: ignore would be 5 % faster for 19 % more wear",
+        )
+    ]
+    assert trade(seconds=(105.0, 100.0, 100.0), written=(GIB, more, more)) == [
+        ("wear", "5 % faster for 19 % more wear than storage.wear: save")
+    ]
+    assert trade(seconds=(100.0, 100.0, 100.0), written=(GIB, GIB, more)) == []
+    words = (
+        "7.8 % faster for 19 % more wear than storage.wear: save; "
+        "storage.wear: ignore would be 2 % faster for 68 % more wear"
+    )
+    assert trade(seconds=(110.0, 102.0, 100.0), written=(GIB, more, 2 * GIB)) == [("wear", words)]
+
+
+def test_what_must_be_written_is_said_to_be_forced() -> None:
+    forced = GIB + 64 * MIB
+    words = "64.0 MiB of activations and gradients are written because RAM is too small"
+    assert trade(seconds=(2.0, 2.0, 2.0), written=(forced, forced, forced)) == [("wear", words)]
+    assert trade(seconds=(3.0, 2.0, 2.0), written=(forced, 2 * forced, 2 * forced)) == [
+        ("wear", f"{words}; 50 % faster for 100 % more wear than storage.wear: save")
+    ]
 
 
 def test_everything_may_be_resident() -> None:
@@ -204,10 +286,59 @@ def test_a_new_plan_is_reported_with_what_it_offloads_and_where() -> None:
     assert "(45.0 MiB, 15.0 MiB stay on the GPU), none recomputed; " in plan_line(on_gpu)
 
 
-def test_the_step_line_ends_with_what_stalled_the_step() -> None:
-    assert step_line(METRICS, 20) == (
-        "step 3/20  loss 2.3457  lr 1.50e-05  norm 0.988  250 tokens/s  4.00 s  stalled 3 % on NVMe read"
+def test_steps_that_took_other_than_predicted_are_reported_with_what_follows() -> None:
+    made = plan(activations="recompute")
+    kept, changed = (
+        adapted_line(made, step=9, num_steps=3, is_changed=is_changed, seconds=11.9, predicted_seconds=15.9)
+        for is_changed in (False, True)
     )
+    time = f"{format_seconds(made.time.total)} per step, mostly NVMe write"
+    assert kept == (
+        "steps took 11.9 s, not 15.9 s as predicted: the plan stays, no other one is much faster; "
+        f"predicted now: {time}"
+    )
+    assert changed == (
+        "steps took 11.9 s, not 15.9 s as predicted: plan updated from the 3 steps up to 9: "
+        f"only the inputs of layers offloaded (4.50 MiB), 40.5 MiB recomputed; {time}"
+    )
+
+
+def test_a_step_line_has_as_much_as_fits() -> None:
+    """The same step in lines that are ever narrower: the most important parts stay, in their order."""
+    assert {width: step_line(METRICS, 20, width=width) for width in (100, 97, 83, 71, 60, 43, 24, 0)} == {
+        100: "step 3/20  loss 2.3457  lr 1.50e-05  norm 0.988  250 tokens/s  4.00 s  stalled 3 % on NVMe read",
+        97: "step 3/20  loss 2.3457  lr 1.50e-05  norm 0.988  250 tokens/s  4.00 s  stalled 3 % on NVMe read",
+        83: "step 3/20  loss 2.3457  norm 0.988  250 tokens/s  4.00 s  stalled 3 % on NVMe read",
+        71: "step 3/20  loss 2.3457  250 tokens/s  4.00 s  stalled 3 % on NVMe read",
+        60: "step 3/20  loss 2.3457  250 tokens/s  stall read 3 %",
+        43: "step 3/20  loss 2.3457  250 tokens/s",
+        24: "step 3/20  loss 2.3457",
+        0: "step 3/20",
+    }
+
+
+@given(
+    step=st.integers(1, 10**9),
+    loss=st.floats(0, 1e6),
+    rate=st.floats(0, 1e9),
+    width=st.integers(20, 200),
+    seconds=st.floats(1e-3, 1e6),
+    stalled=st.floats(0, 1),
+)
+def test_no_step_line_is_wider_than_it_may_be(
+    step: int, loss: float, rate: float, width: int, seconds: float, stalled: float
+) -> None:
+    metrics = replace(
+        METRICS,
+        step=step,
+        loss=loss,
+        tokens_per_second=rate,
+        step_seconds=seconds,
+        waited_seconds=IDLE | {"optimizer": stalled * seconds},
+        clipped=True,
+    )
+    assert len(step_line(metrics, 10**9)) <= 60
+    assert len(step_line(metrics, 10**9, width=width)) <= max(width, len(f"step {step}/{10**9}"))
 
 
 @pytest.mark.parametrize(
@@ -220,26 +351,53 @@ def test_the_step_line_ends_with_what_stalled_the_step() -> None:
     ],
 )
 def test_a_stall_below_one_percent_is_none(seconds: float, words: str) -> None:
-    assert step_line(replace(METRICS, waited_seconds=IDLE | {"up": seconds}), 20).endswith(f"  4.00 s  {words}")
+    metrics = replace(METRICS, waited_seconds=IDLE | {"up": seconds})
+    assert step_line(metrics, 20, width=120).endswith(f"  4.00 s  {words}")
+
+
+def test_the_parts_of_a_line_do_not_depend_on_what_stalled() -> None:
+    for causes in (IDLE, IDLE | {"up": 0.4}, IDLE | {"nvme write": 0.04}):
+        line = step_line(replace(METRICS, step=42, waited_seconds=causes), 60)
+        assert line.startswith("step 42/60  loss 2.3457  250 tokens/s  ") and "norm" not in line
 
 
 def test_no_step_is_busier_than_the_clock() -> None:
     """A transfer that began during the previous step counts here completely."""
     metrics = replace(METRICS, bottleneck="nvme read", busy_seconds=IDLE | {"nvme read": 4.2}, waited_seconds=IDLE)
-    assert step_line(metrics, 20).endswith("no stall, NVMe read busy 100 %")
+    assert step_line(metrics, 20, width=120).endswith("no stall, NVMe read busy 100 %")
+    assert step_line(metrics, 20).endswith("  no stall")
 
 
-def test_the_step_line_reports_evaluations_and_skipped_steps() -> None:
-    line = step_line(replace(METRICS, eval_loss=1.5, applied=False, grad_norm=math.inf), 20)
-    assert "  norm inf  " in line
-    assert "  eval loss 1.5000  skipped: gradients overflowed, loss scale halved  stalled 3 %" in line
+def test_the_step_line_reports_skipped_and_clipped_steps() -> None:
+    skipped = replace(METRICS, applied=False, grad_norm=math.inf)
+    assert "  norm inf  " in step_line(skipped, 20, width=140)
+    assert step_line(skipped, 20) == "step 3/20  loss 2.3457  skipped: gradients overflowed"
+    assert "  norm 0.988 clipped  " in step_line(replace(METRICS, clipped=True), 20, width=140)
 
 
-def summary(*steps: StepMetrics) -> list[str]:
+def test_the_lines_about_what_happens_between_steps_fit() -> None:
+    lines = [
+        evaluation_line(10**6, 123.45678),
+        saved_line(10**6, ()),
+        saved_line(300, (100,)),
+        saved_line(300, (100, 200)),
+        snapshot_line(10**6),
+    ]
+    assert lines == [
+        "eval loss 123.4568 after step 1000000",
+        "saved step 1000000",
+        "saved step 300 in place of step 100",
+        "saved step 300 in place of step 100, 200",
+        "copied step 1000000 to the snapshot",
+    ]
+    assert max(map(len, lines)) <= 60
+
+
+def summary(*steps: StepMetrics, endurance_tb: float | None = None) -> list[str]:
     totals = RunTotals()
     for metrics in steps:
         totals.add(metrics)
-    return [f"{name}: {fact}" for name, fact in run_summary(totals)]
+    return [f"{name}: {fact}" for name, fact in run_summary(totals, endurance_tb=endurance_tb)]
 
 
 def test_the_summary_of_a_run() -> None:
@@ -248,8 +406,8 @@ def test_the_summary_of_a_run() -> None:
         "mean of: 2 steps, without the first (warm-up)",
         "step:  4.00 s  100 %  250 tokens/s",
         "compute:  3.84 s   96 %",
-        "NVMe read:  2.00 s   50 %  14 GB at 7 GB/s while busy",
-        "NVMe write:  1.50 s   38 %  12 GB at 8 GB/s while busy",
+        "NVMe read:  2.00 s   50 %  14.0 GB at 7.00 GB/s while busy",
+        "NVMe write:  1.50 s   38 %  12.0 GB at 8.00 GB/s while busy",
         "optimizer: 62.5 ms    2 %",
         "stalled:  0.16 s    4 %  on NVMe read 3 %, optimizer 1 %",
     ]
@@ -265,6 +423,12 @@ def test_the_summary_of_a_run_without_nvme_traffic_has_no_rates() -> None:
     rows = summary(replace(METRICS, nvme_read_bytes=0, nvme_written_bytes=0, busy_seconds=IDLE | {"compute": 4.0}))
     assert [row.split(":")[0] for row in rows] == ["mean of", "step", "compute", "stalled"]
     assert not any("GB" in row for row in rows)
+
+
+def test_the_summary_counts_what_all_steps_wrote_against_the_drives_endurance() -> None:
+    assert summary(METRICS, METRICS, METRICS, endurance_tb=1.2)[-1] == (
+        "wear: 36.0 GB written by all steps, 3 % of the drives' rated endurance"
+    )
 
 
 def test_a_run_without_steps_has_no_summary() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from ratel_cli.hardware.spec import (
     Host,
     Link,
     Nvme,
+    Prices,
     alternating_bytes_per_second,
 )
 from ratel_cli.run.hardware_file import load_hardware, to_text
@@ -39,7 +41,10 @@ host:
 """
 
 
-@pytest.mark.parametrize("profile", [WITH_GPU, WITHOUT_GPU], ids=["gpu", "cpu"])
+PRICED = replace(WITH_GPU, prices=Prices(server_dollars=14_098, gpu_dollars=1_600, ssd_dollars=308))
+
+
+@pytest.mark.parametrize("profile", [WITH_GPU, WITHOUT_GPU, PRICED], ids=["gpu", "cpu", "priced"])
 def test_reading_gives_the_profile_that_was_written(tmp_path: Path, profile: HardwareProfile) -> None:
     path = tmp_path / "hardware.json"
     path.write_text(to_text(profile), encoding="utf-8")
@@ -102,3 +107,27 @@ def test_a_missing_file_is_reported_with_a_similar_name(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"hardwar\.json: no such file") as caught:
         load_hardware(tmp_path / "hardwar.json")
     assert caught.value.hint == f"did you mean {tmp_path / 'hardware.json'}?"
+
+
+@pytest.mark.parametrize(("num_ssds", "dollars"), [(0, 15_698), (1, 16_006), (12, 19_394)])
+def test_the_price_of_the_papers_server(num_ssds: int, dollars: int) -> None:
+    """Ratel, Table VII, as the machine in the repository has it."""
+    prices = load_hardware(ROOT / "configs" / "hardware" / "paper-4090-12ssd.yaml").prices
+    assert prices is not None and prices.dollars(num_ssds=num_ssds) == dollars
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("prices: {server_dollars: 1, gpu_dollars: 2}", "`prices.ssd_dollars` is missing"),
+        ("prices: {server_dollars: 1, gpu_dollars: 2, ssd_dollars: -3}", "ssd_dollars"),
+        ("prices: {server_dollar: 1, gpu_dollars: 2, ssd_dollars: 3}", "unknown key `server_dollar` in `prices`"),
+    ],
+)
+def test_wrong_prices(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "paper.yaml"
+    path.write_text(BY_HAND + line + "\n")
+    with pytest.raises(BadInput) as raised:
+        load_hardware(path)
+    findings = [raised.value, *raised.value.others]
+    assert any(message in finding.message for finding in findings), [finding.message for finding in findings]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
+from ratel_cli.model.footprint import measured_traits
 from ratel_cli.run import user_cache
 from ratel_cli.run.base_model import Base, build_base, read_base
 from ratel_cli.run.model_description import ModelDescription, describe_model, description_file
@@ -109,7 +111,7 @@ def test_the_first_and_the_cached_description_are_the_skeletons(architecture: st
     first, cached = described(config), described(config)
     assert len(built) == 1
     model = read_base(config, RunLog()).model
-    assert first == cached == ModelDescription(spec=model.spec, traits=model.traits)
+    assert first == cached == ModelDescription(spec=model.spec, traits=measured_traits(model))
     assert first.spec.name == "base"
 
 
@@ -117,7 +119,7 @@ def test_the_first_and_the_cached_description_are_the_skeletons(architecture: st
 def test_families_that_no_list_names_are_exact(values: dict[str, object]) -> None:
     config = config_of(values)
     model = read_base(config, RunLog()).model
-    assert described(config) == ModelDescription(spec=model.spec, traits=model.traits)
+    assert described(config) == ModelDescription(spec=model.spec, traits=measured_traits(model))
     assert model.spec.architecture.lower().startswith(str(values["model_type"]))
 
 
@@ -234,7 +236,7 @@ def test_nothing_of_a_cached_model_is_built(built: list[RunConfig], monkeypatch:
         ({**LLAMA, "hidden_size": 0}, r"config\.json"),
         ({**LLAMA, "hidden_size": -1}, r"config\.json"),
         ({**LLAMA, "num_hidden_layers": 1 << 70}, "layers are more than the limit of 10000"),
-        ({**LLAMA, "num_hidden_layers": 0}, "has no list of layers"),
+        ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers is 0; it must be at least 1"),
         ({**LLAMA, "num_attention_heads": 6}, "key-value heads|config.json"),
         ({**LLAMA, "num_key_value_heads": 3}, "4 attention heads cannot share 3 key-value heads"),
         ({**LLAMA, "output_router_logits": True}, "sets output_router_logits: true"),
@@ -256,3 +258,11 @@ def test_code_that_comes_with_a_model_is_not_run(here: Path) -> None:
     with pytest.raises(BadInput, match="not a model configuration that transformers knows"):
         described(config)
     assert not (here / "canary").exists()
+
+
+def test_a_fifo_is_not_waited_for(here: Path) -> None:
+    config = config_of(LLAMA)
+    (here / "base" / "config.json").unlink()
+    os.mkfifo(here / "base" / "config.json")
+    with pytest.raises(BadInput, match=r"config\.json: not a regular file"):
+        described(config)

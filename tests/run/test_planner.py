@@ -12,6 +12,7 @@ from ratel_cli.planning.recorded import UnitRecord
 from ratel_cli.planning.step_time import Resource
 from ratel_cli.run.planner import Planner
 from ratel_cli.units import GIB
+from tests.planning.profiles import estimated
 from tests.planning.shapes import BFLOAT16, WORKLOAD, gpt, machine
 
 SPEC = gpt(num_layers=2)
@@ -20,13 +21,14 @@ NUM_MICRO_BATCHES = WORKLOAD.num_micro_batches
 
 class NothingRecorded(StepRecording):
     def units(self) -> dict[tuple[int, int], UnitRecord]:
-        nothing = UnitRecord(operators=(), saved=frozenset(), saved_bytes=0)
+        nothing = UnitRecord(operators=(), saved=frozenset(), saved_bytes=0, replay_bytes=0, replay_held_bytes=0)
         return {(block, number): nothing for block in (1, 2) for number in range(NUM_MICRO_BATCHES)}
 
 
 def span(label: str, seconds: float, *, block: int, stage: Stage, resource: Resource = "compute") -> Span:
     of = SpanLabel(text=label, block=block, stage=stage)
-    return Span(resource=resource, label=of, start=7.0, end=7.0 + seconds)
+    start = 7.0 if stage == "forward" else 1007.0
+    return Span(resource=resource, label=of, start=start, end=start + seconds)
 
 
 def spans() -> list[Span]:
@@ -56,7 +58,7 @@ def test_the_slow_first_micro_batch_does_not_count(num_cores: int | None, optimi
         process_bytes=0,
     )
     updating = span("update", NUM_MICRO_BATCHES * optimizing, block=0, stage="update", resource="optimizer")
-    found = planner.recorded(NothingRecorded(), [*spans(), updating])
+    found = planner.recorded(NothingRecorded(), [*spans(), updating], estimate=estimated(SPEC))
     [layer] = found.profiles
     assert found.layers == (0, 0)
     assert layer.forward_seconds == pytest.approx(2.0)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from ratel_cli.cli.app import main
+from ratel_cli.config.load import to_yaml
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
-from ratel_cli.run.run_directory import find_run, is_output_of_run
+from ratel_cli.json_fields import hash_of
+from ratel_cli.run.named_model import find_model
+from ratel_cli.run.run_directory import find_run, is_output_of_run, with_own_store
+from ratel_cli.store.run_record import write_records
 
 TEXT = "base_model: m\ndatasets: d.jsonl\noutput_dir: out\nstorage: {paths: [s]}\n"
 
@@ -38,13 +43,45 @@ def test_a_file_names_the_run_of_its_config(output: Path) -> None:
     file = output / "run" / "config.yaml"
     assert not is_output_of_run(file)
     config = find_run(file, RunLog(), ["storage.paths=[a, b]"])
-    assert (config.output_dir, config.storage.paths) == (Path("out"), (Path("a"), Path("b")))
+    own = f"out-{hash_of(os.path.realpath('out'))[:8]}.store"
+    assert (config.output_dir, config.storage.paths) == (Path("out"), (Path("a") / own, Path("b") / own))
+
+
+def test_the_store_has_a_directory_of_its_own(here: Path) -> None:
+    """Named by its run; what a run has recorded, and the default, are its own already."""
+    file = here / "a.yaml"
+    file.write_text("base_model: m\ndatasets: d\noutput_dir: deep/out\n")
+    default = find_run(file, RunLog())
+    assert default.storage.paths == (Path("deep/out.store"),)
+    assert find_run(file, RunLog(), ["storage.paths=deep/out.store"]).storage.paths == default.storage.paths
+    named = find_run(file, RunLog(), ["storage.paths=[a, b]"])
+    assert [path.parent for path in named.storage.paths] == [Path("a"), Path("b")]
+    assert len({path.name for path in named.storage.paths}) == 1
+    assert with_own_store(named) == named
+    other = find_run(file, RunLog(), ["storage.paths=[a, b]", "output_dir=elsewhere/out"])
+    assert not {path.name for path in other.storage.paths} & {path.name for path in named.storage.paths}
+    file.write_text(to_yaml(named))
+    assert find_run(file, RunLog()) == named
+
+
+@pytest.mark.parametrize(("recorded", "is_found"), [("s", True), ("t", False), (None, False)])
+def test_a_store_that_an_older_version_made_in_storage_paths(here: Path, recorded: str | None, is_found: bool) -> None:
+    (here / "s").mkdir()
+    (here / "s" / "ratel.store").write_bytes(b"x")
+    (here / "a.yaml").write_text(TEXT)
+    if recorded is not None:
+        (here / "out" / "run").mkdir(parents=True)
+        (here / "out" / "run" / "config.yaml").write_text(TEXT.replace("[s]", f"[{recorded}]"))
+    paths = find_run(here / "a.yaml", RunLog()).storage.paths
+    assert (paths == (Path("s"),)) == is_found
+    write_records([here / "s"], "/another/out")
+    assert find_run(here / "a.yaml", RunLog()).storage.paths != (Path("s"),)
 
 
 @pytest.mark.parametrize(
     ("path", "text", "message"),
     [
-        ("none", None, r"^none: no such file$"),
+        ("none", None, r"^none: no such file or directory$"),
         (".", None, r"not the output directory of a run: it has no run/config\.yaml"),
         ("a.yaml", "base_model: 3\ndatasets: d\n", r"a\.yaml:1:13: `base_model` must be text"),
         (
@@ -59,6 +96,28 @@ def test_paths_that_name_no_run(here: Path, path: str, text: str | None, message
         (here / path).write_text(text)
     with pytest.raises(BadInput, match=message):
         find_run(Path(path), RunLog())
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("a.yml", "did you mean a.yaml?"),
+        ("my-rum", "did you mean my-run?"),
+        ("notes", "`ratel status` lists the runs below this directory"),
+        ("nowhere/a.yaml", "`ratel status` lists the runs below this directory"),
+    ],
+)
+def test_the_hint_for_a_run_that_is_not_there(here: Path, name: str, hint: str) -> None:
+    """A config, or a directory with a run in it, with a similar name; else how to find it."""
+    (here / "a.yaml").write_text(TEXT)
+    (here / "notes.txt").write_text("")
+    (here / "notes-2").mkdir()
+    (here / "my-run" / "run").mkdir(parents=True)
+    (here / "my-run" / "run" / "config.yaml").write_text(TEXT)
+    for find in (find_run, lambda path, log: find_model(path, log, [])):
+        with pytest.raises(BadInput) as caught:
+            find(Path(name), RunLog())
+        assert (caught.value.message, caught.value.hint) == (f"{name}: no such file or directory", hint)
 
 
 def test_notices_are_printed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,6 +77,8 @@ def test_tests_of_the_gpu_run_apart() -> None:
     assert list(pytest_calls(["tests/gpu/test_link.py"])) == [apart]
     both = list(pytest_calls(["tests/gpu/test_link.py", "tests/io"]))
     assert both == [({}, ["tests/io", "--ignore=tests/gpu", "--ignore=tests/simulated_gpu"]), apart]
+    timed = ({"RATEL_SIMULATED_GPU": "1"}, ["-m", "full", "tests/gpu/test_simulated_time.py"])
+    assert list(pytest_calls(["tests/gpu/test_simulated_time.py", "tests/gpu/test_link.py"])) == [apart, timed]
     assert [environment for environment, _ in pytest_calls([])] == [{}, {"RATEL_SIMULATED_GPU": "1"}]
 
 

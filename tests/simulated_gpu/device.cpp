@@ -1,5 +1,5 @@
-// A CUDA device for a torch that was built without CUDA: memory of its own (memory.h), streams and events (streams.h)
-// and operators, but no GPU.
+// A device for torch that needs no GPU: memory of its own (memory.h), streams and events (streams.h) and operators. It is
+// a PrivateUse1 device, which every build of torch has room for.
 //
 // Operators compute on the CPU, at once, on copies of the device's memory. So the computing stream is never behind. All
 // other streams are as far behind as allowed: what is queued on one happens when something waits for it, or, for a
@@ -12,7 +12,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -28,10 +28,14 @@ namespace {
 
 using namespace simulated;
 
-const c10::Stream kStream{c10::Stream::DEFAULT, kDevice};
-const c10::DispatchKeySet kKeys{c10::DispatchKey::CUDA};
+const c10::DispatchKeySet kKeys{c10::DispatchKey::PrivateUse1};
 
 // --- What torch needs of a device ----------------------------------------------------------------------------------
+
+c10::Stream torch_stream(int64_t number) { return c10::Stream(c10::Stream::UNSAFE, kDevice, number); }
+
+// What torch stores for an event: a place in a stream, which recording the event again replaces.
+EventPointer& recorded(void* event) { return *static_cast<EventPointer*>(event); }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::DeviceType type() const override { return kDevice.type(); }
@@ -39,42 +43,46 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::Device getDevice() const override { return kDevice; }
     void setDevice(c10::Device) const override {}
     void uncheckedSetDevice(c10::Device) const noexcept override {}
-    c10::Stream getStream(c10::Device) const override { return kStream; }
-    c10::Stream getDefaultStream(c10::Device) const override { return kStream; }
-    c10::Stream exchangeStream(c10::Stream stream) const override { return stream; }
     c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-    // All operators run on one stream and are over when they return.
-    void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
-    void block(void*, const c10::Stream&) const override {}
-    bool queryEvent(void*) const override { return true; }
-    void destroyEvent(void*, c10::DeviceIndex) const noexcept override {}
-    bool queryStream(const c10::Stream&) const override { return true; }
-    void synchronizeStream(const c10::Stream&) const override {}
-};
-const c10::impl::DeviceGuardImplRegistrar guard_registrar(c10::DeviceType::CUDA, new Guard);
+    void synchronizeDevice(c10::DeviceIndex) const override { synchronize_device(); }
 
-struct CUDAHooks final : at::CUDAHooksInterface {
-    void init() const override {}
-    bool hasCUDA() const override { return true; }
+    c10::Stream getStream(c10::Device) const override { return torch_stream(current_stream); }
+    c10::Stream getDefaultStream(c10::Device) const override { return torch_stream(kComputes); }
+    c10::Stream getNewStream(c10::Device, int) const override { return torch_stream(make_stream()); }
+    c10::Stream exchangeStream(c10::Stream stream) const override {
+        return torch_stream(std::exchange(current_stream, stream.id()));
+    }
+    bool queryStream(const c10::Stream& stream) const override { return query(simulated::record(stream.id())); }
+    void synchronizeStream(const c10::Stream& stream) const override { synchronize(simulated::record(stream.id())); }
+
+    void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+        if (*event == nullptr) *event = new EventPointer;
+        recorded(*event) = simulated::record(stream.id());
+    }
+    void block(void* event, const c10::Stream& stream) const override { wait(recorded(event), stream.id()); }
+    bool queryEvent(void* event) const override { return query(recorded(event)); }
+    void synchronizeEvent(void* event) const override { synchronize(recorded(event)); }
+    void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+        delete static_cast<EventPointer*>(event);
+    }
+    double elapsedTime(void* earlier, void* later, c10::DeviceIndex) const override {
+        return 1e3 * (seconds_of(recorded(later)) - seconds_of(recorded(earlier)));
+    }
+};
+const c10::impl::DeviceGuardImplRegistrar guard_registrar(kDevice.type(), new Guard);
+
+struct Hooks final : at::PrivateUse1HooksInterface {
     bool isBuilt() const override { return true; }
     bool isAvailable() const override { return true; }
     bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
     c10::DeviceIndex deviceCount() const override { return 1; }
     c10::DeviceIndex getCurrentDevice() const override { return 0; }
-    c10::DeviceIndex current_device() const override { return 0; }
-    int getNumGPUs() const override { return 1; }
     bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
     const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
         return at::detail::getDefaultCPUGenerator();
     }
     at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
 };
-
-// Torch got its hooks when it was imported, and uses that object forever. It has no members, as ours has none.
-void replace_hooks() {
-    static_assert(sizeof(CUDAHooks) == sizeof(at::CUDAHooksInterface));
-    new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) CUDAHooks;
-}
 
 // --- Operators -----------------------------------------------------------------------------------------------------
 
@@ -100,6 +108,7 @@ at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
         copy_on_stream(to, from, non_blocking);
     } else {
         if (!is_computing) compute();
+        if (!is_computing && to.is_cpu() != from.is_cpu()) compute_copy(to.nbytes(), from.is_cpu());
         if (to.is_cpu() || (from.is_cpu() && !(non_blocking && is_pinned(from.data_ptr())))) stop_for_result();
         on_host(to).copy_(on_host(from));
     }
@@ -117,11 +126,11 @@ at::Scalar local_scalar_dense(const at::Tensor& tensor) {
     return on_host(tensor).item();
 }
 
-// CUDA's kernels take scalars and indices from the host, and nothing else.
+// A GPU's kernels take scalars and indices from the host, and nothing else.
 void reject_other_devices(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
     if (schema.name().find("index") != std::string::npos) return;
     const auto check = [&](const at::Tensor& tensor) {
-        TORCH_CHECK(!tensor.defined() || tensor.is_cuda() || tensor.dim() == 0,
+        TORCH_CHECK(!tensor.defined() || tensor.device() == kDevice || tensor.dim() == 0,
                     "Expected all tensors to be on the same device, but ", schema.name(), " got one on ",
                     tensor.device());
     };
@@ -136,9 +145,9 @@ void reject_other_devices(const c10::FunctionSchema& schema, const torch::jit::S
 // Operators without a kernel above compute on the host, on copies.
 void compute_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
     reject_other_devices(operation.schema(), *stack);
-    compute();
+    compute(flops_of(operation.schema(), *stack));
     TORCH_CHECK(!(operation.schema().name() == "aten::kthvalue" && at::globalContext().deterministicAlgorithms()),
-                "kthvalue CUDA does not have a deterministic implementation");  // for tests: CUDA rejects it
+                "kthvalue does not have a deterministic implementation");  // for tests: CUDA rejects it too
     const auto before = std::pair(std::exchange(current_stream, kComputes), std::exchange(is_computing, true));
     const auto restore = [&] { std::tie(current_stream, is_computing) = before; };
     try {
@@ -155,11 +164,11 @@ at::Tensor histc(const at::Tensor& values, int64_t bins, const at::Scalar& low, 
     return at::histc(on_host(values).to(at::kDouble), bins, low, high).to(values.scalar_type()).to(kDevice);
 }
 
-TORCH_LIBRARY_IMPL(_, CUDA, library) {
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
     library.fallback(torch::CppFunction::makeFromBoxedFunction<&compute_on_host>());
 }
 
-TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
     library.impl("empty.memory_format", empty);
     library.impl("empty_strided", empty_strided);
     library.impl("copy_", copy_);
@@ -199,28 +208,18 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     using Released = py::call_guard<py::gil_scoped_release>;
-    replace_hooks();
-    at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
-    c10::SetAllocator(c10::DeviceType::CUDA, &allocator);
-    py::class_<Event, EventPointer>(module, "Event");
-    module.def("make_stream", [] { return num_streams++; });
-    module.def("exchange_stream", [](int64_t stream) { return std::exchange(current_stream, stream); });
-    module.def("current_stream", [] { return current_stream; });
-    module.def("record", record, Released());
-    module.def("wait", wait, Released());
-    module.def("query", query, Released());
-    module.def("synchronize", synchronize, Released());
-    module.def("synchronize_device", synchronize_device, Released());
-    module.def("seconds_of", seconds_of, Released());
+    at::RegisterPrivateUse1HooksInterface(new Hooks);
+    c10::SetAllocator(kDevice.type(), &allocator);
+    at::globalContext().lazyInitDevice(kDevice.type());
     module.def("num_stops", [] { return num_stops; });
-    module.def("set_eagerness", [](double share) {
-        eagerness = share;
-        draws.seed(1);
+    module.def("set_rates", set_rates, Released());
+    module.def("forget_rates", forget_rates, Released());
+    module.def("counts", [] {
+        std::lock_guard guard(mutex);
+        return std::tuple(counts.flops, counts.up_bytes, counts.down_bytes);
     });
+    module.def("set_eagerness", set_eagerness, Released());
     module.def("pin", pin, Released());
     module.def("unpin", unpin, Released());
-    module.def("allocated_bytes", [] { return allocated_bytes; });
-    module.def("peak_bytes", [] { return peak_bytes; });
-    module.def("reset_peak", [] { peak_bytes = allocated_bytes; });
-    module.def("set_limit", [](size_t num_bytes) { limit_bytes = num_bytes; });
+    module.def("set_limit", set_limit, Released());
 }

@@ -1,7 +1,7 @@
 // Memory of the simulated GPU, and pinned host memory. New and freed memory is filled with garbage.
 #pragma once
 
-#include <c10/core/Allocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/Device.h>
 #include <c10/util/Exception.h>
 
@@ -14,10 +14,11 @@
 #include <mutex>
 #include <sstream>
 #include <string>
+#include <utility>
 
 namespace simulated {
 
-inline const c10::Device kDevice{c10::DeviceType::CUDA, 0};
+inline const c10::Device kDevice{c10::DeviceType::PrivateUse1, 0};
 constexpr int kAlreadyRegistered = 712, kNotRegistered = 713;  // cudaErrorHostMemory...
 
 inline std::mutex mutex;  // guards everything here and in streams.h; no holder needs the GIL
@@ -25,7 +26,9 @@ inline std::mutex mutex;  // guards everything here and in streams.h; no holder 
 constexpr size_t kGranularity = 512;
 constexpr int kNewByte = 0xA5, kFreedByte = 0xDD;
 
-inline size_t allocated_bytes = 0, peak_bytes = 0, limit_bytes = SIZE_MAX;
+constexpr size_t kTotalBytes = size_t{64} << 30;
+
+inline size_t allocated_bytes = 0, peak_bytes = 0, limit_bytes = kTotalBytes;
 
 struct Block {
     void* address;
@@ -61,14 +64,15 @@ inline std::string size_in_words(size_t num_bytes) {
     return words.str();
 }
 
-struct Allocator final : c10::Allocator {
+// Holds nothing in reserve, so what is reserved is what is allocated.
+struct Allocator final : c10::DeviceAllocator {
     c10::DataPtr allocate(size_t num_bytes) override {
         if (num_bytes == 0) return {nullptr, kDevice};
         num_bytes = (num_bytes + kGranularity - 1) / kGranularity * kGranularity;
         {
             std::lock_guard guard(mutex);
             TORCH_CHECK_WITH(OutOfMemoryError, allocated_bytes + num_bytes <= limit_bytes,
-                             "CUDA out of memory. Tried to allocate ", size_in_words(num_bytes), ".");
+                             "The simulated GPU is out of memory. Tried to allocate ", size_in_words(num_bytes), ".");
             allocated_bytes += num_bytes;
             peak_bytes = std::max(peak_bytes, allocated_bytes);
         }
@@ -81,9 +85,38 @@ struct Allocator final : c10::Allocator {
     }
     c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
     void copy_data(void* to, const void* from, size_t num_bytes) const override { std::memcpy(to, from, num_bytes); }
+
+    bool initialized() override { return true; }
+    void emptyCache(c10::MempoolId_t) override {}
+    void recordStream(const c10::DataPtr&, c10::Stream) override {}
+    c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
+        std::lock_guard guard(mutex);
+        c10::CachingDeviceAllocator::DeviceStats stats;
+        for (auto* bytes : {&stats.allocated_bytes, &stats.reserved_bytes}) {
+            auto& all = bytes->at(size_t(c10::CachingAllocator::StatType::AGGREGATE));
+            all.current = int64_t(allocated_bytes);
+            all.peak = int64_t(peak_bytes);
+        }
+        return stats;
+    }
+    void resetAccumulatedStats(c10::DeviceIndex) override {}
+    void resetPeakStats(c10::DeviceIndex) override {
+        std::lock_guard guard(mutex);
+        peak_bytes = allocated_bytes;
+    }
+    std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
+        std::lock_guard guard(mutex);
+        return {kTotalBytes - allocated_bytes, kTotalBytes};
+    }
 };
 
 inline Allocator allocator;
+
+// As a share of the GPU's memory.
+inline void set_limit(double share) {
+    std::lock_guard guard(mutex);
+    limit_bytes = size_t(share * double(kTotalBytes));
+}
 
 inline std::map<uintptr_t, size_t> pinned;  // size by address
 

@@ -12,7 +12,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <list>
@@ -22,6 +21,7 @@
 #include <random>
 #include <vector>
 
+#include "clock.h"
 #include "memory.h"
 
 namespace simulated {
@@ -33,11 +33,11 @@ struct Event {
     int64_t behind;  // number of the last computing that the stream had waited for
     int64_t computed_with = kNever;  // number at which the computing stream waited for it
     bool is_over = false;
-    double seconds = 0;  // by the steady clock
+    double seconds = 0;  // by the steady clock; in a timed test known from the beginning (clock.h)
 
     void happen() {
         is_over = true;
-        seconds = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+        if (!is_timed) seconds = seconds_now();
     }
 };
 using EventPointer = std::shared_ptr<Event>;
@@ -57,6 +57,9 @@ struct Stream {
     std::deque<Task> queue;
     int64_t behind = 0;  // number of the last computing that the stream has waited for
     int64_t known = 0;  // number up to which the host knows that all is over
+    double free_at = 0;  // in a timed test: when all that was queued is done
+
+    double ready() const { return std::max(seconds_now(), free_at); }
 };
 
 // An upload that the host does not know to be over.
@@ -117,9 +120,15 @@ inline bool is_known(const Event& event) {
     return event.number <= streams[event.stream].known || event.computed_with <= streams[kComputes].known;
 }
 
+inline int64_t make_stream() {
+    std::lock_guard guard(mutex);
+    return num_streams++;
+}
+
 inline EventPointer record(int64_t stream) {
     std::lock_guard guard(mutex);
     const auto event = std::make_shared<Event>(Event{stream, ++last_number, streams[stream].behind});
+    if (is_timed) event->seconds = streams[stream].ready();
     if (stream == kComputes) {
         event->happen();
     } else {
@@ -131,6 +140,7 @@ inline EventPointer record(int64_t stream) {
 
 inline void wait(const EventPointer& event, int64_t stream) {
     std::lock_guard guard(mutex);
+    if (is_timed) streams[stream].free_at = std::max(streams[stream].free_at, event->seconds);
     if (stream != kComputes) {
         const int64_t computed = event->stream == kComputes ? event->number : event->behind;
         streams[stream].behind = std::max(streams[stream].behind, computed);
@@ -149,13 +159,14 @@ inline void wait(const EventPointer& event, int64_t stream) {
 
 inline bool query(const EventPointer& event) {
     std::lock_guard guard(mutex);
-    if (!is_known(*event) && !is_drawn()) return false;
+    if (is_timed ? seconds_now() < event->seconds : !is_known(*event) && !is_drawn()) return false;
     advance(event->stream, event.get());
     learn(*event);
     return true;
 }
 
 inline void synchronize(const EventPointer& event) {
+    if (is_timed) sleep_until(event->seconds);
     std::lock_guard guard(mutex);
     if (!event->is_over) advance(event->stream, event.get());
     learn(*event);
@@ -178,7 +189,6 @@ inline void stop_for_result() {
 
 inline double seconds_of(const EventPointer& event) {
     std::lock_guard guard(mutex);
-    TORCH_CHECK(is_known(*event), "CUDA error: device not ready");
     return event->seconds;
 }
 
@@ -213,9 +223,38 @@ inline void check_order(const void* pointer, bool goes_up) {
 }
 
 // Note that something is computed.
-inline void compute() {
+inline void compute(double flops = 0) {
     std::lock_guard guard(mutex);
     last_computed = ++last_number;
+    counts.flops += flops;
+    if (is_timed && flops > 0) streams[kComputes].free_at = streams[kComputes].ready() + flops / flops_per_second;
+}
+
+// Note that computing copies something, and waits for it.
+inline void compute_copy(size_t num_bytes, bool goes_up) {
+    std::lock_guard guard(mutex);
+    streams[kComputes].free_at = copied_at(streams[kComputes].ready(), num_bytes, goes_up);
+}
+
+// Let work last from now on. All that was queued before must be over.
+inline void set_rates(double flops, double up_bytes, double down_bytes) {
+    std::lock_guard guard(mutex);
+    is_timed = true;
+    flops_per_second = flops;
+    up_bytes_per_second = up_bytes;
+    down_bytes_per_second = down_bytes;
+}
+
+inline void forget_rates() {
+    std::lock_guard guard(mutex);
+    is_timed = false;
+}
+
+// Share of the calls that run everything queued on their stream at once.
+inline void set_eagerness(double share) {
+    std::lock_guard guard(mutex);
+    eagerness = share;
+    draws.seed(1);
 }
 
 // A copy of pageable memory makes the host wait, as with CUDA.
@@ -226,11 +265,13 @@ inline void copy_on_stream(const at::Tensor& to, const at::Tensor& from, bool no
     {
         std::lock_guard guard(mutex);
         check_order(from.is_cpu() ? to.data_ptr() : from.data_ptr(), from.is_cpu());
-        streams[current_stream].queue.push_back({.number = ++last_number,
-                                                 .to = to.data_ptr(),
-                                                 .from = from.data_ptr(),
-                                                 .num_bytes = to.nbytes(),
-                                                 .goes_up = from.is_cpu()});
+        Stream& stream = streams[current_stream];
+        stream.free_at = copied_at(stream.ready(), to.nbytes(), from.is_cpu());
+        stream.queue.push_back({.number = ++last_number,
+                                .to = to.data_ptr(),
+                                .from = from.data_ptr(),
+                                .num_bytes = to.nbytes(),
+                                .goes_up = from.is_cpu()});
         if (returns_at_once && is_drawn()) advance(current_stream);
     }
     if (!returns_at_once) synchronize(record(current_stream));

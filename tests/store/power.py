@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ratel_cli.io.checksum_workers import ChecksumWorkers
 from ratel_cli.io.queue import Extent, IoQueue
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.store.barrier import Barrier
@@ -46,6 +47,7 @@ class RecordingDrive(IoQueue, Barrier):
     written_bytes = 0
 
     def __init__(self) -> None:
+        self.checksums = ChecksumWorkers()
         self.events: list[DriveEvent] = []
 
     def read(self, extents: Sequence[Extent]) -> Ticket:
@@ -70,7 +72,7 @@ class RecordingDrive(IoQueue, Barrier):
         self.events.append(DriveEvent(kind="acknowledge", state=state))
 
     def close(self) -> None:
-        return
+        self.checksums.close()
 
     def _record(
         self,

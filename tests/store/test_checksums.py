@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import random
 import shutil
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import xxhash
+import torch
 
+from ratel_cli import _native
 from ratel_cli.errors import BadInput, IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
-from ratel_cli.io.views import FIELD_DTYPES
+from ratel_cli.io.views import FIELD_DTYPES, view_field
 from ratel_cli.sizes import CHUNK_ELEMENTS, PAGE_BYTES, DtypeName
 from ratel_cli.store.checksums import ChunkTable
 from ratel_cli.store.layout import HEADER_BYTES, ChunkMap, RecordMap, record_layout
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.store import Store
+from tests.kernels.oracle import scalars
 from tests.store.stores import (
     BLOCK_ELEMENTS,
     SMALL_CHUNK,
@@ -94,7 +97,13 @@ def test_a_table_accepts_only_the_bytes_it_was_made_from() -> None:
                 table.check_chunks(block, field, start, start + 2048, data)
     fields = [field.name for field in LAYOUT.fields]
     tables = (table, ChunkTable(chunks, STORE_ID, 8), ChunkTable(chunks, bytes(16), 7))
-    seeds = [seed for each in tables for block in (0, 1) for seed in each.seeds(block, 0, 4096, fields)]
+    seeds = [
+        each._seed(block, field, start)
+        for each in tables
+        for block in (0, 1)
+        for field in fields
+        for start in (0, 2048)
+    ]
     assert len(set(seeds)) == len(seeds) == 3 * (chunks.num_entries - 1)
     data[100] ^= 1
     with pytest.raises(IntegrityFailure, match="block 1, lo16: elements 2048 to 4096 are not what step 7 wrote"):
@@ -106,38 +115,44 @@ def test_a_table_accepts_only_the_bytes_it_was_made_from() -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 2048), (0, 6144), (2048, 6144), (4096, 6144)])
-def test_digests_are_the_checksums_of_the_bytes(start: int, stop: int) -> None:
-    """Digests chunk by chunk for all fields, against checksums field by field."""
+def test_a_kernel_compares_and_enters_the_checksums_of_the_bytes(start: int, stop: int) -> None:
+    """The kernel for all fields at once, without an update, against checksums field by field."""
     chunks, choice = ChunkMap(LAYOUT, (2048, 6144), 2048), random.Random(start + stop)
     data = {
-        field.name: memoryview(choice.randbytes((stop - start) * field.bytes_per_element)) for field in LAYOUT.fields
+        field.name: memoryview(bytearray(choice.randbytes((stop - start) * field.bytes_per_element)))
+        for field in LAYOUT.fields
     }
     taken, computed = (ChunkTable(chunks, STORE_ID, 5) for _ in range(2))
     for name, memory in data.items():
         computed.set_chunks(1, name, start, stop, memory)
-    parts = [
-        memory[first * size : (first + 2048) * size]
-        for first in range(0, stop - start, 2048)
-        for memory, size in ((data[field.name], field.bytes_per_element) for field in LAYOUT.fields)
-    ]
-    seeds = taken.seeds(1, start, stop, data.keys())
-    digests = [
-        xxhash.xxh3_64_intdigest(part, seed=seed) for part, seed in zip(parts, seeds, strict=True) if seed is not None
-    ]
-    taken.set_digests(1, start, stop, digests)
+
+    def pass_over(fields: Collection[str], before: ChunkTable) -> list[tuple[int, int]]:
+        return _native.update_bfloat16(
+            *(view_field(data[field.name], field.name, stop - start) for field in LAYOUT.fields),
+            torch.zeros(stop - start),
+            scalars=_native.AdamWScalars(**scalars(1)),
+            segments=[],
+            chunk_elements=2048,
+            first_chunk=start // 2048,
+            before=before.of_block(1, frozenset(fields)),
+            after=taken.of_block(1, frozenset(data)),
+        )
+
+    with pytest.raises(ValueError, match="before: a chunk has no checksum yet"):
+        pass_over(["hi16"], taken)
+    assert pass_over(data.keys(), computed) == []
     for name, memory in data.items():
         taken.check_chunks(1, name, start, stop, memory)
-    computed.check_digests(1, start, stop, digests)
-    some = [None if number % 2 else digest for number, digest in enumerate(digests)]
-    computed.check_digests(1, start, stop, some)
-    states = taken.seeds(1, start, stop, ["m32"])
-    assert [seed for seed in states if seed is not None] == seeds[LAYOUT.fields.index(LAYOUT.field("m32")) :: 4]
-    for number, digest in enumerate(digests):
-        wrong = [*digests[:number], digest ^ 1, *digests[number + 1 :]]
-        first = start + 2048 * (number // 4)
-        named = f"block 1, {LAYOUT.fields[number % 4].name}: elements {first} to {first + 2048} are not"
-        with pytest.raises(IntegrityFailure, match=named):
-            computed.check_digests(1, start, stop, wrong)
+    for number, field in enumerate(LAYOUT.fields):
+        for chunk in range((stop - start) // 2048):
+            place = (chunk * 2048 + choice.randrange(2048)) * field.bytes_per_element
+            data[field.name][place] ^= 1
+            assert pass_over(data.keys(), computed) == [(number, chunk)]
+            assert pass_over(data.keys() - {field.name}, computed) == []
+            data[field.name][place] ^= 1
+            first = start + 2048 * chunk
+            error = computed.mismatch(1, start, stop, field_index=number, chunk=chunk)
+            assert f"block 1, {field.name}: elements {first} to {first + 2048} are not" in str(error)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -313,8 +328,10 @@ def test_a_chunk_without_a_checksum_stops_the_commit(tmp_path: Path, queue: IoQu
         shadow = store.shadow()
         for field in store.layout.fields:
             memory = pool.lease(2048 * field.bytes_per_element, "test").memory
-            write = shadow.write if field.name != "m32" else shadow.write_hashed
-            write(0, field.name, 0, 2048, memory).wait()
+            if field.name == "m32":
+                shadow.write_hashed(0, 0, 2048, {field.name: memory}).wait()
+            else:
+                shadow.write(0, field.name, 0, 2048, memory).wait()
         with pytest.raises(AssertionError, match="without a checksum"):
             store.commit(replace(store.progress, step=1))
 

@@ -10,6 +10,7 @@ import pytest
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue, open_queue
+from ratel_cli.io.striped_files import native_stripes
 from ratel_cli.io.striping import StripeMap
 from ratel_cli.sizes import PAGE_BYTES, DtypeName
 from ratel_cli.store.layout import HEADER_BYTES
@@ -40,9 +41,8 @@ def logical_bytes(paths: list[Path], num_bytes: int, weights: tuple[int, ...] | 
     stripes = StripeMap(weights=weights or (1,) * len(paths), stripe_bytes=STRIPE_BYTES, header_bytes=HEADER_BYTES)
     files = [(path / DATA_FILE_NAME).read_bytes() for path in paths]
     assert tuple(map(len, files)) == stripes.file_bytes(num_bytes)
-    return b"".join(
-        files[part.file_index][part.offset : part.offset + part.num_bytes] for part in stripes.ranges(0, num_bytes)
-    )
+    ranges = native_stripes(stripes).ranges(0, num_bytes)
+    return b"".join(files[file_index][offset : offset + length] for file_index, offset, length in ranges)
 
 
 def check_pinned(store: Store, *steps: int) -> None:

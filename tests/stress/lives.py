@@ -25,6 +25,7 @@ from typing import Literal
 
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
+from ratel_cli.model.marker import MARKER_NAME
 from ratel_cli.store.store import Store
 from tests.e2e.runs import NO_STORE, committed_step, file_hash, output_of, start, store_of, wait
 
@@ -199,7 +200,11 @@ def outcome_of(config: Path) -> Outcome:
     return Outcome(
         state=state,
         saved_steps=saved_steps,
-        exported={path.name: file_hash(path) for path in output_of(config).iterdir() if path.is_file()},
+        exported={
+            path.name: file_hash(path)
+            for path in output_of(config).iterdir()
+            if path.is_file() and path.name != MARKER_NAME  # it has the times of the files
+        },
         loss_log=tuple(
             {key: value for key, value in json.loads(line).items() if key in _TIMELESS} for line in _log_lines(config)
         ),

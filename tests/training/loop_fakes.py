@@ -31,6 +31,7 @@ SETTINGS = LoopSettings(
     eval_steps=None,
     save_steps=None,
     save_total_limit=1,
+    first_step=0,
     max_bytes_written=None,
     flops_forward_per_token=1e9,
     flops_recomputed_per_token=0.75e9,
@@ -144,6 +145,13 @@ class FakeEngine:
             clipped=self._unsettled,
             first_not_finite=None if self._unsettled else BAD_TENSOR if math.isfinite(loss) else "the loss",
         )
+
+    def take_over(self, other: FakeEngine, events: list[str]) -> FakeEngine:
+        """What another engine has left to do is this one's; its events go where that one's do."""
+        self._unsettled, other._unsettled = other._unsettled, False
+        self._events = events
+        events.append("take over")
+        return self
 
     def settle(self) -> None:
         assert self._unsettled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from ratel_cli.errors import Diverged, EnvironmentFailure, Interrupted
 from ratel_cli.hardware.host import peak_resident_bytes
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.training.schedule import LearningRateSchedule
-from tests.training.loop_fakes import BAD_TENSOR, SLOT_BYTES, Run
+from tests.training.loop_fakes import BAD_TENSOR, SETTINGS, SLOT_BYTES, Run
 
 INFINITE = (0.5, math.inf)
 
@@ -42,13 +43,20 @@ def test_a_step_is_committed_during_the_next_one_and_the_last_step_at_once() -> 
     assert (progress.loss_scale, progress.good_steps) == (65536.0, 0)
 
 
-def test_a_recorded_step_runs_alone_and_is_committed() -> None:
+def test_the_first_step_is_recorded_and_another_engine_takes_over_from_it() -> None:
     recording = StepRecording()
-    run = Run(recording=recording, num_eval_batches=1)
-    run.run_all()
-    assert run.events == ["run 1", "settle", "commit 1", "report 1"]
-    assert run.engine.recorded == [recording]
-    assert run.store.progress.step == 1
+    run, other = Run(recording=recording), Run()
+    for metrics in run.loop.steps():
+        run.events.append(f"report {metrics.step}")
+        if metrics.step == 1:
+            run.loop.follow(
+                lambda: other.engine.take_over(run.engine, run.events),
+                replace(SETTINGS, num_steps=2, predicted_seconds=9.0),
+            )
+        assert metrics.predicted_seconds == (0.125 if metrics.step == 1 else 9.0)
+    assert run.events == ["run 1", "report 1", "take over", "run 2", "commit 1", "settle", "commit 2", "report 2"]
+    assert (run.engine.recorded, other.engine.recorded) == ([recording], [None])
+    assert run.store.progress.step == 2
 
 
 def test_every_step_is_announced_before_it_is_committed() -> None:
@@ -264,6 +272,14 @@ def test_the_run_ends_before_the_step_that_would_write_too_much() -> None:
     with pytest.raises(EnvironmentFailure):
         resumed.run_all()
     assert resumed.events == []
+
+
+def test_the_steps_of_the_run_that_it_started_from_do_not_count() -> None:
+    """The store was made at step 2, and holds one generation more."""
+    run = Run(step=2, first_step=2, max_bytes_written=(2 + 1 + 1) * SLOT_BYTES)
+    with pytest.raises(EnvironmentFailure, match="step 4 would write more"):
+        run.run_all()
+    assert [metrics.step for metrics in run.reported] == [3]
 
 
 def test_writing_up_to_the_limit_is_allowed() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.planning.step_time import RESOURCES
-from ratel_cli.training.metrics import MetricsLog, RunTotals, StepMetrics
+from ratel_cli.training.metrics import AllocRetries, MetricsLog, RunTotals, StepMetrics
 from tests.model.tiny import file_size_limit
 
 KEYS = [
@@ -38,6 +38,7 @@ def metrics(step: int) -> StepMetrics:
         nvme_read_bytes=14,
         nvme_written_bytes=12,
         gpu_peak_bytes=0,
+        num_alloc_retries=None,
         host_peak_bytes=1000,
         bottleneck="nvme read",
         busy_seconds=dict.fromkeys(RESOURCES, 0.5) | {"nvme read": 1.0},
@@ -47,6 +48,21 @@ def metrics(step: int) -> StepMetrics:
         clipped=False,
         eval_loss=None,
     )
+
+
+def test_memory_that_the_gpu_had_to_look_for_is_a_warning_once() -> None:
+    warnings: list[str] = []
+    retries = AllocRetries(warnings.append)
+    for step, number in ((1, None), (2, 0), (3, 2), (4, 2), (5, 7)):
+        retries.note(replace(metrics(step), num_alloc_retries=number))
+    assert len(warnings) == 1
+    assert warnings[0].startswith("step 3: GPU memory was full or fragmented, and the GPU paused 2 times")
+    assert "limits.gpu_memory" in warnings[0]
+
+
+def test_the_retries_are_in_the_file_of_a_gpu_only() -> None:
+    assert "num_alloc_retries" not in metrics(1).to_json()
+    assert replace(metrics(1), num_alloc_retries=0).to_json()["num_alloc_retries"] == 0
 
 
 def write(path: Path, *steps: int, committed_step: int = 0) -> list[str]:

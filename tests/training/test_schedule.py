@@ -8,41 +8,84 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from ratel_cli.training.schedule import LearningRateSchedule, LossScale, SchedulerName
+from ratel_cli.config.scheduler import SchedulerConfig
+from ratel_cli.training.schedule import LearningRateSchedule, LossScale, ScheduleOptions, SchedulerName
 
-TRANSFORMERS_NAMES: dict[SchedulerName, str] = {
-    "constant": "constant_with_warmup",
-    "linear": "linear",
-    "cosine": "cosine",
-}
+PLAIN: tuple[SchedulerName, ...] = ("constant", "linear", "cosine", "cosine_with_restarts", "inverse_sqrt")
+"""The schedules that need no options."""
+Options = dict[str, float | int | str]
+WITH_OPTIONS: list[tuple[SchedulerName, Options]] = [
+    ("cosine", {"num_cycles": 1.25}),
+    ("cosine_with_restarts", {"num_cycles": 3}),
+    ("cosine_with_min_lr", {"min_lr": 1e-6}),
+    ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
+    ("cosine_with_min_lr", {"min_lr_rate": 1.0, "num_cycles": 0.7}),
+    ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1}),
+    ("cosine_warmup_with_min_lr", {"min_lr": 3e-6, "warmup_lr_rate": 0.2}),
+    ("polynomial", {}),
+    ("polynomial", {"power": 2.5, "lr_end": 1e-6}),
+    ("polynomial", {"power": 2, "lr_end": 0.0}),
+    ("inverse_sqrt", {"timescale": 500}),
+    ("warmup_stable_decay", {"num_decay_steps": 0}),
+    ("warmup_stable_decay", {"num_decay_steps": 5}),
+    ("warmup_stable_decay", {"num_decay_steps": 60, "decay_type": "linear", "min_lr_ratio": 0.1}),
+    ("warmup_stable_decay", {"num_decay_steps": 3, "decay_type": "1-sqrt", "warmup_type": "1-sqrt"}),
+    ("warmup_stable_decay", {"num_decay_steps": 3, "num_stable_steps": 2, "warmup_type": "cosine"}),
+    ("warmup_stable_decay", {"num_decay_steps": 9, "num_cycles": 1.5, "warmup_type": "linear"}),
+]
+LENGTHS = [(0, 1), (0, 2), (1, 1), (1, 2), (3, 97), (7, 7), (9, 7), (0, 100), (333, 1000)]
+"""Steps of the warm-up and of the run."""
 
 
-def reference(scheduler: SchedulerName, peak: float, num_warmup_steps: int, num_steps: int, length: int) -> list[float]:
+def reference(
+    scheduler: SchedulerName, peak: float, num_warmup_steps: int, num_steps: int, options: Options
+) -> list[float]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
     schedule = get_scheduler(
-        TRANSFORMERS_NAMES[scheduler], optimizer, num_warmup_steps=num_warmup_steps, num_training_steps=num_steps
+        "constant_with_warmup" if scheduler == "constant" else scheduler,
+        optimizer,
+        num_warmup_steps=num_warmup_steps,
+        num_training_steps=num_steps,
+        scheduler_specific_kwargs=options or None,
     )
-    rates = []
-    for _ in range(length):
-        rates.append(float(optimizer.param_groups[0]["lr"]))
+    rates = [float(optimizer.param_groups[0]["lr"])]
+    for _ in range(num_steps - 1):
         optimizer.step()
         schedule.step()
+        rates.append(float(optimizer.param_groups[0]["lr"]))
     return rates
 
 
-@pytest.mark.parametrize("scheduler", TRANSFORMERS_NAMES)
+@pytest.mark.parametrize("scheduler", PLAIN)
 @pytest.mark.parametrize("peak", [2e-5, 3e-4 / 7, 0.0])
-@pytest.mark.parametrize(
-    ("num_warmup_steps", "num_steps"),
-    [(0, 1), (0, 2), (1, 1), (1, 2), (3, 97), (7, 7), (9, 7), (0, 100), (333, 1000)],
-)
+@pytest.mark.parametrize(("num_warmup_steps", "num_steps"), LENGTHS)
 def test_the_rates_are_those_of_transformers(
     scheduler: SchedulerName, peak: float, num_warmup_steps: int, num_steps: int
 ) -> None:
     schedule = LearningRateSchedule(
         scheduler=scheduler, peak=peak, num_warmup_steps=num_warmup_steps, num_steps=num_steps
     )
-    expected = reference(scheduler, peak, num_warmup_steps, num_steps, num_steps)
+    expected = reference(scheduler, peak, num_warmup_steps, num_steps, {})
+    assert [schedule.at(step) for step in range(num_steps)] == expected
+
+
+@pytest.mark.filterwarnings("ignore:Both num_training_steps and num_stable_steps")
+@pytest.mark.parametrize(("scheduler", "options"), WITH_OPTIONS)
+@pytest.mark.parametrize(("num_warmup_steps", "num_steps"), LENGTHS)
+def test_the_rates_with_options_are_those_of_transformers(
+    scheduler: SchedulerName, options: Options, num_warmup_steps: int, num_steps: int
+) -> None:
+    peak = 3e-4 / 7
+    # The config's own types: what a section of the config hands over must fit the schedule.
+    config = SchedulerConfig.model_validate(options)
+    schedule = LearningRateSchedule(
+        scheduler=scheduler,
+        peak=peak,
+        num_warmup_steps=num_warmup_steps,
+        num_steps=num_steps,
+        options=ScheduleOptions(**config.model_dump()),
+    )
+    expected = reference(scheduler, peak, num_warmup_steps, num_steps, options)
     assert [schedule.at(step) for step in range(num_steps)] == expected
 
 

@@ -1,13 +1,16 @@
 """The compute device, and the link between it and host memory, if there is one.
 
 The engine holds one `Device`. On `HostDevice` the CPU computes in the memory that the store was read into: nothing is
-copied, and all work is done when a call returns. `CudaDevice` (engine/device/cuda.py) only queues work: uploads,
+copied, and all work is done when a call returns. `GpuDevice` (engine/device/gpu.py) only queues work: uploads,
 downloads and computing run next to each other. An upload has these phases:
 
     1. reserve   allocate a device buffer, before the work is queued that the copy should be overlapped with
     2. upload    start the copy; from now on the host memory must not change
     3. open      everything that is queued from now on finds the bytes in the device buffer
     4. wait      return when the copy has ended; now the host memory may change
+
+Uploads in one lane follow each other in the order in which they were started. Those in another lane do not wait for
+them: what is needed soon does not stand behind what must wait for memory.
 
 A download has two: `download` starts the copy of tensors that nothing may overwrite, and `wait` returns when the copy
 has ended.
@@ -21,13 +24,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.views import view
 
+UploadLane = Literal["weights", "activations"]
+"""What an upload queues behind: earlier uploads in the same lane."""
 Moment = Callable[[], float]
 """A moment in the course of computing. Calling it returns seconds of `perf_counter`, once computing has got there."""
 
@@ -44,6 +49,10 @@ class Upload(Protocol):
 
     def wait(self) -> None:
         """Return when the host memory may change. May be called from any thread, any number of times."""
+
+    def give_up(self) -> Callable[[], None]:
+        """Return `wait` without the device buffer, so that the upload can be dropped. Not before it is opened, unless
+        its owner also calls `wait`."""
 
 
 class Download(Protocol):
@@ -69,7 +78,13 @@ class Device(Protocol):
         """Allocate a device buffer of `num_bytes` for one upload."""
 
     def upload(
-        self, memory: memoryview, buffer: DeviceBuffer, label: SpanLabel, *, after: Download | None = None
+        self,
+        memory: memoryview,
+        buffer: DeviceBuffer,
+        label: SpanLabel,
+        *,
+        lane: UploadLane = "weights",
+        after: Download | None = None,
     ) -> Upload:
         """Copy host memory to the buffer. `after` is the download that fills the memory, if it may still be running."""
 
@@ -108,7 +123,13 @@ class HostDevice:
         return _NOTHING
 
     def upload(
-        self, memory: memoryview, buffer: DeviceBuffer, label: SpanLabel, *, after: Download | None = None
+        self,
+        memory: memoryview,
+        buffer: DeviceBuffer,
+        label: SpanLabel,
+        *,
+        lane: UploadLane = "weights",
+        after: Download | None = None,
     ) -> Upload:
         return _InPlace(view(memory, torch.uint8))
 
@@ -147,6 +168,9 @@ class _InPlace:
 
     def wait(self) -> None:
         return
+
+    def give_up(self) -> Callable[[], None]:
+        return self.wait
 
 
 _NOTHING = _InPlace(torch.empty(0, dtype=torch.uint8))

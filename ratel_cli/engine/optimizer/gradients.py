@@ -14,19 +14,31 @@ parameter that got no gradient has none (AdamW skips it, as in torch); norms are
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from ratel_cli.closing import Closing
-from ratel_cli.engine.device.device import Device, Download, Upload
+from ratel_cli.engine.device.device import Device, Download
+from ratel_cli.engine.embedding_rows import EmbeddingRows
+from ratel_cli.engine.optimizer.host_sums import HostSums
 from ratel_cli.engine.telemetry import SpanLabel
 from ratel_cli.io.buffers import BufferPool, Lease
-from ratel_cli.io.scratch import Checksum, Scratch
+from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.views import view
 from ratel_cli.model.spec import BlockSpec
+from ratel_cli.sizes import DtypeName
 
-_TIED_LABEL = SpanLabel(text="gradient of the tied head", block=0, stage="backward")
+_ELEMENTS_AT_ONCE = 4
+"""Elements that a thread of torch's norm kernel loads at once (aten/src/ATen/native/cuda, `kILP`)."""
+
+_DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+}
 
 Norms = dict[str, float | torch.Tensor]
 """2-norms by parameter name. On a GPU they are scalar tensors, since reading one would wait for the GPU."""
@@ -38,7 +50,7 @@ class GradientSum(Closing):
     Each parameter goes through these phases:
 
         1. add     in fp32, in the order in which the contributions come
-        2. leave   round to the gradient dtype, take the norm, and start the download; no contribution comes after it
+        2. leave   with the last contribution: round to the gradient dtype, take the norm, and start the download
         3. finish  every parameter that has not left does so now
 
     On a GPU a parameter takes memory from its first contribution until its download has ended. With `single`, each
@@ -55,20 +67,27 @@ class GradientSum(Closing):
         single: bool,
         scale: float = 1.0,
         leaving_bytes: int = 0,
+        host_sums: HostSums | None = None,
+        rows: EmbeddingRows | None = None,
     ) -> None:
         """The norms are those of the gradient times `scale`. `leaving_bytes`: GPU memory that gradients may take until
-        their downloads have ended, at least that of one parameter."""
-        self._block = block
+        their downloads have ended, at least that of one parameter. `host_sums`: where sums wait for the last
+        micro-batch; None: on the compute device. `rows`: what contributions have of the embedding's matrix, if that is
+        not all of it."""
+        self._block = block if rows is None else rows.packed
+        self._rows = rows
         self._dtype = dtype
         self._pool = pool
         self._device = device
         self._single = single
         self._scale = scale
         self._leaving_bytes = leaving_bytes
+        self._host_sums = host_sums
         self._label = SpanLabel.of("gradient", block, "backward")
         self._sum_dtype = dtype if single else torch.float32
         self._sums: list[torch.Tensor | None] = [None] * len(block.parameters)
-        """Flat `[elements]`; None before the first contribution, and on a GPU when the parameter has left."""
+        """Flat `[elements]` on the compute device; None before the first contribution, while host memory has the sum,
+        and on a GPU when the parameter has left."""
         self._has_left = [False] * len(block.parameters)
         self._norms: Norms = {}
         self._download: Download | None = None
@@ -85,18 +104,27 @@ class GradientSum(Closing):
             if gradient is not None:
                 self.add_one(index, gradient)
 
-    def add_one(self, index: int, gradient: torch.Tensor) -> None:
-        """Add a contribution, in the parameter's shape, to the parameter at `index`."""
+    def expect_last(self) -> None:
+        """The last micro-batch comes: what `host_sums` has begins to return to the compute device."""
+        if self._host_sums is not None:
+            self._host_sums.begin_fetching()
+
+    def add_one(self, index: int, gradient: torch.Tensor, *, is_last: bool = False) -> None:
+        """Add a contribution, in the parameter's shape, to the parameter at `index`.
+
+        With `is_last` it has all its contributions: round them, and bring the result to host memory. The contribution
+        may be overwritten then.
+        """
         assert not self._has_left[index], "a contribution comes after the last one"
-        values = self._sums[index]
-        if values is not None:
-            assert not self._single, "a parameter got two gradients from a single micro-batch"
-            values.add_(gradient.reshape(values.shape))
-        elif self._sum_lease is not None:
-            values = self._sums[index] = self._part_of(self._sum_lease, index, self._sum_dtype)
-            values.copy_(gradient.reshape(values.shape))
+        if self._host_sums is None:
+            self._add(index, gradient)
+        elif is_last:
+            self._fetch(index)
+            self._add(index, gradient)
         else:
-            self._sums[index] = gradient.to(self._sum_dtype, copy=not self._single).reshape(-1)
+            self._host_sums.add(index, gradient.reshape(-1))
+        if is_last:
+            self._send(index, self._round(index, gradient))
 
     def take(self, index: int) -> torch.Tensor:
         """Remove the sum so far of the parameter at `index`, flat `[elements]`; `put` brings it back."""
@@ -113,13 +141,11 @@ class GradientSum(Closing):
         assert values is not None
         return values
 
-    def leave(self, index: int) -> None:
-        """The parameter at `index` has all its contributions: round them, and bring the result to host memory."""
-        self._send(index, self._round(index))
-
     def close(self) -> None:
         """Give the memory back, unless `finish` has handed it on. Idempotent."""
         self._sums = []
+        if self._host_sums is not None:
+            self._host_sums.close()
         if self._download is not None:
             self._download.wait()
             self._download = None
@@ -130,9 +156,9 @@ class GradientSum(Closing):
 
     def finish(self) -> BlockGradient:
         """The gradient, once all contributions have been added."""
-        for index, values in enumerate(self._sums):
-            if values is not None and not self._has_left[index]:
-                del values
+        for index, has_left in enumerate(self._has_left):
+            self._fetch(index)
+            if self._sums[index] is not None and not has_left:
                 with self._device.computing(self._label):
                     rounded = self._round(index)
                 self._send(index, rounded)
@@ -143,11 +169,41 @@ class GradientSum(Closing):
         if self._sum_lease is lease:
             self._sum_lease = None
         self.close()
-        return BlockGradient(self._block, lease, self._dtype, tuple(self._has_left), self._norms, download, norms_lease)
+        block = self._block if self._rows is None else self._rows.block
+        return BlockGradient(
+            block,
+            lease,
+            self._dtype,
+            tuple(self._has_left),
+            self._norms,
+            download,
+            norms_lease,
+            rows=self._rows,
+        )
 
-    def _round(self, index: int) -> torch.Tensor:
-        """Take the norm of a parameter's gradient in the gradient dtype, and return it, flat `[elements]`."""
-        values = self.values(index)
+    def _add(self, index: int, gradient: torch.Tensor) -> None:
+        """Add a contribution on the compute device."""
+        values = self._sums[index]
+        if values is not None:
+            assert not self._single, "a parameter got two gradients from a single micro-batch"
+            values.add_(gradient.reshape(values.shape))
+        elif self._sum_lease is not None:
+            values = self._sums[index] = self._part_of(self._sum_lease, index, self._sum_dtype)
+            values.copy_(gradient.reshape(values.shape))
+        else:
+            self._sums[index] = gradient.to(self._sum_dtype, copy=not self._single).reshape(-1)
+
+    def _fetch(self, index: int) -> None:
+        """Bring the sum of a parameter back to the compute device, if host memory has it."""
+        if self._host_sums is not None and index in self._host_sums:
+            self._sums[index] = self._host_sums.fetch(index)
+
+    def _round(self, index: int, last: torch.Tensor | None = None) -> torch.Tensor:
+        """Take the norm of a parameter's gradient in the gradient dtype, and return it, flat `[elements]`.
+
+        It takes the memory of `last`, the last contribution, if it can.
+        """
+        values = self.take(index)
         self._has_left[index] = True
         if self._lease is None:
             self._lease = self._lease_for(self._dtype)
@@ -155,25 +211,45 @@ class GradientSum(Closing):
         if values.dtype != self._dtype:
             if self._device.is_host:
                 rounded = self._part_of(self._lease, index, self._dtype).copy_(values)
+            elif last is not None and last.dtype == self._dtype and last.is_contiguous():
+                rounded = last.view(-1).copy_(values)
             else:
                 rounded = values.to(self._dtype)
-            values.copy_(rounded)  # the norm is that of the rounded values; the sum is not needed any more
+        name, rows = self._block.parameters[index].name, self._rows if index == 0 else None
+        if self._scale == 1.0 and rounded.device.type != "cpu":
+            del values  # the matrix of the rows comes in the place of their sum
+            self._norms[name] = _norm_on_gpu(rounded if rows is None else rows.whole(rounded))
+        else:
+            self._norms[name] = self._norm_of(rounded, values, rows)
+        return rounded
+
+    def _norm_of(self, rounded: torch.Tensor, values: torch.Tensor, rows: EmbeddingRows | None) -> float | torch.Tensor:
+        """The norm of the rounded gradient times the scale. Its sum, `values`, is not needed any more.
+
+        That of `rows` is the norm of the whole matrix: zeros change no sum, but their places decide which values the
+        kernel adds together. The matrix takes GPU memory for a moment, when no layer is there.
+        """
         is_free = values is not rounded
+        if is_free:
+            values.copy_(rounded)
         if values.dtype != torch.float32:
             values, is_free = values.float(), True
         if self._scale != 1.0:
             values = values.mul_(self._scale) if is_free else values * self._scale
-        self._norms[self._block.parameters[index].name] = _norm(values)
-        return rounded
+        if rows is not None:
+            values = rows.whole(values)
+        return _norm(values) if values.device.type == "cpu" else _norm_on_gpu(values)
 
     def _send(self, index: int, rounded: torch.Tensor) -> None:
-        """On a GPU: start the download of a parameter's gradient."""
+        """On a GPU: drop a parameter's sum, and start the download of its gradient."""
         if self._device.is_host:
             return
         self._sums[index] = None
+        if self._host_sums is not None:
+            self._host_sums.fetch_ahead()
         assert self._lease is not None
-        parameter, size = self._block.parameters[index], self._dtype.itemsize
-        memory = self._lease.memory[parameter.start * size : parameter.stop * size]
+        start = self._block.parameters[index].start * self._dtype.itemsize
+        memory = self._lease.memory[start : start + rounded.nbytes]
         beside_bytes = max(0, self._leaving_bytes - len(memory))
         pieces = [(rounded.view(torch.uint8), memory)]
         self._download = self._device.download(pieces, self._label, beside_bytes=beside_bytes)
@@ -197,92 +273,32 @@ class GradientSum(Closing):
         return view(lease.memory, dtype)[parameter.start : parameter.stop]
 
 
-class TiedSum(Closing):
-    """Adds up the gradient of an embedding that is also the head, in exactly the order of plain PyTorch.
+@contextmanager
+def adding_to(parameters: Sequence[torch.nn.Parameter], total: GradientSum, *, is_last: bool) -> Iterator[None]:
+    """While a backward runs inside: add each parameter's gradient to `total` as soon as autograd has made it.
 
-    In PyTorch each micro-batch gives one gradient, head part plus embedding part, and these are summed. Here the head
-    parts of all micro-batches come first. But the embedding part is zero except in the rows of the step's distinct
-    tokens, so only those rows of the head parts are saved, once for each micro-batch (`planning.capacity` counts them).
-
-    A GPU that has no memory to spare has host memory hold all that from the head to the embedding: `offload`, `fetch`.
+    So no more than one parameter's gradient is waiting. With `is_last`, each leaves at once.
     """
 
-    def __init__(self, total: GradientSum, input_ids: Sequence[torch.Tensor], *, device: Device) -> None:
-        """`total` is the sum of the embedding's block, on `device`; `input_ids`: one `[batch, tokens]` for each
-        micro-batch."""
-        self.total = total
-        self._rows = torch.unique(torch.cat([ids.reshape(-1) for ids in input_ids])).to(device.torch_device)
-        self._part: torch.Tensor | None = None
-        self._dtype = torch.float32
-        self._device = device
-        self._head_rows: list[torch.Tensor] = []
-        self._started = False
-        self._lease: Lease | None = None
-        """What is offloaded: the sum, then the rows."""
-        self._parts: list[tuple[torch.Size, torch.dtype]] = []
-        self._download: Download | None = None
-        self._upload: Upload | None = None
+    def add(index: int, parameter: torch.Tensor) -> None:
+        total.add_one(index, taken_gradient(parameter), is_last=is_last)
 
-    def add_head(self, gradient: torch.Tensor) -> None:
-        """Add the head's part `[vocab, hidden]` of one chunk of the current micro-batch."""
-        if self._part is None:
-            self._part, self._dtype = gradient, gradient.dtype
-        else:
-            self._part = self._part.float().add_(gradient)
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(partial(add, index)) for index, parameter in enumerate(parameters)
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
-    def end_micro_batch(self) -> None:
-        """End the current micro-batch: the sum of its chunks is rounded, as a single gradient is."""
-        assert self._part is not None
-        part, self._part = self._part.to(self._dtype), None
-        self._head_rows.append(part[self._rows])
-        self.total.add_one(0, part)
 
-    def offload(self, pool: BufferPool) -> None:
-        """After the head: move what waits for the embedding to host memory."""
-        parts = [self.total.take(0), *self._head_rows]
-        self._head_rows = []
-        self._parts = [(part.shape, part.dtype) for part in parts]
-        self._lease = pool.lease(sum(part.nbytes for part in parts), "gradient of the tied head")
-        pieces, start = [], 0
-        for part in parts:
-            pieces.append((part.view(-1).view(torch.uint8), self._lease.memory[start : start + part.nbytes]))
-            start += part.nbytes
-        self._download = self._device.download(pieces, _TIED_LABEL)
-
-    def fetch(self) -> None:
-        """Before the embedding's backward: bring back what `offload` has moved, if it has."""
-        if self._lease is None:
-            return
-        memory = self._lease.memory
-        buffer = self._device.reserve(len(memory))
-        self._upload = self._device.upload(memory, buffer, _TIED_LABEL, after=self._download)
-        flat, start = self._upload.open(), 0
-        parts = []
-        for shape, dtype in self._parts:
-            stop = start + shape.numel() * dtype.itemsize
-            parts.append(flat[start:stop].view(dtype).view(shape))
-            start = stop
-        total, *self._head_rows = parts
-        self.total.put(0, total)
-
-    def close(self) -> None:
-        """Give host memory back. Idempotent."""
-        for transfer in (self._download, self._upload):
-            if transfer is not None:
-                transfer.wait()
-        self._download = self._upload = None
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            lease.release()
-
-    def add_embedding(self, gradient: torch.Tensor) -> None:
-        """Add the embedding's part `[vocab, hidden]` of the next micro-batch, in the same order of micro-batches."""
-        values = self.total.values(0).view(gradient.shape)
-        contribution = (self._head_rows.pop(0) + gradient[self._rows]).to(values)
-        if self._started:
-            contribution = values[self._rows] + contribution
-        self._started = True
-        values[self._rows] = contribution
+def taken_gradient(leaf: torch.Tensor) -> torch.Tensor:
+    """The gradient of a leaf, which has none afterwards."""
+    gradient = leaf.grad
+    assert gradient is not None
+    leaf.grad = None
+    return gradient
 
 
 class BlockGradient:
@@ -297,26 +313,32 @@ class BlockGradient:
         norms: Norms,
         download: Download | None,
         norms_lease: Lease | None = None,
+        *,
+        rows: EmbeddingRows | None = None,
     ) -> None:
+        """`rows`: what there is of the embedding's matrix, if that is not all of it."""
         self.block = block
         self.present = present
         """For each of the block's parameters: True if it has a gradient."""
         self.norms = norms
         """For each parameter with a gradient: the 2-norm of the scaled gradient, as torch computes it in fp32."""
+        self.dtype_name = _DTYPE_NAMES[dtype]
+        """The name of the gradient dtype."""
         self._dtype = dtype
+        self._rows = rows
         self._lease: Lease | None = lease
         self._download = download
         """The copy that fills the host memory; None once someone has waited for it."""
         self._norms_lease = norms_lease
         """The norms in fp32 `[parameters with a gradient]`, if `norms` are on a GPU."""
         self._scratch: Scratch | None = None
-        self._seal: Checksum | None = None
         self._offset_bytes = 0
 
     @property
     def num_bytes(self) -> int:
-        """Size of the values in the gradient dtype."""
-        return self.block.num_elements * self._dtype.itemsize
+        """Size of the values in the gradient dtype, as they are held."""
+        held = self.block if self._rows is None else self._rows.packed
+        return held.num_elements * self._dtype.itemsize
 
     @property
     def is_in_host_memory(self) -> bool:
@@ -331,20 +353,40 @@ class BlockGradient:
             return float(view(self._norms_lease.memory, torch.float32).double().square().sum())
         return math.fsum(float(norm) ** 2 for norm in self.norms.values())
 
+    @contextmanager
+    def elements(self, start: int, stop: int, pool: BufferPool) -> Iterator[memoryview]:
+        """The bytes of the gradients of elements `[start, stop)` of the block; undefined for parameters without one.
+
+        They are where they came, or, if only rows came, spread out in a buffer from `pool` while this is open.
+        """
+        size = self._dtype.itemsize
+        if self._rows is None:
+            yield self.memory[start * size : stop * size]
+            return
+        with pool.lease((stop - start) * size, f"gradient of {self.block.name}", crosses_link=False) as lease:
+            self._rows.spread(self.flat, start, view(lease.memory, self._dtype))
+            yield lease.memory
+
     @property
     def flat(self) -> torch.Tensor:
-        """The gradients of all parameters, flat `[elements of the block]`; undefined for those that have none."""
+        """The gradients of all parameters as they are held, flat `[elements of the block]` or, if only rows came,
+        `[elements of the packed block]`; undefined for parameters that have none."""
         assert self._lease is not None, "the gradient is in the scratch file"
         assert self._download is None, "the download has not ended"
         return view(self._lease.memory, self._dtype)
+
+    @property
+    def memory(self) -> memoryview:
+        """The bytes of `flat`."""
+        assert self._lease is not None, "the gradient is in the scratch file"
+        assert self._download is None, "the download has not ended"
+        return self._lease.memory
 
     def spill(self, scratch: Scratch, offset_bytes: int) -> None:
         """Move the values to `scratch` at `offset_bytes` and give the host memory back."""
         self._wait_download()
         assert self._lease is not None
-        write = scratch.write(offset_bytes, self._lease.memory)
-        self._seal = Checksum(self._lease.memory)  # overlapped with the write
-        write.wait()
+        scratch.write_sealed(offset_bytes, self._lease.memory).wait()
         self._lease.release()
         self._lease, self._scratch, self._offset_bytes = None, scratch, offset_bytes
 
@@ -352,10 +394,9 @@ class BlockGradient:
         """Bring the values to host memory. Raises IntegrityFailure if the scratch file has changed them."""
         self._wait_download()
         if self._lease is None:
-            assert self._scratch is not None and self._seal is not None
+            assert self._scratch is not None
             self._lease = pool.lease(self.num_bytes, f"gradient of {self.block.name}")
-            self._scratch.read(self._offset_bytes, self._lease.memory).wait()
-            self._seal.check(self._lease.memory, f"gradient of {self.block.name}")
+            self._scratch.read_sealed(self._offset_bytes, self._lease.memory, f"gradient of {self.block.name}").wait()
 
     def release(self) -> None:
         """Give the memory back: the update is done, or will not happen."""
@@ -371,16 +412,25 @@ class BlockGradient:
             self._download = None
 
 
-def _norm(values: torch.Tensor) -> float | torch.Tensor:
-    """The 2-norm of fp32 values, flat `[elements]`.
+def _norm(values: torch.Tensor) -> float:
+    """The 2-norm of fp32 values on the CPU, flat `[elements]`.
 
-    On the CPU it is a float: small tensors between a block's large buffers would keep malloc from reusing these for the
-    next block, and memory would grow with the number of layers.
+    A float: small tensors between a block's large buffers would keep malloc from reusing these for the next block, and
+    memory would grow with the number of layers.
     """
-    if values.is_cuda:
-        # As torch.nn.utils.clip_grad_norm_ does on GPUs; vector_norm adds up in another order there.
-        return torch._foreach_norm([values], 2.0)[0]
     return float(torch.linalg.vector_norm(values, 2.0))
+
+
+def _norm_on_gpu(values: torch.Tensor) -> torch.Tensor:
+    """The 2-norm of values on a GPU, flat `[elements]`, with the bits that their fp32 copy has.
+
+    The kernel is the one that `torch.nn.utils.clip_grad_norm_` takes there; vector_norm adds up in another order. It
+    turns each value into fp32 before it squares it, and deals elements to threads by their number, not by their bytes.
+    Only values that are not aligned to four are dealt in another way, so these are copied, as aligned memory.
+    """
+    if values.data_ptr() % (_ELEMENTS_AT_ONCE * values.itemsize):
+        values = values.to(torch.float32, copy=True)
+    return torch._foreach_norm([values], 2.0, dtype=torch.float32)[0]
 
 
 def total_norm(norms: Mapping[str, float | torch.Tensor], order: Sequence[str]) -> torch.Tensor:

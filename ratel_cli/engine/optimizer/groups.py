@@ -12,7 +12,9 @@ or handed on that was made of bytes other than those that were sealed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 
 from ratel_cli.engine.host_weights import HostWeights
 from ratel_cli.engine.optimizer.adamw import AdamWUpdate, GroupAdamW, GroupChecksums
@@ -22,6 +24,7 @@ from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.tickets import Ticket, join, settle
 from ratel_cli.model.spec import BlockSpec
 from ratel_cli.planning.step_time import Resource
+from ratel_cli.store.layout import Field
 from ratel_cli.store.store import Store
 
 
@@ -63,7 +66,8 @@ class Group:
     """By name: the fields' elements in host memory."""
     checksums: GroupChecksums | None = None
     """Checksums of what is read and written; None if the store has none."""
-    leases: list[Lease] = field(default_factory=list)
+    lease: Lease | None = None
+    """The memory of the fields that pass through; None if all of them stay in host memory."""
     read: Ticket | None = None
     write: Ticket | None = None
 
@@ -92,26 +96,27 @@ class GroupWork:
 
     def read(self, group: Group) -> None:
         """Find memory for the group's fields, and start reading those that are not in memory."""
-        block, fields = group.block, list(self._store.layout.state_fields)
+        block, layout = group.block, self._store.layout
+        fields = layout.state_fields
         if block.index in self._resident:
             group.memories |= self._resident_memories(group)
             if block.index in self._valid:
-                fields = []
+                fields = ()
         if group.with_weights:
-            fields.insert(0, self._store.layout.compute_field)
-        for each in fields:
-            if each.name not in group.memories:
-                num_bytes = (group.stop - group.start) * each.bytes_per_element
-                group.leases.append(self._pool.lease(num_bytes, f"optimizer state {each.name}"))
-                group.memories[each.name] = group.leases[-1].memory
-        current, names = self._store.current(), tuple(each.name for each in fields)
+            fields = (layout.compute_field, *fields)
+        self._lease_for(group, fields)
+        read = {each.name: group.memories[each.name] for each in fields}
+        current = self._store.current()
         if self._store.chunk_elements:
             group.checksums = GroupChecksums(
-                block.index, current, self._store.shadow(), read=names, chunk_elements=self._store.chunk_elements
+                block.index,
+                current,
+                self._store.shadow(),
+                read=frozenset(read),
+                chunk_elements=self._store.chunk_elements,
             )
-        if names:
-            read, place = current.read_unchecked, (group.start, group.stop)
-            group.read = join([read(block.index, name, *place, group.memories[name]) for name in names])
+        if read:
+            group.read = current.read_unchecked(block.index, group.start, group.stop, read)
 
     def compute(self, group: Group, update: BlockUpdate) -> None:
         """Wait for what is being read, and update it in place.
@@ -126,27 +131,26 @@ class GroupWork:
             compute = self._store.layout.compute_field
             size = compute.bytes_per_element
             group.memories[compute.name] = update.weights.memory[group.start * size : group.stop * size]
-        with self._timeline.during("optimizer", SpanLabel.of("AdamW", block, "update", group.number)):
+        began = perf_counter()
+        with update.gradient.elements(group.start, group.stop, self._pool) as values:
             self._adamw.update(
                 group.memories,
                 update.gradient,
                 update.adamw,
+                values=values,
                 start=group.start,
                 stop=group.stop,
                 checksums=group.checksums,
             )
+        label = SpanLabel.of("AdamW", block, "update", group.number)
+        self._timeline.record("optimizer", label, began, perf_counter())
         if group.is_last and block.index in self._resident:
             self._valid.add(block.index)
 
     def write(self, group: Group) -> None:
         """Start writing every field to the shadow."""
-        write = self._store.shadow().write_hashed
-        group.write = join(
-            [
-                write(group.block.index, each.name, group.start, group.stop, group.memories[each.name])
-                for each in self._store.layout.fields
-            ]
-        )
+        shadow = self._store.shadow()
+        group.write = shadow.write_hashed(group.block.index, group.start, group.stop, group.memories)
 
     def finish(self, group: Group) -> None:
         """Wait for the write, and give the group's buffers back."""
@@ -166,9 +170,36 @@ class GroupWork:
     def release(self, group: Group) -> None:
         """Give the group's buffers back."""
         group.memories.clear()
-        for lease in group.leases:
+        lease, group.lease = group.lease, None
+        if lease is not None:
             lease.release()
-        group.leases.clear()
+
+    def can_fill(self, block: BlockSpec) -> bool:
+        """True if the block's states belong in memory, and are not there."""
+        return block.num_elements > 0 and block.index in self._resident and block.index not in self._valid
+
+    def fill(self, block: BlockSpec) -> None:
+        """Read the block's states of the current generation into memory, if they belong there.
+
+        Raises IntegrityFailure if the bytes are not those that were written.
+        """
+        if not self.can_fill(block):
+            return
+        group = Group(block=block, number=0, start=0, stop=block.num_elements, with_weights=False)
+        memories, current = self._resident_memories(group), self._store.current()
+        group.read = join(
+            [current.read(block.index, name, 0, block.num_elements, memory) for name, memory in memories.items()]
+        )
+        self._wait_read(group)
+        self._valid.add(block.index)
+
+    def follow(self, resident_states: frozenset[int]) -> None:
+        """Let the states of these blocks stay in memory from now on, and release those of others.
+
+        The optimizer thread must not be walking.
+        """
+        self.forget_states(frozenset(self._states) - resident_states)
+        self._resident = resident_states
 
     def forget_states(self, blocks: frozenset[int] | None = None) -> None:
         """Release the resident states of these blocks, or of all: they are not those of the current generation. They
@@ -195,12 +226,27 @@ class GroupWork:
             self.waits_for = "optimizer"
         self._timeline.transfer(resource, SpanLabel.of(what, group.block, "update", group.number), ticket)
 
+    def _lease(self, num_bytes: int, purpose: str) -> Lease:
+        return self._pool.lease(num_bytes, purpose, crosses_link=False)
+
+    def _lease_for(self, group: Group, fields: Sequence[Field]) -> None:
+        """Find memory for those of the fields that have none: one buffer, in which they lie one after another."""
+        number = group.stop - group.start
+        missing = [(each.name, number * each.bytes_per_element) for each in fields if each.name not in group.memories]
+        if not missing:
+            return
+        group.lease = self._lease(sum(size for _, size in missing), f"optimizer states of {group.block.name}")
+        memory, start = group.lease.memory, 0
+        for name, size in missing:
+            group.memories[name] = memory[start : start + size]
+            start += size
+
     def _resident_memories(self, group: Group) -> dict[str, memoryview]:
         block = group.block
         leases = self._states.get(block.index)
         if leases is None:
             leases = self._states[block.index] = {
-                each.name: self._pool.lease(block.num_elements * each.bytes_per_element, f"{each.name} of {block.name}")
+                each.name: self._lease(block.num_elements * each.bytes_per_element, f"{each.name} of {block.name}")
                 for each in self._store.layout.state_fields
             }
         return {

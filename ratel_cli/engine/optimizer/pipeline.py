@@ -1,19 +1,23 @@
 """The optimizer thread: AdamW out of core, overlapped with the compute thread.
 
 The compute thread announces which updates will come, submits them, and waits for what it needs. The optimizer thread
-walks through the blocks in groups of parameters, so that its buffers hold three groups, whatever the size of a block.
-For group i, where i-1 is the next group (Ratel Fig. 3b):
+walks through the blocks in groups of parameters, so that its buffers hold a few groups, whatever the size of a block.
+With one group in flight each way, for group i, where i-1 is the next group (Ratel Fig. 3b):
 
     1. read ahead   R(i-1): master, m, v of the current generation, even before the gradient has arrived
     2. compute      C(i), when R(i) has ended and the block's update was submitted
     3. write back   W(i): queued behind R(i-1), for which C(i-1) will wait, and overlapped with C(i-1)
     4. finish       wait for W(i+1), the group before: its buffers will be those of R(i-2)
 
-So the drive always has a read or a write to do while the processor computes. The order `naive` does R(i), C(i), W(i)
-strictly one after another (Fig. 3a). Both orders give the same bits.
+So the drive always has a read or a write to do while the processor computes. With more groups in flight, as many are
+read ahead, and as many writes are waited for later: a group's transfer ends with the slowest of its drives, and the
+others have the next group to do meanwhile. The order `naive` does R(i), C(i), W(i) strictly one after another (Fig.
+3a). All orders give the same bits.
 
-Invariants: at most three groups have buffers; a block counts as written when all its writes have been waited for; a
-failure ends the walk and is raised by every later call.
+While there is nothing to update, the thread reads states that will stay in memory (`fill`), one block after another.
+
+Invariants: no more groups have buffers than `GroupShape.num_buffers`; a block counts as written when all its writes
+have been waited for; a failure ends the walk and is raised by every later call.
 """
 
 from __future__ import annotations
@@ -26,22 +30,21 @@ from typing import Literal
 from ratel_cli.closing import Closing
 from ratel_cli.engine.optimizer.groups import BlockUpdate, Group, GroupWork
 from ratel_cli.model.spec import BlockSpec
+from ratel_cli.planning.placement import GroupShape
 from ratel_cli.planning.step_time import Resource
-from ratel_cli.sizes import BLOCK_ALIGNMENT, GROUP_ELEMENTS
+from ratel_cli.sizes import BLOCK_ALIGNMENT
 
 GroupOrder = Literal["optimized", "naive"]
+_GROUPS = GroupShape()
 
 
 class UpdatePipeline(Closing):
     """Owns the optimizer thread. All methods are for the compute thread."""
 
-    def __init__(
-        self, work: GroupWork, *, order: GroupOrder = "optimized", group_elements: int = GROUP_ELEMENTS
-    ) -> None:
-        assert group_elements > 0 and group_elements % BLOCK_ALIGNMENT == 0
+    def __init__(self, work: GroupWork, *, order: GroupOrder = "optimized", groups: GroupShape = _GROUPS) -> None:
         self._work = work
         self._walk = self._walk_optimized if order == "optimized" else self._walk_naive
-        self._group_elements = group_elements
+        self._set_groups(groups)
         self._changed = Condition()  # guards everything below
         self._order: deque[BlockSpec] = deque()
         """Blocks with groups that have not begun. The next group of the first block is given by the next two."""
@@ -49,6 +52,8 @@ class UpdatePipeline(Closing):
         self._expected: set[int] = set()
         self._updates: dict[int, BlockUpdate] = {}
         """By block: updates that were submitted and are not written yet."""
+        self._to_fill: deque[BlockSpec] = deque()
+        """Blocks whose states may be read while there is nothing to update."""
         self._is_walking = False
         self._cancelled = False
         self._closed = False
@@ -65,6 +70,15 @@ class UpdatePipeline(Closing):
             self._check()
             self._order.extend(block for block in blocks if block.num_elements)
             self._expected.update(block.index for block in blocks if block.num_elements)
+            self._changed.notify_all()
+
+    def fill(self, blocks: Sequence[BlockSpec]) -> None:
+        """Read the resident states of these blocks that are not in memory, in this order, until updates come.
+
+        All blocks must be those of the current generation until they are updated.
+        """
+        with self._changed:
+            self._to_fill = deque(block for block in blocks if self._work.can_fill(block))
             self._changed.notify_all()
 
     def submit(self, update: BlockUpdate) -> None:
@@ -101,6 +115,18 @@ class UpdatePipeline(Closing):
         """The resource that the optimizer thread is waiting for or working on at this moment."""
         return self._work.waits_for
 
+    def follow(self, groups: GroupShape, *, resident_states: frozenset[int]) -> None:
+        """Update in other groups from now on, with the states of other blocks in memory.
+
+        Every submitted update must be written.
+        """
+        with self._changed:
+            self._to_fill.clear()
+            self._changed.wait_for(lambda: not self._is_walking)
+            assert not self._updates
+            self._set_groups(groups)
+        self._work.follow(resident_states)
+
     def cancel(self, updated: frozenset[int]) -> None:
         """Drop all announced and submitted updates. The shadow must be discarded afterwards.
 
@@ -124,6 +150,11 @@ class UpdatePipeline(Closing):
             self._drop()
         self._work.forget_states()
 
+    def _set_groups(self, groups: GroupShape) -> None:
+        assert groups.elements > 0 and groups.elements % BLOCK_ALIGNMENT == 0 and groups.in_flight > 0
+        self._group_elements = groups.elements
+        self._in_flight = groups.in_flight
+
     def _wait(self, condition: Callable[[], bool]) -> None:
         with self._changed:
             self._changed.wait_for(lambda: condition() or self._failure is not None)
@@ -135,6 +166,7 @@ class UpdatePipeline(Closing):
 
     def _drop(self) -> None:
         self._order.clear()
+        self._to_fill.clear()
         self._expected.clear()
         self._next_start = self._next_number = 0
         updates, self._updates = self._updates, {}
@@ -147,6 +179,7 @@ class UpdatePipeline(Closing):
         while self._begin():
             alive: list[Group] = []
             try:
+                self._fill()
                 self._walk(alive)
             except BaseException as failure:  # noqa: BLE001 - raised by the next call of the compute thread
                 with self._changed:
@@ -160,30 +193,45 @@ class UpdatePipeline(Closing):
     def _begin(self) -> bool:
         """Wait until there is a group to read. False: the thread must end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._can_begin())
+            self._changed.wait_for(lambda: self._closed or self._can_begin() or self._can_fill())
             self._is_walking = not self._closed
             return self._is_walking
+
+    def _can_fill(self) -> bool:
+        return bool(self._to_fill) and not self._order and self._failure is None and not self._cancelled
+
+    def _fill(self) -> None:
+        while True:
+            with self._changed:
+                if not self._can_fill():
+                    return
+                block = self._to_fill.popleft()
+            self._work.fill(block)
 
     def _can_begin(self) -> bool:
         return bool(self._order) and self._failure is None and not self._cancelled
 
     def _walk_optimized(self, alive: list[Group]) -> None:
         """Walk until no further group is known or all is cancelled. `alive` collects the groups that have buffers."""
-        previous: Group | None = None
-        current = self._read_next(alive)
-        while current is not None:
-            following = self._read_next(alive)
-            if previous is not None and not self._is_submitted(current):
-                self._finish(previous, alive)  # there is time, and the compute thread may wait for that block
-                previous = None
+        reading: deque[Group] = deque()
+        writing: deque[Group] = deque()
+        while True:
+            while len(reading) <= self._in_flight and (group := self._read_next(alive)) is not None:
+                reading.append(group)
+            if not reading:
+                break
+            current = reading[0]
+            if not self._is_submitted(current):  # there is time, and the compute thread may wait for these blocks
+                while writing:
+                    self._finish(writing.popleft(), alive)
             if not self._compute(current):
                 return
-            self._work.write(current)
-            if previous is not None:
-                self._finish(previous, alive)
-            previous, current = current, following or self._read_next(alive)
-        if previous is not None:
-            self._finish(previous, alive)
+            self._work.write(reading.popleft())
+            writing.append(current)
+            if len(writing) > self._in_flight:
+                self._finish(writing.popleft(), alive)
+        for group in writing:
+            self._finish(group, alive)
 
     def _walk_naive(self, alive: list[Group]) -> None:
         while (group := self._read_next(alive)) is not None and self._compute(group):

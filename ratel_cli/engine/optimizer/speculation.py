@@ -5,9 +5,9 @@ is to update each block as its gradient arrives, as if nothing were clipped, and
 square of the norm only grows as backward goes on. So as soon as the gradients that have arrived exceed the limit,
 clipping is certain and the speculation ends. Only the blocks that were updated until then were updated in vain.
 
-A step that is not clipped gains the time of its update in backward. A step that is clipped loses the share of its
-update that was done before clipping was certain. What the last steps would have gained and lost decides about the next.
-The first step speculates.
+A step that is not clipped gains the time of its update in backward. A step that is clipped loses the time and the
+writes of those updates that were done before clipping was certain. What the last steps would have gained and lost, as
+the plan predicts it (planning/clipping.py), decides about the next. The first step speculates.
 
 Invariant: clipping that is called certain is what the decision of the step finds too.
 """
@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+
+from ratel_cli.planning.clipping import SpeculationCosts
 
 _NUM_STEPS = 8
 """Steps that are looked back on."""
@@ -26,8 +28,10 @@ _CERTAIN = 1.001
 class Speculation:
     """Follows the norm of one step after another, and remembers where in backward clipping became certain."""
 
-    def __init__(self, max_norm: float, *, num_elements: int) -> None:
+    def __init__(self, max_norm: float, costs: SpeculationCosts, *, num_elements: int) -> None:
         """`num_elements`: those of all gradients of a step."""
+        self.costs = costs
+        """What speculating gains and loses under the plan that is followed."""
         self._max_norm = max_norm
         self._num_elements = num_elements
         self._lost: deque[float] = deque(maxlen=_NUM_STEPS)
@@ -38,7 +42,7 @@ class Speculation:
     @property
     def is_worthwhile(self) -> bool:
         """True if speculating would have gained at least as much as it lost, over the last steps."""
-        return self._lost.count(0.0) >= sum(self._lost)
+        return self.costs.is_worthwhile(num_unclipped=self._lost.count(0.0), vain_shares=sum(self._lost))
 
     @property
     def is_clipping_certain(self) -> bool:

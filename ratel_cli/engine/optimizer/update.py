@@ -46,6 +46,7 @@ from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import BadInput
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.model.spec import BlockSpec
+from ratel_cli.planning.clipping import COUNTED_ALIKE, SpeculationCosts
 from ratel_cli.planning.placement import Overlap, Placement
 from ratel_cli.store.store import Store
 
@@ -62,8 +63,8 @@ class UpdateSettings:
     held_in_memory_bytes: int | None
     """Host memory for held gradients. The first gradient that does not fit goes to the scratch file, and so do all
     later ones of the step. None: all stay in host memory."""
-    speculates: bool = True
-    """Whether updating blocks before it is known if the step is clipped makes a step faster that is not."""
+    speculation: SpeculationCosts | None = COUNTED_ALIKE
+    """What updating blocks before it is known if the step is clipped gains and loses; None never does it."""
     overlap: Overlap = "optimized"
     """`separate` holds all gradients until backward is over, and updates all blocks before the next step begins."""
 
@@ -99,7 +100,8 @@ class Updates:
         self._speculation: Speculation | None = None
         if settings.max_grad_norm is not None:
             num_elements = sum(block.num_elements for block in blocks)
-            self._speculation = Speculation(settings.max_grad_norm, num_elements=num_elements)
+            costs = settings.speculation or COUNTED_ALIKE
+            self._speculation = Speculation(settings.max_grad_norm, costs, num_elements=num_elements)
         self._unknown_norms: deque[BlockGradient] = deque()
         """Gradients of the arriving step whose norms are not known in host memory yet."""
         self._started: dict[int, BlockUpdate] = {}
@@ -113,6 +115,21 @@ class Updates:
         self._is_decided = False
         self.is_clipped = False
         """True if the gradients of the last decided step were clipped."""
+
+    def follow(self, settings: UpdateSettings, placement: Placement, scratch: Scratch | None) -> None:
+        """Follow another plan from the next step on. No step may be arriving.
+
+        Updates that have started are written first. Deferred ones stay deferred: a gradient that waits in an earlier
+        `scratch` is fetched from there.
+        """
+        assert not self._is_writing or self._is_decided
+        with self._timeline.stalled_on(self._pipeline.waits_for):
+            self._pipeline.wait_unfinished(at_most=0)
+        self._settings, self._placement, self._scratch = settings, placement, scratch
+        if self._speculation is not None:
+            self._speculation.costs = settings.speculation or COUNTED_ALIKE
+        self._resident.follow(placement.resident_weights)
+        self._pipeline.follow(placement.groups, resident_states=placement.resident_states)
 
     @property
     def is_unsettled(self) -> bool:
@@ -171,7 +188,9 @@ class Updates:
         if self._speculation is not None:
             self._speculation.begin()
         self._mode = self._choose_mode()
-        if self._mode != "deferred":
+        if self._mode == "deferred":
+            self._pipeline.fill(self._blocks)  # nothing is updated in this backward, so drives may be idle
+        else:
             self._begin_writing()
             self._pipeline.expect([block for block in reversed(self._blocks) if not self._is_deferred(block)])
 
@@ -269,7 +288,7 @@ class Updates:
         if settings.max_grad_norm is None:
             return "eager"
         assert self._speculation is not None
-        is_possible = settings.speculates and settings.held_in_memory_bytes is None
+        is_possible = settings.speculation is not None and settings.held_in_memory_bytes is None
         return "speculative" if is_possible and self._speculation.is_worthwhile else "deferred"
 
     def _watch_norm(self, gradient: BlockGradient) -> None:
@@ -283,6 +302,7 @@ class Updates:
         if self._mode == "speculative" and self._speculation.is_clipping_certain:
             self._discard()
             self._mode = "deferred"
+            self._pipeline.fill(self._blocks)
 
     def _is_deferred(self, block: BlockSpec) -> bool:
         return self._mode == "eager" and block.index in self._placement.deferred

@@ -19,7 +19,7 @@ from time import perf_counter
 import torch
 
 from ratel_cli.data.packing import MicroBatch
-from ratel_cli.engine.loss import loss_and_gradients, tokens_per_chunk
+from ratel_cli.engine.loss import loss_and_gradients
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.replay.tape import Replayer
 from ratel_cli.engine.state import place
@@ -27,6 +27,7 @@ from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.layer_runner import LayerCall, last_hidden_state
 from ratel_cli.model.operators import tensors_in
 from ratel_cli.model.spec import BlockSpec
+from ratel_cli.planning.activations import tokens_per_chunk
 from ratel_cli.planning.recorded import BlockSeconds, UnitRecord
 
 _NUM_RUNS = 5
@@ -51,11 +52,15 @@ class _Run:
 class BlockProfiler:
     """Runs and times a model's blocks on random weights."""
 
-    def __init__(self, model: DecoderModel, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, model: DecoderModel, *, dtype: torch.dtype, device: torch.device, chunk_tokens: int | None = None
+    ) -> None:
+        """`chunk_tokens`: tokens whose logits are computed at once; None: as many as have 64 MiB of logits."""
         model.place(device)
         self._model = model
         self._layer_runner = model.layer_runner
         self._device = device
+        self._chunk_tokens = chunk_tokens or tokens_per_chunk(model.spec.vocab_size)
         largest = max(model.spec.block_elements)
         generator = torch.Generator(device).manual_seed(0)
         self._weights = torch.empty(largest, dtype=dtype, device=device).normal_(std=_DEVIATION, generator=generator)
@@ -145,7 +150,7 @@ class BlockProfiler:
                     batch.targets,
                     parameters,
                     lambda gradients: None,
-                    chunk_tokens=tokens_per_chunk(self._model.spec.vocab_size),
+                    chunk_tokens=self._chunk_tokens,
                     num_targets=batch.num_targets,
                     loss_scale=1.0,
                 )
@@ -156,8 +161,8 @@ class BlockProfiler:
 
     def _now(self) -> float:
         """Seconds of `perf_counter` at which all work that was queued is done."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
         return perf_counter()
 
     @contextlib.contextmanager

@@ -2,7 +2,8 @@
 iteration).
 
 A step takes its recorders from a `StepRecording`; `planning.recorded` makes a model profile of the result. FLOPs are
-torch's own count (torch.utils.flop_counter). Times are of the call below autograd; on a GPU, of the work that the call
+torch's own count (torch.utils.flop_counter), except for attention: torch's formula has not known grouped heads for
+long, and does not count the CPU's kernel. Times are of the call below autograd; on a GPU, of the work that the call
 queued, between two events that are read after the step.
 
 Invariant: a recorded step computes the same bits as any other.
@@ -11,16 +12,19 @@ Invariant: a recorded step computes the same bits as any other.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from time import perf_counter
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
-from ratel_cli.engine.replay.tape import Recorder
+from ratel_cli.engine.replay.tape import RecordedOperator, Recorder
 from ratel_cli.model.operators import TorchOperator, tensors_in
 from ratel_cli.planning.recorded import OperatorRecord, UnitRecord
+from ratel_cli.sizes import PACKED_ALIGNMENT
+from ratel_cli.units import align_up
 
 
 class StepRecording:
@@ -55,6 +59,9 @@ class _TimingRecorder(Recorder):
         self._module = module
         self._path = [""]
         self._notes: list[tuple[str, int, Callable[[], float]]] = []
+        self._changes: list[tuple[int, int]] = []
+        """Storages that began, and that ended, by their serial numbers: bytes, negative at the end."""
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -67,6 +74,14 @@ class _TimingRecorder(Recorder):
 
     def record(self) -> UnitRecord:
         """The costs of this unit. On a GPU the unit must have ended."""
+        sizes = {serial: num_bytes for serial, num_bytes in self._changes if num_bytes > 0}
+
+        def saved_bytes(operator: RecordedOperator) -> int:
+            saved = (
+                align_up(sizes.get(each, 0), PACKED_ALIGNMENT) for each in self.saved.intersection(operator.writes)
+            )
+            return min(operator.output_bytes, sum(saved))
+
         return UnitRecord(
             operators=tuple(
                 OperatorRecord(
@@ -75,6 +90,7 @@ class _TimingRecorder(Recorder):
                     flops=flops,
                     seconds=seconds(),
                     num_bytes=operator.output_bytes if self.can_be_swapped(operator) else 0,
+                    saved_bytes=saved_bytes(operator) if self.can_be_swapped(operator) else 0,
                     reads=operator.reads,
                     writes=operator.writes,
                     is_needed=operator.is_needed,
@@ -84,10 +100,36 @@ class _TimingRecorder(Recorder):
             ),
             saved=frozenset(self.saved),
             saved_bytes=self.saved_bytes,
+            replay_bytes=self._most_bytes(held=False),
+            replay_held_bytes=self._most_bytes(held=True),
         )
 
+    def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        result = super().intercept(func, args, kwargs)
+        for tensor in tensors_in(result):
+            self._note_begin(tensor.untyped_storage())
+        return result
+
+    def _note_begin(self, storage: torch.UntypedStorage) -> None:
+        serial = self._serials.get(storage._cdata)
+        if serial is None or serial in self._alive or serial not in self._made or storage.device != self._device:
+            return
+        num_bytes = storage.nbytes()
+        self._changes.append((serial, num_bytes))
+        self._alive[serial] = weakref.ref(storage, lambda _: self._changes.append((serial, -num_bytes)))
+
+    def _most_bytes(self, *, held: bool) -> int:
+        """The most bytes that are alive at once when this is run again, and what autograd saves never ends. `held`:
+        all that it saves is there from the beginning."""
+        live = most = self.saved_bytes if held else 0
+        for serial, num_bytes in self._changes:
+            if serial not in self.saved or (num_bytes > 0 and not held):
+                live += num_bytes
+                most = max(most, live)
+        return most
+
     def _call(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        stop = _start_clock(any(tensor.is_cuda for tensor in tensors_in((args, kwargs))))
+        stop = _start_clock(_gpu_of((args, kwargs)))
         result = super()._call(func, args, kwargs)
         seconds = stop()
         self._notes.append((self._path[-1], _flops(func, args, kwargs, result), seconds))
@@ -100,9 +142,14 @@ class _TimingRecorder(Recorder):
         self._path.pop()
 
 
-def _start_clock(on_gpu: bool) -> Callable[[], Callable[[], float]]:
+def _gpu_of(arguments: object) -> torch.device | None:
+    """The GPU that an operator computes on; None if it has no argument there."""
+    return next((tensor.device for tensor in tensors_in(arguments) if tensor.device.type not in ("cpu", "meta")), None)
+
+
+def _start_clock(gpu: torch.device | None) -> Callable[[], Callable[[], float]]:
     """Start timing. Returns a function that stops, and returns a function that reads the seconds."""
-    if not on_gpu:
+    if gpu is None:
         start = perf_counter()
 
         def stop() -> Callable[[], float]:
@@ -110,7 +157,7 @@ def _start_clock(on_gpu: bool) -> Callable[[], Callable[[], float]]:
             return lambda: seconds
 
         return stop
-    begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begun, ended = torch.Event(gpu, enable_timing=True), torch.Event(gpu, enable_timing=True)
     begun.record()
 
     def stop_on_gpu() -> Callable[[], float]:
@@ -120,13 +167,36 @@ def _start_clock(on_gpu: bool) -> Callable[[], Callable[[], float]]:
     return stop_on_gpu
 
 
+_ATTENTION = frozenset(
+    {
+        torch.ops.aten._scaled_dot_product_flash_attention,
+        torch.ops.aten._scaled_dot_product_efficient_attention,
+        torch.ops.aten._scaled_dot_product_cudnn_attention,
+        torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    }
+)
+"""Kernels of scaled_dot_product_attention. Its plain form is made of matrix products, which count by themselves."""
+
+
 def _flops(func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object], result: object) -> int:
-    """Torch's count, and two that it lacks: attention on the CPU, and products of groups of rows (experts)."""
+    """Torch's count; our own for attention, and for products of groups of rows (experts), which torch lacks."""
     packet = getattr(func, "_overloadpacket", None)
     shapes = [tensor.shape for tensor in tensors_in(args)]
-    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-        return int(sdpa_flop_count(*shapes[:3]))
+    if packet in _ATTENTION:
+        return attention_flops(*shapes[:3])
     if packet is torch.ops.aten._grouped_mm:
         return 2 * shapes[0].numel() * shapes[1][-1]
     count = flop_registry.get(packet)
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
+
+
+def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> int:
+    """FLOPs of attention, from the shapes `[batch, heads, tokens, head_dim]` of its arguments.
+
+    Keys and values may have fewer heads, each shared by a group of query heads. As in torch's counts, a causal mask
+    saves nothing, and softmax counts nothing.
+    """
+    batch, num_heads, num_queries, head_dim = query
+    num_keys, value_dim = key[-2], value[-1]
+    return 2 * batch * num_heads * num_queries * num_keys * (head_dim + value_dim)

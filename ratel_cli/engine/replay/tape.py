@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,21 +90,21 @@ class Recorder(OperatorMode):
     """Runs a forward pass without saving activations. Run it inside `recording()`, then call `finish()`."""
 
     def __init__(self, parameters: Sequence[torch.Tensor] = (), swapped: Collection[str] = ()) -> None:
-        """`parameters`: the layer's; tensors that share their storage do not count as activations. `swapped`: keys of
-        the operators whose outputs are offloaded."""
+        """`parameters`: the layer's. `swapped`: keys of the operators whose outputs are offloaded."""
         super().__init__()
-        self._not_counted = {parameter.untyped_storage()._cdata for parameter in parameters}
         self._swapped = swapped
         self.operators: list[RecordedOperator] = []
         self.saved: set[int] = set()
         """Storages that autograd would have saved."""
         self.saved_bytes = 0
-        """Bytes of those storages, without parameters."""
+        """Bytes of those storages, without parameters and the layer's inputs."""
         self._offloaded_outputs: dict[int, tuple[torch.Tensor, ...]] = {}
         self._num_calls: Counter[str] = Counter()
         self._serials: dict[int, int] = {}
         self._num_serials = 0
         self._mutated: set[int] = set()
+        self._made: set[int] = set()
+        """Storages that an operator of the layer made: neither parameters nor inputs."""
         self._device = parameters[0].device if parameters else None
         """Only tensors on this device can be swapped; None: on any."""
         self._of_parameters = set(self._serials_of(parameters))
@@ -173,7 +173,9 @@ class Recorder(OperatorMode):
         self._num_calls[name] += 1
         tensors = tensors_in(result)
         mutable = func._schema.is_mutable
-        if func.is_view and not mutable:
+        # `_unsafe_view` is not called a view, but a tensor of its own would take its source's memory once more.
+        storages = {self._serials.get(each.untyped_storage()._cdata) for each in tensors}
+        if not mutable and (func.is_view or (storages and storages.issubset(reads))):
             return RecordedOperator(reads, (), False, False, func, key, None, 0, None)
         if not mutable:
             # A new output: its storage may have the address of a freed one, so it gets a new number.
@@ -181,6 +183,7 @@ class Recorder(OperatorMode):
                 storage = tensor.untyped_storage()._cdata
                 if self._serials.get(storage) not in reads:
                     self._serials[storage] = self._next_serial()
+                    self._made.add(self._serials[storage])
         writes = self._serials_of(tensors)
         if mutable:
             writes = writes + reads
@@ -220,19 +223,19 @@ class Recorder(OperatorMode):
         (serial,) = self._serials_of((tensor,))
         if serial not in self.saved:
             self.saved.add(serial)
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._not_counted:
-                self.saved_bytes += storage.nbytes()
+            if serial in self._made:
+                self.saved_bytes += tensor.untyped_storage().nbytes()
 
 
 class Replayer(OperatorMode):
     """Runs the recorded forward again as its tape decided. Use as a context manager."""
 
-    def __init__(self, tape: Tape, offloaded: Mapping[int, tuple[torch.Tensor, ...]] | None = None) -> None:
-        """`offloaded`: the outputs that `Recorder.finish` returned with the tape, with the same bytes."""
+    def __init__(self, tape: Tape, offloaded: MutableMapping[int, tuple[torch.Tensor, ...]] | None = None) -> None:
+        """`offloaded`: the outputs that `Recorder.finish` returned with the tape, with the same bytes. The replay takes
+        each of them out, so that nothing but the graph holds it."""
         super().__init__()
         self._tape = tape
-        self._offloaded = dict(offloaded or {})
+        self._offloaded = {} if offloaded is None else offloaded
         self._position = 0
 
     def check_complete(self) -> None:
@@ -296,8 +299,10 @@ def _generator(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Gen
     if isinstance(wanted, torch.device):
         devices.append(wanted)
     for device in devices:
-        if device.type == "cuda":
-            return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+        if device.type not in ("cpu", "meta"):
+            index = torch.accelerator.current_device_index() if device.index is None else device.index
+            generator: torch.Generator = torch.get_device_module(device).default_generators[index]
+            return generator
     return torch.default_generator
 
 

@@ -1,7 +1,7 @@
-"""What would help: a better machine, a larger batch, or the same batch in other micro-batches, each planned anew by
-itself; and what a server costs. Pure.
+"""What would help: a better machine, a larger batch, the same batch in other micro-batches, or no clipping, each
+planned anew by itself. Pure.
 
-Invariant: advice gains more than 1 % and fits. The greatest gain comes first.
+Invariant: advice gains more than 1 % and fits. The greatest gain comes first. Advice that changes the weights says so.
 """
 
 from __future__ import annotations
@@ -11,17 +11,8 @@ from dataclasses import dataclass, replace
 
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.forecast.forecast import Setting
+from ratel_cli.planning.split import LEAST_GAIN, SplitRate, best_split
 from ratel_cli.units import format_bytes
-
-LEAST_GAIN = 0.01
-"""The share of tokens per second that advice must gain."""
-
-_SERVER_DOLLARS = 14_098
-"""A commodity 4U server without GPUs and SSDs (Ratel, Table VII)."""
-_GPU_DOLLARS = 1_600
-"""An NVIDIA RTX 4090 (Table VII)."""
-_SSD_DOLLARS = 308
-"""An Intel P5510 of 3.84 TB (Table VII)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,56 +25,35 @@ class Advice:
     """The gain as a share of the tokens per second without the change."""
 
 
-def advise(setting: Setting, tokens_per_second: Callable[[Setting], float | None]) -> tuple[Advice, ...]:
-    """The changes that gain. `tokens_per_second` gives None for a setting that does not fit."""
-    now = tokens_per_second(setting)
-    if now is None:
-        return ()
-    advices: list[Advice] = []
-    split = best_split(setting, tokens_per_second)
-    if split is not None:
-        advices.append(split)
-    for change, changed in _changes(setting):
-        then = tokens_per_second(changed)
-        if then is not None and then > (1 + LEAST_GAIN) * now:
-            advices.append(Advice(change=change, tokens_per_second=then, gain=then / now - 1))
+def advise(setting: Setting, rate: Callable[[Setting], SplitRate]) -> tuple[Advice, ...]:
+    """The changes that gain; where the setting does not fit, only a split of its step that does."""
+    now = rate(setting)
+    split = None if setting.is_split_planned else other_split(setting, rate)
+    advices = [] if split is None else [split]
+    for change, changed in _changes(setting) if now.fits else ():
+        then = rate(changed)
+        if then.fits and then.tokens_per_second > (1 + LEAST_GAIN) * now.tokens_per_second:
+            gain = then.tokens_per_second / now.tokens_per_second - 1
+            advices.append(Advice(change=change, tokens_per_second=then.tokens_per_second, gain=gain))
     return tuple(sorted(advices, key=lambda advice: -advice.gain))
 
 
-def best_split(setting: Setting, tokens_per_second: Callable[[Setting], float | None]) -> Advice | None:
-    """The same tokens per step in other micro-batches. None if no other split gains, or if no smaller micro-batch fits
-    where the setting does not.
+def other_split(setting: Setting, rate: Callable[[Setting], SplitRate]) -> Advice | None:
+    """The same tokens per step in other micro-batches. None if no other split gains, or if none fits.
 
-    It goes from one divisor of the step's rows to the next while that gains. Where the setting does not fit, the gain
-    is 0: there is nothing to compare with.
+    Where the setting does not fit, the gain is 0: there is nothing to compare with.
     """
-    workload = setting.workload
-    rows = workload.micro_batch_size * workload.num_micro_batches
-
-    def rate_of(size: int) -> float | None:
-        changed = replace(workload, micro_batch_size=size, num_micro_batches=rows // size)
-        return tokens_per_second(replace(setting, workload=changed))
-
-    divisors = [number for number in range(1, rows + 1) if rows % number == 0]
-    start = divisors.index(workload.micro_batch_size)
-    now = best = tokens_per_second(setting)
-    chosen: int | None = None
-    smaller, larger = divisors[:start][::-1], divisors[start + 1 :]
-    for size in smaller:
-        then = rate_of(size)
-        if then is not None and (best is None or then > best):
-            best, chosen = then, size
-        elif best is not None:
-            break
-    for size in larger if now is not None else ():
-        then = rate_of(size)
-        if then is None or best is None or then <= best:
-            break
-        best, chosen = then, size
-    if chosen is None or best is None or (now is not None and best <= (1 + LEAST_GAIN) * now):
+    now = rate(setting)
+    best = best_split(setting.workload, lambda workload: rate(replace(setting, workload=workload)))
+    if not best.fits or (now.fits and best.tokens_per_second <= (1 + LEAST_GAIN) * now.tokens_per_second):
         return None
-    change = f"micro_batch_size: {chosen}, gradient_accumulation_steps: {rows // chosen} (the same tokens per step)"
-    return Advice(change=change, tokens_per_second=best, gain=0.0 if now is None else best / now - 1)
+    workload = best.workload
+    change = (
+        f"micro_batch_size: {workload.micro_batch_size}, "
+        f"gradient_accumulation_steps: {workload.num_micro_batches} (the same tokens per step)"
+    )
+    gain = best.tokens_per_second / now.tokens_per_second - 1 if now.fits else 0.0
+    return Advice(change=change, tokens_per_second=best.tokens_per_second, gain=gain)
 
 
 def with_drives(hardware: HardwareProfile, count: int) -> HardwareProfile:
@@ -102,11 +72,6 @@ def with_drives(hardware: HardwareProfile, count: int) -> HardwareProfile:
             endurance_tb_written=None if nvme.endurance_tb_written is None else times * nvme.endurance_tb_written,
         ),
     )
-
-
-def server_dollars(*, num_gpus: int, num_ssds: int) -> int:
-    """The price of the Ratel paper's commodity server with this many RTX 4090 and SSDs (Table VII)."""
-    return _SERVER_DOLLARS + _GPU_DOLLARS * num_gpus + _SSD_DOLLARS * num_ssds
 
 
 def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
@@ -130,9 +95,15 @@ def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
             host_limit_bytes=None if limit_bytes is None else 2 * limit_bytes,
         ),
     )
+    if setting.wear != "ignore":
+        yield "storage.wear: ignore (more is written)", replace(setting, wear="ignore")
     rows, number = 2 * workload.micro_batch_size, 2 * workload.num_micro_batches
-    yield f"micro_batch_size: {rows}", replace(setting, workload=replace(workload, micro_batch_size=rows))
-    yield (
-        f"gradient_accumulation_steps: {number}",
-        replace(setting, workload=replace(workload, num_micro_batches=number)),
-    )
+    more = replace(setting, workload=replace(workload, num_micro_batches=number))
+    if setting.is_split_planned:
+        yield f"tokens_per_step: {more.workload.tokens}", more
+    else:
+        yield f"micro_batch_size: {rows}", replace(setting, workload=replace(workload, micro_batch_size=rows))
+        yield f"gradient_accumulation_steps: {number}", more
+    # A plan's time is that of a clipped step, so this is what clipping costs such a step.
+    words = "trains other weights; the gain is that of a clipped step"
+    yield f"max_grad_norm: null ({words})", replace(setting, clips=False)

@@ -13,6 +13,8 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.papers.prefix import Equations
 from ratel_cli.planning.placement import Workload
 from ratel_cli.planning.prediction import Prediction
+from ratel_cli.planning.split import SplitRate
+from ratel_cli.planning.wear import WearPolicy
 
 TierName = Literal["GPU", "RAM", "NVMe", "snapshot"]
 
@@ -25,8 +27,15 @@ class Setting:
     hardware: HardwareProfile
     host_limit_bytes: int | None = None
     """Host memory that the user allows; None takes it from the machine."""
+    wear: WearPolicy = "ignore"
     num_steps: int | None = None
     """Steps of the run; None if that depends on the data."""
+    clips: bool = True
+    """False: gradients are not clipped, whatever the config says."""
+    chunk_bytes: int | None = None
+    """Logits that the head computes at once, in fp32; None leaves it to the plan."""
+    is_split_planned: bool = False
+    """Whether the plan chose how the step is split into micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +74,15 @@ class Forecast:
         return not self.shortfalls
 
     @property
+    def split_rate(self) -> SplitRate:
+        """What this split of the step gives, for the search among all splits."""
+        return SplitRate(
+            workload=self.setting.workload,
+            tokens_per_second=self.prediction.tokens_per_second,
+            shortfall_bytes=sum(tier.shortfall_bytes for tier in self.tiers),
+        )
+
+    @property
     def run_seconds(self) -> float | None:
         """Seconds of the run; None if the number of steps is not known."""
         steps = self.setting.num_steps
@@ -88,6 +106,7 @@ class Forecast:
         time, traffic = prediction.time, prediction.traffic
         return {
             "model": prediction.model_json(),
+            "workload": {**asdict(prediction.workload), "is_split_planned": self.setting.is_split_planned},
             "hardware": self.setting.hardware.to_json(),
             "activations": prediction.activations_json(),
             "time": {
@@ -108,7 +127,7 @@ class Forecast:
             },
             "throughput": prediction.throughput_json(),
             "wear": {
-                "tb_written_per_step": traffic.written_bytes / 1e12,
+                **prediction.wear_json(),
                 "tb_written_per_run": self.run_tb_written,
                 "endurance_share": self.endurance_share,
             },

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ratel_cli.errors import DoesNotFit
-from ratel_cli.hardware.spec import margin_bytes
+from ratel_cli.hardware.spec import margin_bytes, plannable_gpu_bytes
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.capacity import check_device_memory
 from ratel_cli.planning.forecast.forecast import Depth, Forecast, Setting, Tier
 from ratel_cli.planning.forecast.ratel_equations import RatelEquations
+from ratel_cli.planning.head_chunk import best_chunk, with_chunk
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.papers.prefix import Equations
 from ratel_cli.planning.placement import Placement, StateBytes
@@ -31,8 +32,10 @@ class RatelForecaster:
     profile: ModelProfile
     state: StateBytes
     decisions: Decisions
-    """Their `host_limit_bytes` is not used: it depends on the setting."""
+    """Their `host_limit_bytes` and `wear` are not used: they depend on the setting."""
     process_bytes: int
+    estimate: ModelProfile | None = None
+    """Where `profile` was recorded, the one from shapes alone: a new run chooses the chunks of its head by that."""
 
     def forecast(self, setting: Setting) -> Forecast:
         """The plan as a forecast; of a run that does not fit, the plan for just as much memory as it takes."""
@@ -40,6 +43,7 @@ class RatelForecaster:
 
     def plan(self, setting: Setting) -> Plan:
         """The plan for this setting. Where the run does not fit, limits are raised until it does."""
+        setting = self._chunked(setting)
         limit_bytes, device_limit_bytes = host_limit_bytes(setting), self._device_limit_bytes(setting)
         while True:
             try:
@@ -51,11 +55,21 @@ class RatelForecaster:
                 else:
                     limit_bytes += failure.shortfall_bytes
 
+    def chunk_bytes(self, setting: Setting) -> int:
+        """The logits that a run with this setting would compute at once if it began now."""
+        if setting.chunk_bytes is not None:
+            return setting.chunk_bytes
+        limit_bytes, device_limit_bytes = host_limit_bytes(setting), self._device_limit_bytes(setting)
+        problem = self._problem(setting, limit_bytes=limit_bytes, device_limit_bytes=device_limit_bytes)
+        estimate = (self.estimate or self.profile).of_tokens(setting.workload.micro_batch_tokens)
+        return best_chunk(replace(problem, profile=estimate))
+
     def equations(self, setting: Setting) -> Equations:
         """Equations whose transfers run as far ahead as planned.
 
         Memory that the plan gives to resident weights and states is available to activations.
         """
+        setting = self._chunked(setting)
         plan = self.plan(setting)
         problem = self._problem(setting, limit_bytes=plan.decisions.host_limit_bytes)
         bare = replace(
@@ -98,10 +112,11 @@ class RatelForecaster:
 
     def _has_memory(self, setting: Setting) -> bool:
         """Whether the placement that takes the least memory fits. It takes the same for every depth."""
-        problem = self._problem(setting, limit_bytes=host_limit_bytes(setting))
+        device_limit_bytes = self._device_limit_bytes(setting)
+        problem = self._problem(setting, limit_bytes=host_limit_bytes(setting), device_limit_bytes=device_limit_bytes)
         try:
             memory = problem.evaluate(Placement(spilled_units=self._spillable_units(setting))).memory
-            check_device_memory(memory, self._device_limit_bytes(setting))
+            check_device_memory(memory, device_limit_bytes)
         except DoesNotFit:
             return False
         return True
@@ -111,23 +126,39 @@ class RatelForecaster:
         return (self.spec.num_layers - 1) * setting.workload.num_micro_batches
 
     def _problem(self, setting: Setting, *, limit_bytes: int, device_limit_bytes: int | None = None) -> Problem:
+        decisions = self.decisions
         return Problem(
             spec=self.spec,
             state=self.state,
             workload=setting.workload,
             profile=self._profile(setting),
             hardware=setting.hardware,
-            decisions=replace(self.decisions, host_limit_bytes=limit_bytes, device_limit_bytes=device_limit_bytes),
+            decisions=replace(
+                decisions,
+                holds_gradients=decisions.in_place or (decisions.holds_gradients and setting.clips),
+                host_limit_bytes=limit_bytes,
+                device_limit_bytes=device_limit_bytes,
+                wear=setting.wear,
+            ),
             process_bytes=self.process_bytes,
         )
+
+    def _chunked(self, setting: Setting) -> Setting:
+        """The setting with the chunks of the head that it names, or that the plan chooses."""
+        chunk_bytes = self.chunk_bytes(setting)
+        workload = with_chunk(self.spec, setting.workload, chunk_bytes)
+        return replace(setting, chunk_bytes=chunk_bytes, workload=workload)
 
     def _profile(self, setting: Setting) -> ModelProfile:
         return self.profile.of_tokens(setting.workload.micro_batch_tokens)
 
     def _device_limit_bytes(self, setting: Setting) -> int | None:
-        """The limit that the user set, else the GPU's memory less a margin; None for a CPU."""
-        if self.decisions.device_limit_bytes is not None or setting.hardware.link is None:
-            return self.decisions.device_limit_bytes
+        """What a plan may use of the limit that the user set, else the GPU's memory less a margin; None for a CPU."""
+        wanted_bytes = self.decisions.device_limit_bytes
+        if setting.hardware.link is None:
+            return wanted_bytes
+        if wanted_bytes is not None:
+            return plannable_gpu_bytes(wanted_bytes)
         memory_bytes = setting.hardware.gpu.memory_bytes
         return memory_bytes - margin_bytes(memory_bytes)
 
@@ -141,12 +172,14 @@ def host_limit_bytes(setting: Setting) -> int:
 
 
 def _forecast(plan: Plan, setting: Setting, *, device_limit_bytes: int | None) -> Forecast:
+    smaller = "tokens_per_step" if setting.is_split_planned else "micro_batch_size"
+    fewer = "" if setting.is_split_planned else ", gradient_accumulation_steps"
     tiers = [
         Tier(
             name="RAM",
             need_bytes=plan.memory.total,
             have_bytes=host_limit_bytes(setting),
-            remedy="raise limits.host_memory, or lower micro_batch_size, gradient_accumulation_steps or sequence_len",
+            remedy=f"raise limits.host_memory, or lower {smaller}{fewer} or sequence_len",
         ),
         Tier(
             name="NVMe",
@@ -156,7 +189,7 @@ def _forecast(plan: Plan, setting: Setting, *, device_limit_bytes: int | None) -
         ),
     ]
     if device_limit_bytes is not None:
-        remedy = "raise limits.gpu_memory, or lower micro_batch_size or sequence_len"
+        remedy = f"raise limits.gpu_memory, or lower {smaller} or sequence_len"
         gpu = Tier(name="GPU", need_bytes=plan.memory.device, have_bytes=device_limit_bytes, remedy=remedy)
         tiers.insert(0, gpu)
     prediction = replace(plan, time=plan.time.with_update_in_backward)

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from ratel_cli.planning.forecast.advice import Advice, advise, best_split, server_dollars, with_drives
+from ratel_cli.planning.forecast.advice import Advice, advise, other_split, with_drives
 from ratel_cli.planning.forecast.forecast import Setting
 from ratel_cli.planning.placement import Workload
+from ratel_cli.planning.split import SplitRate
 from ratel_cli.units import GIB
 from tests.hardware.profiles import WITH_GPU
 
@@ -19,18 +20,28 @@ def changes(advices: tuple[Advice, ...]) -> list[str]:
     return [advice.change for advice in advices]
 
 
+def rate_of(setting: Setting, tokens_per_second: float | None) -> SplitRate:
+    """None: it does not fit."""
+    return SplitRate(
+        workload=setting.workload,
+        tokens_per_second=tokens_per_second or 50.0,
+        shortfall_bytes=0 if tokens_per_second else GIB,
+    )
+
+
 def test_each_change_is_tried_by_itself() -> None:
     tried: list[Setting] = []
 
-    def note(setting: Setting) -> float:
+    def note(setting: Setting) -> SplitRate:
         tried.append(setting)
-        return 1.0
+        return rate_of(setting, 1.0)
 
     assert advise(SETTING, note) == ()
-    now, again, fewer, more, drive, memory, rows, number = tried
+    now, again, *splits, drive, memory, rows, number, unclipped = tried
     assert now is again is SETTING
-    assert fewer == replace(SETTING, workload=replace(SETTING.workload, micro_batch_size=1, num_micro_batches=6))
-    assert more == replace(SETTING, workload=replace(SETTING.workload, micro_batch_size=3, num_micro_batches=2))
+    sizes = [(each.workload.micro_batch_size, each.workload.num_micro_batches) for each in splits]
+    assert sizes == [(1, 6), (2, 3), (3, 2), (6, 1)]
+    assert all(replace(each, workload=SETTING.workload) == SETTING for each in splits)
     assert drive == replace(SETTING, hardware=with_drives(WITH_GPU, 3))
     assert memory.workload == SETTING.workload
     assert memory.hardware.host.memory_bytes == 256 * GIB
@@ -38,23 +49,36 @@ def test_each_change_is_tried_by_itself() -> None:
     assert memory.host_limit_bytes is None
     assert rows == replace(SETTING, workload=replace(SETTING.workload, micro_batch_size=4))
     assert number == replace(SETTING, workload=replace(SETTING.workload, num_micro_batches=6))
+    assert unclipped == replace(SETTING, clips=False)
+
+
+def test_advice_not_to_clip_says_that_it_changes_the_weights() -> None:
+    [advice] = advise(SETTING, lambda setting: rate_of(setting, 100.0 if setting.clips else 150.0))
+    assert advice.change.startswith("max_grad_norm: null (trains other weights")
+    assert advice.gain == 0.5
+
+
+def test_where_the_plan_chose_the_split_only_the_step_can_grow() -> None:
+    planned = replace(SETTING, is_split_planned=True)
+    advices = advise(planned, lambda setting: rate_of(setting, float(setting.workload.tokens)))
+    assert changes(advices) == ["tokens_per_step: 768"]
 
 
 def test_a_limit_of_the_user_s_is_doubled_with_the_memory() -> None:
     limited = replace(SETTING, host_limit_bytes=8 * GIB)
-    advices = advise(limited, lambda setting: float(setting.host_limit_bytes or 0))
+    advices = advise(limited, lambda setting: rate_of(setting, float(setting.host_limit_bytes or 0)))
     assert advices == (Advice(change="twice the RAM, 16.0 GiB", tokens_per_second=16 * GIB, gain=1.0),)
 
 
 def test_the_greatest_gain_comes_first_and_small_ones_are_left_out() -> None:
-    def rate(setting: Setting) -> float:
+    def rate(setting: Setting) -> SplitRate:
+        known = {(2, 3): 100.0, (4, 3): 150.0, (2, 6): 99.0, (1, 6): 90.0, (3, 2): 110.0, (6, 1): 101.0}
+        found = known[setting.workload.micro_batch_size, setting.workload.num_micro_batches]
         if setting.hardware.nvme.num_devices == 3:
-            return 102.0
+            found = 102.0
         if setting.hardware.host.memory_bytes > WITH_GPU.host.memory_bytes:
-            return 101.0
-        return {(2, 3): 100.0, (4, 3): 150.0, (2, 6): 99.0, (1, 6): 90.0, (3, 2): 110.0, (6, 1): 101.0}[
-            setting.workload.micro_batch_size, setting.workload.num_micro_batches
-        ]
+            found = 101.0
+        return rate_of(setting, found)
 
     advices = advise(SETTING, rate)
     assert changes(advices) == [
@@ -65,30 +89,40 @@ def test_the_greatest_gain_comes_first_and_small_ones_are_left_out() -> None:
     assert [advice.gain for advice in advices] == pytest.approx([0.5, 0.1, 0.02])
 
 
+def test_writing_more_is_advice_where_the_rule_for_wear_holds_it_back() -> None:
+    def rate(setting: Setting) -> SplitRate:
+        return rate_of(setting, 105.0 if setting.wear == "ignore" else 100.0)
+
+    for wear in ("save", "balanced"):
+        assert changes(advise(replace(SETTING, wear=wear), rate)) == ["storage.wear: ignore (more is written)"]
+    assert advise(SETTING, rate) == ()
+
+
 @pytest.mark.parametrize(
     ("rates", "wanted"),
     [
         ({4: 10.0, 2: 11.0, 1: 12.0, 8: 9.0}, 1),
         ({4: 10.0, 2: 11.0, 1: 10.5, 8: 9.0}, 2),
-        ({4: 10.0, 2: 9.0, 1: 20.0, 8: 12.0}, 8),
+        ({4: 10.0, 2: 9.0, 1: 20.0, 8: 12.0}, 1),
         ({4: 10.0, 2: 10.05}, None),
         ({4: 10.0}, None),
         ({1: 3.0}, 1),
         ({2: 3.0, 1: 2.0}, 2),
-        ({8: 3.0}, None),
+        ({2: 3.0, 1: 3.01}, 2),
+        ({8: 3.0}, 8),
         ({}, None),
     ],
 )
 def test_the_fastest_split_that_fits(rates: dict[int, float], wanted: int | None) -> None:
-    """Of 8 rows in micro-batches of 4. What is not listed does not fit; more never does where less does not."""
+    """Of 8 rows in micro-batches of 4. What is not listed does not fit."""
     setting = replace(SETTING, workload=replace(SETTING.workload, micro_batch_size=4, num_micro_batches=2))
 
-    def rate(each: Setting) -> float | None:
+    def rate(each: Setting) -> SplitRate:
         workload = each.workload
         assert workload.micro_batch_size * workload.num_micro_batches == 8
-        return rates.get(workload.micro_batch_size)
+        return rate_of(each, rates.get(workload.micro_batch_size))
 
-    split = best_split(setting, rate)
+    split = other_split(setting, rate)
     if wanted is None:
         assert split is None
         return
@@ -99,8 +133,12 @@ def test_the_fastest_split_that_fits(rates: dict[int, float], wanted: int | None
 
 
 def test_what_does_not_fit_is_no_help() -> None:
-    assert advise(SETTING, lambda setting: 1.0 if setting is SETTING else None) == ()
-    assert advise(SETTING, lambda setting: None if setting is SETTING else 1.0) == ()
+    def fits(setting: Setting, *, is_asked: bool) -> SplitRate:
+        return rate_of(setting, 1.0 if (setting == SETTING) == is_asked else None)
+
+    assert advise(SETTING, lambda setting: fits(setting, is_asked=True)) == ()
+    [split] = advise(SETTING, lambda setting: fits(setting, is_asked=False))
+    assert split.change.startswith("micro_batch_size: 6, "), "only a split helps what does not fit"
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -117,9 +155,3 @@ def test_drives_have_their_share(count: int) -> None:
 def test_an_unknown_rating_stays_unknown() -> None:
     unrated = replace(WITH_GPU, nvme=replace(WITH_GPU.nvme, endurance_tb_written=None))
     assert with_drives(unrated, 5).nvme.endurance_tb_written is None
-
-
-@pytest.mark.parametrize(("num_gpus", "num_ssds"), [(0, 0), (1, 12), (4, 1), (4, 6), (4, 12)])
-def test_price_of_a_server(num_gpus: int, num_ssds: int) -> None:
-    """Ratel, Table VII."""
-    assert server_dollars(num_gpus=num_gpus, num_ssds=num_ssds) == 14_098 + 1_600 * num_gpus + 308 * num_ssds

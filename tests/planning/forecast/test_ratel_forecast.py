@@ -10,6 +10,7 @@ from ratel_cli.hardware.spec import margin_bytes
 from ratel_cli.model.spec import LayerTraits
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster, host_limit_bytes
+from ratel_cli.planning.head_chunk import best_chunk, with_chunk
 from ratel_cli.planning.plan import make_plan
 from ratel_cli.planning.problem import Problem
 from ratel_cli.units import GIB, MIB
@@ -21,21 +22,21 @@ from tests.planning.shapes import BFLOAT16
 def test_a_forecast_is_the_plan_of_a_run() -> None:
     forecaster, asked = ratel_forecaster(), setting(num_steps=10)
     memory_bytes = asked.hardware.gpu.memory_bytes
-    plan = make_plan(
-        Problem(
-            spec=forecaster.spec,
-            state=forecaster.state,
-            workload=asked.workload,
-            profile=forecaster.profile,
-            hardware=asked.hardware,
-            decisions=replace(
-                forecaster.decisions,
-                host_limit_bytes=64 * GIB,
-                device_limit_bytes=memory_bytes - margin_bytes(memory_bytes),
-            ),
-            process_bytes=forecaster.process_bytes,
-        )
+    problem = Problem(
+        spec=forecaster.spec,
+        state=forecaster.state,
+        workload=asked.workload,
+        profile=forecaster.profile,
+        hardware=asked.hardware,
+        decisions=replace(
+            forecaster.decisions,
+            host_limit_bytes=64 * GIB,
+            device_limit_bytes=memory_bytes - margin_bytes(memory_bytes),
+        ),
+        process_bytes=forecaster.process_bytes,
     )
+    chunked = with_chunk(problem.spec, problem.workload, best_chunk(problem))
+    plan = make_plan(replace(problem, workload=chunked))
     forecast = forecaster.forecast(asked)
     assert forecast.fits
     assert forecast.prediction.time.total == plan.time.total
@@ -50,6 +51,16 @@ def test_a_forecast_is_the_plan_of_a_run() -> None:
     assert predicted["activations"] == planned["activations"]
     assert predicted["throughput"] == planned["throughput"]
     assert predicted["model"] == planned["model"]
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_a_run_that_does_not_clip_holds_no_gradients_unless_it_writes_in_place(num_slots: int) -> None:
+    forecaster, asked = ratel_forecaster(), setting()
+    forecaster = replace(forecaster, decisions=replace(forecaster.decisions, num_slots=num_slots))
+    free = replace(forecaster, decisions=replace(forecaster.decisions, holds_gradients=False))
+    clipped, unclipped = (forecaster.plan(replace(asked, clips=clips)) for clips in (True, False))
+    assert unclipped == (clipped if num_slots == 1 else free.plan(asked))
+    assert (unclipped.time.total < clipped.time.total) == (num_slots == 2)
 
 
 def test_the_run_is_its_steps() -> None:
@@ -92,7 +103,8 @@ def test_a_gpu_has_its_own_memory_and_a_cpu_only_a_budget() -> None:
     [gpu, *_] = ratel_forecaster().forecast(setting()).tiers
     assert (gpu.name, gpu.have_bytes) == ("GPU", 24 * GIB - 24 * GIB // 20)
     [gpu, *_] = ratel_forecaster(device_limit_bytes=MIB).forecast(setting()).tiers
-    assert (gpu.have_bytes, gpu.shortfall_bytes) == (MIB, gpu.need_bytes - MIB)
+    assert gpu.have_bytes == MIB - MIB // 25, "torch's allocator needs the rest"
+    assert gpu.shortfall_bytes == gpu.need_bytes - gpu.have_bytes
     names = [tier.name for tier in ratel_forecaster().forecast(setting(WITHOUT_GPU)).tiers]
     assert names == ["RAM", "NVMe"]
     limited = ratel_forecaster(device_limit_bytes=MIB).forecast(setting(WITHOUT_GPU))
@@ -143,6 +155,7 @@ def test_the_deepest_fits_and_a_deeper_one_does_not(holds_gradients: bool) -> No
     machine = paper_machine()
     machine = replace(machine, nvme=replace(machine.nvme, free_bytes=20 * GIB))
     gpu_bytes = ratel_forecaster(device_limit_bytes=MIB).forecast(setting(machine)).prediction.gpu_bytes
+    gpu_bytes += gpu_bytes // 24 + 1
     small = ratel_forecaster(holds_gradients=holds_gradients, device_limit_bytes=gpu_bytes)
     limit_bytes = small.forecast(setting(machine, host_limit_bytes=MIB)).prediction.host_bytes
     asked = setting(machine, host_limit_bytes=limit_bytes)

@@ -1,4 +1,4 @@
-"""A CUDA device for the engine: one stream computes, one uploads, one downloads.
+"""A GPU for the engine: one stream computes, one downloads, and each lane of uploads has one.
 
 Four rules order the streams:
 
@@ -11,9 +11,12 @@ Four rules order the streams:
        until those that remain take no more memory than that call allows (none, unless it says so): so a download is
        overlapped with the computing of the next one's tensors
 
-Host memory that is registered with CUDA (io/pinning.py) is copied while the host continues. Copies of other memory
+Host memory that is registered with the GPU (io/pinning.py) is copied while the host continues. Copies of other memory
 are as correct, but the host waits for them. Spans and stalls are timed by events on the streams; `collect` records
 them in the timeline.
+
+Streams and events are those of the GPU's device module (`torch.cuda` for NVIDIA and AMD): they are `torch.Stream` and
+`torch.Event`, but CUDA's events also know how to let a waiting thread sleep. Everything else is `torch.accelerator`.
 
 Invariants: those of `engine.device.device`. Apart from opening and closing, the host waits for the GPU only in `wait`
 and `collect`, and in copies of memory that is not registered.
@@ -23,15 +26,16 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import torch
 
 from ratel_cli.closing import Closing
-from ratel_cli.engine.device.device import DeviceBuffer, Download, Moment
+from ratel_cli.engine.device.device import DeviceBuffer, Download, Moment, UploadLane
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import BadInput, DoesNotFit, first_line
 from ratel_cli.io.views import view
@@ -45,10 +49,10 @@ _NOT_DETERMINISTIC = ("does not have a deterministic implementation", "this oper
 class _Clock:
     """Translates times of events to the host's clock, from one moment that both have measured."""
 
-    event: torch.cuda.Event
+    event: torch.Event
     seconds: float
 
-    def at(self, event: torch.cuda.Event) -> float:
+    def at(self, event: torch.Event) -> float:
         """When an event happened, in seconds of `perf_counter`. The event must be over."""
         return self.seconds + float(self.event.elapsed_time(event)) / 1e3
 
@@ -61,8 +65,8 @@ class _Measured:
     label: SpanLabel | None
     """The label of the work; None for a stall of computing on the resource."""
     clock: _Clock
-    start: torch.cuda.Event
-    end: torch.cuda.Event
+    start: torch.Event
+    end: torch.Event
 
     def record_in(self, timeline: Timeline) -> None:
         start, end = self.clock.at(self.start), self.clock.at(self.end)
@@ -73,15 +77,15 @@ class _Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class _CudaBuffer:
+class _GpuBuffer:
     values: torch.Tensor
     """Flat uint8 `[bytes]`."""
-    free: torch.cuda.Event
+    free: torch.Event
     """Over when all work has ended that was queued before and may still use the memory."""
 
 
-class _CudaUpload:
-    def __init__(self, device: CudaDevice, values: torch.Tensor, end: torch.cuda.Event) -> None:
+class _GpuUpload:
+    def __init__(self, device: GpuDevice, values: torch.Tensor, end: torch.Event) -> None:
         self._device = device
         self._values = values
         self._end = end
@@ -93,9 +97,12 @@ class _CudaUpload:
     def wait(self) -> None:
         _wait(self._end)
 
+    def give_up(self) -> Callable[[], None]:
+        return partial(_wait, self._end)
 
-class _CudaDownload:
-    def __init__(self, end: torch.cuda.Event) -> None:
+
+class _GpuDownload:
+    def __init__(self, end: torch.Event) -> None:
         self.end = end
 
     @property
@@ -110,7 +117,7 @@ class _CudaDownload:
 class _Leaving:
     """A download whose tensors are held."""
 
-    end: torch.cuda.Event
+    end: torch.Event
     tensors: list[torch.Tensor]
 
     @property
@@ -119,26 +126,30 @@ class _Leaving:
         return sum(tensor.nbytes for tensor in self.tensors)
 
 
-class CudaDevice(Closing):
+class GpuDevice(Closing):
     """One GPU as a `Device`. Use as a context manager."""
 
     is_host = False
 
     def __init__(self, device: torch.device, timeline: Timeline, *, limit_bytes: int | None = None) -> None:
         """`limit_bytes`: the most that torch may allocate on the GPU while this is open; None sets no limit."""
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self.torch_device = torch.device("cuda", index)
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        self.torch_device = torch.device(device.type, index)
+        self._module = torch.get_device_module(self.torch_device)
         self._timeline = timeline
         self._is_limited = limit_bytes is not None
         if limit_bytes is not None:
-            total_bytes = torch.cuda.get_device_properties(self.torch_device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), self.torch_device)
-        self._compute = torch.cuda.current_stream(self.torch_device)
-        self._up = torch.cuda.Stream(self.torch_device)
-        self._down = torch.cuda.Stream(self.torch_device)
+            total_bytes = self._module.get_device_properties(self.torch_device).total_memory
+            self._module.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), self.torch_device)
+        self._compute: torch.Stream = self._module.current_stream(self.torch_device)
+        self._up: dict[UploadLane, torch.Stream] = {
+            "weights": self._module.Stream(self.torch_device),
+            "activations": self._module.Stream(self.torch_device),
+        }
+        self._down: torch.Stream = self._module.Stream(self.torch_device)
         self._downloading: deque[_Leaving] = deque()
         """Downloads whose tensors are held, the oldest first."""
-        self._open_span: tuple[SpanLabel, torch.cuda.Event] | None = None
+        self._open_span: tuple[SpanLabel, torch.Event] | None = None
         """The span of computing that is open, and where it begins or goes on."""
         self._measured: list[_Measured] = []
         """Not in the timeline yet."""
@@ -146,35 +157,42 @@ class CudaDevice(Closing):
 
     def reserve(self, num_bytes: int) -> DeviceBuffer:
         values = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
-        return _CudaBuffer(values, _record(self._compute))
+        return _GpuBuffer(values, _record(self._compute))
 
     def upload(
-        self, memory: memoryview, buffer: DeviceBuffer, label: SpanLabel, *, after: Download | None = None
-    ) -> _CudaUpload:
-        assert isinstance(buffer, _CudaBuffer)
-        self._up.wait_event(buffer.free)
+        self,
+        memory: memoryview,
+        buffer: DeviceBuffer,
+        label: SpanLabel,
+        *,
+        lane: UploadLane = "weights",
+        after: Download | None = None,
+    ) -> _GpuUpload:
+        assert isinstance(buffer, _GpuBuffer)
+        stream = self._up[lane]
+        stream.wait_event(buffer.free)
         if after is not None:
-            assert isinstance(after, _CudaDownload)
-            self._up.wait_event(after.end)
-        start = _record(self._up)
-        with torch.cuda.stream(self._up):
+            assert isinstance(after, _GpuDownload)
+            stream.wait_event(after.end)
+        start = _record(stream)
+        with self._module.stream(stream):
             buffer.values.copy_(view(memory, torch.uint8), non_blocking=True)
-        return _CudaUpload(self, buffer.values, self._measure("up", label, start, self._up))
+        return _GpuUpload(self, buffer.values, self._measure("up", label, start, stream))
 
     def download(
         self, pieces: Sequence[tuple[torch.Tensor, memoryview]], label: SpanLabel, *, beside_bytes: int = 0
-    ) -> _CudaDownload:
+    ) -> _GpuDownload:
         while sum(leaving.num_bytes for leaving in self._downloading) > beside_bytes:
             self.wait_in_stream("down", self._downloading[0].end)
             self._downloading.popleft()
         self._down.wait_event(_record(self._compute))
         start = _record(self._down)
-        with torch.cuda.stream(self._down):
+        with self._module.stream(self._down):
             for tensor, memory in pieces:
                 view(memory, torch.uint8).copy_(tensor, non_blocking=True)
         end = self._measure("down", label, start, self._down)
         self._downloading.append(_Leaving(end, [tensor for tensor, _ in pieces]))
-        return _CudaDownload(end)
+        return _GpuDownload(end)
 
     @contextmanager
     def computing(self, label: SpanLabel) -> Iterator[None]:
@@ -204,7 +222,7 @@ class CudaDevice(Closing):
             self._downloading.popleft()
         self._clock = self._set_clock()
 
-    def wait_in_stream(self, cause: Resource, end: torch.cuda.Event) -> None:
+    def wait_in_stream(self, cause: Resource, end: torch.Event) -> None:
         """Make everything that is computed from now on wait for the end of a transfer; the host does not wait."""
         if end.query():
             return
@@ -217,12 +235,12 @@ class CudaDevice(Closing):
 
     def close(self) -> None:
         """Wait for what is queued, and lift the memory limit. Idempotent."""
-        torch.cuda.synchronize(self.torch_device)
+        torch.accelerator.synchronize(self.torch_device)
         self._measured.clear()
         self._downloading.clear()
         if self._is_limited:
             self._is_limited = False
-            torch.cuda.set_per_process_memory_fraction(1.0, self.torch_device)
+            self._module.set_per_process_memory_fraction(1.0, self.torch_device)
 
     def _interrupt_span(self) -> SpanLabel | None:
         """End the open span of computing here. Returns its label; None if none is open."""
@@ -234,8 +252,8 @@ class CudaDevice(Closing):
         return label
 
     def _measure(
-        self, resource: Resource, label: SpanLabel | None, start: torch.cuda.Event, stream: torch.cuda.Stream
-    ) -> torch.cuda.Event:
+        self, resource: Resource, label: SpanLabel | None, start: torch.Event, stream: torch.Stream
+    ) -> torch.Event:
         """Note what the stream does from `start` to here, for `collect`. Returns the event at its end."""
         end = _record(stream)
         self._measured.append(_Measured(resource, label, self._clock, start, end))
@@ -266,14 +284,18 @@ def translate_errors(what: str) -> Iterator[None]:
         ) from error
 
 
-def _record(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    # Blocking: a thread that waits sleeps, and leaves its core to AdamW.
-    event = torch.cuda.Event(enable_timing=True, blocking=True)
+def _record(stream: torch.Stream) -> torch.Event:
+    # Blocking: a thread that waits sleeps, and leaves its core to AdamW. Only CUDA's own events offer it.
+    event: torch.Event = (
+        torch.cuda.Event(enable_timing=True, blocking=True)
+        if stream.device.type == "cuda"
+        else torch.Event(stream.device, enable_timing=True)
+    )
     event.record(stream)
     return event
 
 
-def _wait(event: torch.cuda.Event) -> None:
+def _wait(event: torch.Event) -> None:
     if not event.query():
         event.synchronize()
 

@@ -1,0 +1,61 @@
+"""Arguments and options that several commands have. Each means the same in all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+A_RUN = "A run: its config file, or its output directory."
+
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help=A_RUN, show_default=False)]
+"""What `find_run` reads."""
+
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help=A_RUN, show_default=False)]
+"""What `read_config` reads."""
+
+
+Places = Annotated[
+    list[Path] | None,
+    typer.Argument(
+        metavar="RUN|DIR",
+        help="Runs (their config files, or output directories), and directories on drives to look at. Default: the "
+        "current directory.",
+        show_default=False,
+    ),
+]
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Keys of the config to override.", show_default=False),
+]
+
+
+ModelArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN|DIR",
+        help="A run (its output directory, or its config file), or a directory with a model.",
+        show_default=False,
+    ),
+]
+
+
+SavedStep = Annotated[
+    int | None, typer.Option(min=0, metavar="STEP", help="A saved step. Default: the last one.", show_default=False)
+]
+
+
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite",
+        help="Write into a directory that holds other files, and replace those that have the names of the model's.",
+    ),
+]
+
+
+ReplaceFile = Annotated[bool, typer.Option("--overwrite", help="Replace FILE if it exists.")]

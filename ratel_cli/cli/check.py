@@ -1,0 +1,48 @@
+"""`ratel check CONFIG`: everything that is wrong about a run, at once; nothing is written.
+
+What would run goes to stdout, everything else to stderr. Invariant: the exit code is that of `finetune --dry-run`.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ratel_cli.config.load import examine_config
+from ratel_cli.console import RunLog
+from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.report.check import CheckReport, ReportedError
+from ratel_cli.run.run_directory import config_file
+
+
+def run(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
+    """Check the config in `path`. Raises RatelError with all that is wrong."""
+    try:
+        reading = examine_config(config_file(path), overrides)
+    except BadInput as error:
+        reported = ReportedError(place=None, key=None, message=error.message, hint=error.hint)
+        report = CheckReport(errors=(reported,), exit_code=error.exit_code)
+    else:
+        from ratel_cli.run.check import check_run
+
+        report = check_run(reading, path=path)
+    if as_json:
+        sys.stdout.write(json.dumps(report.to_json(), indent=2) + "\n")
+    _raise(report)
+    if not as_json:
+        page = RunLog(sys.stdout)
+        page.facts(report.rows)
+        page.say(f"no errors; `{shlex.join(['ratel', 'finetune', str(path), *overrides])}` runs it")
+
+
+def _raise(report: CheckReport) -> None:
+    """Raise all errors as one. Without errors: do nothing."""
+    kind = BadInput if report.exit_code == BadInput.exit_code else EnvironmentFailure
+    errors = [kind(each.text, each.hint) for each in report.errors]
+    if errors:
+        first, *others = errors
+        first.others = tuple(others)
+        raise first

@@ -1,0 +1,68 @@
+"""`ratel init MODEL`: writes a config to begin with.
+
+Invariants: a file that exists is not replaced unless the user insists; nothing heavy is imported before that is known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ratel_cli.console import RunLog
+from ratel_cli.errors import BadInput
+from ratel_cli.run.new_file import reject_existing, write_new
+
+_MOST_MODELS = 5
+_NEXT = (
+    ("check", "whether everything is right"),
+    ("data", "what is trained on, with the tokens that have loss"),
+    ("plan", "what it takes, and what would help"),
+    ("finetune", "trains"),
+    ("report", "draws the run, while it trains and afterwards"),
+)
+
+
+def run(model: str | None, data: Sequence[str], output: Path, overrides: Sequence[str], *, overwrite: bool) -> None:
+    """Write the config. Raises RatelError."""
+    reject_existing(output, overwrite=overwrite)
+    if model is None:
+        raise _which_model()
+    log = RunLog()
+    from ratel_cli.run.init import starting_config
+
+    start = starting_config(model, data, output, overrides, log)
+    write_new(output, start.text, overwrite=overwrite)
+    log.facts(start.rows)
+    log.say(f"wrote {output}; now")
+    name = shlex.quote(str(output))
+    width = max(len(command) for command, _ in _NEXT)
+    for command, words in _NEXT:
+        log.say(f"  ratel {command} {name}{' ' * (width - len(command))}  {words}")
+
+
+def _which_model() -> BadInput:
+    found = sorted(_models_here())
+    hint = "name a directory with config.json and safetensors files, or a hub id: ratel init Qwen/Qwen3-8B"
+    if found:
+        hint = f"found here: {', '.join(found[:_MOST_MODELS])}; or name a hub id such as Qwen/Qwen3-8B"
+    return BadInput("which model? `ratel init` needs the model that is to be trained", hint)
+
+
+def _models_here() -> Iterator[str]:
+    """Directories below this one, at most three levels deep, that hold a model."""
+    for pattern in ("*/config.json", "*/*/config.json", "*/*/*/config.json"):
+        for path in Path().glob(pattern):
+            directory = path.parent
+            if any(part.startswith(".") for part in directory.parts) or not any(directory.glob("*.safetensors")):
+                continue
+            if not os.path.isfile(path):
+                continue
+            try:
+                values = json.loads(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                continue
+            if isinstance(values, dict) and "model_type" in values:
+                yield str(directory)

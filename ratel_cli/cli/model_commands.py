@@ -1,0 +1,114 @@
+"""Options of the commands about trained models: `export`, `verify`, `eval`, `generate`.
+
+Each command imports its own file when it is called, so that `--help` and a wrong argument are answered at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ratel_cli.cli.arguments import ModelArgument, Overrides, Overwrite, RunPath, SavedStep
+
+commands = typer.Typer()
+
+
+@commands.command(
+    help="Write a Hugging Face directory from a saved step of RUN.",
+    epilog="Example: ratel export outputs/my-run --step 200 -o outputs/my-run-200",
+)
+def export(
+    run: RunPath,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="The directory to write.", show_default=False)
+    ],
+    step: SavedStep = None,
+    overwrite: Overwrite = False,
+) -> None:
+    from ratel_cli.cli import export as command
+
+    command.run(run, step, output, overwrite=overwrite)
+
+
+@commands.command(
+    help="Check every byte of a run, or of the model in a directory. Compares a run's store with its checksums, and "
+    "its export with the store.",
+    epilog="Example: ratel verify outputs/my-run",
+)
+def verify(
+    run: ModelArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    from ratel_cli.cli import verify as command
+
+    command.run(run, as_json=as_json)
+
+
+@commands.command(
+    "eval",
+    help="Compute loss and perplexity of a model on rows of data. One block of the model is in memory at a time.",
+    epilog="Example: ratel eval outputs/my-run test.jsonl datasets.0.type=alpaca",
+)
+def evaluate(
+    run: ModelArgument,
+    data: Annotated[
+        str, typer.Argument(metavar="DATA", help="The rows: a file, a directory or a hub id.", show_default=False)
+    ],
+    overrides: Overrides = None,
+    step: SavedStep = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    from ratel_cli.cli import evaluate as command
+
+    command.run(run, data, overrides or [], step=step, as_json=as_json)
+
+
+@commands.command(
+    help="Print what a model adds to a prompt, or to many prompts. One block of the model is in memory at a time.",
+    epilog='Example: ratel generate outputs/my-run "Why is the sky blue?" --max-new-tokens 64',
+)
+def generate(
+    run: ModelArgument,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PROMPT",
+            help="The text to answer; without a chat template, or with --raw, the text to continue.",
+            show_default=False,
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A file with prompts: a line each, or in .jsonl a row each with `prompt` or `messages`.",
+            show_default=False,
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="The most tokens to add.")] = 128,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            min=0.0, metavar="T", help="0: always the likeliest token. Otherwise tokens are drawn, with `seed`."
+        ),
+    ] = 0.0,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not use the tokenizer's chat template.")] = False,
+    step: SavedStep = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the texts and their cost as JSON.")] = False,
+) -> None:
+    from ratel_cli.cli import generate as command
+
+    command.run(
+        run,
+        prompt,
+        overrides or [],
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        raw=raw,
+        step=step,
+        as_json=as_json,
+    )

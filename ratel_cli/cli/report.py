@@ -1,0 +1,85 @@
+"""`ratel report RUN`: one HTML page about a run, or the same curves in the terminal.
+
+The curves of `--terminal` go to stdout, everything else to stderr.
+
+Invariant: a file that is not a report is replaced only with `--overwrite`, and a page appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from ratel_cli.console import RunLog
+from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.report.page import GENERATOR, page_of
+from ratel_cli.run.output import is_run_output
+from ratel_cli.run.report import report_of
+from ratel_cli.run.run_directory import REPORT_NAME, find_run, is_output_of_run, run_directory
+
+_HEAD_BYTES = 400
+"""A report says within these bytes that it is one."""
+
+
+def run(path: Path, output: Path | None, *, in_terminal: bool, overwrite: bool) -> None:
+    """Report on the run that `path` names. Raises RatelError."""
+    log = RunLog()
+    config = find_run(path, log)
+    if not is_output_of_run(config.output_dir):
+        raise BadInput(f"there is nothing to report: {config.output_dir} has no run in it", "the run has not begun")
+    target = output or run_directory(config.output_dir) / REPORT_NAME
+    if output is not None or not in_terminal:
+        _check(target, overwrite=overwrite)
+        if output is None and not is_run_output(config.output_dir):
+            raise BadInput(f"Ratel did not make {config.output_dir}", "write the report elsewhere with -o FILE")
+    report = report_of(config)
+    if in_terminal:
+        from ratel_cli.report.terminal import report_lines
+
+        page = RunLog(sys.stdout)
+        for line in report_lines(report, width=shutil.get_terminal_size().columns):
+            page.say(line)
+    if output is not None or not in_terminal:
+        _write(target, page_of(report))
+        log.say(f"wrote {target}")
+
+
+def _check(target: Path, *, overwrite: bool) -> None:
+    """Raise BadInput unless the report may be written to `target`."""
+    if os.path.isdir(target):
+        raise BadInput(f"argument '-o {target}': is a directory", "name a file, such as report.html")
+    if not os.path.isdir(target.parent):
+        raise BadInput(f"argument '-o {target}': cannot be written there", "name a file in a directory that exists")
+    if os.path.lexists(target) and not overwrite and not _is_report(target):
+        raise BadInput(f"{target} is there and is no report", "name another file, or replace it with --overwrite")
+
+
+def _is_report(path: Path) -> bool:
+    try:
+        if not os.path.isfile(path):
+            return False
+        with open(path, "rb") as file:
+            return f'<meta name="generator" content="{GENERATOR}">'.encode() in file.read(_HEAD_BYTES)
+    except OSError:
+        return False
+
+
+def _write(target: Path, text: str) -> None:
+    """Put the page in its place, whole. Raises EnvironmentFailure."""
+    made: Path | None = None
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False, encoding="utf-8") as file:
+            made = Path(file.name)
+            file.write(text)
+        os.chmod(made, 0o644)
+        os.replace(made, target)
+    except OSError as error:
+        if made is not None:
+            with suppress(OSError):
+                made.unlink()
+        hint = "write it elsewhere with -o FILE"
+        raise EnvironmentFailure(f"{target}: cannot be written: {error.strerror}", hint) from error

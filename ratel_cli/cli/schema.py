@@ -1,0 +1,19 @@
+"""`ratel schema`: the JSON schema of a config, for editors."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ratel_cli.config.json_schema import schema_text
+from ratel_cli.console import RunLog
+from ratel_cli.run.new_file import write_new
+
+
+def run(output: Path | None, *, overwrite: bool) -> None:
+    """Print the schema, or write it to `output`. Raises BadInput, EnvironmentFailure."""
+    if output is None:
+        sys.stdout.write(schema_text())
+        return
+    write_new(output, schema_text(), overwrite=overwrite)
+    RunLog().say(f"wrote {output}; a config names it in its first line: # yaml-language-server: $schema={output}")

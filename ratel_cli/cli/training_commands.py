@@ -1,0 +1,185 @@
+"""Options of the commands from a first config to a trained model: `finetune`, `init`, `check`, `profile`, `plan`.
+
+Each command imports its own file when it is called, so that `--help` and a wrong argument are answered at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ratel_cli.cli.arguments import A_RUN, ConfigPath, Overrides, Overwrite, ReplaceFile
+from ratel_cli.errors import BadInput
+
+_MAX_STEP_DIGITS = 18
+
+commands = typer.Typer()
+
+
+@commands.command(
+    help="Train the model that CONFIG describes. The result is a Hugging Face directory.",
+    epilog="Example: ratel finetune configs/demo.yaml learning_rate=1e-5 storage.paths=[/mnt/a,/mnt/b]",
+)
+def finetune(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    resume: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|no|STEP",
+            help="auto: resume from the last committed step, if there is one. no: start over. "
+            "STEP: go back to that saved step.",
+        ),
+    ] = "auto",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and stop. Nothing is written anywhere.")
+    ] = False,
+    overwrite: Overwrite = False,
+    overwrite_store: Annotated[
+        bool, typer.Option("--overwrite-store", help="With --resume no: replace a store that another run made.")
+    ] = False,
+    origin: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="RUN[@STEP]",
+            help="Begin a new run with the state after the last step, or a saved step, of another run: its output "
+            "directory, or its config file.",
+            show_default=False,
+        ),
+    ] = None,
+    fresh_optimizer: Annotated[
+        bool, typer.Option("--fresh-optimizer", help="With --from: take the weights only, and begin at step 0.")
+    ] = False,
+) -> None:
+    _check_resume(resume)
+    if overwrite_store and resume != "no":
+        raise BadInput("argument '--overwrite-store': only with --resume no, which starts over")
+    from ratel_cli.cli import finetune as command
+
+    command.run(
+        config,
+        overrides or [],
+        resume,
+        dry_run=dry_run,
+        overwrite=overwrite,
+        overwrite_store=overwrite_store,
+        origin=origin,
+        fresh_optimizer=fresh_optimizer,
+    )
+
+
+@commands.command(
+    help="Write a config to begin with. It fits the model, the data and this machine.",
+    epilog="Example: ratel init Qwen/Qwen3-8B --data train.jsonl -o my-run.yaml num_epochs=2",
+)
+def init(
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="The model to train: a directory, or a hub id.", show_default=False),
+    ] = None,
+    overrides: Overrides = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE", help="What to train on; repeat for each dataset.", show_default=False),
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The config to write.")] = Path(
+        "run.yaml"
+    ),
+    overwrite: ReplaceFile = False,
+) -> None:
+    from ratel_cli.cli import init as command
+
+    command.run(model, data or [], output, overrides or [], overwrite=overwrite)
+
+
+@commands.command(
+    help="Report all errors of a run at once. Config, model, data and this machine are checked; nothing is written.",
+    epilog="Example: ratel check my-run.yaml",
+)
+def check(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the errors, or what would run, as JSON.")] = False,
+) -> None:
+    from ratel_cli.cli import check as command
+
+    command.run(config, overrides or [], as_json=as_json)
+
+
+@commands.command(
+    help="Measure this machine: compute, memory and drives. With CONFIG, use its settings, and measure its model too.",
+    epilog="Example: ratel profile --storage /mnt/a --storage /mnt/b -o hardware.json",
+)
+def profile(
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help=A_RUN, show_default=False)] = None,
+    storage: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR",
+            help="A directory on a drive to measure; repeat for each drive. Default: storage.paths, or the current "
+            "directory.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the hardware file instead of a table.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Also write the hardware file to FILE.", show_default=False
+        ),
+    ] = None,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again, even if a profile is cached.")] = False,
+    overwrite: ReplaceFile = False,
+) -> None:
+    from ratel_cli.cli import profile as command
+
+    command.run(config, storage or [], output, as_json=as_json, refresh=refresh, overwrite=overwrite)
+
+
+@commands.command(
+    help="Predict whether a run fits and how long it takes. Explains why, and what would help.",
+    epilog="Example: ratel plan configs/models/gpt-70b.yaml --hardware configs/hardware/paper-4090-12ssd.yaml",
+)
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    hardware: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The hardware file of the machine to plan for. Default: this machine, as an earlier run or "
+            "`ratel profile` measured it.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the forecast as JSON.")] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Plot step time against offloaded bytes to FILE, .svg or .png.", show_default=False
+        ),
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Compare with what other systems would offload.")] = False,
+    largest: Annotated[bool, typer.Option("--largest", help="Print the largest model that fits.")] = False,
+    prices: Annotated[
+        bool, typer.Option("--prices", help="Print price and speed for different numbers of SSDs.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="With --plot: replace FILE if it exists.")] = False,
+) -> None:
+    from ratel_cli.cli import plan as command
+    from ratel_cli.run.plan_questions import Questions
+
+    questions = Questions(compare=compare, largest=largest, prices=prices)
+    command.run(config, overrides or [], hardware, plot, questions, as_json=as_json, overwrite=overwrite)
+
+
+def _check_resume(resume: str) -> None:
+    if resume in ("auto", "no") or (resume.isascii() and resume.isdigit() and len(resume) <= _MAX_STEP_DIGITS):
+        return
+    raise BadInput(
+        f"argument '--resume {resume}': must be `auto`, `no` or the number of a saved step",
+        "--resume auto resumes from the last committed step, --resume no starts over",
+    )

@@ -1,0 +1,79 @@
+"""LLaMA-Factory's `dataset_info.json`: what the names in `dataset` stand for.
+
+Invariant: a set is described with our keys so that its rows become the conversations that LLaMA-Factory makes of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from ratel_cli.config.yaml_marks import MAX_TEXT_BYTES, Plain
+
+FILE_NAME = "dataset_info.json"
+_COLUMNS: Mapping[str, str] = {
+    "prompt": "field_instruction",
+    "query": "field_input",
+    "response": "field_output",
+    "history": "field_history",
+    "messages": "field_messages",
+    "system": "field_system",
+    "tools": "field_tools",
+}
+"""By name in `columns`: our key of a dataset."""
+_ROLES: Mapping[str, str] = {
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "system_tag": "system",
+    "observation_tag": "tool",
+    "function_tag": "function_call",
+}
+_SHAREGPT = {"role_tag": "from", "content_tag": "value"}
+
+Info = Mapping[str, Mapping[str, Plain]]
+
+
+def read_dataset_info(directory: Path) -> Info | None:
+    """The sets in a directory's dataset_info.json, by name; None if it has no such file. Raises ValueError."""
+    path = directory / FILE_NAME
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        found = json.loads(file.read(64 * MAX_TEXT_BYTES))
+    if not isinstance(found, dict) or not all(isinstance(each, dict) for each in found.values()):
+        raise ValueError("it is not a mapping of names to mappings")
+    return found
+
+
+def describe_set(info: Mapping[str, Plain], directory: Path, *, is_text: bool) -> dict[str, Plain] | str:
+    """One set with our keys; a text with the reason if Ratel cannot train on it. `is_text`: for `stage: pt`."""
+    path = info.get("file_name")
+    hub = info.get("hf_hub_url") or info.get("ms_hub_url") or info.get("script_url") or info.get("cloud_file_name")
+    if info.get("ranking"):
+        return "it has preferences (chosen and rejected answers), not answers to imitate"
+    if not isinstance(path or hub, str):
+        return "it names no file and no hub id"
+    columns = info.get("columns")
+    columns = columns if isinstance(columns, dict) else {}
+    ours: dict[str, Plain] = {"path": str(directory / str(path)) if path else hub}
+    for key, name in (("subset", "name"), ("split", "split"), ("num_samples", "max_samples")):
+        if info.get(key) is not None:
+            ours[name] = info[key]
+    if is_text:
+        return {**ours, "type": "completion", "field": columns.get("prompt") or "text"}
+    ours["type"] = "chat_template"
+    ours.update({_COLUMNS[key]: column for key, column in columns.items() if key in _COLUMNS and column})
+    if info.get("formatting", "alpaca") == "alpaca":
+        return ours
+    tags = info.get("tags")
+    tags = tags if isinstance(tags, dict) else {}
+    if "messages" not in columns:
+        ours["field_messages"] = "conversations"
+    tags = {"function_tag": "function_call", **tags}
+    names = {**_SHAREGPT, **tags}
+    ours["message_property_mappings"] = {"role": names["role_tag"], "content": names["content_tag"]}
+    roles: dict[str, Plain] = {role: [tags[tag]] for tag, role in _ROLES.items() if isinstance(tags.get(tag), str)}
+    if roles:
+        ours["roles"] = roles
+    return ours

@@ -1,0 +1,225 @@
+"""A key of the config in words: its type and bounds, its default, its other names, and its meaning.
+
+docs/config.md and `ratel explain` are made from these. The meaning is the docstring under the key.
+
+Invariant: only what the schema and the tables of aliases say; nothing is written down twice.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from ratel_cli.config.aliases import ALIASES, INVERSE, SECTIONS, VALUE_ALIASES, canonical_key
+from ratel_cli.config.foreign import Foreign, foreign_key
+from ratel_cli.config.sections import Section
+from ratel_cli.errors import BadInput
+
+_PLAIN_TYPES = {"bool": "`true` or `false`", "int": "whole number", "float": "number", "str": "text", "Path": "path"}
+
+_SECTION_NAMES = tuple(filter(None, SECTIONS))
+_MOST_CLOSE = 3
+
+
+def explain(key: str) -> str:
+    """What a key means, as a few lines of text, and what the keys of a section mean, in a line each.
+
+    The dotted name of a key has its section. Raises BadInput for an unknown one.
+    """
+    section, name = _found(key)
+    if name in SECTIONS[section].model_fields:
+        title = key if name == _last(key) else f"{key}: another name of {name}"
+        facts = ", ".join(fact.replace("`", "") for fact in facts_of(section, name))
+        inner = _lines_of_section(_dotted(section, name))
+        return "\n".join([title, f"  {facts}", f"  {meaning_of(section, name).replace('`', '')}", *inner])
+    foreign = _foreign(section, name)
+    advice = f"\n  {foreign.hint}" if foreign.hint else ""
+    return f"{key}: a key of other trainers ({foreign.fate})\n  {foreign.reason}{advice}".replace("`", "")
+
+
+def explain_json(key: str) -> dict[str, object]:
+    """What `ratel explain --json` prints. Raises BadInput for an unknown key.
+
+    `fate` is null for a key of Ratel's own; for another trainer's it says what becomes of it. `default` is null where
+    there is none, or where the meaning says what stands for an absent value. `keys`: those of a section.
+    """
+    section, name = _found(key)
+    if name not in SECTIONS[section].model_fields:
+        foreign = _foreign(section, name)
+        return {"key": key, "fate": foreign.fate, "reason": foreign.reason, "hint": foreign.hint or None}
+    field, dotted = SECTIONS[section].model_fields[name], _dotted(section, name)
+    is_plain = isinstance(field.default, str | int | float)
+    return {
+        "key": dotted,
+        "fate": None,
+        "other_names": [each for each, ours in ALIASES.get(section, {}).items() if ours == name],
+        "type": describe_type(field).replace("`", ""),
+        "is_required": field.default is PydanticUndefined,
+        "default": field.default if is_plain else None,
+        "meaning": meaning_of(section, name).replace("`", ""),
+        "keys": [f"{dotted}.{each}" for each in SECTIONS[dotted].model_fields] if dotted in SECTIONS else [],
+    }
+
+
+def _found(key: str) -> tuple[str, str]:
+    """Section and name of a key of ours, or of another trainer. Raises BadInput if it is neither."""
+    *sections, last = key.split(".")
+    section = ".".join(each for each in sections if not each.isdigit())
+    if section not in SECTIONS:
+        raise BadInput(f"there is no section `{section}`", _closest(key) or f"sections: {', '.join(_SECTION_NAMES)}")
+    name = canonical_key(section, last)
+    if name not in SECTIONS[section].model_fields and foreign_key(section, last) is None:
+        raise BadInput(f"there is no key or section `{key}`", _closest(key) or "docs/config.md has all keys")
+    return section, name
+
+
+def _foreign(section: str, name: str) -> Foreign:
+    """What becomes of a key that `_found` has found and that is not ours."""
+    foreign = foreign_key(section, name)
+    assert foreign is not None
+    return foreign
+
+
+def _dotted(section: str, name: str) -> str:
+    return f"{section}.{name}".lstrip(".")
+
+
+def _lines_of_section(section: str) -> list[str]:
+    """A line for each key of a section, with the first sentence of its meaning; none if it is no section."""
+    if section not in SECTIONS:
+        return []
+    fields = SECTIONS[section].model_fields
+    width = max(map(len, fields))
+    return ["", *(f"  {section}.{name:<{width}}  {_first_sentence(meaning_of(section, name))}" for name in fields)]
+
+
+def _first_sentence(meaning: str) -> str:
+    return meaning.replace("`", "").partition(". ")[0].rstrip(".")
+
+
+def _closest(key: str) -> str | None:
+    """A hint with the keys that may be meant: with a similar name in this section, with this name in others, or else.
+
+    None if no key is close.
+    """
+    keys, last = all_keys(), _last(key)
+    close = get_close_matches(key, keys, n=_MOST_CLOSE, cutoff=0.8)
+    close += [each for each in keys if _last(each) == last]
+    if not close:
+        names = get_close_matches(last, sorted({_last(each) for each in keys}), n=1, cutoff=0.7)
+        close = [each for each in keys if _last(each) in names]
+    words = [f"`{each}`" for each in dict.fromkeys(close)][:_MOST_CLOSE]
+    return f"did you mean {' or '.join(words)}?" if words else None
+
+
+def _last(key: str) -> str:
+    """The name of a key without its sections."""
+    return key.rpartition(".")[2]
+
+
+def all_keys() -> list[str]:
+    """The dotted names of all keys."""
+    return [_dotted(section, key) for section in SECTIONS for key in SECTIONS[section].model_fields]
+
+
+def meaning_of(section: str, name: str) -> str:
+    """The docstring under a key, on one line."""
+    return " ".join((SECTIONS[section].model_fields[name].description or "").split())
+
+
+def facts_of(section: str, name: str) -> list[str]:
+    """Type and bounds of a key, its default, and its other names."""
+    field = SECTIONS[section].model_fields[name]
+    return [describe_type(field), *_default(field, meaning_of(section, name)), *_also(section, name)]
+
+
+def _default(field: FieldInfo, meaning: str) -> Iterator[str]:
+    """Nothing where the meaning says what stands for an absent value."""
+    if field.default is PydanticUndefined:
+        yield "required"
+    elif field.default is None or field.default == () or isinstance(field.default, Section | Path):
+        explained = isinstance(field.default, Section) or re.search(r"Default:|Required\.", meaning)
+        yield from () if explained else ("not set by default",)
+    else:
+        yield f"default `{describe_value(field.default)}`"
+
+
+def _also(section: str, name: str) -> Iterator[str]:
+    """The other names of a key, and of its values."""
+    names = [
+        f"`{alias}`" + (" (inverse)" if alias in INVERSE else "")
+        for alias, ours in ALIASES.get(section, {}).items()
+        if ours == name
+    ]
+    if names:
+        yield f"also {', '.join(names)}"
+    values = VALUE_ALIASES.get(f"{section}.{name}" if section else name, {})
+    if values:
+        yield "also the values " + ", ".join(f"`{alias}` (`{ours}`)" for alias, ours in values.items())
+
+
+def describe_type(field: FieldInfo) -> str:
+    """A field's type and bounds, in the words of a person's YAML."""
+    for extra in field.metadata:
+        if isinstance(extra, str):
+            return extra
+    *others, last = _type_words(field.annotation)
+    if type(None) in get_args(field.annotation) and field.default is not None:
+        others, last = [*others, last], "`null`"
+    words = " or ".join(filter(None, (", ".join(others), last)))
+    bounds = [bound for extra in field.metadata if (bound := _bound(extra))]
+    return ", ".join([words, *bounds])
+
+
+def _type_words(annotation: object) -> Iterable[str]:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_words(arguments[0])
+    if origin is Literal:
+        return [f"`{choice}`" for choice in arguments]
+    if origin in (Union, types.UnionType):
+        return [words for each in arguments if each is not type(None) for words in _type_words(each)]
+    if origin is dict:
+        return ["mapping"]
+    if origin is tuple:
+        return [f"list of {words}s" for words in _type_words(arguments[0])]
+    assert isinstance(annotation, type)
+    if issubclass(annotation, Section):
+        return ["mapping"]
+    return [_PLAIN_TYPES[annotation.__name__]]
+
+
+def _bound(constraint: object) -> str | None:
+    match constraint:
+        case Ge(ge=0):
+            return "not negative"
+        case Ge(ge=bound):
+            return f"at least {bound}"
+        case Gt(gt=bound):
+            return f"more than {bound}"
+        case Le(le=bound):
+            return f"at most {bound}"
+        case Lt(lt=9223372036854775808):
+            return "below 2^63"
+        case Lt(lt=bound):
+            return f"below {bound}"
+        case _:
+            return None
+
+
+def describe_value(value: object) -> str:
+    """A default as it would be written in YAML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        mantissa, _, exponent = f"{value:g}".partition("e")
+        return f"{mantissa}e{int(exponent)}" if exponent else str(value)
+    return str(value)

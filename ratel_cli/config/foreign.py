@@ -1,0 +1,363 @@
+"""The keys of other trainers that Ratel has no key for, and what becomes of each.
+
+    ignored      Ratel does it anyway, or it changes nothing in a run
+    noted        it is about how another engine works; the reason is printed
+    undecided    it changes what is trained, mildly; the user decides
+    impossible   it changes what is trained, and Ratel does not do it
+
+Invariant: a key that changes which numbers come out is never ignored. An empty value is always ignored, and so is
+`false` for whatever a user would have to turn on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ratel_cli.config.yaml_marks import Marked, Plain, plain
+
+Fate = Literal["ignored", "noted", "undecided", "impossible"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """What becomes of a key."""
+
+    fate: Fate
+    reason: str
+    hint: str = ""
+    harmless: tuple[Plain, ...] = ()
+    """Values that change nothing, in addition to empty ones and `false`."""
+
+    def fate_of(self, value: Marked) -> Fate:
+        """What becomes of the key with this value."""
+        content = plain(value)
+        if content in (None, "", False) or content == [] or content == {}:
+            return "ignored"
+        if self.fate in ("undecided", "impossible") and content in self.harmless:
+            return "ignored"
+        return self.fate
+
+
+_NOTHING = Foreign(fate="ignored", reason="it changes nothing in a run of Ratel")
+_ANYWAY = Foreign(fate="ignored", reason="Ratel does this, or better, by itself")
+_PLANNED = Foreign(fate="ignored", reason="the plan decides what is recomputed or offloaded; see `activations`")
+_KERNELS = Foreign(fate="ignored", reason="it names kernels; the results are the same; see `attn_implementation`")
+_LOADER = Foreign(fate="ignored", reason="Ratel prepares the data once, by itself")
+_PADDING = Foreign(fate="ignored", reason="packing fills the sequences; see `sample_packing`")
+_TRACKER = Foreign(
+    fate="noted",
+    reason="only `report_to` makes Ratel send metrics, and the environment has the tracker's settings, such as "
+    "WANDB_ENTITY",
+)
+_HUB = Foreign(fate="noted", reason="with `hub_model_id` Ratel uploads the model once, at the end; otherwise nothing")
+_SHARDING = Foreign(fate="noted", reason="Ratel streams the model through one device and needs no sharding")
+_ENGINE = Foreign(fate="noted", reason="Ratel has an engine of its own; see `storage` and `limits`")
+_REMOTE_CODE = Foreign(
+    fate="noted", reason="Ratel never runs code from a model's repository; models that transformers has need none"
+)
+_TEMPLATE = Foreign(fate="noted", reason="the tokenizer's own chat template is used", harmless=("tokenizer_default",))
+_OTHER_TEMPLATE = Foreign(
+    fate="undecided",
+    reason="Ratel does not take the template of another tokenizer",
+    hint="write it into a file: `chat_template_jinja: FILE`",
+)
+_FP8 = Foreign(fate="noted", reason="Ratel computes in `dtype`, which is more exact")
+_WHOLE_RUN = Foreign(fate="noted", reason="Ratel runs to the end and keeps the last step")
+_RESUME = Foreign(
+    fate="noted",
+    reason="a run is resumed by itself; `--resume no` starts over and `--resume STEP` goes back",
+)
+_EVALUATION = Foreign(fate="noted", reason="Ratel evaluates the loss only, on `val_set_size`")
+_DESTINATION = Foreign(
+    fate="noted", reason="a directory of an earlier run is continued; another one is not overwritten"
+)
+
+_ADAPTER = Foreign(
+    fate="impossible", reason="it trains an adapter", hint="remove it; Ratel trains every weight of the model"
+)
+_QUANTISED = Foreign(
+    fate="impossible", reason="it quantises the model", hint="remove it; Ratel trains every weight in full precision"
+)
+_FREEZING = Foreign(
+    fate="impossible", reason="it trains a part of the weights", hint="remove it; Ratel trains every weight"
+)
+_OPTIMIZER = Foreign(fate="impossible", reason="it belongs to another optimizer", hint="remove it; Ratel has AdamW")
+_METHOD = Foreign(
+    fate="impossible", reason="it is another training method", hint="remove it; Ratel does supervised full fine-tuning"
+)
+_LOSS = Foreign(
+    fate="impossible", reason="it is another loss", hint="remove it; Ratel trains with the cross entropy of each token"
+)
+_IMAGES = Foreign(fate="impossible", reason="it trains on images or sound", hint="remove it; Ratel trains on text")
+_NOISE = Foreign(fate="undecided", reason="Ratel adds no noise to embeddings", hint="remove it to train without")
+_VOCABULARY = Foreign(
+    fate="undecided",
+    reason="Ratel does not change the tokenizer or the vocabulary",
+    hint="remove it if the tokenizer has these tokens already",
+)
+_MODEL = Foreign(
+    fate="undecided",
+    reason="Ratel takes the model as its config.json describes it",
+    hint="remove it, and write it into config.json of a copy of the model",
+)
+_SELECTION = Foreign(
+    fate="undecided", reason="Ratel trains on every sample", hint="remove it, and filter the data beforehand"
+)
+_RATES = Foreign(
+    fate="undecided",
+    reason="all weights have one learning rate",
+    hint="remove it; `lr_scheduler_kwargs` has the settings of the schedules",
+)
+_BATCH = Foreign(
+    fate="undecided",
+    reason="it means different things in different tools",
+    hint="use `micro_batch_size` (sequences computed at once) and `gradient_accumulation_steps`, or `tokens_per_step`",
+)
+_TRUNCATION = Foreign(
+    fate="undecided", reason="Ratel truncates long samples at their end", hint="remove it, or shorten the data"
+)
+_MERGE = Foreign(fate="impossible", reason="YAML merge keys are not supported", hint="write the keys out")
+
+
+def _but(foreign: Foreign, *harmless: Plain) -> Foreign:
+    """The same, with values that change nothing."""
+    return Foreign(fate=foreign.fate, reason=foreign.reason, hint=foreign.hint, harmless=harmless)
+
+
+_GROUPS: Sequence[tuple[Foreign, str]] = (
+    (
+        _NOTHING,
+        """strict debug model_type tokenizer_type processor_type is_llama_derived_model is_falcon_derived_model
+        is_mistral_derived_model is_qwen_derived_model cls_model_config tokenizer_use_fast tokenizer_legacy
+        use_fast_tokenizer
+        use_fast use_cache low_cpu_mem_usage device_map max_memory gpu_memory_limit local_rank world_size _n_gpu n_gpu
+        do_train do_eval eval_do_concat_batches prediction_loss_only log_level log_level_replica
+        log_on_each_node logging_strategy logging_first_step logging_nan_inf_filter logging_dir disable_tqdm
+        plot_loss include_num_input_tokens_seen include_tokens_per_second include_mfu include_tkps include_for_metrics
+        include_inputs_for_metrics save_safetensors save_only_model save_first_step save_on_each_node
+        restore_callback_states_from_checkpoint ignore_data_skip skip_memory_metrics remove_unused_columns label_names
+        cache_dir hf_use_auth_token hf_hub_token profiler_steps profiler_steps_start gc_steps torch_empty_cache_steps
+        past_index mp_parameters tpu_num_cores tpu_metrics_debug ray_scope ray_num_workers resources_per_worker use_ray
+        use_mps_device use_ipex jit_mode_eval xpu_backend enable_jit_checkpoint env push_to_hub_token
+        push_to_hub_model_id push_to_hub_organization hub_token average_tokens_across_devices split_batches
+        ignore_pad_token_for_loss data_shared_file_system resize_token_embeddings_to_32x mean_resizing_embeddings
+        shrink_embeddings embeddings_skip_upcast strip_whitespace bnb_config_kwargs model_quantization_config_kwargs
+        pad_token eval_delay eval_on_start eval_use_gather_object eval_accumulation_steps batch_eval_metrics
+        fp16_full_eval bf16_full_eval fp16_opt_level half_precision_backend fp16_backend auto_find_batch_size
+        accelerator_config parallelism_config sharded_ddp experimental_skip_move_to_device torchdistx_path
+        use_habana use_lazy_mode gaudi_config_name use_hpu_graphs upcast_layernorm upcast_lmhead_output
+        per_device_eval_batch_size eval_batch_size data_seed full_determinism use_fast_processor
+        print_param_status infer_backend infer_dtype use_logits_to_keep compute_accuracy overwrite_cache
+        tool_format crop_to_patches image_max_pixels image_min_pixels video_max_pixels video_min_pixels
+        video_fps video_maxlen group_by_length length_column_name train_sampling_strategy trackio_space_id
+        trackio_bucket_id trackio_static_space_id enable_thinking seed_worker ranking hub_token use_v2_trainer
+        vllm_enforce_eager vllm_maxlen vllm_gpu_util model_init_kwargs_use_cache telemetry""",
+    ),
+    (
+        _PLANNED,
+        """gradient_checkpointing gradient_checkpointing_kwargs disable_gradient_checkpointing activation_checkpointing
+        activation_checkpointing_kwargs use_reentrant_gc activation_offloading activations_offloading tiled_mlp
+        tiled_mlp_use_original_mlp tiled_mlp_num_shards use_unsloth_gc offload_activations""",
+    ),
+    (
+        _KERNELS,
+        """flash_attention flash_attn attn attention xformers_attention sdp_attention eager_attention flex_attention
+        flex_attn_compile_kwargs flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv
+        flash_attn_fuse_cross_entropy flash_optimum attn_needs_dtype_cast attn_supports_packing attn_uses_flash_lib
+        cut_cross_entropy enable_cce use_cce cce chunked_cross_entropy chunked_cross_entropy_num_chunks
+        use_liger_kernel use_liger enable_liger_kernel liger_kernel_config use_unsloth use_kernels use_scattermoe
+        use_sonicmoe use_kernel use_hub_kernels torch_compile torch_compile_backend torch_compile_mode
+        torch_compile_dynamic torchdynamo compile tf32 experts_implementation padding_free loss_kernel""",
+    ),
+    (
+        _LOADER,
+        """dataset_prepared_path dataset_processes dataset_num_proc dataset_keep_in_memory dataset_shard_num
+        dataset_shard_idx skip_prepare_dataset push_dataset_to_hub preprocessing_num_workers preprocessing_batch_size
+        dataset_kwargs dataset_batch_size tokenized_path buffer_size streaming_multipack_buffer_size
+        shuffle_merged_datasets shuffle_before_merging_datasets shuffle_dataset pretrain_multipack_buffer_size
+        pretrain_multipack_attn mix_strategy overwrite_prepared_data trust_remote_code_for_data
+        ignore_bias_buffers num_proc preprocess_iterable""",
+    ),
+    (
+        _PADDING,
+        """pad_to_sequence_len pad_to_multiple_of eval_sample_packing eval_packing sample_packing_group_size
+        sample_packing_bin_size sample_packing_sequentially sample_packing_mp_start_method sample_packing_eff_est
+        multipack_real_batches packing_strategy neat_packing batch_flattening total_num_tokens total_supervised_tokens
+        sample_packing_drop_attention_mask pretraining_sample_concatenation num_of_sequences""",
+    ),
+    (_TRACKER, "use_wandb use_mlflow use_comet use_swanlab use_tensorboard use_otel_metrics use_trackio"),
+    (_HUB, "push_to_hub export_dir export_hub_model_id"),
+    (
+        _SHARDING,
+        """fsdp tensor_parallel_size tensor_parallel tensor_parallel_dim sequence_parallel_degree sequence_parallel_size
+        sequence_parallel_mode context_parallel_size context_parallel_dim expert_parallel_size dp_shard_size
+        dp_replicate_size dp_world_size data_parallel_shard_dim data_parallel_replicate_dim ring_attn_func
+        heads_k_stride custom_sharded_layers pipeline_parallel_size""",
+    ),
+    (
+        _ENGINE,
+        """deepspeed deepspeed_config zero_optimization zero_stage offload_optimizer offload_param aio accelerate_config
+        use_megatron unsloth optimizer_in_bwd optimizer_overlap_backward""",
+    ),
+    (_REMOTE_CODE, "trust_remote_code"),
+    (_TEMPLATE, "template default_system eot_tokens"),
+    (_OTHER_TEMPLATE, "chat_template_path"),
+    (
+        _FP8,
+        """fp8 fp8_backend fp8_recipe fp8_format fp8_enable_fsdp_float8_all_gather fp8_config enable_fp8 enable_fp8_fsdp
+        enable_fp8_training""",
+    ),
+    (_WHOLE_RUN, "early_stopping_patience early_stopping_steps load_best_model_at_end metric_for_best_model"),
+    (_WHOLE_RUN, "greater_is_better loss_watchdog_threshold loss_watchdog_patience"),
+    (_RESUME, "resume_from_checkpoint auto_resume_from_checkpoints"),
+    (_DESTINATION, "overwrite_output_dir"),
+    (
+        _EVALUATION,
+        """eval_table_size eval_max_new_tokens do_causal_lm_eval eval_causal_lm_metrics do_bench_eval bench_dataset
+        bench_split dataset_test_split eval_on_each_dataset test_split eval_strategy_best
+        predict_with_generate generate_samples num_generation_samples generation_max_length generation_num_beams""",
+    ),
+    (_but(_ADAPTER, "full", "none"), "adapter peft use_peft use_dora finetuning_type adapter_name_or_path"),
+    (_ADAPTER, "additional_target freeze_base_model merge_lora pissa_init use_rslora use_llama_pro"),
+    (
+        _QUANTISED,
+        """load_in_4bit load_in_8bit quantization_bit quantization_config quantization_method quantization_type
+        double_quantization gptq gptq_disable_exllama quantization qat enable_qat llmcompressor nvfp4 mxfp4
+        use_bnb use_onebitllms""",
+    ),
+    (
+        _FREEZING,
+        """unfrozen_parameters freeze_vision_tower freeze_multi_modal_projector freeze_language_model
+        freeze_trainable_layers freeze_trainable_modules freeze_extra_modules freeze_mm_modules use_badam lisa_n_layers
+        lisa_step_interval lisa_layers_attribute train_from_scratch mixture_of_depths reinit_weights""",
+    ),
+    (
+        _OPTIMIZER,
+        """use_galore use_apollo use_muon use_adam_mini use_lomo optim_target_modules adam_beta3 adam_epsilon2
+        torchao_optimizer dion_learning_rate dion_momentum dion_lr dion_rank_fraction dion_rank_multiple_of
+        muon_momentum muon_learning_rate use_dion""",
+    ),
+    (_but(_METHOD, "sft", "pt", 0), "stage rl"),
+    (
+        _METHOD,
+        """reward_model process_reward_model diffusion kd_trainer kd_ce_alpha kd_alpha kd_temperature
+        kd_online_server trl orpo_alpha rpo_alpha dpo_beta simpo_gamma pref_beta pref_loss pref_ftx ref_model
+        reward_model_path dpo_use_weighting relora relora_steps relora_prune_ratio relora_cpu_offload ebft vllm
+        mtp_enabled distill teacher_model_name_or_path do_predict""",
+    ),
+    (_but(_LOSS, "nll", "chunked_nll", "cross_entropy", "ce"), "loss_type"),
+    (_but(_LOSS, 0), "label_smoothing_factor router_aux_loss_coef moe_aux_loss_coef aux_loss_coef"),
+    (
+        _LOSS,
+        """use_dynamic_finetuning use_dft_loss use_eaft_loss use_eaft eaft_alpha eaft_k use_asft_loss use_dft dft_loss
+        eaft""",
+    ),
+    (_IMAGES, "media_dir image_size image_resize_algorithm is_multimodal audio_sampling_rate"),
+    (_NOISE, "neftune_noise_alpha noisy_embedding_alpha"),
+    (
+        _VOCABULARY,
+        """tokens added_tokens_overrides add_tokens add_special_tokens new_special_tokens resize_vocab
+        split_special_tokens tokenizer_config tokenizer_name_or_path tokenizer_path tokenizer_save_jinja_files
+        eos_token new_special_tokens_config init_special_tokens""",
+    ),
+    (_but(_MODEL, "main"), "model_revision revision_of_model revision"),
+    (
+        _MODEL,
+        """rope_scaling rope_theta overrides_of_model_config overrides_of_model_kwargs model_init_kwargs
+        base_model_config base_model_ignore_patterns model_config_type model_kwargs s2_attention shift_attn
+        sage_attention llama4_linearized_experts use_attentive_kernels yarn model_quantization_config""",
+    ),
+    (_but(_SELECTION, 0, 1, 2), "min_sample_len"),
+    (
+        _SELECTION,
+        """dataset_exact_deduplication curriculum_sampling mask_history train_on_last_turn_only interleave_probs filter
+        max_train_samples skip_train_samples""",
+    ),
+    (_but(_TRUNCATION, "truncate", "drop"), "excess_length_strategy"),
+    (_but(_TRUNCATION, "keep_start", "right"), "truncation_mode truncation_side"),
+    (
+        _RATES,
+        """lr_groups embedding_lr embedding_lr_scale loraplus_lr_ratio loraplus_lr_embedding lr_quadratic_warmup
+        cosine_constant_lr_ratio decay_lr_schedule relora_warmup_steps lr_scheduler_groups optim_args optimizer_kwargs
+        lr_div_factor""",
+    ),
+    (_BATCH, "batch_size train_batch_size global_batch_size"),
+    (_MERGE, "<<"),
+)
+FOREIGN: Mapping[str, Foreign] = {key: foreign for foreign, keys in _GROUPS for key in keys.split()}
+"""By key: what becomes of it. A key of Ratel's own is not among them."""
+FOREIGN_PREFIXES: Mapping[str, Foreign] = {
+    "lora_": _ADAPTER,
+    "qlora": _ADAPTER,
+    "peft_": _ADAPTER,
+    "bnb_": _QUANTISED,
+    "galore_": _OPTIMIZER,
+    "apollo_": _OPTIMIZER,
+    "badam_": _OPTIMIZER,
+    "muon_": _OPTIMIZER,
+    "dion_": _OPTIMIZER,
+    "dpo_": _METHOD,
+    "grpo_": _METHOD,
+    "kto_": _METHOD,
+    "ppo_": _METHOD,
+    "mtp_": _METHOD,
+    "kd_": _METHOD,
+    "fsdp_": _SHARDING,
+    "ddp_": _SHARDING,
+    "deepspeed_": _ENGINE,
+    "ray_": _NOTHING,
+    "flash_attn_": _KERNELS,
+    "liger_": _KERNELS,
+    "cut_cross_entropy_": _KERNELS,
+    "unsloth_": _KERNELS,
+    "torch_compile_": _KERNELS,
+    "fp8_": _FP8,
+    "wandb_": _TRACKER,
+    "mlflow_": _TRACKER,
+    "comet_": _TRACKER,
+    "swanlab_": _TRACKER,
+    "trackio_": _TRACKER,
+    "otel_": _TRACKER,
+    "hub_": _HUB,
+    "dataloader_": _LOADER,
+    "sample_packing_": _PADDING,
+}
+"""By prefix: what becomes of keys that begin with it and are not listed above."""
+
+FOREIGN_IN_DATASETS: Mapping[str, Foreign] = {
+    key: foreign
+    for foreign, keys in (
+        (_LOADER, "ds_type preprocess_shards trust_remote_code columns ranking num_proc format_kwargs"),
+        (_but(_MODEL, "main"), "revision"),
+        (_TEMPLATE, "conversation chat_template split_thinking eot_tokens roles_kwargs"),
+        (
+            _SELECTION,
+            """shards shards_idx drop_system_message message_field_training_detail train_on_eot system_prompt
+            skip drop_exceeded_length data_dir data_files subset""",
+        ),
+    )
+    for key in keys.split()
+}
+"""The same for the keys of one dataset."""
+
+
+def foreign_key(section: str, key: str) -> Foreign | None:
+    """What becomes of another trainer's key in a section; None if no trainer's key is known by this name."""
+    if section == "datasets":
+        return FOREIGN_IN_DATASETS.get(key)
+    if section:
+        return None
+    listed = FOREIGN.get(key)
+    if listed is not None:
+        return listed
+    return next((foreign for prefix, foreign in FOREIGN_PREFIXES.items() if key.startswith(prefix)), None)
+
+
+def kernel_plugins(names: Sequence[Plain]) -> Iterator[str]:
+    """The plugins among axolotl's `plugins` that do more than name kernels."""
+    harmless = ("liger", "cut_cross_entropy", "kernels", "chunked", "spectrum_scan", "densemixer", "swanlab", "lm_eval")
+    for name in names:
+        if not isinstance(name, str) or not any(f".{each}" in name for each in harmless):
+            yield str(name)

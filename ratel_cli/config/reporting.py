@@ -1,0 +1,31 @@
+"""What the translations of other trainers' keys share: the entries that they rewrite, and whom they tell.
+
+Invariant: an entry that a translation makes keeps the place of the key that the user wrote.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Scalar
+
+Entries = dict[str, Entry]
+
+
+class Report(Protocol):
+    """What the translations report to."""
+
+    def read_as(self, entry: Entry, ours: str) -> None:
+        """The entry is read as these lines of ours."""
+
+    def drop(self, entry: Entry, reason: str, *, quietly: bool = True) -> None:
+        """The entry changes nothing, for this reason."""
+
+    def reject(self, finding: Finding, key: str) -> None:
+        """The entry is wrong; `key` is our name for it."""
+
+
+def made(entry: Entry, content: Scalar) -> Entry:
+    """The entry with another value, at the same place."""
+    return replace(entry, value=Marked(where=entry.value.where, content=content))

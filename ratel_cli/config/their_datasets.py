@@ -1,0 +1,158 @@
+"""How other trainers name their data: sets in a mixture, by name and companions, or in `dataset_info.json`.
+
+Invariant: afterwards the sets are in `datasets` and `test_datasets`, each with its path, and nothing about them is lost
+without a report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ratel_cli.config.dataset_info import FILE_NAME, describe_set, read_dataset_info
+from ratel_cli.config.reporting import Entries, Report, made
+from ratel_cli.config.yaml_marks import Entry, Finding, Marked, marked, plain, show
+
+
+def translate_datasets(entries: Entries, report: Report) -> None:
+    """Rewrite the entries of a config's top level that are about data."""
+    _nested_datasets(entries, report)
+    _one_dataset(entries, report)
+
+
+def translate_dataset(entries: Entries, report: Report) -> None:
+    """Rewrite the entries of one dataset: the names that TRL and axolotl have for files and messages."""
+    files = entries.get("data_files")
+    path = entries.get("path")
+    names = None if files is None else plain(files.value)
+    if files is not None and isinstance(names, list) and len(names) == 1:
+        names = names[0]
+    is_builder = path is not None and path.value.content in ("json", "csv", "parquet", "text", "arrow")
+    if files is not None and isinstance(names, str) and (path is None or is_builder):
+        del entries["data_files"]
+        entries["path"] = made(files, names)
+        report.read_as(files, f"path: {names}")
+    _custom_prompt(entries, report)
+    mappings = {
+        role: entries.pop(key)
+        for key, role in (("message_field_role", "role"), ("message_field_content", "content"))
+        if key in entries
+    }
+    given = {role: entry for role, entry in mappings.items() if entry.value.content is not None}
+    if given and "message_property_mappings" not in entries:
+        first = next(iter(given.values()))
+        value = Marked(where=first.value.where, content=dict(given))
+        entries["message_property_mappings"] = replace(first, value=value)
+        report.read_as(first, "message_property_mappings")
+
+
+def _custom_prompt(entries: Entries, report: Report) -> None:
+    """axolotl's `type` as a mapping of the columns; one with `format` has a prompt of its own, and stays an error."""
+    entry = entries.get("type")
+    content = None if entry is None else entry.value.content
+    columns = ("field_instruction", "field_input", "field_output", "field_system")
+    if entry is None or not isinstance(content, dict) or not content.keys() <= set(columns):
+        return
+    for key, column in content.items():
+        entries.setdefault(key, column)
+    entries["type"] = made(entry, "alpaca")
+    report.read_as(entry, "type: alpaca")
+
+
+def _nested_datasets(entries: Entries, report: Report) -> None:
+    """`dataset_mixture` of the alignment handbook, `dataset_mixer` before it, and axolotl's `pretraining_dataset`."""
+    mixture = entries.get("dataset_mixture")
+    if mixture is not None and isinstance(mixture.value.content, dict) and "datasets" not in entries:
+        del entries["dataset_mixture"]
+        inner = mixture.value.content
+        if "datasets" in inner:
+            entries["datasets"] = replace(mixture, value=inner["datasets"].value)
+            report.read_as(mixture, "datasets")
+        if "test_split_size" in inner and "val_set_size" not in entries:
+            entries["val_set_size"] = replace(inner["test_split_size"], written="test_split_size")
+    mixer = entries.get("dataset_mixer")
+    if mixer is not None and isinstance(mixer.value.content, dict) and "datasets" not in entries:
+        del entries["dataset_mixer"]
+        paths = [replace(mixer.value, content=name) for name in mixer.value.content]
+        entries["datasets"] = replace(mixer, value=replace(mixer.value, content=list(paths)))
+        report.read_as(mixer, "datasets")
+        for key in ("dataset_splits", "dataset_configs"):
+            if key in entries:
+                report.drop(entries.pop(key), "the sets are read as `datasets`", quietly=False)
+    pretraining = entries.get("pretraining_dataset")
+    if pretraining is not None and pretraining.value.content and "datasets" not in entries:
+        entries["datasets"] = entries.pop("pretraining_dataset")
+        report.read_as(pretraining, "datasets")
+
+
+def _one_dataset(entries: Entries, report: Report) -> None:
+    """TRL's `dataset_name` with its companions, and the names of LLaMA-Factory's `dataset` and `eval_dataset`."""
+    directory = entries.pop("dataset_dir", None)
+    is_text = "stage" in entries and entries["stage"].value.content == "pt"
+    companions = {key: entries.pop(key) for key in _COMPANIONS if key in entries}
+    given = {key: entry for key, entry in companions.items() if entry.value.content is not None}
+    for written, ours in (("dataset_name", "datasets"), ("dataset", "datasets"), ("eval_dataset", "test_datasets")):
+        entry = entries.pop(written, None)
+        if entry is None or entry.value.content in (None, "") or ours in entries:
+            continue
+        content = entry.value.content
+        if isinstance(content, str):
+            names = [replace(entry.value, content=name.strip()) for name in content.split(",") if name.strip()]
+            if written != "dataset_name":
+                names = [_looked_up(entry, name, directory, report, is_text=is_text) for name in names]
+            entry = replace(entry, value=replace(entry.value, content=names))
+        entries[ours] = entry
+        report.read_as(entry, ours)
+    if directory is not None:
+        report.drop(directory, "`datasets` has the paths of the files")
+    _add_to_datasets(entries, given, report)
+
+
+def _looked_up(entry: Entry, name: Marked, directory: Entry | None, report: Report, *, is_text: bool) -> Marked:
+    """The set that a name stands for in dataset_info.json; the name as a path if it is not there."""
+    named = None if directory is None else directory.value.content
+    folder = Path(named if isinstance(named, str) else "data")
+    try:
+        info = read_dataset_info(folder)
+    except (OSError, ValueError) as error:
+        message = f"{folder / FILE_NAME}: cannot be read: {str(error).splitlines()[0]}"
+        report.reject(Finding(where=entry.value.where, message=message), "datasets")
+        return name
+    if info is None or str(name.content) not in info:
+        return name
+    described = describe_set(info[str(name.content)], folder, is_text=is_text)
+    if isinstance(described, str):
+        message = f"`{entry.written}`: {show(name.content)} cannot be used: {described}"
+        report.reject(Finding(where=entry.value.where, message=message), "datasets")
+        return name
+    return marked(described, name.where)
+
+
+_COMPANIONS: Mapping[str, str] = {
+    "dataset_config": "name",
+    "dataset_config_name": "name",
+    "dataset_configs": "name",
+    "dataset_train_split": "split",
+    "train_split": "split",
+    "dataset_text_field": "field",
+    "max_samples": "max_samples",
+}
+"""Keys about all datasets, and our key of each dataset."""
+
+
+def _add_to_datasets(entries: Entries, given: Entries, report: Report) -> None:
+    """Put keys about all datasets into each dataset that has no such key."""
+    datasets = entries.get("datasets")
+    content = None if datasets is None else datasets.value.content
+    items = content if isinstance(content, list) else [datasets.value] if datasets is not None and content else []
+    for key, written in given.items():
+        several = written.value.content
+        is_one = isinstance(several, list) and len(several) == 1
+        entry = replace(written, value=several[0]) if is_one and isinstance(several, list) else written
+        for item in items:
+            if isinstance(item.content, str):
+                item.content = {"path": Entry(where=item.where, written="path", value=replace(item))}
+            if isinstance(item.content, dict):
+                item.content.setdefault(_COMPANIONS[key], entry)
+        report.read_as(entry, f"datasets: - {_COMPANIONS[key]}: {show(plain(entry.value))}")

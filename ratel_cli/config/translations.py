@@ -1,0 +1,330 @@
+"""Keys of other trainers that become keys of ours, where a new name alone is not enough.
+
+Each function takes the entries of a config's top level and rewrites some of them in place. What it did is reported to
+the `Report`, at the place of the key that the user wrote.
+
+Invariant: what a rewritten config trains is what the other trainer's documentation says, or there is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from ratel_cli.config.foreign import kernel_plugins
+from ratel_cli.config.reporting import Entries, Report, made
+from ratel_cli.config.their_datasets import translate_datasets
+from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Plain, marked, plain, show
+
+
+def translate_top_level(entries: Entries, report: Report) -> None:
+    """Rewrite the entries of a config's top level."""
+    for translation in _TRANSLATIONS:
+        translation(entries, report)
+
+
+def _precision(entries: Entries, report: Report) -> None:
+    """`bf16`, `fp16` and the like become `dtype`. Ratel's master weights are fp32, as theirs are with autocast."""
+    flags = {key: entries.pop(key) for key in _PRECISIONS if key in entries}
+    name = next((key for key in _DTYPE_KEYS if key in entries), None)
+    if name is not None and entries[name].value.content in ("auto", None):
+        report.drop(entries.pop(name), "the data type of the computation is `dtype`")
+        name = None
+    chosen = _chosen_precision(flags, report)
+    for entry in flags.values():
+        if chosen is None or entry is not chosen[1]:
+            report.drop(entry, "`dtype` sets the precision")
+    if chosen is None:
+        return
+    dtype, entry = chosen
+    given = None if name is None else entries[name].value.content
+    if given in ("float32", "fp32", "float") and name is not None:
+        report.drop(entries.pop(name), "master weights are always fp32")
+    elif given is not None:
+        if dtype == "float16" and given in ("bfloat16", "bf16"):
+            message = f"`{entry.written}` and `{name}: {given}` contradict each other"
+            report.reject(Finding(where=entry.where, message=message, hint="remove one of them"), "dtype")
+        else:
+            report.drop(entry, "`dtype` sets the precision")
+        return
+    entries["dtype"] = made(entry, dtype)
+    report.read_as(entry, f"dtype: {dtype}")
+
+
+def _chosen_precision(flags: Entries, report: Report) -> tuple[str, Entry] | None:
+    """The data type that the flags choose, and the flag that does; None if they choose none."""
+    wanted: Entries = {}
+    for key, entry in flags.items():
+        content = entry.value.content
+        if content in (True, "auto", "full"):
+            wanted.setdefault(_PRECISIONS[key], entry)
+        elif content not in (None, False, ""):
+            message = f"`{key}` must be true, false or auto, not {show(plain(entry.value))}"
+            report.reject(Finding(where=entry.value.where, message=message), "dtype")
+    if len(wanted) > 1:
+        first, second = wanted.values()
+        message = f"`{first.written}` and `{second.written}` are both set"
+        report.reject(Finding(where=second.where, message=message, hint="remove one of them"), "dtype")
+        return None
+    off = flags.get("bf16")
+    if not wanted and off is not None and off.value.content is False:
+        return "float32", off
+    for dtype, entry in wanted.items():
+        if entry.value.content != "auto":
+            return dtype, entry
+    return None
+
+
+_PRECISIONS: Mapping[str, str] = {
+    "bf16": "bfloat16",
+    "pure_bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+}
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+
+
+def _no_gpu(entries: Entries, report: Report) -> None:
+    """`use_cpu` and, before it, `no_cuda`."""
+    for key in ("use_cpu", "no_cuda"):
+        entry = entries.pop(key, None)
+        if entry is None:
+            continue
+        if entry.value.content is True and "device" not in entries:
+            entries["device"] = made(entry, "cpu")
+            report.read_as(entry, "device: cpu")
+        else:
+            report.drop(entry, "`device: auto` takes the GPU if there is one")
+
+
+def _strategies(entries: Entries, report: Report) -> None:
+    """`save_strategy` and `eval_strategy`: `no`, `steps` or `epoch`."""
+    for strategy, steps, per_epoch in (
+        ("save_strategy", "save_steps", "saves_per_epoch"),
+        ("eval_strategy", "eval_steps", "evals_per_epoch"),
+        ("evaluation_strategy", "eval_steps", "evals_per_epoch"),
+    ):
+        if strategy not in entries:
+            continue
+        entry = entries.pop(strategy)
+        content = entry.value.content
+        if content in ("no", False):
+            for key in (steps, per_epoch):
+                if key in entries:
+                    report.drop(entries.pop(key), f"`{strategy}` is `no`")
+            report.drop(entry, f"without `{steps}`, only the last step counts")
+        elif content == "epoch":
+            if steps in entries:
+                report.drop(entries.pop(steps), f"`{strategy}` is `epoch`")
+            entries[per_epoch] = made(entry, 1)
+            report.read_as(entry, f"{per_epoch}: 1")
+        elif content in ("steps", "best", None, ""):
+            report.drop(entry, f"`{steps}` decides this", quietly=content != "best")
+        else:
+            message = f"`{strategy}` must be `no`, `steps` or `epoch`, not {show(plain(entry.value))}"
+            report.reject(Finding(where=entry.value.where, message=message), steps)
+
+
+def _steps_without_end(entries: Entries, report: Report) -> None:
+    """`max_steps: -1` means that the epochs decide."""
+    entry = entries.get("max_steps")
+    if entry is not None and entry.value.content == -1:
+        report.drop(entries.pop("max_steps"), "`num_epochs` decides when the run ends")
+
+
+def _minimum_rate(entries: Entries, report: Report) -> None:
+    """axolotl's `cosine_min_lr_ratio` is the schedule `cosine_with_min_lr`."""
+    entry = entries.pop("cosine_min_lr_ratio", None)
+    if entry is None:
+        return
+    ratio = entry.value.content
+    if isinstance(ratio, bool) or not isinstance(ratio, int | float):
+        if ratio is None:
+            report.drop(entry, "it is empty")
+        else:
+            message = f"`cosine_min_lr_ratio` must be a number, not {show(plain(entry.value))}"
+            report.reject(Finding(where=entry.value.where, message=message), "lr_scheduler_kwargs")
+        return
+    scheduler = next((entries.get(key) for key in ("lr_scheduler", "lr_scheduler_type") if key in entries), None)
+    if scheduler is not None and scheduler.value.content != "cosine":
+        report.drop(entry, "it is for `lr_scheduler: cosine`")
+        return
+    entries.pop("lr_scheduler_type", None)
+    entries["lr_scheduler"] = made(scheduler or entry, "cosine_with_min_lr")
+    options = Marked(where=entry.value.where, content={"min_lr_rate": made(entry, ratio)})
+    entries["lr_scheduler_kwargs"] = replace(entry, value=options)
+    report.read_as(entry, f"lr_scheduler: cosine_with_min_lr, lr_scheduler_kwargs: {{min_lr_rate: {ratio}}}")
+
+
+def _no_options(entries: Entries, report: Report) -> None:
+    entry = entries.get("lr_scheduler_kwargs")
+    if entry is not None and entry.value.content in ({}, ""):
+        report.drop(entries.pop("lr_scheduler_kwargs"), "it is empty")
+
+
+def _plugins(entries: Entries, report: Report) -> None:
+    """axolotl's plugins: most of them name kernels."""
+    entry = entries.get("plugins")
+    if entry is None:
+        return
+    content = plain(entry.value)
+    names = content if isinstance(content, list) else [content] if content else []
+    others = list(kernel_plugins(names))
+    del entries["plugins"]
+    if not others:
+        report.drop(entry, "they name kernels; the results are the same")
+        return
+    message = f"`plugins` is not a key of Ratel: {', '.join(others)} changes what is trained"
+    report.reject(Finding(where=entry.where, message=message, hint="remove it"), "plugins")
+
+
+def _trackers(entries: Entries, report: Report) -> None:
+    """`report_to` with the names of trackers, and what axolotl and LLaMA-Factory call project and run there."""
+    on = _tracker_names(entries, report)
+    for ours, theirs in _TRACKER_KEYS.items():
+        for key, tracker in theirs.items():
+            entry = entries.get(key)
+            if (
+                entry is None
+                or tracker not in on
+                or not isinstance(entry.value.content, str)
+                or not entry.value.content
+            ):
+                continue
+            del entries[key]
+            if ours in entries and entries[ours].value.content is not None:
+                report.drop(entry, f"`{entries[ours].written}` is set", quietly=False)
+            else:
+                entries[ours] = made(entry, entry.value.content)
+                report.read_as(entry, f"{ours}: {entry.value.content}")
+
+
+def _tracker_names(entries: Entries, report: Report) -> Sequence[Plain]:
+    """The trackers of `report_to`, without those that Ratel does not know, and without a wandb that is turned off."""
+    entry = entries.get("report_to")
+    if entry is None:
+        return ()
+    content = plain(entry.value)
+    names: list[Plain] = list(content) if isinstance(content, list) else [content]
+    if names in ([], [None], ["none"]):
+        return ()
+    mode = entries.get("wandb_mode")
+    is_off = mode is not None and mode.value.content not in (None, "", "online")
+    for name in [name for name in names if name in _OTHER_TRACKERS or (name == "wandb" and is_off)]:
+        names.remove(name)
+        reason = "Ratel does not know this tracker; the metrics of every step are in run/metrics.jsonl"
+        if name == "wandb":
+            reason = "`wandb_mode` turns it off; to use it without a network, set WANDB_MODE in the environment instead"
+        dropped = replace(entry, value=Marked(where=entry.value.where, content=str(name)))
+        report.drop(dropped, reason, quietly=name in ("none", "all"))
+    if names:
+        entries["report_to"] = replace(entry, value=marked(names, entry.value.where))
+    else:
+        del entries["report_to"]
+    return names
+
+
+_OTHER_TRACKERS = (
+    "none", "all", "comet_ml", "comet", "swanlab", "clearml", "neptune", "azure_ml", "dagshub", "codecarbon", "flyte",
+    "dvclive",
+)  # fmt: skip
+_TRACKER_KEYS: Mapping[str, Mapping[str, str]] = {
+    "project": {
+        "wandb_project": "wandb",
+        "mlflow_experiment_name": "mlflow",
+        "trackio_project_name": "trackio",
+    },
+    "run_name": {
+        "wandb_name": "wandb",
+        "wandb_run_name": "wandb",
+        "mlflow_run_name": "mlflow",
+        "trackio_run_name": "trackio",
+    },
+}
+"""By our key: other trainers' names for it, and the tracker that each is about."""
+
+
+def _hub(entries: Entries, report: Report) -> None:
+    """`push_to_hub` decides, where it is set, whether `hub_model_id` counts."""
+    push, name = entries.get("push_to_hub"), entries.get("hub_model_id")
+    if push is None:
+        return
+    if push.value.content is False and name is not None and name.value.content is not None:
+        report.drop(entries.pop("hub_model_id"), "`push_to_hub` is false")
+    if push.value.content is True and name is not None:
+        report.drop(entries.pop("push_to_hub"), "`hub_model_id` says where to")
+
+
+def _attention(entries: Entries, report: Report) -> None:
+    """Kernels that Ratel does not know by name: the results are those of sdpa."""
+    entry = entries.get("attn_implementation")
+    content = None if entry is None else entry.value.content
+    known = ("sdpa", "eager", "flash_attention_2", "flash_attention_3")
+    if entry is None or not isinstance(content, str) or content in known:
+        return
+    if "flash" in content or content in ("flex_attention", "auto", "xformers") or "/" in content:
+        report.drop(entries.pop("attn_implementation"), "`sdpa` computes the same", quietly=content == "auto")
+
+
+def _no_adapter(entries: Entries, report: Report) -> None:
+    """The settings of an adapter that a switch turns off, as its trainer ignores them."""
+    switches = {key: entries[key].value.content for key in ("adapter", "use_peft", "finetuning_type") if key in entries}
+    is_off = [content in (None, False, "", "full") for content in switches.values()]
+    if not is_off or not all(is_off):
+        return
+    for key in [key for key in entries if key.startswith(("lora_", "qlora", "peft_"))]:
+        report.drop(entries.pop(key), "there is no adapter")
+
+
+def _template(entries: Entries, report: Report) -> None:
+    """A chat template that is written out, and TRL's names for a template's file and for the EOS token."""
+    entry = entries.get("chat_template")
+    text = None if entry is None else entry.value.content
+    if entry is not None and isinstance(text, str) and ("{%" in text or "{{" in text):
+        entries["chat_template_jinja"] = entries.pop("chat_template")
+        report.read_as(entry, "chat_template_jinja")
+    path = entries.get("chat_template_path")
+    if path is not None and str(path.value.content).endswith((".jinja", ".jinja2")):
+        entries["chat_template_jinja"] = entries.pop("chat_template_path")
+        report.read_as(path, f"chat_template_jinja: {path.value.content}")
+    token = entries.get("eos_token")
+    if token is not None and isinstance(token.value.content, str) and "special_tokens" not in entries:
+        del entries["eos_token"]
+        value = Marked(where=token.value.where, content={"eos_token": token})
+        entries["special_tokens"] = replace(token, value=value)
+        report.read_as(token, "special_tokens")
+
+
+def _empty(entries: Entries, report: Report) -> None:
+    """A key of ours without a value has its default, as in the other trainers."""
+    for key in [key for key, entry in entries.items() if entry.value.content is None and entry.where.layer == 0]:
+        if key in _MAY_BE_EMPTY:
+            report.drop(entries.pop(key), "it is empty, so its default is used")
+
+
+_MAY_BE_EMPTY = (
+    "train_on_inputs", "sequence_len", "cutoff_len", "max_length", "max_seq_length", "sample_packing", "packing",
+    "shuffle", "micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "num_epochs",
+    "num_train_epochs", "epochs", "learning_rate", "lr", "lr_scheduler", "lr_scheduler_type", "warmup_steps",
+    "warmup_ratio", "optimizer", "optim", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
+    "attn_implementation", "save_total_limit", "val_set_size", "val_size", "logging_steps", "seed", "train_on_prompt",
+    "completion_only_loss", "assistant_only_loss", "output_dir",
+)  # fmt: skip
+
+_TRANSLATIONS: tuple[Callable[[Entries, Report], None], ...] = (
+    _empty,
+    _precision,
+    _no_gpu,
+    _strategies,
+    _steps_without_end,
+    _minimum_rate,
+    _no_options,
+    _plugins,
+    _trackers,
+    _hub,
+    _attention,
+    _no_adapter,
+    _template,
+    translate_datasets,
+)

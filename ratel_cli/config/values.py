@@ -1,0 +1,126 @@
+"""The types of the keys that a person may write in several ways: `auto` or a number, a share or a count.
+
+Invariant: a validator raises only `rejection`, in words that a user reads.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, get_args
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from ratel_cli.config.sections import rejection
+from ratel_cli.config.yaml_marks import show
+
+Tracker = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+TRACKERS: tuple[Tracker, ...] = get_args(Tracker)
+_HUB_ID = r"(?!.*(--|\.\.))([A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9_][\w.-]{0,95}"
+_Policy = Literal["auto", "keep", "recompute", "swap_all", "static"]
+
+
+def _check_activations(value: object) -> object:
+    if isinstance(value, str) and value in get_args(_Policy):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
+        return float(value)
+    raise rejection("must be `auto`, `keep`, `recompute`, `swap_all`, `static` or a fraction from 0 to 1")
+
+
+def _check_split(value: object) -> object:
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    hint = "remove the quotes" if isinstance(value, str) and value.isdigit() else None
+    raise rejection("must be `auto` or a whole number of at least 1", hint)
+
+
+def _check_val_set_size(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise rejection("must be a fraction below 1 or a whole number of samples")
+    if isinstance(value, float) and not value < 1:
+        whole = f"; for {int(value)} samples write {int(value)}" if value.is_integer() else ""
+        raise rejection(f"must be a fraction below 1 or a whole number of samples, not {value}{whole}")
+    return value
+
+
+def _check_trackers(value: object) -> object:
+    """The trackers as a tuple, each once."""
+    names = list(value) if isinstance(value, list | tuple) else [value]
+    if names in ([], [None], ["none"]):
+        return ()
+    for name in names:
+        if not isinstance(name, str) or name not in TRACKERS:
+            hint = "the metrics of every step are in run/metrics.jsonl in the output directory, for other trackers"
+            raise rejection(f"must be `none` or names of {', '.join(TRACKERS)}, not {show(name)}", hint)
+    return tuple(dict.fromkeys(names))
+
+
+def _check_hub_id(value: object) -> object:
+    if value is not None and not (isinstance(value, str) and re.fullmatch(_HUB_ID, value, re.ASCII)):
+        raise rejection("must be the id of a repository on the hub, like `name` or `organization/name`")
+    return value
+
+
+def _check_interval(value: object) -> object:
+    """A number of steps, or a share of all steps."""
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1):
+        return value
+    return _whole_steps(value, least=1, words="must be a whole number of steps, or a share of all steps below 1")
+
+
+def _check_warmup_steps(value: object) -> object:
+    if isinstance(value, float) and 0 < value < 1:
+        return value
+    return _whole_steps(value, least=0, words="must be a whole number of steps, or a share of all steps below 1")
+
+
+def _whole_steps(value: object, *, least: int, words: str) -> object:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise rejection(f"{words}, not {show(value)}")
+    if value < least:
+        raise rejection(f"must be at least {least}, not {value}")
+    return value
+
+
+def _zero_is_off(value: float | None) -> float | None:
+    return value or None
+
+
+ActivationPolicy = Annotated[
+    _Policy | float,
+    BeforeValidator(_check_activations, json_schema_input_type=_Policy | Annotated[float, Field(ge=0, le=1)]),
+]
+CountOrAuto = Annotated[
+    Literal["auto"] | int,
+    BeforeValidator(_check_split, json_schema_input_type=Literal["auto"] | Annotated[int, Field(ge=1)]),
+]
+FractionOrCount = Annotated[
+    int | float, BeforeValidator(_check_val_set_size, json_schema_input_type=Annotated[float, Field(ge=0)])
+]
+Interval = Annotated[
+    int | float | None,
+    BeforeValidator(_check_interval, json_schema_input_type=Annotated[float, Field(gt=0)] | None),
+    "whole number of steps, or a share of all steps below 1",
+]
+WarmupSteps = Annotated[
+    int | float,
+    BeforeValidator(_check_warmup_steps, json_schema_input_type=Annotated[float, Field(ge=0)]),
+    "whole number of steps, or a share of all steps below 1",
+]
+TimesPerEpoch = Annotated[float | None, Field(ge=0), AfterValidator(_zero_is_off)]
+TrackerNames = Annotated[
+    tuple[Tracker, ...],
+    BeforeValidator(
+        _check_trackers, json_schema_input_type=Tracker | Literal["none"] | list[Tracker | Literal["none"]] | None
+    ),
+    "`none`, or one or several of `tensorboard`, `wandb`, `mlflow`, `trackio`",
+]
+HubId = Annotated[
+    str | None,
+    BeforeValidator(_check_hub_id, json_schema_input_type=Annotated[str, Field(pattern=f"^{_HUB_ID}$")] | None),
+    "text",
+]
+ClipNorm = Annotated[float | None, Field(ge=0), AfterValidator(_zero_is_off)]
+Decay = Annotated[float, Field(ge=0, lt=1)]

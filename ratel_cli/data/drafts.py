@@ -1,0 +1,58 @@
+"""Drafts: what a row asks to be trained on, before any tokenizer has seen it.
+
+A draft is a text, a conversation or token ids, with a mark on the part that has loss. Invariant: a draft is checked; a
+row that cannot become one raised `Unusable` with the reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ratel_cli.data.chat_child import ChatMessage
+
+TrainOnEos = Literal["all", "turn", "last", "none"]
+"""Which EOS tokens behind turns have loss: all, those of trained turns, the last of the conversation, or none."""
+
+
+class Unusable(Exception):
+    """Why one row cannot be trained on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextDraft:
+    """A text that ends with an EOS token."""
+
+    prompt: str
+    """Has loss only with `train_on_inputs`."""
+    answer: str
+    """Has loss."""
+    splittable: bool = False
+    """Whether a text that is too long becomes several samples. Otherwise it is truncated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatDraft:
+    """A conversation for the tokenizer's chat template. Unless it says otherwise, its assistant turns have loss."""
+
+    messages: list[ChatMessage]
+    """Each has a role, and content or tool calls; further keys are for the template."""
+    tools: list[object] | None
+    completion_from: int | None = None
+    """Not None: everything from this message on has loss, and nothing before it. It is the index of a message."""
+    trained: tuple[int, ...] | None = None
+    """Not None: only what stands in these messages has loss, without the marks around them, and `train_on_eos`."""
+    train_on_eos: TrainOnEos = "turn"
+    """With `trained`: which EOS tokens have loss as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensDraft:
+    """Token ids that need no tokenizer."""
+
+    input_ids: list[int]
+    labels: list[int]
+    """The target of each token; -100 where there is no loss."""
+
+
+Draft = TextDraft | ChatDraft | TokensDraft

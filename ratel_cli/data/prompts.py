@@ -1,0 +1,110 @@
+"""Prompts: from a text, a conversation or the lines of a file to the token ids that a model continues.
+
+Invariant: the ids are those that stand before an answer in training: of a text with the tokenizer's opening tokens, and
+of a conversation as the chat template renders it, with the prompt for the next turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+from ratel_cli.data.chat import ChatRenderer
+from ratel_cli.data.chat_child import ChatMessage
+from ratel_cli.data.drafts import Unusable
+from ratel_cli.data.encode import opening_tokens, tokenised
+from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template
+from ratel_cli.errors import BadInput, excerpt, printable
+
+Prompt = str | list[ChatMessage]
+"""A text, or a conversation."""
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a file: of `.jsonl` a row each, with `prompt` or `messages`; of other files a line each.
+
+    Empty lines are skipped. Raises BadInput if the file cannot be read, or a row is no prompt.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise BadInput(f"{path}: cannot be read: {reason}") from error
+    kept = [(number, line.rstrip("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not kept:
+        raise BadInput(f"{path}: there are no prompts: the file has no line with text")
+    if path.suffix != ".jsonl":
+        return [line for _, line in kept]
+    return [_of_row(line, f"{path}:{number}") for number, line in kept]
+
+
+def encode_prompts(
+    tokenizer: Tokenizer, prompts: Sequence[Prompt], *, raw: bool, notice: Callable[[str], None]
+) -> list[list[int]]:
+    """The token ids of each prompt. `raw`: texts are continued as they are, without the chat template.
+
+    Raises BadInput if there is no tokenizer, or if a prompt is empty or cannot be rendered.
+    """
+    if isinstance(tokenizer, NoTokenizer):
+        raise BadInput(tokenizer.missing().message, "put the tokenizer's files next to the model")
+    for number, prompt in enumerate(prompts, start=1):
+        if not (prompt.strip() if isinstance(prompt, str) else prompt):
+            raise BadInput(f"prompt {number} is empty", "write what the model should continue or answer")
+    is_chat = has_chat_template(tokenizer) and not raw
+    if not is_chat:
+        ids = _encode_texts(tokenizer, prompts)
+    else:
+        with ChatRenderer(tokenizer.get_chat_template(), tokenizer.special_tokens_map, notice=notice) as renderer:
+            texts = [_render(renderer, prompt, number) for number, prompt in enumerate(prompts, start=1)]
+        ids = _ids(tokenizer, texts)
+    for number, each in enumerate(ids, start=1):
+        if not each:
+            raise BadInput(f"prompt {number} has no tokens")
+    return ids
+
+
+def _of_row(line: str, place: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"{place}: not valid JSON: {excerpt(str(error))}") from error
+    found = row.get("prompt", row.get("messages")) if isinstance(row, dict) else row
+    is_chat = isinstance(found, list) and all(_is_message(each) for each in found)
+    if not isinstance(found, str) and not is_chat:
+        raise BadInput(
+            f"{place}: no prompt: a row must be a text, or have a text in `prompt` or, in `messages`, a list of"
+            " messages with a `role` each"
+        )
+    return cast(Prompt, found)
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str)
+
+
+def _encode_texts(tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[list[int]]:
+    texts = []
+    for number, prompt in enumerate(prompts, start=1):
+        if not isinstance(prompt, str):
+            raise BadInput(
+                f"prompt {number} is a conversation, which needs a chat template", "give it as a text in `prompt`"
+            )
+        texts.append(prompt)
+    opening = opening_tokens(tokenizer)
+    return [each if each[: len(opening)] == opening else [*opening, *each] for each in _ids(tokenizer, texts)]
+
+
+def _render(renderer: ChatRenderer, prompt: Prompt, number: int) -> str:
+    messages: list[ChatMessage] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    try:
+        return renderer.render_prompt(messages)
+    except Unusable as unusable:
+        raise BadInput(
+            f"prompt {number}: {printable(str(unusable))}", "continue a text without the chat template: --raw"
+        ) from unusable
+
+
+def _ids(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    return cast(list[list[int]], tokenised(tokenizer, texts, special=False, offsets=False)["input_ids"])

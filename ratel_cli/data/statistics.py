@@ -1,0 +1,76 @@
+"""What training data consists of: rows, samples, tokens and tokens with loss of each dataset, and how well they pack.
+
+Invariant: everything is counted in the token cache, so it is what a run trains on. Memory holds few samples at a time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ratel_cli.data.summary import SetStatistics
+from ratel_cli.data.token_cache import SourceCounts, TokenCache
+from ratel_cli.sizes import IGNORED_TARGET
+
+_GROUP_SAMPLES = 1024
+
+
+def statistics_of(cache: TokenCache, names: list[str]) -> list[SetStatistics]:
+    """Count the samples of each dataset of a cache; `names` are those of the datasets. Raises EnvironmentFailure.
+
+    A cache of the first version does not know which samples belong to which dataset: its datasets are counted as one.
+    """
+    found = []
+    start = 0
+    for name, counts in zip(*_sources(cache, names), strict=True):
+        ids = np.arange(start, start + counts.num_samples)
+        start += counts.num_samples
+        lengths = cache.lengths[ids]
+        percentiles = np.percentile(lengths, [0, 50, 95, 100], method="nearest") if len(lengths) else np.zeros(4)
+        shortest, median, long, longest = (int(each) for each in percentiles)
+        found.append(
+            SetStatistics(
+                name=name,
+                num_rows=counts.num_rows,
+                num_rejected=counts.num_rejected,
+                num_truncated=counts.num_truncated,
+                num_samples=counts.num_samples,
+                num_tokens=int(lengths.sum()),
+                num_loss_tokens=_num_loss_tokens(cache, start - counts.num_samples, start),
+                lengths=(shortest, median, long, longest),
+            )
+        )
+    return found
+
+
+def first_samples(cache: TokenCache, names: list[str], num_samples: int) -> list[tuple[str, int, int]]:
+    """Which samples to show: one of each dataset in turn. For each the dataset, the number in it, and in the cache."""
+    starts, start = [], 0
+    names, counts = _sources(cache, names)
+    for each in counts:
+        starts.append(start)
+        start += each.num_samples
+    found: list[tuple[str, int, int]] = []
+    for number in range(max((each.num_samples for each in counts), default=0)):
+        for name, each, first in zip(names, counts, starts, strict=True):
+            if len(found) == num_samples:
+                return found
+            if number < each.num_samples:
+                found.append((name, number + 1, first + number))
+    return found
+
+
+def _sources(cache: TokenCache, names: list[str]) -> tuple[list[str], list[SourceCounts]]:
+    if len(cache.summary.sources) == len(names):
+        return names, list(cache.summary.sources)
+    summary = cache.summary
+    whole = SourceCounts(summary.num_rows, summary.num_rejected, 0, len(cache.lengths))
+    return [", ".join(names)], [whole]
+
+
+def _num_loss_tokens(cache: TokenCache, first: int, end: int) -> int:
+    """The targets of these samples: their labels but for the first, which nothing predicts."""
+    total = 0
+    for start in range(first, end, _GROUP_SAMPLES):
+        for sample in cache.read(np.arange(start, min(start + _GROUP_SAMPLES, end))):
+            total += int((sample.labels[1:] != IGNORED_TARGET).sum())
+    return total

@@ -1,0 +1,230 @@
+"""Reads a model's weights one block at a time, for computing without training.
+
+For each use of a block:
+
+    1. read     its flat array into a buffer, from a generation in the store or from the model's own files
+    2. bind     its parameters to the modules, after an upload where a GPU computes
+    3. release  the modules, and the buffer
+
+A forward pass uses the blocks in one order. With `reads_ahead` a thread reads the next block of the pass while one
+computes. Resident blocks are read once and stay in host memory.
+
+Invariant: memory is that of the blocks that are bound, read ahead or resident (`weights_bytes`), whatever the number of
+layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ratel_cli.closing import Closing
+from ratel_cli.engine.embedding_rows import EmbeddingRows
+from ratel_cli.io.buffers import BufferPool, Lease
+from ratel_cli.io.views import FIELD_DTYPES, view
+from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.model.checkpoint import CheckpointSource
+from ratel_cli.model.spec import BlockSpec, ModelSpec
+from ratel_cli.store.generation import Generation
+
+
+class BlockSource(Protocol):
+    """Where the weights of blocks come from."""
+
+    dtype: torch.dtype
+    """The data type that the model computes in."""
+
+    def read(self, block: BlockSpec, memory: memoryview) -> None:
+        """Fill `memory` with the block's flat array. What is in the gaps between parameters is not defined."""
+
+
+class GenerationBlocks:
+    """The compute weights of one generation in the store."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._field = generation.layout.compute_field.name
+        self.dtype = FIELD_DTYPES[self._field]
+
+    def read(self, block: BlockSpec, memory: memoryview) -> None:
+        """See BlockSource. Raises IntegrityFailure if the generation is damaged."""
+        self._generation.read(block.index, self._field, 0, block.num_elements, memory).wait()
+
+
+class FileBlocks:
+    """The weights in a model's safetensors files, rounded once to the data type that the model computes in."""
+
+    def __init__(self, source: CheckpointSource, dtype: torch.dtype) -> None:
+        self._source = source
+        self.dtype = dtype
+
+    def read(self, block: BlockSpec, memory: memoryview) -> None:
+        """See BlockSource. Raises IntegrityFailure on an I/O error, BadInput if a file has become shorter."""
+        weights = view(memory, self.dtype)
+        for parameter in block.parameters:
+            self._source.read_whole_into(parameter.name, weights[parameter.start : parameter.stop])
+        self._source.forget_converted()
+
+
+class BlockReader(Closing):
+    """Binds the blocks of one model, in the order of forward passes. Use as a context manager."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        source: BlockSource,
+        pool: BufferPool,
+        *,
+        device: torch.device,
+        resident: frozenset[int] = frozenset(),
+        reads_ahead: bool = False,
+        check_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`resident`: indices of the blocks that stay in host memory. `check_stop` is called before each block; what it
+        raises ends the pass."""
+        self.device = device
+        self.bytes_read = 0
+        """Bytes of weights that were read so far."""
+        self._model = model
+        self._source = source
+        self._pool = pool
+        self._resident_indices = resident
+        self._check_stop = check_stop
+        self._order = reading_order(model.spec)
+        self._position = 0
+        """Of the next use in the order."""
+        self._resident: dict[int, Lease] = {}
+        self._ahead: _Ahead | None = None
+        self._thread = ThreadPoolExecutor(1, "ratel-read-ahead") if reads_ahead else None
+
+    @contextmanager
+    def bound(self, block: BlockSpec, rows: EmbeddingRows | None = None) -> Iterator[tuple[torch.nn.Parameter, ...]]:
+        """A context in which the block can run. `rows`: what a GPU gets of the embedding's matrix; None: all of it.
+
+        Raises what reading raises, and DoesNotFit if the pool has no memory for the block.
+        """
+        self._check_stop()
+        lease = self._take(block)
+        try:
+            weights = view(lease.memory, self._source.dtype)
+            parts, tokens = [weights], None
+            if rows is not None:
+                parts, tokens = [weights.new_empty(rows.num_elements), weights[rows.others_start :]], rows.tokens
+                rows.gather(weights, parts[0])
+            try:
+                yield self._model.bind(block, *(part.to(self.device) for part in parts), tokens=tokens)
+            finally:
+                self._model.release(block)
+        finally:
+            lease.release()
+
+    def end_pass(self) -> None:
+        """Give back what only this pass used, whether it came to its end or not. The next use begins a new one."""
+        self._position = 0
+        self._drop_ahead()
+        self._pool.trim()
+
+    def close(self) -> None:
+        """End the thread and give all memory back. Idempotent."""
+        self._drop_ahead()
+        if self._thread is not None:
+            self._thread.shutdown()
+        for lease in self._resident.values():
+            lease.release()
+        self._resident.clear()
+
+    def _take(self, block: BlockSpec) -> Lease:
+        """The block's buffer, filled; its user releases it. Starts to read the block after it."""
+        position = self._position if self._order[self._position] is block else self._order.index(block)
+        lease = self._filled(block)
+        try:
+            if block.index in self._resident_indices and block.index not in self._resident:
+                self._resident[block.index] = lease.share()
+            following = self._order[position + 1 :]
+            self._position = position + 1 if following else 0
+            if following:
+                self._read_ahead(following[0])
+        except BaseException:
+            lease.release()
+            raise
+        return lease
+
+    def _filled(self, block: BlockSpec) -> Lease:
+        if block.index in self._resident:
+            return self._resident[block.index].share()
+        if self._ahead is not None and self._ahead.block is block:
+            ahead, self._ahead = self._ahead, None
+            return ahead.wait()
+        self._drop_ahead()
+        lease = self._lease(block)
+        try:
+            self._read(block, lease.memory)
+        except BaseException:
+            lease.release()
+            raise
+        return lease
+
+    def _read_ahead(self, block: BlockSpec) -> None:
+        if self._thread is None or block.index in self._resident or self._ahead is not None:
+            return
+        lease = self._lease(block)
+        self._ahead = _Ahead(block, lease, self._thread.submit(self._read, block, lease.memory))
+
+    def _drop_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.drop()
+
+    def _lease(self, block: BlockSpec) -> Lease:
+        return self._pool.lease(block.num_elements * self._source.dtype.itemsize, f"weights of {block.name}")
+
+    def _read(self, block: BlockSpec, memory: memoryview) -> None:
+        self._source.read(block, memory)
+        self.bytes_read += len(memory)
+
+
+class _Ahead(NamedTuple):
+    """A block that is being read ahead."""
+
+    block: BlockSpec
+    lease: Lease
+    reading: Future[None]
+
+    def wait(self) -> Lease:
+        """The filled buffer. Raises what reading raised."""
+        try:
+            self.reading.result()
+        except BaseException:
+            self.drop()
+            raise
+        return self.lease
+
+    def drop(self) -> None:
+        """Give the buffer back when nothing is read into it any more."""
+        self.reading.exception()
+        self.lease.release()
+
+
+def reading_order(spec: ModelSpec) -> tuple[BlockSpec, ...]:
+    """The blocks in the order in which a forward pass uses them. A tied embedding comes again, with the head."""
+    embedding, *layers, head = spec.blocks
+    return (embedding, *layers, *((embedding,) if spec.tied else ()), head)
+
+
+def weights_bytes(
+    spec: ModelSpec, bytes_per_element: int, *, resident: frozenset[int] = frozenset(), reads_ahead: bool = False
+) -> int:
+    """The most bytes of host memory that the blocks take at any time of a forward pass."""
+    order = reading_order(spec)
+    most_elements = 0
+    for position in range(len(order)):
+        at_once = set(order[position : position + 1 + reads_ahead])
+        if spec.tied and position == len(order) - 1:
+            at_once.add(order[0])
+        most_elements = max(most_elements, sum(block.num_elements for block in at_once if block.index not in resident))
+    kept_elements = sum(spec.blocks[index].num_elements for index in resident)
+    return bytes_per_element * (most_elements + kept_elements)

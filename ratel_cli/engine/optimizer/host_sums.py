@@ -1,0 +1,186 @@
+"""The fp32 sums of a block's gradients in host memory, for a GPU that has no memory for them.
+
+With several micro-batches each parameter goes through these phases:
+
+    1. add     of every micro-batch but the last: download the gradient in its own dtype; a thread adds it to the sum
+    2. fetch   with the last one: upload the sum; GradientSum adds the last gradient to it on the GPU. Uploads run ahead
+               in the order in which the first gradients came, and are overlapped with computing of the last ones
+    3. close   the thread gives the memory back when the uploads have ended
+
+Invariants: the additions are those that the GPU would do, in the same order, so the bits are the same; the sums on the
+GPU take no more than `summed_elements` (planning/gpu_memory.py), however many parameters there are; the sums of one
+block are in host memory, never those of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+
+import torch
+
+from ratel_cli.closing import Closing
+from ratel_cli.engine.device.device import Device, Download, Upload
+from ratel_cli.engine.telemetry import SpanLabel, Timeline
+from ratel_cli.io.buffers import BufferPool, Lease
+from ratel_cli.io.views import view
+from ratel_cli.model.spec import BlockSpec
+from ratel_cli.planning.gpu_memory import summed_elements
+
+_CHUNK_ELEMENTS = 1 << 18
+"""Elements that are added at once. Torch makes an fp32 copy of them first: 1 MiB, which stays in the cache. So one core
+adds 2.6e9 bf16 elements a second, which is 26 GB/s of main memory (2-core Xeon, 2026-11)."""
+
+
+class SumThread(Closing):
+    """The thread that adds gradients in host memory, for one block after another."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ratel-sums")
+        self._release: Future[None] | None = None
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """Do `work` after all work that was submitted before."""
+        return self._thread.submit(work)
+
+    def wait(self, work: Future[None]) -> None:
+        """Return when `work` is done. Raises what it raised."""
+        if not work.done():
+            with self._timeline.stalled_on("down"):
+                work.result()
+        work.result()
+
+    def release_later(self, lease: Lease, copies: list[Callable[[], None]]) -> None:
+        """Give memory back after all work that was submitted before, and after these copies have ended."""
+
+        def release() -> None:
+            for wait in copies:
+                wait()
+            lease.release()
+
+        self._release = self.submit(release)
+
+    def wait_released(self) -> None:
+        """Return when the memory of `release_later` is free."""
+        release, self._release = self._release, None
+        if release is not None:
+            self.wait(release)
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._thread.shutdown(wait=True)
+
+
+class HostSums(Closing):
+    """The sums of one block. All methods are for the compute thread."""
+
+    def __init__(
+        self, block: BlockSpec, pool: BufferPool, device: Device, thread: SumThread, *, leaving_bytes: int
+    ) -> None:
+        """`leaving_bytes`: GPU memory that gradients may take until their downloads have ended."""
+        self._block = block
+        self._pool = pool
+        self._device = device
+        self._thread = thread
+        self._leaving_bytes = leaving_bytes
+        self._label = SpanLabel.of("gradient", block, "backward")
+        self._sum_label = SpanLabel.of("sum", block, "backward")
+        self._lease: Lease | None = None
+        """The sums, and behind them the last gradient of each parameter in its own dtype."""
+        self._additions: dict[int, Future[None]] = {}
+        """The last addition for each parameter, in the order of the first ones."""
+        self._to_fetch: list[int] = []
+        """Parameters whose sums are not uploaded yet, the next one last."""
+        self._ahead: dict[int, Upload] = {}
+        """The uploads that run ahead of their use, by parameter."""
+        self._copies: list[Callable[[], None]] = []
+        """What waits for the end of each upload."""
+
+    def __contains__(self, index: int) -> bool:
+        """True if the parameter at `index` has a sum here."""
+        return index in self._additions
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """Add a contribution, flat `[elements]`, to the sum of the parameter at `index`."""
+        before = self._additions.get(index)
+        if before is not None:
+            self._thread.wait(before)
+        size = gradient.dtype.itemsize
+        if self._lease is None:
+            self._thread.wait_released()
+            num_bytes = self._block.num_elements * (4 + size)
+            self._lease = self._pool.lease(num_bytes, f"sums of gradients of {self._block.name}")
+        parameter, start = self._block.parameters[index], 4 * self._block.num_elements
+        memory = self._lease.memory[start + parameter.start * size : start + parameter.stop * size]
+        download = self._device.download(
+            [(gradient.view(torch.uint8), memory)],
+            self._label,
+            beside_bytes=max(0, self._leaving_bytes - len(memory)),
+        )
+        total = view(self._memory(index), torch.float32)
+        work = partial(_add, total, view(memory, gradient.dtype), download, is_first=before is None)
+        self._additions[index] = self._thread.submit(work)
+
+    def begin_fetching(self) -> None:
+        """Every micro-batch but the last is added: start the first uploads."""
+        self._to_fetch = list(reversed(self._additions))
+        self.fetch_ahead()
+
+    def fetch(self, index: int) -> torch.Tensor:
+        """End the sum of the parameter at `index`: fp32 and flat `[elements]`, in a device buffer of its own."""
+        if index not in self._ahead:  # the last gradients come in another order
+            self._to_fetch.extend(reversed(self._ahead))
+            self._drop_ahead()
+            self._ahead[index] = self._upload(index)
+        del self._additions[index]
+        return self._ahead.pop(index).open().view(torch.float32)
+
+    def fetch_ahead(self) -> None:
+        """Start the uploads of the next sums, as many as there is memory for. No sum that was fetched may be left."""
+        while self._to_fetch:
+            index = self._to_fetch[-1]
+            if index in self._additions:
+                num_elements = sum(self._block.parameters[each].num_elements for each in (*self._ahead, index))
+                if num_elements > summed_elements(self._block):
+                    return
+                self._ahead[index] = self._upload(index)
+            self._to_fetch.pop()
+
+    def close(self) -> None:
+        """Give the memory back when nothing uses it any more. Idempotent."""
+        self._additions.clear()
+        self._drop_ahead()
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            self._thread.release_later(lease, self._copies)
+
+    def _drop_ahead(self) -> None:
+        for upload in self._ahead.values():
+            upload.wait()
+        self._ahead.clear()
+
+    def _upload(self, index: int) -> Upload:
+        memory = self._memory(index)
+        buffer = self._device.reserve(len(memory))
+        self._thread.wait(self._additions[index])
+        upload = self._device.upload(memory, buffer, self._sum_label)
+        self._copies.append(upload.give_up())
+        return upload
+
+    def _memory(self, index: int) -> memoryview:
+        """The sum of the parameter at `index`."""
+        assert self._lease is not None
+        parameter = self._block.parameters[index]
+        return self._lease.memory[4 * parameter.start : 4 * parameter.stop]
+
+
+def _add(total: torch.Tensor, part: torch.Tensor, download: Download, *, is_first: bool) -> None:
+    """Add `part` to the fp32 `total` once it has arrived; the first one is the total. Both are flat `[elements]`."""
+    download.wait()
+    if is_first:
+        total.copy_(part)
+        return
+    for start in range(0, len(total), _CHUNK_ELEMENTS):
+        total[start : start + _CHUNK_ELEMENTS].add_(part[start : start + _CHUNK_ELEMENTS])

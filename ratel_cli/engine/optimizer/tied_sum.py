@@ -1,0 +1,143 @@
+"""The gradient of an embedding that is also the head, added up in exactly the order of plain PyTorch.
+
+In PyTorch each micro-batch gives one gradient, head part plus embedding part, and these are summed. Here the head
+parts of all micro-batches come first. But the embedding part is zero except in the rows of the step's distinct tokens,
+so only those rows of the head parts are saved, once for each micro-batch (`planning.capacity` counts them).
+
+A GPU that has no memory to spare has host memory hold all of it from the head to the embedding. The rows of each
+micro-batch then leave as soon as they are made, and come back one micro-batch ahead of their use.
+
+Invariant: where host memory holds it, at most two micro-batches' rows are on the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ratel_cli.closing import Closing
+from ratel_cli.engine.device.device import Device, Download, Upload
+from ratel_cli.engine.optimizer.gradients import GradientSum
+from ratel_cli.engine.telemetry import SpanLabel
+from ratel_cli.io.buffers import BufferPool, Lease
+
+_LABEL = SpanLabel(text="gradient of the tied head", block=0, stage="backward")
+
+
+class TiedSum(Closing):
+    """The sum of one step."""
+
+    def __init__(
+        self,
+        total: GradientSum,
+        rows: torch.Tensor,
+        *,
+        device: Device,
+        pool: BufferPool,
+        is_held: bool,
+    ) -> None:
+        """`total` is the sum of the embedding's block, on `device`; `rows` are the step's distinct tokens `[rows]`,
+        there as well. `is_held`: all of it stays on the device; otherwise host memory from `pool` holds it."""
+        self.total = total
+        self._rows = rows
+        self._part: torch.Tensor | None = None
+        self._dtype = torch.float32
+        self._device = device
+        self._pool = pool
+        self._is_held = is_held
+        self._head_rows: list[torch.Tensor] = []
+        self._offloaded_rows: list[_Offloaded] = []
+        self._ahead: Upload | None = None
+        """The rows of the next micro-batch, on their way back."""
+        self._offloaded_total: _Offloaded | None = None
+        self._leases: list[Lease] = []
+        self._waits: list[Callable[[], None]] = []
+        """Called before the leases are given back."""
+        self._started = False
+
+    def add_head(self, gradient: torch.Tensor) -> None:
+        """Add the head's part `[vocab, hidden]` of one chunk of the current micro-batch."""
+        if self._part is None:
+            self._part, self._dtype = gradient, gradient.dtype
+        else:
+            self._part = self._part.float().add_(gradient)
+
+    def end_micro_batch(self) -> None:
+        """End the current micro-batch: the sum of its chunks is rounded, as a single gradient is."""
+        assert self._part is not None
+        part, self._part = self._part.to(self._dtype), None
+        rows = part[self._rows]
+        self.total.add_one(0, part)
+        del part
+        if self._is_held:
+            self._head_rows.append(rows)
+        else:
+            self._offloaded_rows.append(self._offload(rows))
+
+    def end_head(self) -> None:
+        """After the head: the sum leaves the device, too, unless it is held there."""
+        if not self._is_held:
+            self._offloaded_total = self._offload(self.total.take(0))
+
+    def fetch(self) -> None:
+        """Before the embedding's backward: bring back the sum if it has left, and the first rows."""
+        if self._offloaded_total is not None:
+            total, self._offloaded_total = self._upload(self._offloaded_total), None
+            self.total.put(0, total.open().view(torch.float32))
+        self._fetch_ahead()
+
+    def add_embedding(self, gradient: torch.Tensor) -> None:
+        """Add the rows `[rows, hidden]` of the embedding's part of the next micro-batch, in the same order of
+        micro-batches."""
+        values = self.total.values(0).view(-1, gradient.shape[1])
+        contribution = (self._next_rows(gradient) + gradient).to(values)
+        if self._started:
+            contribution = values[self._rows] + contribution
+        self._started = True
+        values[self._rows] = contribution
+
+    def close(self) -> None:
+        """Give host memory back. Idempotent."""
+        self._ahead = None
+        waits, self._waits = self._waits, []
+        for wait in waits:
+            wait()
+        leases, self._leases = self._leases, []
+        for lease in leases:
+            lease.release()
+
+    def _next_rows(self, like: torch.Tensor) -> torch.Tensor:
+        """The head's rows `[rows, hidden]` of the next micro-batch, in the data type of `like` `[rows, hidden]`."""
+        if self._is_held:
+            return self._head_rows.pop(0)
+        assert self._ahead is not None
+        upload, self._ahead = self._ahead, None
+        self._fetch_ahead()
+        return upload.open().view(like.dtype).view(-1, like.shape[1])
+
+    def _fetch_ahead(self) -> None:
+        if self._offloaded_rows:
+            self._ahead = self._upload(self._offloaded_rows.pop(0))
+
+    def _offload(self, values: torch.Tensor) -> _Offloaded:
+        lease = self._pool.lease(values.nbytes, "gradient of the tied head")
+        self._leases.append(lease)
+        download = self._device.download([(values.view(-1).view(torch.uint8), lease.memory)], _LABEL)
+        self._waits.append(download.wait)
+        return _Offloaded(lease.memory, download)
+
+    def _upload(self, offloaded: _Offloaded) -> Upload:
+        buffer = self._device.reserve(len(offloaded.memory))
+        upload = self._device.upload(offloaded.memory, buffer, _LABEL, after=offloaded.download)
+        self._waits.append(upload.give_up())
+        return upload
+
+
+@dataclass(frozen=True, slots=True)
+class _Offloaded:
+    """A tensor in host memory."""
+
+    memory: memoryview
+    download: Download

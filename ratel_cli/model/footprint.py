@@ -1,0 +1,202 @@
+"""Measures what the activations of one layer take in backward, on the skeleton.
+
+Each kind of layer runs forward and backward once on fake tensors, which have shapes and no values. So it takes no
+memory and a fraction of a second, whatever the size of the model. The row has a prime number of tokens that divides no
+size of any model. So a storage grows with the tokens if that number divides its bytes, and with the square of them (a
+mask, or scores of attention) if its square does. All others are weights and their gradients, which do not count here.
+
+Invariant: a model that fake tensors cannot run is not an error. It has no measured activations, and a plan estimates
+them from its shapes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.model.layer_runner import LayerCall
+from ratel_cli.model.operators import OperatorMode, TorchOperator, tensors_in
+from ratel_cli.model.spec import BlockSpec, LayerActivations, LayerTraits, name_in_layer
+
+_TOKENS = 61
+_FIRST_SAMPLE = 30
+"""Tokens of the first of two samples in the row, so that attention gets a mask where samples can be packed."""
+_CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError)
+"""What fake tensors raise where values would decide what runs, and models that take fewer tokens."""
+
+
+def measured_traits(model: DecoderModel) -> LayerTraits:
+    """The model's traits with what its layers' activations take: the most over all kinds of layers.
+
+    The model must be on the CPU, with no block bound.
+    """
+    positions = torch.cat([torch.arange(_FIRST_SAMPLE), torch.arange(_TOKENS - _FIRST_SAMPLE)]).unsqueeze(0)
+    kinds: dict[object, tuple[BlockSpec, LayerCall]] = {}
+    try:
+        with torch.no_grad():
+            calls = model.layer_runner.embed(torch.zeros_like(positions), positions).calls
+        for block, call in zip(model.spec.blocks[1:-1], calls, strict=True):
+            shapes = tuple(parameter.shape for parameter in block.parameters)
+            arguments = tuple(id(tensor) for tensor in tensors_in((call.arguments, call.keywords)))
+            kinds.setdefault((shapes, arguments), (block, call))
+        measured = [_layer(model, block, call, model.skeleton.dtype) for block, call in kinds.values()]
+    except _CANNOT_RUN:
+        return model.traits
+    return replace(model.traits, activations=_most(measured))
+
+
+def _most(measured: Sequence[LayerActivations]) -> LayerActivations:
+    """The most that any kind of layer takes, and the products that every kind saves."""
+    sizes = [each.name for each in fields(LayerActivations) if each.name != "saved_products"]
+    most = {name: max(getattr(layer, name) for layer in measured) for name in sizes}
+    products = set.intersection(*(set(layer.saved_products) for layer in measured))
+    return replace(measured[0], **most, saved_products=tuple(sorted(products)))
+
+
+def _layer(model: DecoderModel, block: BlockSpec, call: LayerCall, dtype: torch.dtype) -> LayerActivations:
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+
+        def faked(leaf: object) -> object:
+            return fake.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+        call = LayerCall(arguments=tree_map(faked, call.arguments), keywords=tree_map(faked, call.keywords))
+        weights = torch.empty(block.num_elements, dtype=dtype)
+        parameters = model.bind(block, weights)
+        try:
+            leaf = torch.empty((1, _TOKENS, model.spec.hidden_size), dtype=dtype, requires_grad=True)
+            gradient = torch.empty_like(leaf).detach()
+            with _NoDropoutInAttention(), torch.no_grad(), _ActivationWatch(weights) as forward:
+                model.layer_runner.run_layer(block.index - 1, leaf, call)
+            least_bytes = max(parameter.num_elements for parameter in block.parameters) * dtype.itemsize // 2
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(_forget)
+            with _NoDropoutInAttention(), _ActivationWatch(weights, weight_bytes=least_bytes) as watch:
+                output = model.layer_runner.run_layer(block.index - 1, leaf, call)
+                saved, used = dict(watch.live), set(watch.made_with.values())
+                replay, passing = dict(watch.peak), watch.most_that_has_ended()
+                output.backward(gradient, inputs=[leaf, *parameters])
+        finally:
+            model.release(block)
+    row, square = _TOKENS, _TOKENS**2
+    saved[row] -= output.untyped_storage().nbytes()
+    passing[row] += output.untyped_storage().nbytes()
+    return LayerActivations(
+        saved_per_token=saved[row] // row,
+        saved_per_pair=saved[square] // square,
+        more_per_token=(watch.peak[row] - saved[row]) // row,
+        more_per_pair=(watch.peak[square] - saved[square]) // square,
+        making_per_token=(watch.making[row] - saved[row]) // row,
+        making_per_pair=(watch.making[square] - saved[square]) // square,
+        replay_per_token=replay[row] // row,
+        replay_per_pair=replay[square] // square,
+        replay_held_per_token=(saved[row] + passing[row]) // row,
+        replay_held_per_pair=(saved[square] + passing[square]) // square,
+        forward_per_token=forward.peak[row] // row,
+        forward_per_pair=forward.peak[square] // square,
+        saved_products=tuple(
+            name_in_layer(each.name) for each in block.parameters if len(each.shape) > 1 and each.start in used
+        ),
+    )
+
+
+class _NoDropoutInAttention(TorchFunctionMode):
+    """Attention without dropout: with it the CPU has no fused kernel. Those of a GPU keep nothing for it."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        keywords = dict(kwargs or {})
+        if func is scaled_dot_product_attention and "dropout_p" in keywords:
+            keywords["dropout_p"] = 0.0
+        return func(*args, **keywords)
+
+
+class _ActivationWatch(OperatorMode):
+    """Counts the bytes of storages that operators allocate and that are alive, by what they grow with."""
+
+    def __init__(self, weights: torch.Tensor, *, weight_bytes: int = 0) -> None:
+        """`weights` are those of the layer. A storage of at least `weight_bytes` that does not grow with the tokens is
+        the gradient of a weight."""
+        super().__init__()
+        self._weights = weights.untyped_storage()._cdata
+        self._weight_bytes = weight_bytes
+        self._num_made = 0
+        """Gradients of weights that are alive."""
+        self.live = {_TOKENS: 0, _TOKENS**2: 0}
+        """By what divides their bytes: the tokens, or the square of the tokens."""
+        self.peak = dict(self.live)
+        self.making = dict(self.live)
+        """The peak while the gradient of a weight is alive."""
+        self.made_with: dict[int, int] = {}
+        """Where the weight begins that each storage that is alive was made with, in elements."""
+        self._events: list[tuple[int, int, int]] = []
+        """What began and what ended: a number for each storage, what its bytes grow with, and its bytes, negative at
+        its end."""
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def most_that_has_ended(self) -> dict[int, int]:
+        """The most bytes that were alive at once of storages that have ended."""
+        ended = {number for number, _, num_bytes in self._events if num_bytes < 0}
+        live, most = {_TOKENS: 0, _TOKENS**2: 0}, {_TOKENS: 0, _TOKENS**2: 0}
+        for number, grows_with, num_bytes in self._events:
+            if number in ended:
+                live[grows_with] += num_bytes
+                most[grows_with] = max(most[grows_with], live[grows_with])
+        return most
+
+    def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        passed = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        result = func(*args, **kwargs)
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in passed and storage._cdata not in self._known:
+                self._add(storage)
+                for each in tensors_in((args, kwargs)):
+                    if each.untyped_storage()._cdata == self._weights and storage._cdata in self._known:
+                        self.made_with[storage._cdata] = int(each.storage_offset())
+        if self._num_made:
+            self.making = {key: max(self.making[key], self.live[key]) for key in self.live}
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, num_bytes = storage._cdata, storage.nbytes()
+        grows_with = next((number for number in (_TOKENS**2, _TOKENS) if num_bytes % number == 0), None)
+        if grows_with is None:
+            if num_bytes >= self._weight_bytes:
+                self._num_made += 1
+                self._known[key] = weakref.ref(storage, lambda _: self._end_gradient(key))
+            return
+
+        number = len(self._events)
+        self._events.append((number, grows_with, num_bytes))
+
+        def end(_: object) -> None:
+            self._events.append((number, grows_with, -num_bytes))
+            del self._known[key]
+            self.made_with.pop(key, None)
+            self.live[grows_with] -= num_bytes
+
+        self._known[key] = weakref.ref(storage, end)
+        self.live[grows_with] += num_bytes
+        self.peak[grows_with] = max(self.peak[grows_with], self.live[grows_with])
+
+    def _end_gradient(self, key: int) -> None:
+        del self._known[key]
+        self._num_made -= 1
+
+
+def _forget(parameter: torch.Tensor) -> None:
+    """Drop a gradient as soon as it is made, as the engine does."""
+    parameter.grad = None

@@ -1,0 +1,179 @@
+"""The marker of a directory that Ratel writes to: whose model it holds, and which of its files Ratel wrote.
+
+It is the file `ratel.files`, JSON. A file there is Ratel's if the marker lists it and it still has the bytes that Ratel
+wrote. Everything else is the user's, and is neither replaced nor removed unless the user asks for it.
+
+Invariants: the marker is replaced by a rename, so it is never half written. A file of the user's is never listed:
+while an export is published, the marker lists the old files and the new ones, each with the hash of its content.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+import xxhash
+
+from ratel_cli.errors import BadInput, EnvironmentFailure, printable
+from ratel_cli.io.files import sync_path
+from ratel_cli.json_fields import JsonFields, checked_text
+
+MARKER_NAME: Final = "ratel.files"
+_FORMAT_VERSION: Final = 1
+_PART_BYTES: Final = 8 << 20
+_ALWAYS_READ_BYTES: Final = 64 << 20
+"""Larger files with the size and the time of the marker count as unchanged without being read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFile:
+    """A file as Ratel wrote it."""
+
+    name: str
+    """Relative to the directory, with `/` between folders."""
+    num_bytes: int
+    modified_ns: int
+    """When its content was written, in nanoseconds since 1970."""
+    xxh3_128: str
+    """The hash of its content."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Marker:
+    """What the marker of one directory says."""
+
+    run: str
+    """The output directory of the run that the model comes from, absolute."""
+    is_run: bool
+    """Whether the directory is itself that output directory, so that `run/` in it is Ratel's."""
+    step: int | None = None
+    """The step of the model; None: there is none yet."""
+    files: tuple[WrittenFile, ...] = ()
+    """The model's files. A name occurs twice where an export was being replaced."""
+
+
+def read_marker(directory: Path) -> Marker | None:
+    """The marker of a directory; None if there is none, or it cannot be read."""
+    try:
+        fields = JsonFields(json.loads((directory / MARKER_NAME).read_bytes()))
+        if fields.integer("format_version") != _FORMAT_VERSION:
+            return None
+        return Marker(
+            run=fields.text("run"),
+            is_run=fields.flag("is_run"),
+            step=None if fields.value("step") is None else fields.integer("step"),
+            files=tuple(_file(JsonFields(row)) for row in fields.items("files")),
+        )
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def write_marker(directory: Path, marker: Marker) -> None:
+    """Replace the directory's marker, durably. Raises OSError."""
+    new = directory / f"{MARKER_NAME}.new"
+    new.unlink(missing_ok=True)
+    with open(new, "x", encoding="utf-8") as file:
+        file.write(json.dumps({"format_version": _FORMAT_VERSION, **asdict(marker)}, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, directory / MARKER_NAME)
+    sync_path(directory)
+
+
+def check_output(output_dir: Path, *, overwrite: bool, option: str) -> None:
+    """Raise BadInput if `output_dir` is a file, or if it has files in it and Ratel did not make it."""
+    try:
+        is_empty = not any(output_dir.iterdir()) if output_dir.exists() else True
+    except NotADirectoryError as error:
+        raise BadInput(f"{option}: {output_dir} is not a directory") from error
+    except OSError as error:
+        raise EnvironmentFailure(f"{option}: {output_dir} cannot be read: {error.strerror}") from error
+    if not is_empty and not overwrite and read_marker(output_dir) is None:
+        raise BadInput(
+            f"{option}: {output_dir} has files in it, and Ratel did not make it",
+            "choose a new directory; or with --overwrite files of the same names as the model's are replaced there",
+        )
+
+
+def written_file(directory: Path, name: str, *, digest: str | None = None) -> WrittenFile:
+    """The entry for a file that was just written; `digest` is its hash if that is known. Raises OSError."""
+    found = (directory / name).stat()
+    return WrittenFile(
+        name=name,
+        num_bytes=found.st_size,
+        modified_ns=found.st_mtime_ns,
+        xxh3_128=digest or _digest_of(directory / name),
+    )
+
+
+def is_unchanged(directory: Path, file: WrittenFile) -> bool:
+    """Whether the file is there as Ratel wrote it. A large one is read only if its time differs. Never raises."""
+    path = directory / file.name
+    try:
+        if _leads_elsewhere(directory, file.name):
+            return False
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size != file.num_bytes:
+            return False
+        is_same_time = found.st_mtime_ns == file.modified_ns and file.num_bytes > _ALWAYS_READ_BYTES
+        return is_same_time or _digest_of(path) == file.xxh3_128
+    except (OSError, ValueError):
+        return False
+
+
+def files_of_others(directory: Path, names: Iterable[str]) -> list[str]:
+    """Which of these names are taken in the directory by something that is not as Ratel wrote it."""
+    marker = read_marker(directory)
+    listed = marker.files if marker is not None else ()
+    return [
+        name
+        for name in names
+        if _leads_elsewhere(directory, name)
+        or (
+            os.path.lexists(directory / name)
+            and not any(each.name == name and is_unchanged(directory, each) for each in listed)
+        )
+    ]
+
+
+def reject_files_of_others(directory: Path, names: Iterable[str], *, option: str) -> None:
+    """Raise BadInput if one of these names is taken by a file of the user's; `option` is what named the directory."""
+    found = files_of_others(directory, names)
+    if found:
+        others = f" ({len(found)} such files)" if len(found) > 1 else ""
+        raise BadInput(
+            f"{option}: {printable(str(directory / found[0]))} would be replaced, but Ratel did not write it, or it "
+            f"was changed since{others}",
+            f"choose another {option}, move the file away, or replace it with --overwrite",
+        )
+
+
+def _leads_elsewhere(directory: Path, name: str) -> bool:
+    """Whether a folder in the name is a link or no folder."""
+    parents = [directory / folder for folder in PurePosixPath(name).parents if folder.name]
+    return any(folder.is_symlink() or (folder.exists() and not folder.is_dir()) for folder in parents)
+
+
+def _digest_of(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb", buffering=0) as file:
+        while part := file.read(_PART_BYTES):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _file(row: JsonFields) -> WrittenFile:
+    name = checked_text(row.value("name"), "name")
+    if name.startswith("/") or "\0" in name or ".." in PurePosixPath(name).parts or not PurePosixPath(name).parts:
+        raise ValueError("name leads out of the directory")
+    return WrittenFile(
+        name=name,
+        num_bytes=row.integer("num_bytes"),
+        modified_ns=row.integer("modified_ns"),
+        xxh3_128=row.text("xxh3_128"),
+    )

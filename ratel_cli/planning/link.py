@@ -1,0 +1,101 @@
+"""What a step sends over the link to a GPU beyond activations, and how long the link takes. Pure.
+
+Weights go up once for all micro-batches. Of an embedding that is looked up, and of its gradient, only rows move. What
+the window for the next block does not take goes up while nothing computes. Where host memory has the sums of gradients,
+the gradients of every micro-batch come down, and the sums go up with the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ratel_cli.hardware.spec import HardwareProfile, Link
+from ratel_cli.model.spec import BlockSpec, ModelSpec
+from ratel_cli.planning.activations import OffloadedActivations
+from ratel_cli.planning.placement import Placement, StateBytes, elements_ahead, looked_up_block
+
+_BOOKED = 0.85
+"""The most of the link's time that offloaded activations get."""
+UNBOOKED = 1 / _BOOKED - 1
+"""What a byte of them takes in addition, in bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSumTraffic:
+    """What sums of gradients in host memory move (engine/optimizer/host_sums.py)."""
+
+    up_bytes: int
+    """Sums."""
+    down_bytes: int
+    """Gradients of all micro-batches but the last."""
+    num_added: int
+    """Parameters that are added, once for each addition."""
+    added_bytes: int
+    """What the additions read and write in main memory."""
+
+
+def link_seconds(link: Link, *, up_bytes: float, down_bytes: float) -> float:
+    """The seconds that the link takes for both directions, which run at once.
+
+    Each direction has its rate, and both together have one. That of both together is not taken to be lower than that of
+    one, whatever was measured.
+    """
+    both_rate = max(link.both_bytes_per_second, link.to_gpu_bytes_per_second, link.from_gpu_bytes_per_second)
+    return max(
+        up_bytes / link.to_gpu_bytes_per_second,
+        down_bytes / link.from_gpu_bytes_per_second,
+        (up_bytes + down_bytes) / both_rate,
+    )
+
+
+def exposed_weight_bytes(spec: ModelSpec, state: StateBytes, placement: Placement) -> tuple[int, int]:
+    """Weights that do not fit into the window for the next block, and wait until the block before is done.
+
+    Those of forward, and those of backward with the head.
+    """
+    window_elements = placement.gpu_window_bytes // state.compute
+    if max(spec.block_elements, default=0) <= window_elements:
+        return 0, 0
+    forward, backward = uploaded_weights(
+        spec, placement, lambda block: block.num_elements - elements_ahead(block, window_elements)
+    )
+    return forward * state.compute, backward * state.compute
+
+
+def uploaded_weights(spec: ModelSpec, placement: Placement, elements_of: Callable[[BlockSpec], int]) -> tuple[int, int]:
+    """Elements that go up in forward, and in backward with the head; `elements_of`: those of one use of a block."""
+    if not spec.blocks:
+        return 0, 0
+    looked_up = elements_of(looked_up_block(spec, placement.gpu_embedding_rows))
+    with_head = elements_of(spec.blocks[0]) if spec.tied else 0
+    layers = list(map(elements_of, spec.blocks[1:-1]))
+    kept = sum(layers[index - 1] for index in placement.gpu_weights)
+    return looked_up + sum(layers), elements_of(spec.blocks[-1]) + with_head + sum(layers) - kept + looked_up
+
+
+def host_sums(spec: ModelSpec, state: StateBytes, placement: Placement, *, num_micro_batches: int) -> HostSumTraffic:
+    is_summed = num_micro_batches > 1 and not placement.gpu_holds_sums
+    elements = sum(spec.block_elements[1:-1]) if is_summed else 0
+    number = num_micro_batches - 1
+    return HostSumTraffic(
+        up_bytes=4 * elements,
+        down_bytes=number * state.compute * elements,
+        num_added=number * elements,
+        added_bytes=(number * (state.compute + 4) + (number - 1) * 4) * elements,
+    )
+
+
+def late_bytes(
+    sums: HostSumTraffic,
+    hardware: HardwareProfile,
+    backward_seconds: float,
+    offloaded: OffloadedActivations,
+    *,
+    num_micro_batches: int,
+) -> int:
+    """Bytes of sums that the GPU waits for. All go up with the last micro-batch, next to its units."""
+    if hardware.link is None or not sums.up_bytes:
+        return 0
+    in_time_bytes = hardware.link.to_gpu_bytes_per_second * backward_seconds / num_micro_batches
+    return max(0, int(sums.up_bytes + offloaded.linked_bytes / num_micro_batches - in_time_bytes))

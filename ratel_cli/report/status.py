@@ -1,0 +1,109 @@
+"""What `ratel status` prints: a row for each run, or all of it as JSON.
+
+Invariant: nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from math import isfinite
+from pathlib import Path
+from typing import Literal
+
+from ratel_cli.report.plan import aligned
+from ratel_cli.units import format_bytes, format_wait
+
+RunState = Literal["running", "in use", "finished", "stopped", "killed", "no store", "damaged"]
+STATES: dict[RunState, str] = {
+    "running": "a process trains it, or exports its model",
+    "in use": "another command has its store open",
+    "finished": "all steps are done and the model is exported",
+    "stopped": "no process trains it; the same command resumes it",
+    "killed": "its process ended without closing the store; the same command resumes it",
+    "no store": "it is not finished, and its store is not there",
+    "damaged": "its config cannot be read",
+}
+"""What each state means."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStatus:
+    """One run, as its files show it."""
+
+    output_dir: Path
+    state: RunState
+    step: int = 0
+    """Steps done: of a run that trains those that are recorded, else those that the store has."""
+    num_steps: int | None = None
+    """Steps of the whole run; None if that is not known."""
+    loss: float | None = None
+    """Of the last step."""
+    eval_loss: float | None = None
+    """Of the last evaluation among the recent steps."""
+    tokens_per_second: float | None = None
+    """In the recent steps."""
+    seconds_left: float | None = None
+    """Until the last step, at the speed of the recent steps; saves and evaluations not counted."""
+    last_step_at: datetime | None = None
+    """When the last step was recorded."""
+    store_bytes: int = 0
+    output_bytes: int = 0
+    """All files in the output directory."""
+    pid: int | None = None
+    """The process that has the store open."""
+    problem: str | None = None
+    """What cannot be read."""
+
+
+def status_lines(runs: Sequence[RunStatus], *, now: datetime) -> list[str]:
+    """The lines of a table with a row for each run."""
+    headings = ("state", "step", "loss", "tokens/s", "left", "last step", "disk", "run")
+    return aligned([headings, *(_row(each, now) for each in runs)])
+
+
+def status_to_json(runs: Sequence[RunStatus]) -> dict[str, object]:
+    """The content that `ratel status --json` prints."""
+    return {
+        "runs": [
+            {
+                "run": str(each.output_dir),
+                "state": each.state,
+                "step": each.step,
+                "num_steps": each.num_steps,
+                "loss": None if each.loss is None or not isfinite(each.loss) else each.loss,
+                "eval_loss": each.eval_loss,
+                "tokens_per_second": each.tokens_per_second,
+                "seconds_left": each.seconds_left,
+                "last_step_at": None if each.last_step_at is None else each.last_step_at.isoformat(timespec="seconds"),
+                "store_bytes": each.store_bytes,
+                "output_bytes": each.output_bytes,
+                "pid": each.pid,
+                "problem": each.problem,
+            }
+            for each in runs
+        ]
+    }
+
+
+def step_words(step: int, num_steps: int | None) -> str:
+    """The steps that are done, of how many."""
+    return str(step) if num_steps is None else f"{step}/{num_steps}"
+
+
+def _row(each: RunStatus, now: datetime) -> tuple[str, ...]:
+    return (
+        each.state,
+        step_words(each.step, each.num_steps),
+        _or_dash(each.loss, lambda loss: f"{loss:.4f}"),
+        _or_dash(each.tokens_per_second, lambda rate: f"{rate:.0f}"),
+        _or_dash(each.seconds_left, lambda seconds: format_wait(seconds) if seconds else "-"),
+        "-" if each.last_step_at is None else f"{format_wait(max(0.0, (now - each.last_step_at).total_seconds()))} ago",
+        format_bytes(each.store_bytes + each.output_bytes),
+        str(each.output_dir),
+    )
+
+
+def _or_dash(value: float | None, words: Callable[[float], str]) -> str:
+    return "-" if value is None or not isfinite(value) else words(value)

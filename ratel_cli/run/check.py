@@ -1,0 +1,138 @@
+"""The content of `ratel check`: everything that is wrong about a config, its model, its data and this machine, at once.
+
+    1. a config without errors is run dry: phases 1 and 2 of `run.finetune`
+    2. of a config with errors, the inputs that it names rightly are read, as in phase 1 of a run
+
+Invariants: a config passes exactly if its dry run does. Nothing is written but temporary files and, of what a config
+names on the hub, the hub's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from ratel_cli.config.load import Reading
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.console import RunLog
+from ratel_cli.errors import BadInput, EnvironmentFailure, ErrorList, RatelError
+from ratel_cli.report.check import CheckReport, ReportedError
+from ratel_cli.run.base_model import prepare_process
+from ratel_cli.run.finetune import run_finetune
+from ratel_cli.run.inputs import find_data, read_inputs, read_model
+from ratel_cli.run.output import check_run_output
+from ratel_cli.run.run_directory import as_of_run, config_file, reject_plan_only, with_own_store
+from ratel_cli.run.trackers import check_trackers
+
+_DECIDES_ABOUT_ROWS = frozenset(
+    {
+        "base_model", "datasets", "test_datasets", "streaming", "max_steps", "chat_template", "chat_template_jinja",
+        "special_tokens", "train_on_inputs", "sequence_len", "val_set_size",
+    }
+)  # fmt: skip
+"""Keys that decide which rows can be used."""
+
+
+def check_run(reading: Reading, *, path: Path) -> CheckReport:
+    """Check what a config says. `path` is its file, or the output directory of the run that has left it.
+
+    Raises RatelError for what is neither in the input nor a lack of the machine.
+    """
+    log = _CheckLog()
+    for text in reading.notices:
+        log.notice(text)
+    config, is_right = reading.config, not reading.findings
+    found: list[RatelError] = []
+    if config is not None and is_right:
+        found = _errors_of(lambda: _run_dry(_of_its_run(config, path), log))
+    elif config is not None:
+        found = _errors_of(lambda: _read_rest(config, reading, log))
+        found = [each for each in found if each.key[:1] not in {(key,) for key in reading.left_out}]
+    exit_code = min((each.exit_code for each in found), default=0) if is_right else BadInput.exit_code
+    return CheckReport(
+        errors=_in_order_of_the_file(reading, found),
+        exit_code=exit_code,
+        notices=tuple(log.notices),
+        rows=tuple(log.rows),
+    )
+
+
+def _of_its_run(config: RunConfig, path: Path) -> RunConfig:
+    return with_own_store(config) if config_file(path) == path else as_of_run(config, path)
+
+
+def _run_dry(config: RunConfig, log: RunLog) -> None:
+    """What `ratel finetune --dry-run` checks. Raises RatelError."""
+    reject_plan_only(config, log.notice)
+    check_trackers(config, notice=log.notice)
+    errors = ErrorList()
+    errors.attempt(("output_dir",), lambda: check_run_output(config, overwrite=False))
+    errors.attempt((), lambda: run_finetune(config, log, resume="auto", dry_run=True))
+    errors.raise_all()
+
+
+def _read_rest(config: RunConfig, reading: Reading, log: RunLog) -> None:
+    """Read the inputs of a config that is not wholly right. Raises BadInput, EnvironmentFailure."""
+    prepare_process()
+    errors = ErrorList()
+    errors.attempt(("output_dir",), lambda: check_run_output(config, overwrite=False))
+    with ExitStack() as resources:
+        if reading.doubtful & _DECIDES_ABOUT_ROWS:
+            read_model(config, resources, log, errors)
+            find_data(config, errors)
+        else:
+            errors.attempt((), lambda: read_inputs(config, resources, log, dry_run=True))
+    errors.raise_all()
+
+
+def _errors_of(work: Callable[[], None]) -> list[RatelError]:
+    try:
+        work()
+    except (BadInput, EnvironmentFailure) as error:
+        return [error, *error.others]
+    return []
+
+
+def _in_order_of_the_file(reading: Reading, found: Sequence[RatelError]) -> tuple[ReportedError, ...]:
+    """The findings and the errors as what is reported. What is nowhere in the file comes last."""
+    placed = [
+        (
+            each.where,
+            ReportedError(place=str(each.where), key=reading.key_at(each.where), message=each.message, hint=each.hint),
+        )
+        for each in reading.findings
+    ]
+    nowhere = []
+    for error in found:
+        where, key = reading.place_of(error.key), ".".join(map(str, error.key)) or None
+        place = None if where is None else str(where)
+        each = ReportedError(place=place, key=key, message=error.message, hint=error.hint)
+        if where is None:
+            nowhere.append(each)
+        else:
+            placed.append((where, each))
+    return (*(each for _, each in sorted(placed, key=lambda pair: pair[0])), *nowhere)
+
+
+class _CheckLog(RunLog):
+    """Keeps the rows of the opening statement instead of printing them, and what else a run says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[str, str]] = []
+        self.notices: list[str] = []
+
+    def facts(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Keep the rows."""
+        self.rows.extend(rows)
+
+    def notice(self, text: str) -> None:
+        """Keep and print a notice."""
+        self.notices.append(text)
+        super().notice(text)
+
+    def warn(self, text: str) -> None:
+        """Keep and print a warning."""
+        self.notices.append(text)
+        super().warn(text)

@@ -1,0 +1,157 @@
+"""`ratel clean`: which files a run has left, and their deletion, by name.
+
+They are the store's files on all drives, the snapshot's, those in `run/` of the output directory, and, if asked for,
+the export. A file counts only if it is this run's: a store by its place or its record, the rest by the marker.
+
+Invariants: nothing is deleted that was not found first; a folder goes only if nothing is left in it; a store that a
+process uses is not touched. Nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.values import TRACKERS
+from ratel_cli.data.file_names import CACHE_FILE_NAMES, REJECTS_NAME, TEST_REJECTS_NAME
+from ratel_cli.errors import EnvironmentFailure, RatelError
+from ratel_cli.model.marker import MARKER_NAME, is_unchanged, read_marker
+from ratel_cli.run.origin import ORIGIN_NAME
+from ratel_cli.run.output import is_own_record, is_run_output
+from ratel_cli.run.run_directory import (
+    CONFIG_NAME,
+    HARDWARE_NAME,
+    METRICS_NAME,
+    MODEL_NAME,
+    PLAN_NAME,
+    REPORT_NAME,
+    TOKENS_NAME,
+    TRACE_NAME,
+    run_directory,
+    with_own_store,
+)
+from ratel_cli.run.trackers import EVENTS_NAME, log_name, record_name
+from ratel_cli.store.headers import read_header
+from ratel_cli.store.lock import DATA_FILE_NAME, OWNER_FILE_NAME, StoreLock
+from ratel_cli.store.open import stored_identity
+from ratel_cli.store.run_record import RECORD_FILE_NAME, read_record
+from ratel_cli.training.facts import FACTS_NAME
+
+_RUN_FILES: Final = (
+    FACTS_NAME, HARDWARE_NAME, MODEL_NAME, PLAN_NAME, METRICS_NAME, TRACE_NAME, REJECTS_NAME, TEST_REJECTS_NAME,
+    REPORT_NAME, ORIGIN_NAME, CONFIG_NAME,
+)  # fmt: skip
+_WAIT_SECONDS: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftFiles:
+    """What a run has left."""
+
+    files: tuple[Path, ...]
+    """To delete, in this order."""
+    stores: tuple[Path, ...]
+    """Directories with a data file among them."""
+    folders: tuple[Path, ...]
+    """To remove afterwards where nothing is left in them, in this order."""
+    kept: tuple[str, ...]
+    """What stays although it might be expected to go, each with the reason."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files."""
+        return sum(path.lstat().st_size for path in self.files)
+
+
+def find_left_files(config: RunConfig, *, with_export: bool) -> LeftFiles:
+    """The files of the config's run. Raises EnvironmentFailure if a store cannot be read."""
+    kept: list[str] = []
+    stores = [path for path in _own_stores(config, kept) if _is_store(path)]
+    files = [path for store in stores for path in _regular(store, (DATA_FILE_NAME, OWNER_FILE_NAME, RECORD_FILE_NAME))]
+    folders = [store for store in stores if store.name.endswith(".store")]
+    if is_run_output(config.output_dir):
+        run = run_directory(config.output_dir)
+        caches = sorted(path for path in (run / TOKENS_NAME).glob("*") if path.is_dir() and not path.is_symlink())
+        files += [path for cache in caches for path in _regular(cache, CACHE_FILE_NAMES)]
+        files += [path for tracker in TRACKERS for path in _regular(run, (record_name(tracker), log_name(tracker)))]
+        events = run / EVENTS_NAME
+        files += _regular(events, sorted(path.name for path in events.glob("events.out.tfevents.*")))
+        folders += [events]
+        files += _regular(run, _RUN_FILES)
+        folders += [*caches, run / TOKENS_NAME, run]
+    marker = read_marker(config.output_dir)
+    if with_export and marker is not None and marker.is_run:
+        names = dict.fromkeys(file.name for file in marker.files if is_unchanged(config.output_dir, file))
+        files += [config.output_dir / name for name in names]
+        changed = {file.name for file in marker.files} - names.keys()
+        present = sorted(name for name in changed if os.path.lexists(config.output_dir / name))
+        kept += [f"{config.output_dir / name} was changed since Ratel wrote it" for name in present]
+        files += _regular(config.output_dir, (MARKER_NAME,))
+        folders += [(config.output_dir / name).parent for name in names]
+        folders += [config.output_dir]
+    return LeftFiles(files=tuple(files), stores=tuple(stores), folders=tuple(dict.fromkeys(folders)), kept=tuple(kept))
+
+
+def delete(left: LeftFiles) -> None:
+    """Delete the files, and the folders that are empty then. Raises EnvironmentFailure."""
+    with ExitStack() as locks:
+        if left.stores:
+            locks.enter_context(StoreLock(left.stores, create=False, wait_seconds=_WAIT_SECONDS))
+        for path in left.files:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise EnvironmentFailure(f"{path}: cannot be deleted: {error.strerror}") from error
+    for folder in left.folders:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def _own_stores(config: RunConfig, kept: list[str]) -> Iterator[Path]:
+    """The directories of the run's store and of its snapshot. Those of other runs go into `kept`."""
+    paths = config.storage.paths
+    is_own_place = with_own_store(config).storage.paths == paths
+    if is_own_place or _is_recorded(config, paths):
+        yield from paths
+    elif any(map(_is_store, paths)):
+        kept.append(f"the store in {', '.join(map(str, paths))} belongs to another run")
+    snapshot = config.storage.snapshot
+    if snapshot is None or not _is_store(snapshot.path):
+        return
+    identity = stored_identity([snapshot.path])
+    is_same = identity is not None and identity == stored_identity(paths)
+    if _is_recorded(config, [snapshot.path]) or (read_record(snapshot.path) is None and is_same):
+        yield snapshot.path
+    else:
+        kept.append(f"the snapshot in {snapshot.path} belongs to another run")
+
+
+def _is_recorded(config: RunConfig, paths: Sequence[Path]) -> bool:
+    """Whether the record says that the store is this run's."""
+    record = read_record(paths[0])
+    return record is not None and is_own_record(record, config)
+
+
+def _is_store(directory: Path) -> bool:
+    path = directory / DATA_FILE_NAME
+    try:
+        return _is_regular(path) and not read_header(path).is_foreign
+    except RatelError:
+        return False
+
+
+def _regular(directory: Path, names: Sequence[str]) -> list[Path]:
+    return [directory / name for name in names if _is_regular(directory / name)]
+
+
+def _is_regular(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False

@@ -1,0 +1,74 @@
+"""The model that a RUN|DIR argument names: of a run, in its store or its export, or of a directory with a model.
+
+Invariant: this file imports nothing heavy, so a wrong path or a wrong key is answered at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ratel_cli.config.load import config_from
+from ratel_cli.config.schema import DatasetConfig, RunConfig
+from ratel_cli.console import RunLog
+from ratel_cli.errors import BadInput
+from ratel_cli.run.run_directory import check_exists, find_run, is_output_of_run
+from ratel_cli.run.settings import place_of
+from ratel_cli.store.lock import DATA_FILE_NAME
+
+_OF_THE_PLACE = ("split", "name", "max_samples", "weight")
+"""Keys of a dataset that are about its rows, not about what a row is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedModel:
+    """Whose weights a command uses, and the settings that it uses them with."""
+
+    config: RunConfig
+    """The run's config; for a directory that no run has made, the defaults. With the overrides of the command line."""
+    directory: Path | None
+    """The directory with the weights; None: they are in the run's store."""
+    given: frozenset[str] | None
+    """For a directory that no run has made: the keys of the command line, which its own config does not replace."""
+
+
+def find_model(path: Path, log: RunLog, overrides: Sequence[str]) -> NamedModel:
+    """The model that `path` names, with `KEY=VALUE` overrides. Raises BadInput if it names none."""
+    check_exists(path)
+    if os.path.isdir(path) and not is_output_of_run(path):  # Path.is_dir raises for names that are too long
+        return _of_directory(path, log, overrides)
+    config = find_run(path, log, overrides)
+    if os.path.isfile(config.storage.paths[0] / DATA_FILE_NAME) or not _holds_model(config.output_dir):
+        return NamedModel(config=config, directory=None, given=None)
+    log.notice(f"there is no store in {place_of(config)}; using the exported model in {config.output_dir}")
+    exported = config.model_copy(update={"base_model": str(config.output_dir), "random_init": False})
+    return NamedModel(config=exported, directory=config.output_dir, given=None)
+
+
+def with_data(config: RunConfig, data: str, overrides: Sequence[str]) -> RunConfig:
+    """The config with the rows of `data` in place of its own, read as those of its first dataset, in their order."""
+    given = {override.partition("=")[0].strip() for override in overrides}
+    defaults = DatasetConfig(path=data)
+    reset = {key: getattr(defaults, key) for key in _OF_THE_PLACE if f"datasets.0.{key}" not in given}
+    rows = config.datasets[0].model_copy(update={"path": data, **reset})
+    unused = {"test_datasets": (), "val_set_size": 0, "streaming": False, "shuffle": False}
+    return config.model_copy(update={"datasets": (rows,), **unused})
+
+
+def _of_directory(path: Path, log: RunLog, overrides: Sequence[str]) -> NamedModel:
+    if not (path / "config.json").is_file():
+        raise BadInput(
+            f"{path}: neither a run's output directory nor a model: it has no run/config.yaml and no config.json",
+            "give the output directory of a run, its config file, or a directory with a model",
+        )
+    loaded = config_from({"base_model": str(path), "datasets": [{"path": os.devnull}]}, overrides, path=path)
+    for notice in loaded.notices:
+        log.notice(notice)
+    given = frozenset(override.partition("=")[0].strip() for override in overrides)
+    return NamedModel(config=loaded.config, directory=path, given=given)
+
+
+def _holds_model(directory: Path) -> bool:
+    return (directory / "config.json").is_file() and next(directory.glob("model*.safetensors"), None) is not None

@@ -1,0 +1,24 @@
+"""A file that a command writes for the user. Invariant: a file that exists stays, unless the user insists."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ratel_cli.errors import BadInput, EnvironmentFailure
+
+
+def reject_existing(path: Path, *, overwrite: bool) -> None:
+    """Raise BadInput if there is such a file, or anything else of this name."""
+    if os.path.lexists(path) and not overwrite:
+        raise BadInput(f"{path}: the file exists", "choose another name, or replace it with --overwrite")
+
+
+def write_new(path: Path, text: str, *, overwrite: bool) -> None:
+    """Write a text file. Raises BadInput if it exists, EnvironmentFailure if it cannot be written."""
+    reject_existing(path, overwrite=overwrite)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise EnvironmentFailure(f"{path}: cannot be written: {reason}") from error

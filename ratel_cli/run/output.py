@@ -1,0 +1,132 @@
+"""A run's output directory and the directory of an export: may Ratel write there?
+
+A directory that has files in it must have Ratel's marker (`model.marker`). A run may write to its own output directory;
+an export may replace only an export of the same step of the same run. `--overwrite` insists.
+
+Invariants: nothing is written before all of this is known; nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.model.marker import Marker, check_output, read_marker, write_marker
+from ratel_cli.run.run_directory import METRICS_NAME, PLAN_NAME, is_output_of_run, run_directory
+from ratel_cli.store.run_record import RunRecord
+
+_ELSEWHERE = "choose another output_dir, or replace it with --overwrite"
+
+
+def own_output(config: RunConfig) -> str:
+    """The output directory of the config's run, as markers name it."""
+    return os.path.realpath(config.output_dir)
+
+
+def is_own_record(record: RunRecord, config: RunConfig) -> bool:
+    """Whether a store's record names the config's run: its output directory, or one that has moved since."""
+    return record.run == own_output(config) or not is_output_of_run(Path(record.run))
+
+
+def check_run_output(config: RunConfig, *, overwrite: bool) -> None:
+    """Raise BadInput unless the config's run may write to its output directory."""
+    directory = config.output_dir
+    _reject_local_overlap(config, directory, option="output_dir")
+    marker = read_marker(directory)
+    if marker is None and _is_of_older_version(directory):
+        return
+    check_output(directory, overwrite=overwrite, option="output_dir")
+    if marker is None or marker.is_run or overwrite:
+        return
+    if marker.step is not None:
+        raise BadInput(f"output_dir: {_holds(directory, marker)}", _ELSEWHERE)
+    if run_directory(directory).exists():
+        raise BadInput(f"output_dir: Ratel did not make {run_directory(directory)}", _ELSEWHERE)
+
+
+def claim_output(config: RunConfig) -> None:
+    """Make the output directory, with the marker that says whose it is. Raises EnvironmentFailure."""
+    directory, run = config.output_dir, own_output(config)
+    marker = read_marker(directory)
+    if marker is not None and marker.is_run and marker.run == run:
+        return
+    step, files = (None, ()) if marker is None else (marker.step, marker.files)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_marker(directory, Marker(run=run, is_run=True, step=step, files=files))
+    except OSError as error:
+        raise EnvironmentFailure(
+            f"output_dir: {directory} cannot be written: {error.strerror}", "set output_dir to another directory"
+        ) from error
+
+
+def check_export_output(config: RunConfig, output: Path, *, step: int | None, overwrite: bool) -> None:
+    """Raise BadInput unless `step` of the config's run may be exported to `output`; None: the step is not known yet."""
+    _reject_local_overlap(config, output, option="-o")
+    check_output(output, overwrite=overwrite, option="-o")
+    marker = read_marker(output)
+    if marker is None or overwrite:
+        return
+    is_other_run = marker.run != own_output(config)
+    if (is_other_run and (marker.is_run or marker.step is not None)) or (
+        step is not None and marker.step not in (None, step)
+    ):
+        raise BadInput(f"-o: {_holds(output, marker)}", "choose another directory, or replace it with --overwrite")
+
+
+def _reject_local_overlap(config: RunConfig, output_dir: Path, *, option: str) -> None:
+    """`reject_overlap` at once, if the base model is a directory; the directory of a hub model is not known yet."""
+    if config.base_model is not None and os.path.isdir(config.base_model):
+        reject_overlap(output_dir, Path(config.base_model), option=option)
+
+
+def reject_overlap(output_dir: Path, base_dir: Path, *, option: str = "output_dir") -> None:
+    """Raise BadInput if one of the directories is in the other, also through links; `option` named the output."""
+    output, base = Path(os.path.realpath(output_dir)), Path(os.path.realpath(base_dir))
+    hint = f"choose another {option}"
+    if output == base:
+        raise BadInput(
+            f"{option} and base_model are the same directory, {base_dir}: the export would overwrite the base model",
+            hint,
+        )
+    if output.is_relative_to(base):
+        raise BadInput(f"{option}: {output_dir} is inside the base model, {base_dir}", hint)
+    linked = (Path(os.path.realpath(entry.path)) for entry in os.scandir(base) if entry.is_symlink())
+    if any(path.is_relative_to(output) for path in (base, *linked)):
+        raise BadInput(f"{option}: the base model, {base_dir}, or a file of it is inside {output_dir}", hint)
+
+
+def reject_lost_store(config: RunConfig, place: str) -> None:
+    """Raise BadInput if the run has left a model or steps in its output directory. There is no store in `place`."""
+    directory = config.output_dir
+    marker, metrics = read_marker(directory), run_directory(directory) / METRICS_NAME
+    if marker is not None and marker.step is not None:
+        found = _holds(directory, marker)
+    elif metrics.is_file() and metrics.stat().st_size:
+        found = f"{directory} holds the records of a run"
+    else:
+        return
+    raise BadInput(
+        f"{found}, but its store is gone: there is none in {place}",
+        "choose another output_dir to train from the beginning; `ratel restore` brings a store back from its snapshot; "
+        "--resume no starts over here, and replaces what the run has left",
+    )
+
+
+def _holds(directory: Path, marker: Marker) -> str:
+    if marker.step is None:
+        return f"{directory} is the output directory of the run {Path(marker.run).name}"
+    return f"{directory} holds step {marker.step} of the run {Path(marker.run).name}"
+
+
+def is_run_output(directory: Path) -> bool:
+    """Whether the directory is the output directory of a run, so that the files of a run in `run/` are Ratel's."""
+    marker = read_marker(directory)
+    return _is_of_older_version(directory) if marker is None else marker.is_run
+
+
+def _is_of_older_version(directory: Path) -> bool:
+    """Whether a version of Ratel that wrote no marker has left a run here. Its export counts as the user's."""
+    return is_output_of_run(directory) and (run_directory(directory) / PLAN_NAME).is_file()

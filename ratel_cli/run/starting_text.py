@@ -1,0 +1,94 @@
+"""The text of a starting config, key by key. For `ratel init`.
+
+Invariants: what the user gave as `KEY=VALUE` stands in the file and is never chosen otherwise. The text loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ratel_cli.config.describe import describe_value
+from ratel_cli.config.json_schema import editor_line
+from ratel_cli.config.load import Reading, dump, examine_text
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.yaml_marks import Plain, raise_all
+
+_COMMENT_COLUMN = 36
+_GROUPS = (
+    ("base_model", "random_init", "datasets", "chat_template"),
+    ("sequence_len", "tokens_per_step", "num_epochs", "max_steps", "learning_rate", "dtype"),
+    ("output_dir", "storage", "limits"),
+)
+_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "limits": ("limits:", "  host_memory: 48GiB  # default: what is free"),
+    "storage": (
+        "storage:",
+        "  paths: [/mnt/ssd0/ratel, /mnt/ssd1/ratel]  # one on each SSD; default: next to output_dir",
+    ),
+    "save_steps": ("save_steps: 100  # saves every hundredth step, to go back to or to export",),
+    "val_set_size": ("val_set_size: 0.02  # holds out 2 % of the samples; their loss is reported",),
+}
+"""By key: lines that show how to set it."""
+
+
+class StartingText:
+    """The keys of the new config, each with a comment."""
+
+    def __init__(self, path: Path, overrides: Sequence[str], values: Mapping[str, Plain]) -> None:
+        """`path`: of the file that is to be written. Raises BadInput if the overrides are wrong."""
+        self._path = path
+        self._overrides = tuple(overrides)
+        self._values = dict(values)
+        self._comments: dict[str, str] = {}
+        written = self._read().written
+        self.given = frozenset(key for key, value in written.items() if value != self._values.get(key))
+        """Keys that the user has set."""
+
+    def choose(self, key: str, value: Plain, comment: str = "") -> None:
+        """Set a key, unless the user has."""
+        if key not in self.given:
+            self._values[key] = value
+            self._comments[key] = comment
+
+    @property
+    def config(self) -> RunConfig:
+        """The config as it is so far."""
+        config = self._read().config
+        assert config is not None
+        return config
+
+    def text(self) -> str:
+        """The whole file."""
+        written = self._read().written
+        lines = [
+            editor_line(),
+            "# A starting config, made by `ratel init`. `ratel explain KEY` says what a key means.",
+            f"# `ratel check {self._path}` says whether everything is right.",
+        ]
+        grouped = {key for group in _GROUPS for key in group}
+        for group in (*_GROUPS, tuple(key for key in written if key not in grouped)):
+            if any(key in written for key in group):
+                lines.append("")
+            for key in group:
+                if key in written:
+                    lines += self._entry(key, written[key])
+        lines += ["", "# What you may want to set, too:"]
+        lines += [f"# {line}" for key, shown in _OPTIONS.items() if key not in written for line in shown]
+        return "\n".join(lines) + "\n"
+
+    def _entry(self, key: str, value: Plain) -> list[str]:
+        """The lines of a key: its comment stands behind it, or above it if there are several lines."""
+        shown = f"{key}: {describe_value(value)}" if isinstance(value, float) else dump({key: value}).rstrip("\n")
+        first, *more = shown.split("\n")
+        comment = "" if key in self.given else self._comments.get(key, "")
+        if not comment:
+            return [first, *more]
+        if more:
+            return [f"# {comment}", first, *more]
+        return [f"{first:<{_COMMENT_COLUMN}}# {comment}" if len(first) < _COMMENT_COLUMN else f"{first}  # {comment}"]
+
+    def _read(self) -> Reading:
+        reading = examine_text(dump(self._values), self._path, self._overrides)
+        raise_all(list(reading.findings))
+        return reading

@@ -1,0 +1,158 @@
+"""The tokenizer of a run: the base model's, with the chat template and the special tokens that the config names.
+
+Invariant: what a run tokenises with is what its export contains (`tokenizer_files`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import cast
+
+from transformers import AutoTokenizer, PretrainedConfig
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template
+from ratel_cli.errors import BadInput, excerpt, first_line
+from ratel_cli.model.directory import trusted_file
+
+TEMPLATES = {
+    "chatml": (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+        "{{ message['content'] + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    ),
+    "llama3": (
+        "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] }}"
+        "{{ '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+    ),
+}
+"""The chat templates that Ratel knows by name, as axolotl has them. Their marks are special tokens."""
+
+_MARKS = {"chatml": ("<|im_start|>", "<|im_end|>"), "llama3": ("<|start_header_id|>", "<|eot_id|>")}
+_OWN, _FALLBACK = "tokenizer_default", "tokenizer_default_fallback_"
+_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "*.tiktoken", "*.model", "tekken.json",
+    "special_tokens_map.json",
+)  # fmt: skip
+_TEMPLATE_FILE, _CONFIG_FILE, _MAP_FILE = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
+
+
+def read_tokenizer(
+    config: RunConfig,
+    base_dir: Path,
+    model_config: PretrainedConfig,
+    *,
+    num_embeddings: int,
+    notice: Callable[[str], None],
+) -> Tokenizer:
+    """The tokenizer of a run. Without tokenizer files, one that only token ids do not need.
+
+    Raises BadInput if the files, the chat template or the special tokens cannot be used.
+    """
+    if not any(next(base_dir.glob(pattern), None) for pattern in _FILES):
+        if config.chat_template or config.chat_template_jinja or config.special_tokens:
+            raise BadInput(f"{base_dir}: no usable tokenizer: there are no tokenizer files")
+        return NoTokenizer(f"{base_dir} has no tokenizer files", num_tokens=num_embeddings)
+    try:
+        found = AutoTokenizer.from_pretrained(base_dir, config=model_config, trust_remote_code=False)
+    except Exception as error:
+        raise BadInput(f"{base_dir}: no usable tokenizer: {first_line(error)}") from error
+    known = found.get_vocab()
+    for name, token in _special_tokens(config, known, notice).items():
+        setattr(found, name, token)
+    tokenizer = cast(Tokenizer, found)
+    template = _template(config, has_own=has_chat_template(tokenizer), notice=notice)
+    if template is not None:
+        tokenizer.chat_template = template
+        for mark in _MARKS.get(config.chat_template or "", ()):
+            if mark not in known:
+                notice(f"chat_template: {config.chat_template}: the tokenizer has no token {mark}; it becomes several")
+    return tokenizer
+
+
+def _special_tokens(config: RunConfig, known: Mapping[str, int], notice: Callable[[str], None]) -> dict[str, str]:
+    """The special tokens of the config that are in the vocabulary `known`. Raises BadInput.
+
+    Texts depend on BOS and EOS, so these must be there. Padding and the like have no loss.
+    """
+    special: dict[str, str] = {}
+    for name, token in (config.special_tokens or {}).items():
+        if token in known:
+            special[name] = token
+        elif name in ("bos_token", "eos_token"):
+            raise BadInput(
+                f"special_tokens: the tokenizer has no token {token!r}, for {name}",
+                hint="name a token that the tokenizer has; Ratel adds no tokens to a vocabulary",
+            )
+        else:
+            notice(
+                f"special_tokens: {name} is ignored: the tokenizer has no token {token!r}, and no loss depends on it"
+            )
+    return special
+
+
+def tokenizer_files(config: RunConfig, base_dir: Path) -> dict[str, str]:
+    """By name: the text of each file of the base model's tokenizer that an export of this run changes. Raises BadInput.
+
+    None of them is changed unless the config names a chat template or special tokens.
+    """
+    changed: dict[str, str] = {}
+    configs = {name: _read_json(base_dir, name) for name in (_CONFIG_FILE, _MAP_FILE) if (base_dir / name).exists()}
+    has_own = (base_dir / _TEMPLATE_FILE).exists() or "chat_template" in configs.get(_CONFIG_FILE, {})
+    template = _template(config, has_own=has_own, notice=lambda text: None)
+    if template is not None:
+        changed[_TEMPLATE_FILE] = template
+    special: dict[str, object] = {}
+    if config.special_tokens:
+        known = AutoTokenizer.from_pretrained(base_dir, trust_remote_code=False).get_vocab()
+        special.update(_special_tokens(config, known, lambda text: None))
+    for name, values in configs.items():
+        new = values | special
+        if template is not None:
+            new.pop("chat_template", None)
+        if new != values:
+            changed[name] = json.dumps(new, indent=2, ensure_ascii=False) + "\n"
+    return changed
+
+
+def _template(config: RunConfig, *, has_own: bool, notice: Callable[[str], None]) -> str | None:
+    """The chat template that the config names; None: the tokenizer's own. Raises BadInput."""
+    if config.chat_template_jinja is not None:
+        return _read_jinja(config.chat_template_jinja)
+    name = config.chat_template
+    if name is None or name == _OWN or (name.startswith(_FALLBACK) and has_own):
+        return None
+    name = name.removeprefix(_FALLBACK)
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    if not has_own:
+        raise BadInput(
+            f"chat_template: Ratel has no template named {name}, and the tokenizer has none of its own",
+            hint=f"write chat_template: {' or '.join(TEMPLATES)}, or name a file with chat_template_jinja",
+        )
+    notice(f"chat_template: {name}: the tokenizer's own chat template is used; Ratel has none of that name")
+    return None
+
+
+def _read_jinja(written: str) -> str:
+    """The template itself, or the text of the file that is named. Raises BadInput."""
+    if "{{" in written or "{%" in written:
+        return written
+    try:
+        return Path(written).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise BadInput(f"chat_template_jinja: {written}: cannot be read: {first_line(error)}") from error
+
+
+def _read_json(base_dir: Path, name: str) -> dict[str, object]:
+    path = trusted_file(base_dir, name)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadInput(f"{path}: not valid JSON: {excerpt(str(error))}") from error
+    if not isinstance(values, dict):
+        raise BadInput(f"{path}: not a JSON object")
+    return values

@@ -1,0 +1,55 @@
+"""Which run a store belongs to: a small file next to each data file, for people and for the checks of `run`.
+
+The store itself knows hashes of its settings (`StoreIdentity`). Two runs can have the same settings; the record tells
+them apart, and gives messages a name and a date. A store of an earlier version has no record.
+
+Invariant: a run never fails for its record. A record that is missing or damaged says nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+from ratel_cli.errors import printable
+from ratel_cli.json_fields import JsonFields
+
+RECORD_FILE_NAME: Final = "ratel.run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """The run that a store was made for."""
+
+    run: str
+    """Its output directory, absolute."""
+    made: str
+    """When the store was made: local time to the second."""
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return printable(Path(self.run).name)
+
+
+def write_records(directories: Sequence[Path], run: str) -> None:
+    """Record in each directory that its store is made now, for this run."""
+    made = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    content = json.dumps({"format_version": 1, **asdict(RunRecord(run=run, made=made))})
+    for directory in directories:
+        with suppress(OSError):  # the drive may be full now that the store has its space
+            (directory / RECORD_FILE_NAME).write_text(content + "\n", encoding="utf-8")
+
+
+def read_record(directory: Path) -> RunRecord | None:
+    """The record in a directory; None if there is none."""
+    try:
+        fields = JsonFields(json.loads((directory / RECORD_FILE_NAME).read_bytes()))
+        return RunRecord(run=fields.text("run"), made=printable(fields.text("made")))
+    except (OSError, ValueError, RecursionError):
+        return None

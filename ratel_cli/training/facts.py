@@ -1,0 +1,59 @@
+"""What a run knows of itself and no other file has: how many steps it will have, with which software, who computes it.
+
+It is in `run/run.json`, written when training begins and when the plan changes.
+
+Invariant: a reader gets the facts or None; a damaged file says nothing. Nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from ratel_cli.json_fields import JsonFields
+
+FACTS_NAME: Final = "run.json"
+_FORMAT_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """The facts of the command that trained last."""
+
+    num_steps: int
+    """Steps of the whole run."""
+    first_step: int
+    """The step that the command resumed after; 0 if it began the run."""
+    num_samples: int
+    """Samples of the data."""
+    num_tokens: int
+    """Tokens of one epoch."""
+    software: str
+    """Versions, and the instruction set or the GPU."""
+    started: str
+    """When training began: local time to the second."""
+    pid: int
+    """The process that trained, as the lock of its store names it."""
+
+    def to_json(self) -> dict[str, object]:
+        """The content of the file."""
+        return {"format_version": _FORMAT_VERSION, **asdict(self)}
+
+
+def read_facts(run_dir: Path) -> RunFacts | None:
+    """The facts in the directory of a run's own files; None if there are none."""
+    try:
+        fields = JsonFields(json.loads((run_dir / FACTS_NAME).read_bytes()))
+        return RunFacts(
+            num_steps=fields.integer("num_steps"),
+            first_step=fields.integer("first_step"),
+            num_samples=fields.integer("num_samples"),
+            num_tokens=fields.integer("num_tokens"),
+            software=fields.text("software"),
+            started=fields.text("started"),
+            pid=fields.integer("pid"),
+        )
+    except (OSError, ValueError, RecursionError):
+        return None

@@ -1,0 +1,52 @@
+"""`storage.max_tb_written`: the limit on what is written to a store, and the last step that it allows. Pure.
+
+Making a store writes all of it once. The import of the weights, or the copy of another run's step, writes a generation,
+and so does every step.
+
+Invariant: the step at which a run ends is the one that its opening statement and `ratel plan` have named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ratel_cli.units import counted, format_traffic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WearLimit:
+    """The limit for one store."""
+
+    max_bytes: int
+    """The most that may be written to it."""
+    store_bytes: int
+    """The size of all its files."""
+    slot_bytes: int
+    """The size of a generation."""
+    first_step: int
+    """The step that the store was made with: 0, or the step of another run that this one started from."""
+
+    @property
+    def last_step(self) -> int:
+        """The last step that may be done; `first_step` or less if none may."""
+        return self.first_step + (self.max_bytes - self.store_bytes) // self.slot_bytes - 1
+
+    def written_bytes(self, step: int) -> int:
+        """What has been written after `step`."""
+        return written_bytes(step - self.first_step, store_bytes=self.store_bytes, slot_bytes=self.slot_bytes)
+
+    def warning(self, num_steps: int) -> str | None:
+        """What the user should know before a run of `num_steps` begins; None if the limit allows all of them."""
+        if num_steps <= self.last_step:
+            return None
+        ends = f"ends the run after step {self.last_step} of {num_steps}"
+        if self.last_step <= self.first_step:
+            ends = "allows not even one step"
+        steps = counted(num_steps - self.first_step, "step")
+        most, total, each = map(format_traffic, (self.max_bytes, self.written_bytes(num_steps), self.slot_bytes))
+        return f"storage.max_tb_written ({most}) {ends}: {steps} would write {total}, {each} each"
+
+
+def written_bytes(num_steps: int, *, store_bytes: int, slot_bytes: int) -> int:
+    """What a run has written to its store after its first `num_steps` steps. A generation takes `slot_bytes`."""
+    return store_bytes + (1 + num_steps) * slot_bytes

@@ -1,0 +1,108 @@
+"""`ratel explain`: keys of ours, their other names, keys of other trainers, and names that nobody knows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ratel_cli.cli.app import main
+from ratel_cli.config.aliases import ALIASES, SECTIONS
+from ratel_cli.config.describe import all_keys, explain, explain_json
+from ratel_cli.config.foreign import FOREIGN
+
+
+def test_a_key_and_its_other_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "learning_rate"]) == 0
+    meaning = "  The peak learning rate, which is reached at the end of the warm-up.\n"
+    facts = "  number, not negative, default 2e-5, also lr\n"
+    assert capsys.readouterr().out == "learning_rate\n" + facts + meaning
+    assert main(["explain", "lr"]) == 0
+    assert capsys.readouterr().out == "lr: another name of learning_rate\n" + facts + meaning
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "lr", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "key": "learning_rate",
+        "fate": None,
+        "other_names": ["lr"],
+        "type": "number, not negative",
+        "is_required": False,
+        "default": 2e-5,
+        "meaning": "The peak learning rate, which is reached at the end of the warm-up.",
+        "keys": [],
+    }
+    assert main(["explain", "storage.snapshot", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["default"], found["keys"]) == (None, ["storage.snapshot.path", "storage.snapshot.every"])
+    assert main(["explain", "datasets.0.path", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["key"], found["is_required"], found["keys"]) == ("datasets.path", True, [])
+    assert main(["explain", "load_in_4bit", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["key"], found["fate"], found["reason"]) == ("load_in_4bit", "impossible", "it quantises the model")
+    assert main(["explain", "zzz", "--json"]) == 2
+
+
+def test_every_key_has_json() -> None:
+    for key in [*all_keys(), *FOREIGN]:
+        assert json.loads(json.dumps(explain_json(key), allow_nan=False))["key"] == key
+
+
+def test_a_key_of_another_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "load_in_4bit"]) == 0
+    assert capsys.readouterr().out == (
+        "load_in_4bit: a key of other trainers (impossible)\n"
+        "  it quantises the model\n  remove it; Ratel trains every weight in full precision\n"
+    )
+
+
+def test_a_section_and_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "storage.snapshot"]) == 0
+    assert capsys.readouterr().out == (
+        "storage.snapshot\n"
+        "  mapping\n"
+        "  A second copy of the state on another device, in case this one fails. ratel restore makes a store from it. "
+        "Default: none.\n"
+        "\n"
+        "  storage.snapshot.path   The directory of the snapshot, which no other run may use\n"
+        "  storage.snapshot.every  Copy the state every N steps, in the background\n"
+    )
+
+
+@pytest.mark.parametrize("section", [each for each in SECTIONS if each])
+def test_every_key_of_a_section_has_a_line(section: str) -> None:
+    _, _, lines = explain(section).partition("\n\n")
+    assert [line.split()[0] for line in lines.splitlines()] == [
+        f"{section}.{key}" for key in SECTIONS[section].model_fields
+    ]
+    assert all(len(line.split()) > 2 and "`" not in line for line in lines.splitlines())
+
+
+def test_every_key_is_explained() -> None:
+    for section, model in SECTIONS.items():
+        for name in [*model.model_fields, *ALIASES.get(section, {})]:
+            key = f"{section}.{name}" if section else name
+            assert explain(key).startswith(key)
+    assert explain("datasets.0.path").startswith("datasets.0.path\n")
+    assert all(explain(key).startswith(key) for key in FOREIGN)
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("learning_rat", "did you mean `learning_rate`?"),
+        ("durability", "did you mean `storage.durability`?"),
+        ("zzz", "docs/config.md has all keys"),
+        ("path", "did you mean `datasets.path` or `storage.snapshot.path`?"),
+        ("durabilty", "did you mean `storage.durability`?"),
+        ("storage.path", "did you mean `storage.paths` or `datasets.path` or `storage.snapshot.path`?"),
+        ("storge.paths", "did you mean `storage.paths`?"),
+        ("nowhere.path", "did you mean `datasets.path` or `storage.snapshot.path`?"),
+        ("nowhere.zzz", "sections: datasets, lr_scheduler_kwargs, storage, limits, model_shape, storage.snapshot"),
+    ],
+)
+def test_a_name_that_nobody_knows(key: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", key]) == 2
+    assert capsys.readouterr().err.endswith(f"hint: {hint}\n")

@@ -1,0 +1,208 @@
+"""`ratel import`: what it prints, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.cli.app import main
+from ratel_cli.config.importing import import_config
+from ratel_cli.config.load import load_config
+from ratel_cli.errors import BadInput
+
+AXOLOTL = """\
+base_model: org/name
+datasets: [{path: a.jsonl, type: alpaca}]
+micro_batch_size: 2
+optimizer: adamw_bnb_8bit
+learning_rate: 1e-4
+strict: false
+deepspeed: zero3.json
+neftune_noise_alpha: 5
+something_new: 3
+"""
+TRL = """\
+model_name_or_path: org/name
+dataset_name: org/set
+max_length: 64
+"""
+TORCHTUNE = """\
+output_dir: out
+model: {_component_: torchtune.models.llama3.llama3_8b}
+checkpointer:
+  _component_: torchtune.training.FullModelHFCheckpointer
+  checkpoint_dir: base
+  output_dir: "${output_dir}"
+dataset: {_component_: torchtune.datasets.alpaca_dataset, packed: true}
+optimizer: {_component_: torch.optim.AdamW, lr: 1e-5, betas: [0.8, 0.95]}
+lr_scheduler: {_component_: torchtune.training.get_cosine_schedule_with_warmup, num_warmup_steps: 7}
+batch_size: 4
+epochs: 2
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(text: str) -> Path:
+    path = Path("theirs.yaml")
+    path.write_text(text)
+    return path
+
+
+def test_the_table_and_the_file(capsys: pytest.CaptureFixture[str]) -> None:
+    write(AXOLOTL)
+    assert main(["import", "theirs.yaml", "-o", "run.yaml"]) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "from        a config of axolotl",
+        "kept        base_model, datasets, datasets.path, datasets.type, micro_batch_size, learning_rate",
+        "translated  optimizer: adamw_bnb_8bit  ->  optimizer: adamw",
+        "dropped     strict: they change nothing here",
+        "dropped     deepspeed: zero3.json: Ratel has an engine of its own; see `storage` and `limits`",
+        "decide      neftune_noise_alpha: 5: Ratel adds no noise to embeddings",
+        "decide      something_new: 3: Ratel has no such key",
+        "wrote run.yaml; decide what it asks, then try `ratel check run.yaml`",
+    ]
+    text = Path("run.yaml").read_text()
+    assert "optimizer: adamw  # was `optimizer: adamw_bnb_8bit`" in text
+    assert "sequence_len: 512  # the default of axolotl" in text
+    assert "# Needs a decision:\n#   neftune_noise_alpha: 5   (Ratel adds no noise to embeddings)\n" in text
+    assert load_config(Path("run.yaml")).notices == ()
+
+
+def test_without_a_name_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    write(AXOLOTL)
+    assert main(["import", "theirs.yaml"]) == 0
+    Path("run.yaml").write_text(capsys.readouterr().out)
+    assert load_config(Path("run.yaml")).config.micro_batch_size == 2
+
+
+def test_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    write(AXOLOTL)
+    assert main(["import", "theirs.yaml", "-o", "run.yaml", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tool"], found["output"], found["config"]) == ("axolotl", "run.yaml", Path("run.yaml").read_text())
+    fates = {each["key"]: each["fate"] for each in found["keys"]}
+    assert fates["learning_rate"] == "kept" and fates["strict"] == "ignored" and fates["deepspeed"] == "noted"
+    assert fates["something_new"] == "undecided" and fates["optimizer"] == "translated"
+
+
+def test_a_file_that_exists_is_not_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    write(AXOLOTL)
+    Path("run.yaml").write_text("mine")
+    assert main(["import", "theirs.yaml", "-o", "run.yaml"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: run.yaml: the file exists",
+        "hint: choose another name, or replace it with --overwrite",
+    ]
+    assert Path("run.yaml").read_text() == "mine"
+    assert main(["import", "theirs.yaml", "-o", "run.yaml", "--overwrite"]) == 0
+    assert Path("run.yaml").read_text() != "mine"
+
+
+def test_what_is_impossible_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
+    write(AXOLOTL + "adapter: lora\nrl: dpo\n")
+    assert main(["import", "theirs.yaml", "-o", "run.yaml"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: theirs.yaml:10:1: `adapter` is not a key of Ratel: it trains an adapter",
+        "hint: remove it; Ratel trains every weight of the model",
+        "error: theirs.yaml:11:1: `rl` is not a key of Ratel: it is another training method",
+        "hint: remove it; Ratel does supervised full fine-tuning",
+    ]
+    assert not Path("run.yaml").exists()
+
+
+def test_a_directory_that_does_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    write(AXOLOTL)
+    assert main(["import", "theirs.yaml", "-o", "no/run.yaml"]) == 3
+    assert capsys.readouterr().err == "error: no/run.yaml: cannot be written: No such file or directory\n"
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "{}", "3"])
+def test_a_file_that_is_no_config(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write(text)
+    assert main(["import", "theirs.yaml"]) == 2
+    assert capsys.readouterr().err == "error: theirs.yaml:1:1: a config consists of `key: value` lines\n"
+
+
+def test_the_defaults_of_the_tool_are_written_out() -> None:
+    imported = import_config(write(TRL))
+    Path("run.yaml").write_text(imported.text)
+    config = load_config(Path("run.yaml")).config
+    assert imported.tool == "TRL"
+    assert (config.num_epochs, config.micro_batch_size, config.lr_scheduler) == (3.0, 8, "linear")
+    assert (config.warmup_ratio, config.sample_packing, config.sequence_len) == (0.0, False, 64)
+    assert [each.written for each in imported.outcomes if each.fate == "undecided"] == ["train_on_inputs"]
+
+
+def test_the_steps_of_the_warm_up_win_over_its_ratio() -> None:
+    Path("run.yaml").write_text(import_config(write(TRL + "warmup_ratio: 0.1\nwarmup_steps: 5\n")).text)
+    config = load_config(Path("run.yaml")).config
+    assert (config.warmup_steps, config.warmup_ratio) == (5, 0.0)
+
+
+def test_a_form_of_data_that_ratel_does_not_have() -> None:
+    for kind in ("context_qa.load_404", "{format: '{instruction}', field_instruction: ask}"):
+        imported = import_config(write(AXOLOTL.replace("type: alpaca", f"type: {kind}")))
+        assert "datasets.type" in [each.written for each in imported.outcomes if each.fate == "undecided"]
+        Path("run.yaml").write_text(imported.text)
+        assert load_config(Path("run.yaml")).config.datasets[0].type == "auto"
+
+
+def test_a_long_text_stays_a_text() -> None:
+    template = "{% for message in messages %}" + "{{ message['content'] }} # " * 20 + "{% endfor %}"
+    Path("run.yaml").write_text(import_config(write(TRL + f"chat_template: {json.dumps(template)}\n")).text)
+    assert load_config(Path("run.yaml")).config.chat_template_jinja == template
+
+
+def test_a_constant_rate_has_no_warm_up_there() -> None:
+    text = "base_model: m\ndatasets: a\nstrict: false\nlearning_rate: 1e-5\nwarmup_ratio: 0.1\nlr_scheduler: "
+    for name, ratio in (("constant", 0.0), ("constant_with_warmup", 0.1)):
+        Path("run.yaml").write_text(import_config(write(text + name)).text)
+        assert load_config(Path("run.yaml")).config.warmup_ratio == ratio
+
+
+def test_torchtune() -> None:
+    imported = import_config(write(TORCHTUNE))
+    Path("run.yaml").write_text(imported.text)
+    config = load_config(Path("run.yaml")).config
+    assert (config.base_model, config.output_dir, config.micro_batch_size, config.num_epochs) == (
+        "base",
+        Path("out"),
+        4,
+        2,
+    )
+    assert (config.learning_rate, config.adam_beta1, config.adam_beta2, config.weight_decay) == (1e-5, 0.8, 0.95, 0.01)
+    assert (config.lr_scheduler, config.warmup_steps, config.max_grad_norm) == ("cosine", 7, None)
+    assert (config.datasets[0].path, config.datasets[0].type) == ("tatsu-lab/alpaca", "alpaca")
+    assert (config.sample_packing, config.train_on_inputs) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ("llama3.llama3_8b", "llama3.lora_llama3_8b", "`torchtune.models.llama3.lora_llama3_8b` trains an adapter"),
+        ("alpaca_dataset", "stack_exchange_paired_dataset", "`stack_exchange_paired_dataset` is no text to imitate"),
+        ("torch.optim.AdamW", "torch.optim.SGD", "`optimizer._component_` must be `adamw`, not 'SGD'"),
+        ("batch_size: 4", "loss: {_component_: a.DPOLoss}", "`a.DPOLoss` is another loss"),
+        ("batch_size: 4", "quantizer: {_component_: a.Int8Quantizer}", "`a.Int8Quantizer` quantises the model"),
+    ],
+)
+def test_what_is_impossible_in_torchtune(old: str, new: str, error: str) -> None:
+    with pytest.raises(BadInput, match=r"theirs\.yaml") as caught:
+        import_config(write(TORCHTUNE.replace(old, new)))
+    assert error in caught.value.message
+
+
+def test_finetune_says_what_to_do_with_a_config_of_torchtune() -> None:
+    with pytest.raises(BadInput) as caught:
+        load_config(write(TORCHTUNE))
+    assert caught.value.message == "theirs.yaml:1:1: this is a config of torchtune"
+    assert caught.value.hint == "translate it: ratel import theirs.yaml -o run.yaml"

@@ -1,0 +1,523 @@
+"""Full fine-tuning configs that axolotl, LLaMA-Factory, TRL (with the recipes written for it) and torchtune ship.
+
+Facts only: keys and values of public examples, in our own layout, without their comments. What many examples of a tool
+have in common stands once. A value of `IMPOSSIBLE` is a part of the error that the config must end with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+Config = Mapping[str, object]
+
+WANDB: Config = dict.fromkeys(("wandb_project", "wandb_entity", "wandb_watch", "wandb_name", "wandb_log_model"))
+LORA: Config = dict.fromkeys(
+    ("adapter", "lora_model_dir", "lora_r", "lora_alpha", "lora_dropout", "lora_target_linear", "lora_fan_in_fan_out")
+)
+UNQUANTISED: Config = {"load_in_8bit": False, "load_in_4bit": False, "strict": False}
+PREPARED: Config = {"dataset_prepared_path": "last_run_prepared"}
+CHECKPOINTED: Config = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+EMPTY: Config = dict.fromkeys(
+    ("early_stopping_patience", "resume_from_checkpoint", "xformers_attention", "eval_table_size", "debug")
+)
+UNSHARDED: Config = {"deepspeed": None, "fsdp": None, "fsdp_config": None}
+FSDP1: Config = {
+    "fsdp": ["full_shard", "auto_wrap"],
+    "fsdp_config": {
+        "fsdp_limit_all_gathers": True,
+        "fsdp_offload_params": True,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+    },
+}
+FSDP2: Config = {
+    "fsdp_version": 2,
+    "fsdp_config": {
+        "offload_params": False,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "state_dict_type": "FULL_STATE_DICT",
+        "reshard_after_forward": True,
+    },
+}
+ALPACA: Config = {"datasets": [{"path": "tatsu-lab/alpaca", "type": "alpaca"}]}
+SHAREGPT: Config = {
+    "datasets": [
+        {
+            "path": "mlabonne/FineTome-100k",
+            "type": "chat_template",
+            "split": "train[:20%]",
+            "field_messages": "conversations",
+            "message_property_mappings": {"role": "from", "content": "value"},
+        }
+    ]
+}
+
+
+def batch(accumulation: int, micro: int, epochs: float = 1) -> Config:
+    return {"gradient_accumulation_steps": accumulation, "micro_batch_size": micro, "num_epochs": epochs}
+
+
+def rate(optimizer: str, learning_rate: float, scheduler: str = "cosine") -> Config:
+    return {"optimizer": optimizer, "lr_scheduler": scheduler, "learning_rate": learning_rate}
+
+
+def per_epoch(evals: int, saves: int) -> Config:
+    return {"evals_per_epoch": evals, "saves_per_epoch": saves}
+
+
+AXOLOTL: Mapping[str, Config] = {
+    "llama-3/fft-8b": {
+        "base_model": "meta-llama/Meta-Llama-3-8B", "model_type": "LlamaForCausalLM",
+        "tokenizer_type": "AutoTokenizer", **UNQUANTISED, **ALPACA, **PREPARED, "val_set_size": 0.05,
+        "output_dir": "./out", "sequence_len": 8192, "sample_packing": True, "pad_to_sequence_len": True, **WANDB,
+        **batch(8, 1), **rate("paged_adamw_8bit", 2e-5), "train_on_inputs": False, "group_by_length": False,
+        "bf16": "auto", "fp16": None, "tf32": False, **CHECKPOINTED, **EMPTY, "logging_steps": 1,
+        "flash_attention": True, "warmup_steps": 100, **per_epoch(2, 1), "weight_decay": 0.0, **UNSHARDED,
+        "special_tokens": {"pad_token": "<|end_of_text|>"},
+    },
+    "llama-3/fft-8b-liger-fsdp": {
+        "base_model": "NousResearch/Meta-Llama-3.1-8B", "plugins": ["axolotl.integrations.liger.LigerPlugin"],
+        "liger_rope": True, "liger_rms_norm": True, "liger_glu_activation": True,
+        "liger_fused_linear_cross_entropy": True, "chat_template": "llama3", **SHAREGPT, **PREPARED,
+        "val_set_size": 0.02, "output_dir": "./outputs/out", "sequence_len": 4096, "sample_packing": True,
+        "pad_to_sequence_len": True, **WANDB, **batch(4, 2), **rate("adamw_torch_fused", 2e-5), "bf16": "auto",
+        "tf32": False, **CHECKPOINTED, "resume_from_checkpoint": None, "logging_steps": 1, "attention": "flash",
+        "warmup_steps": 100, **per_epoch(2, 1), "weight_decay": 0.0, **FSDP1,
+        "special_tokens": {"pad_token": "<|finetune_right_pad_id|>", "eos_token": "<|eot_id|>"},
+    },
+    "LiquidAI/lfm2-350m-fft": {
+        "base_model": "LiquidAI/LFM2-350M", "chunked_cross_entropy": True, "eot_tokens": ["<|im_end|>"],
+        "datasets": [{
+            "path": "mlabonne/FineTome-100k", "type": "chat_template", "split": "train[:20%]",
+            "field_messages": "conversations", "message_field_role": "from", "message_field_content": "value",
+        }],
+        **PREPARED, "val_set_size": 0.05, "output_dir": "./outputs/out", "sequence_len": 4096, "sample_packing": True,
+        **WANDB, **batch(2, 4), **rate("adamw_torch_fused", 5e-5), "bf16": True, "tf32": True,
+        "gradient_checkpointing": False, "resume_from_checkpoint": None, "logging_steps": 1, "flash_attention": True,
+        "warmup_ratio": 0.1, **per_epoch(2, 1), "weight_decay": 0.0,
+    },
+    "alst/llama3-8b-deepspeed-alst": {
+        "base_model": "meta-llama/Llama-3.1-8B",
+        "datasets": [
+            {"path": "togethercomputer/Long-Data-Collections", "type": "completion", "field": "text",
+             "data_files": ["pretrain/rp_sub.jsonl.zst"]},
+            {"path": "princeton-nlp/TextbookChapters", "type": "completion", "field": "chapter"},
+        ],
+        **PREPARED, "val_set_size": 0.0, "output_dir": "./outputs/out", "sequence_len": 500_000,
+        "min_sample_len": 200_000, "sample_packing": True, "tiled_mlp": True, "sequence_parallel_degree": 8,
+        "plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"], **batch(1, 1),
+        **rate("adamw_torch_8bit", 2e-5), "bf16": "auto", "tf32": True, "gradient_checkpointing": True,
+        "activation_offloading": "legacy", "resume_from_checkpoint": None, "logging_steps": 1,
+        "flash_attention": True, "warmup_steps": 100, **per_epoch(2, 1), "weight_decay": 0.0,
+        "special_tokens": {"pad_token": "<|end_of_text|>"},
+        "deepspeed": "deepspeed_configs/zero3_bf16_cpuoffload_all.json",
+    },
+    "llama-3/sparse-finetuning": {
+        "base_model": "neuralmagic/Sparse-Llama-3.1-8B-2of4",
+        "plugins": ["axolotl.integrations.llm_compressor.LLMCompressorPlugin"], **UNQUANTISED, **ALPACA,
+        "output_dir": "./outputs/out", "sequence_len": 4096, "sample_packing": True, **batch(8, 1),
+        **rate("paged_adamw_8bit", 2e-5), "bf16": "auto", "flash_attention": True, "warmup_steps": 100,
+        "llmcompressor": {"recipe": {"finetuning_stage": {"finetuning_modifiers": {}}}, "save_compressed": True},
+    },
+    "glm45/glm4.5-fft-fsdp2": {
+        "base_model": "zai-org/GLM-4.5-Air",
+        "plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"],
+        "experimental_skip_move_to_device": True,
+        "datasets": [{"path": "winglian/pirate-ultrachat-10k", "type": "chat_template"}], **PREPARED,
+        "val_set_size": 0, "output_dir": "./outputs/qlora-out", "sequence_len": 2048, "sample_packing": True,
+        "eval_sample_packing": True, **WANDB, **batch(1, 1), **rate("adamw_torch_4bit", 2e-4), "bf16": "auto",
+        "tf32": False, "resume_from_checkpoint": None, "logging_steps": 1, "flash_attention": True,
+        "loss_watchdog_threshold": 5.0, "loss_watchdog_patience": 3, "warmup_ratio": 0.1, **per_epoch(1, 1),
+        "weight_decay": 0.0, "special_tokens": None, **FSDP2,
+    },
+    "phi/phi3-ft": {
+        "base_model": "microsoft/Phi-3-mini-4k-instruct", "model_type": "AutoModelForCausalLM",
+        "tokenizer_type": "AutoTokenizer", **UNQUANTISED,
+        "datasets": [{"path": "aaditya/alpaca_subset_1", "type": "alpaca"}], "dataset_prepared_path": None,
+        "val_set_size": 0, "output_dir": "./phi-sft-out", "sequence_len": 4000, "sample_packing": True,
+        "pad_to_sequence_len": True, "trust_remote_code": True, **LORA, **WANDB, "wandb_project": "phi3",
+        **batch(2, 12, 2), **rate("adamw_torch", 3e-6), "adam_beta2": 0.95, "adam_epsilon": 0.00001,
+        "max_grad_norm": 1.0, "train_on_inputs": False, "group_by_length": False, "bf16": "auto", "fp16": None,
+        "tf32": True, **CHECKPOINTED, **EMPTY, "local_rank": None, "logging_steps": 1, "flash_attention": True,
+        "warmup_steps": 100, **per_epoch(4, 1), "deepspeed": None, "weight_decay": 0.1, **FSDP1,
+        "resize_token_embeddings_to_32x": True, "special_tokens": {"pad_token": "<|endoftext|>"},
+    },
+    "tiny-llama/pretrain": {
+        "base_model": "TinyLlama/TinyLlama-1.1B-Chat-v1.0", "model_type": "LlamaForCausalLM",
+        "tokenizer_type": "LlamaTokenizer", "is_llama_derived_model": True, **UNQUANTISED, "max_steps": 200,
+        "pretraining_dataset": {"path": "c4", "name": "en"}, "dataset_prepared_path": None, "val_set_size": 0.0,
+        "output_dir": "./model-out", "sequence_len": 2048, "sample_packing": True, **WANDB, **batch(4, 2, 4),
+        **rate("adamw_bnb_8bit", 2e-4), "train_on_inputs": False, "group_by_length": False, "bf16": "auto",
+        "fp16": False, "tf32": False, "gradient_checkpointing": True, **EMPTY, "local_rank": None, "logging_steps": 1,
+        "flash_attention": True, "warmup_steps": 10, "evals_per_epoch": None, "saves_per_epoch": 1,
+        "weight_decay": 0.0, **UNSHARDED, "special_tokens": None,
+    },
+    "streaming/sft": {
+        "base_model": "HuggingFaceTB/SmolLM2-135M",
+        "datasets": [{"path": "tatsu-lab/alpaca", "type": "alpaca", "split": "train"}], "streaming": True,
+        "streaming_multipack_buffer_size": 10_000, "shuffle_merged_datasets": True, "max_steps": 1000,
+        "output_dir": "./outputs/smollm2-135m-sft-streaming", "sequence_len": 1024, "sample_packing": True,
+        "flash_attention": True, "gradient_accumulation_steps": 4, "micro_batch_size": 1, **rate("adamw_torch", 2e-4),
+        "warmup_ratio": 0.1, "weight_decay": 0.0, "bf16": "auto", "tf32": True, "logging_steps": 10,
+        "save_strategy": "steps", "save_steps": 100, "save_total_limit": 3, **WANDB,
+        "special_tokens": {"pad_token": "<|endoftext|>"},
+    },
+    "falcon-e/falcon-e-3b-ft": {
+        "base_model": "tiiuae/Falcon-E-3B-Base-prequantized", "output_dir": "./output",
+        "plugins": ["axolotl.integrations.kernels.KernelsPlugin"], "use_kernels": False, "use_onebitllms": True,
+        "load_in_8bit": False, "load_in_4bit": False, "chat_template": "tokenizer_default", **SHAREGPT,
+        "sequence_len": 32768, "trust_remote_code": False, **batch(4, 1, 3), **rate("adamw_torch", 5e-4),
+        "bf16": True, "flash_attention": True, "warmup_steps": 128, "save_steps": 500, "save_strategy": "steps",
+    },
+    "distributed-parallel/qwen3-8b-fsdp-tp-cp": {
+        "base_model": "Qwen/Qwen3-8B", "plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"],
+        "dp_shard_size": 2, "context_parallel_size": 2, "tensor_parallel_size": 2, **PREPARED, **FSDP2, **ALPACA,
+        "output_dir": "./outputs/ndp-out/", "sequence_len": 8192, "sample_packing": True,
+        "attn_implementation": "flash_attention_2", **batch(1, 1, 2),
+        **rate("adamw_torch_fused", 2e-6, "constant_with_warmup"), "bf16": True, "tf32": True, "logging_steps": 1,
+        "saves_per_epoch": 1, "warmup_ratio": 0.1, "special_tokens": None,
+    },
+    "eurollm/tower-wmt24": {
+        "base_model": "utter-project/EuroLLM-1.7B", "model_type": "AutoModelForCausalLM",
+        "tokenizer_type": "AutoTokenizer", **UNQUANTISED,
+        "datasets": [{"path": "Unbabel/Tower-v1-2106", "type": "sharegpt", "conversation": "chatml"}],
+        "chat_template": "chatml", "dataset_prepared_path": None, "val_set_size": 0, "output_dir": "SFT-2106",
+        "sequence_len": 4096, "sample_packing": True, "pad_to_sequence_len": True, **LORA, **WANDB,
+        "wandb_project": "translation-llm", **batch(4, 8, 2), "eval_batch_size": 1, **rate("adamw_torch", 7e-6),
+        "train_on_inputs": False, "group_by_length": False, "bf16": True, "fp16": False, "tf32": False,
+        "gradient_checkpointing": True, **EMPTY, "local_rank": None, "logging_steps": 10, "flash_attention": True,
+        "flash_attn_cross_entropy": False, "flash_attn_rms_norm": True, "warmup_steps": 125, "eval_steps": None,
+        "eval_sample_packing": False, "save_steps": None, "save_total_limit": None,
+        "deepspeed": "deepspeed/zero3.json", "weight_decay": 0.01, "fsdp": None, "fsdp_config": None,
+        "tokens": ["<|im_start|>"],
+        "special_tokens": {"bos_token": "<s>", "eos_token": "<|im_end|>", "unk_token": "<unk>"},
+    },
+    "llama-2/fft_optimized": {
+        "base_model": "NousResearch/Llama-2-7b-hf", "model_type": "LlamaForCausalLM",
+        "tokenizer_type": "LlamaTokenizer", "is_llama_derived_model": True, **UNQUANTISED,
+        "datasets": [{"path": "mhenrichsen/alpaca_2k_test", "type": "alpaca"}], **PREPARED, "val_set_size": 0.05,
+        "output_dir": "./out", "sequence_len": 4096, "sample_packing": True, "pad_to_sequence_len": True, **LORA,
+        **WANDB, **batch(1, 1), **rate("adamw_bnb_8bit", 2e-4), "train_on_inputs": False, "group_by_length": False,
+        "bf16": "auto", "fp16": False, "tf32": False, "gradient_checkpointing": True, **EMPTY, "local_rank": None,
+        "logging_steps": 1, "flash_attention": True, "flash_attn_cross_entropy": False, "flash_attn_rms_norm": True,
+        "flash_attn_fuse_qkv": False, "flash_attn_fuse_mlp": True, "warmup_steps": 100, **per_epoch(4, 1),
+        "weight_decay": 0.1, **UNSHARDED,
+        "special_tokens": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    },
+    "gpt-oss/gpt-oss-20b-fft-fsdp2": {
+        "base_model": "openai/gpt-oss-20b", "use_kernels": False, "model_quantization_config": "Mxfp4Config",
+        "model_quantization_config_kwargs": {"dequantize": True},
+        "plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"],
+        "experimental_skip_move_to_device": True,
+        "datasets": [{"path": "HuggingFaceH4/Multilingual-Thinking", "type": "chat_template",
+                      "field_thinking": "thinking", "template_thinking_key": "thinking"}],
+        "val_set_size": 0, "output_dir": "./outputs/gpt-oss-out/", "sequence_len": 4096, "sample_packing": True,
+        **WANDB, **batch(2, 1), **rate("adamw_torch_8bit", 2e-5, "constant_with_warmup"), "bf16": True, "tf32": True,
+        "flash_attention": True, "attn_implementation": "kernels-community/vllm-flash-attn3",
+        "gradient_checkpointing": True, "activation_offloading": True, "logging_steps": 1, "saves_per_epoch": 1,
+        "warmup_ratio": 0.03, "special_tokens": None, "eot_tokens": ["<|end|>"], **FSDP2,
+    },
+    "llama-3/3b-fp8-fsdp2": {
+        "base_model": "meta-llama/Llama-3.2-3B", **UNQUANTISED,
+        "plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_layer_norm": True,
+        "datasets": [{"path": "yahma/alpaca-cleaned", "type": "alpaca"}], "output_dir": "./outputs/fp8_out/",
+        "sample_packing": True, "pad_to_sequence_len": True, "sequence_len": 512, "flex_attention": True,
+        "flex_attn_compile_kwargs": {"dynamic": False, "mode": "max-autotune-no-cudagraphs"}, "torch_compile": True,
+        **WANDB, **batch(1, 16), "optimizer": "adamw_torch_fused", "cosine_constant_lr_ratio": 0,
+        "cosine_min_lr_ratio": 1.0, "learning_rate": 2e-5, "save_only_model": True, "fp8": True,
+        "fp8_enable_fsdp_float8_all_gather": True, "resume_from_checkpoint": None, "logging_steps": 1,
+        **per_epoch(1, 1), "warmup_steps": 10, "weight_decay": 0.0, "fsdp_config": {"fsdp_version": 2},
+        "special_tokens": {"pad_token": "<|end_of_text|>"},
+    },
+    "stablelm-2/1.6b/fft": {
+        "base_model": "stabilityai/stablelm-2-1_6b", "model_type": "AutoModelForCausalLM",
+        "tokenizer_type": "AutoTokenizer", "trust_remote_code": True,
+        "datasets": [{"path": "mhenrichsen/alpaca_2k_test", "type": "alpaca"}], **PREPARED, "val_set_size": 0.05,
+        "output_dir": "./outputs/out", "sequence_len": 4096, "sample_packing": True, **LORA, **WANDB, **batch(1, 1),
+        **rate("adamw_bnb_8bit", 2e-4), "bf16": "auto", "tf32": False, "gradient_checkpointing": True,
+        "resume_from_checkpoint": None, "logging_steps": 1, "attn_implementation": "flash_attention_2",
+        "flash_attn_rms_norm": True, "warmup_ratio": 0.1, **per_epoch(4, 1), "deepspeed": None, "weight_decay": 0.1,
+        "special_tokens": None,
+    },
+    "ernie4_5/0.3b-sft": {
+        "base_model": "baidu/ERNIE-4.5-0.3B-PT", **SHAREGPT, **PREPARED, "val_set_size": 0.02,
+        "output_dir": "./outputs/ernie4_5-0.3b-sft", "sequence_len": 4096, "sample_packing": True,
+        "eval_sample_packing": True, **batch(4, 2), **rate("adamw_torch_fused", 2e-5), "bf16": "auto", "tf32": False,
+        **CHECKPOINTED, "logging_steps": 1, "flash_attention": True, "warmup_ratio": 0.1, **per_epoch(2, 1),
+        "weight_decay": 0.0,
+    },
+}  # fmt: skip
+
+LLAMA_FACTORY_COMMON: Config = {
+    "stage": "sft", "do_train": True, "finetuning_type": "full", "template": "qwen", "overwrite_cache": True,
+    "preprocessing_num_workers": 16, "plot_loss": True, "overwrite_output_dir": True,
+    "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "learning_rate": 1.0e-5,
+    "num_train_epochs": 3.0, "lr_scheduler_type": "cosine", "warmup_ratio": 0.1, "ddp_timeout": 180000000,
+    "logging_steps": 10, "save_steps": 500,
+}  # fmt: skip
+DEMO: Config = {**LLAMA_FACTORY_COMMON, "dataset": "identity,alpaca_en_demo", "max_samples": 1000, "cutoff_len": 2048}
+HELD_OUT: Config = {"val_size": 0.1, "per_device_eval_batch_size": 1, "eval_steps": 500}
+ZERO3: Config = {"deepspeed": "examples/deepspeed/ds_z3_config.json"}
+TRACES: Config = {
+    **LLAMA_FACTORY_COMMON, "dataset": "tbench_traces_sharegptv1", "cutoff_len": 32768, "max_samples": None,
+    "enable_liger_kernel": True, "report_to": "wandb", "gradient_checkpointing": True, "trust_remote_code": True,
+    "dataloader_num_workers": 8, "save_only_model": True, "max_grad_norm": 1.0e-3, "weight_decay": 0.01,
+}  # fmt: skip
+
+LLAMA_FACTORY: Mapping[str, Config] = {
+    "llama3_full_sft": {
+        **DEMO, "model_name_or_path": "meta-llama/Meta-Llama-3-8B-Instruct", "trust_remote_code": True, **ZERO3,
+        "template": "llama3", "output_dir": "saves/llama3-8b/full/sft", "bf16": True,
+    },
+    "nanbeige42_full_sft": {
+        **DEMO, "model_name_or_path": "Nanbeige/Nanbeige4.2-3B", "trust_remote_code": True, **ZERO3,
+        "use_fast_tokenizer": False, "dataloader_num_workers": 4, "save_only_model": False, "report_to": "none",
+        "output_dir": "saves/nanbeige42-3b/full/sft", "bf16": True, "resume_from_checkpoint": None,
+    },
+    "qwen2_full_sft_ds3_gaudi": {
+        **DEMO, "model_name_or_path": "Qwen/Qwen2-7B-Instruct", "trust_remote_code": True, "dataset": "alpaca_en",
+        "deepspeed": "examples/deepspeed/ds_z3_config_gaudi.json", "output_dir": "saves/qwen2", "bf16": True,
+        "use_habana": True, "use_lazy_mode": True, "gaudi_config_name": "Habana/qwen",
+    },
+    "qwen3_full_sft_fsdp2": {
+        **TRACES, "model_name_or_path": "Qwen/Qwen3-8B", "attn": "fa2", "torch_compile": False,
+        "torch_compile_backend": "inductor", "include_mfu": True, "mask_history": True,
+        "dataloader_prefetch_factor": 1, "dataloader_persistent_workers": False, "dataloader_pin_memory": False,
+        "output_dir": "output/qwen3_full_sft_fsdp", "bf16": True, "pure_bf16": False,
+    },
+    "qwen3_full_sft_e2_adamw_bnb_8bit": {
+        **TRACES, "model_name_or_path": "Qwen/Qwen3-8B", **ZERO3, "output_dir": "output/e2", "bf16": True,
+        "pure_bf16": False, "optim": "adamw_bnb_8bit", "adam_beta1": 0.9, "adam_beta2": 0.98, "adam_epsilon": 1.0e-8,
+        "push_to_hub": False,
+    },
+    "qwen3_full_sft_256k": {
+        **TRACES, "model_name_or_path": "Qwen/Qwen3-8B", "rope_scaling": "yarn", "flash_attn": "auto",
+        "sequence_parallel_size": 4, "sequence_parallel_mode": "ulysses", "cutoff_len": 204800, "bf16": True,
+        "output_dir": "output/ulysses", **ZERO3,
+    },
+    "qwen2_5_full_sft_optimized": {
+        **TRACES, "model_name_or_path": "Qwen/Qwen2.5-7B-Instruct", "rope_scaling": "yarn", "attn": "fa2", **ZERO3,
+        "cutoff_len": 131072, "output_dir": "output/optimized", "bf16": True, "pure_bf16": True,
+        "torch_compile": True, "torch_compile_backend": "inductor", "optim": "paged_adamw_8bit",
+    },
+    "qwen2_5_full_sft_fp8_te": {
+        **TRACES, "model_name_or_path": "Qwen/Qwen2.5-7B-Instruct", "rope_scaling": "yarn", "flash_attn": "auto",
+        **ZERO3, "fp8": True, "fp8_backend": "te", "fp8_enable_fsdp_float8_all_gather": True, "bf16": False,
+        "output_dir": "output/fp8_te",
+    },
+    "extras/galore/llama3_full_sft": {
+        **DEMO, **HELD_OUT, "model_name_or_path": "meta-llama/Meta-Llama-3-8B-Instruct", "use_galore": True,
+        "galore_layerwise": True, "galore_target": "mlp,self_attn", "galore_rank": 128, "galore_scale": 2.0,
+        "output_dir": "saves/galore", "warmup_steps": 0.1, "pure_bf16": True, "evaluation_strategy": "steps",
+    },
+    "extras/pure_bf16 with a warm-up below one": {
+        **{key: value for key, value in DEMO.items() if key != "warmup_ratio"}, **HELD_OUT,
+        "model_name_or_path": "meta-llama/Meta-Llama-3-8B-Instruct", "output_dir": "saves/pure", "pure_bf16": True,
+        "warmup_steps": 0.1, "eval_strategy": "steps",
+    },
+}  # fmt: skip
+
+RECIPE: Config = {
+    "model_revision": "main", "torch_dtype": "bfloat16", "bf16": True, **CHECKPOINTED, "log_level": "info",
+    "logging_steps": 5, "logging_strategy": "steps", "max_steps": -1, "overwrite_output_dir": True, "seed": 42,
+    "push_to_hub": True, "hub_strategy": "every_save", "report_to": ["wandb"], "warmup_ratio": 0.1,
+    "lr_scheduler_type": "cosine", "learning_rate": 2.0e-05,
+}  # fmt: skip
+FLASH: Config = {"attn_implementation": "flash_attention_2"}
+TEMPLATE = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
+MIN_LR: Config = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
+
+
+def mixture(*names: str, **others: object) -> Config:
+    sets = [{"id": name, "config": "default", "split": "train_sft", "columns": ["messages"]} for name in names]
+    return {"dataset_mixture": {"datasets": sets, **others}, "dataset_num_proc": 12}
+
+
+TRL: Mapping[str, Config] = {
+    "trl/example_config": {
+        "model_name_or_path": "Qwen/Qwen2.5-0.5B", "dataset_name": "stanfordnlp/imdb", "report_to": "none",
+        "learning_rate": 0.0001, "lr_scheduler_type": "cosine",
+    },
+    "handbook/zephyr-7b-beta": {
+        **RECIPE, **FLASH, "model_name_or_path": "mistralai/Mistral-7B-v0.1", "chat_template": TEMPLATE,
+        **mixture("HuggingFaceH4/ultrachat_200k", test_split_size=8, seed=0), "do_eval": True,
+        "eval_strategy": "epoch", "gradient_accumulation_steps": 1, "hub_model_id": "zephyr-7b-sft-full",
+        "max_seq_length": 2048, "num_train_epochs": 1, "output_dir": "data/zephyr-7b-sft-full",
+        "per_device_eval_batch_size": 8, "per_device_train_batch_size": 16, "remove_unused_columns": True,
+        "save_strategy": "steps", "save_steps": 100, "save_total_limit": 1,
+    },
+    "handbook/smollm3": {
+        **RECIPE, **FLASH, **MIN_LR, "model_name_or_path": "HuggingFaceTB/SmolLM3-3B-checkpoints",
+        "model_revision": "it-mid-training", "trust_remote_code": True, "chat_template": TEMPLATE,
+        **mixture("HuggingFaceTB/smoltalk2", seed=0), "eos_token": "<|im_end|>", "assistant_only_loss": True,
+        "do_eval": False, "eval_strategy": "no", "gradient_accumulation_steps": 2, "packing": True,
+        "packing_strategy": "ffd", "max_grad_norm": 0.2, "max_length": 65536, "num_train_epochs": 5,
+        "output_dir": "data/SmolLM3-SFT", "per_device_train_batch_size": 1, "save_strategy": "epoch",
+        "save_total_limit": 1, "use_liger_kernel": True, "run_name": "smollm3-sft-training",
+        "average_tokens_across_devices": True, "ddp_timeout": 18000,
+    },
+    "handbook/starchat2-15b": {
+        **RECIPE, **FLASH, "model_name_or_path": "bigcode/starcoder2-15b", "chat_template": TEMPLATE,
+        **mixture("HuggingFaceH4/airoboros-3.2", "HuggingFaceH4/Code-Feedback", test_split_size=8, seed=0),
+        "do_eval": True, "eval_strategy": "epoch", "gradient_accumulation_steps": 2, "max_length": 2048,
+        "num_train_epochs": 3, "output_dir": "data/starchat2", "per_device_eval_batch_size": 8,
+        "per_device_train_batch_size": 8, "report_to": ["tensorboard", "wandb"], "save_strategy": "no",
+    },
+    "handbook/gpt2-nl": {
+        **RECIPE, "model_name_or_path": "gpt2", "dataset_mixer": {"yhavinga/mc4_nl_cleaned": 1.0},
+        "dataset_splits": ["train"], "dataset_configs": ["tiny"], "preprocessing_num_workers": 12, "do_eval": False,
+        "eval_strategy": "no", "gradient_accumulation_steps": 1, "learning_rate": 2.0e-04, "max_seq_length": 1024,
+        "num_train_epochs": 1, "output_dir": "data/gpt2-cpt-dutch", "per_device_train_batch_size": 16,
+        "save_strategy": "steps", "save_steps": 100, "save_total_limit": 1,
+    },
+    "open-r1/OlympicCoder-7B": {
+        **RECIPE, **FLASH, **MIN_LR, "model_name_or_path": "Qwen/Qwen2.5-Coder-7B-Instruct",
+        "dataset_name": "open-r1/codeforces-cots", "dataset_config": "solutions_decontaminated",
+        "dataset_num_proc": 48, "do_eval": False, "eval_strategy": "no", "gradient_accumulation_steps": 8,
+        "hub_model_id": "open-r1/OlympicCoder-7B", "packing": False, "max_grad_norm": 0.2, "max_length": 32768,
+        "num_train_epochs": 10, "output_dir": "data/OlympicCoder-7B", "per_device_train_batch_size": 2,
+        "save_strategy": "steps", "save_steps": 0.2, "save_total_limit": 1, "use_liger": True, "warmup_ratio": 0.03,
+    },
+    "open-r1/Qwen2.5-1.5B-Instruct": {
+        **RECIPE, **FLASH, **MIN_LR, "model_name_or_path": "Qwen/Qwen2.5-1.5B-Instruct", "chat_template": TEMPLATE,
+        "dataset_name": "open-r1/s1K-1.1", "dataset_configs": ["all"], "dataset_num_proc": 48, "do_eval": False,
+        "eval_strategy": "no", "gradient_accumulation_steps": 1, "packing": True, "max_seq_length": 32768,
+        "num_train_epochs": 15, "output_dir": "data/Distill", "per_device_train_batch_size": 2,
+        "save_strategy": "epoch", "save_total_limit": 1, "use_liger": True, "warmup_ratio": 0.05,
+    },
+    "open-r1/Doge-20M-Instruct": {
+        **RECIPE, "model_name_or_path": "JingzeShi/Doge-20M-Instruct",
+        "dataset_name": "HuggingFaceH4/Bespoke-Stratos-17k", "dataset_configs": ["all"],
+        "preprocessing_num_workers": 8, "do_eval": True, "evaluation_strategy": "steps", "eval_steps": 100,
+        "gradient_accumulation_steps": 4, "learning_rate": 8.0e-04, "packing": True, "max_seq_length": 4096,
+        "num_train_epochs": 1, "output_dir": "data/Doge", "per_device_eval_batch_size": 4,
+        "per_device_train_batch_size": 4, "save_strategy": "no",
+    },
+}  # fmt: skip
+
+TUNE: Config = {
+    "seed": None, "shuffle": True, "resume_from_checkpoint": False, "max_steps_per_epoch": None, "device": "cuda",
+    "dtype": "bf16", "compile": False, "enable_activation_checkpointing": True, "log_every_n_steps": 1,
+    "log_peak_memory_stats": True, "gradient_accumulation_steps": 1,
+    "metric_logger": {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": "${output_dir}/logs"},
+    "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+    "profiler": {"_component_": "torchtune.training.setup_torch_profiler", "enabled": False, "wait_steps": 5,
+                 "output_dir": "${output_dir}/profiling_outputs", "warmup_steps": 3, "num_cycles": 1},
+}  # fmt: skip
+
+
+def tune(
+    model: str,
+    optimizer: str,
+    lr: float,
+    *,
+    data: str = "alpaca_dataset",
+    sizes: tuple[int, int] = (2, 1),
+    **more: object,
+) -> Config:
+    """A torchtune config; `sizes` are `batch_size` and `epochs`."""
+    name = model.rpartition(".")[2]
+    return {
+        **TUNE,
+        "output_dir": f"/tmp/torchtune/{name}",
+        "tokenizer": {"_component_": f"{model}_tokenizer", "path": f"/tmp/{name}/tokenizer.model", "max_seq_len": None},
+        "dataset": {"_component_": f"torchtune.datasets.{data}", "packed": False},
+        "model": {"_component_": model},
+        "checkpointer": {
+            "_component_": "torchtune.training.FullModelHFCheckpointer",
+            "checkpoint_dir": f"/tmp/{name}/",
+            "checkpoint_files": ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+            "recipe_checkpoint": None,
+            "output_dir": "${output_dir}",
+            "model_type": "LLAMA3",
+        },
+        "batch_size": sizes[0],
+        "epochs": sizes[1],
+        "optimizer": {"_component_": optimizer, "lr": lr},
+        **more,
+    }
+
+
+TORCHTUNE: Mapping[str, Config] = {
+    "llama3_1/8B_full_single_device": tune(
+        "torchtune.models.llama3_1.llama3_1_8b",
+        "bitsandbytes.optim.PagedAdamW8bit",
+        2e-5,
+        optimizer_in_bwd=True,
+        clip_grad_norm=None,
+        save_every_n_steps=1,
+        enable_activation_offloading=False,
+        log_level="INFO",
+        loss={"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"},
+    ),
+    "gemma2/2B_full": tune(
+        "torchtune.models.gemma2.gemma2_2b",
+        "torch.optim.AdamW",
+        2e-5,
+        mixed_precision={"_component_": "torchtune.training.quantization.Int8Quantizer", "enabled": False},
+    ),
+    "llama3_1/70B_full": tune(
+        "torchtune.models.llama3_1.llama3_1_70b",
+        "torch.optim.AdamW",
+        2e-5,
+        sizes=(2, 3),
+        custom_sharded_layers=["tok_embeddings", "output"],
+        fsdp_cpu_offload=True,
+    ),
+    "phi3/mini_full_low_memory": tune(
+        "torchtune.models.phi3.phi3_mini",
+        "bitsandbytes.optim.PagedAdamW",
+        5e-6,
+        data="alpaca_cleaned_dataset",
+        optimizer_in_bwd=True,
+        enable_activation_offloading=True,
+    ),
+    "mistral/7B_full": tune(
+        "torchtune.models.mistral.mistral_7b",
+        "torch.optim.AdamW",
+        5e-6,
+        sizes=(2, 3),
+        dataset={"_component_": "torchtune.datasets.alpaca_dataset", "train_on_input": True},
+        loss={"_component_": "torch.nn.CrossEntropyLoss"},
+        cpu_offload=False,
+        log_every_n_steps=None,
+        enable_torch_profiler=False,
+        output_file_path="./torchtune_perf_tracing.json",
+    ),
+    "qwen2_5/7B_full_single_device": tune(
+        "torchtune.models.qwen2_5.qwen2_5_7b_instruct",
+        "bitsandbytes.optim.PagedAdamW",
+        5e-6,
+        data="alpaca_cleaned_dataset",
+        optimizer_in_bwd=True,
+    ),
+    "llama3_2/1B_full": tune(
+        "torchtune.models.llama3_2.llama3_2_1b",
+        "torch.optim.AdamW",
+        2e-5,
+        sizes=(4, 3),
+        gradient_accumulation_steps=4,
+        enable_activation_checkpointing=False,
+        lr_scheduler={
+            "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+            "num_warmup_steps": 10,
+        },
+    ),
+}
+
+PORTED: Mapping[str, Config] = {
+    f"{tool}: {name}": config
+    for tool, configs in (
+        ("axolotl", AXOLOTL),
+        ("LLaMA-Factory", LLAMA_FACTORY),
+        ("TRL", TRL),
+        ("torchtune", TORCHTUNE),
+    )
+    for name, config in configs.items()
+}
+IMPOSSIBLE: Mapping[str, str] = {
+    "axolotl: llama-3/sparse-finetuning": "LLMCompressorPlugin changes what is trained",
+    "axolotl: falcon-e/falcon-e-3b-ft": "`use_onebitllms` is not a key of Ratel: it quantises the model",
+    "LLaMA-Factory: extras/galore/llama3_full_sft": "`use_galore` is not a key of Ratel: it belongs to another",
+}

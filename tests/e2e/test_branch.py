@@ -1,0 +1,247 @@
+"""`--from RUN[@STEP]`: a new run that starts from a step of another run.
+
+The oracle is plain PyTorch: the other run's batches and rates up to that step, and the new run's from there on. With a
+fresh optimizer it is a run whose base model is the other run's export.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig
+
+from ratel_cli.config.load import load_config
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.runs import (
+    assert_rejected,
+    assert_same_result,
+    curve,
+    exported,
+    file_hash,
+    finetune,
+    load_data,
+    metrics,
+    output_of,
+    ratel,
+    run_until_killed,
+    store_of,
+    succeed,
+    write_config,
+)
+from tests.reference import Recipe, train_in_memory
+
+SAVING: dict[str, object] = {"max_steps": 6, "save_steps": 2, "save_total_limit": 3}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Path:
+    """A run of six steps, of which 2, 4 and 6 are saved. Tests must not change it."""
+    config = write_config(tmp_path_factory.mktemp("source"), base=base, rows=rows, **SAVING)
+    succeed(config)
+    return config
+
+
+def trained_in_memory(source: Path, branch: Path, base: Path, *, step: int, num_steps: int) -> list[torch.Tensor]:
+    """The weights of plain PyTorch: `source` up to `step`, and `branch` after it; sorted by name."""
+    before, after = (load_config(config).config for config in (source, branch))
+    steps = [load_data(source if index < step else branch).step(index) for index in range(num_steps)]
+    recipe = Recipe(
+        dtype=getattr(torch, before.dtype),
+        learning_rates=tuple((before if index < step else after).learning_rate for index in range(num_steps)),
+        weight_decay=before.weight_decay,
+        max_grad_norm=before.max_grad_norm,
+    )
+    trained = train_in_memory(
+        LlamaConfig.from_pretrained(base), load_file(base / "model.safetensors"), steps, recipe
+    ).weights
+    return [trained[name].to(recipe.dtype) for name in sorted(trained)]
+
+
+def weights_of(config: Path) -> list[torch.Tensor]:
+    weights = exported(config)
+    return [weights[name] for name in sorted(weights)]
+
+
+def assert_same_weights(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_another_rate_batch_and_length_from_a_saved_step(make_config: MakeConfig, source: Path, base: Path) -> None:
+    """Moments and the number of updates are those of the other run, which is left as it was."""
+    before = file_hash(store_of(source))
+    branch = make_config("branch", learning_rate=0.003, gradient_accumulation_steps=3, max_steps=7)
+    stderr = succeed(branch, "--from", f"{output_of(source)}@4")
+    assert "steps 5 to 7" in stderr
+    assert [line["step"] for line in metrics(branch)] == [5, 6, 7]
+    assert_same_weights(weights_of(branch), trained_in_memory(source, branch, base, step=4, num_steps=7))
+    assert file_hash(store_of(source)) == before
+    origin = json.loads((output_of(branch) / "run" / "origin.json").read_text())
+    assert origin == {"run": str(output_of(source).resolve()), "step": 4, "fresh_optimizer": False}
+
+
+@pytest.mark.full
+def test_from_the_last_step_in_bfloat16_with_other_data(make_config: MakeConfig, tmp_path: Path, base: Path) -> None:
+    """RUN as a config; the data is other rows, in another order."""
+    lines = [{"prompt": f"{number}?", "completion": "yes" * (1 + number % 5)} for number in range(40)]
+    rows = tmp_path / "other.jsonl"
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    begun = make_config("begun", dtype="bfloat16", max_steps=3)
+    succeed(begun)
+    branch = make_config("branch", dtype="bfloat16", rows=rows, max_steps=5)
+    succeed(branch, "--from", str(begun))
+    assert_same_weights(weights_of(branch), trained_in_memory(begun, branch, base, step=3, num_steps=5))
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
+def test_with_the_same_settings_it_is_the_same_run(make_config: MakeConfig, dtype: str) -> None:
+    first, branch, whole = (make_config(name, dtype=dtype, max_steps=5) for name in ("first", "branch", "whole"))
+    succeed(first, "max_steps=3")
+    succeed(whole)
+    succeed(branch, "--from", str(output_of(first)))
+    assert_same_weights(weights_of(branch), weights_of(whole))
+    assert curve(branch) == curve(whole)[3:]
+
+
+def test_a_fresh_optimizer_is_a_run_of_the_exported_weights(make_config: MakeConfig, source: Path) -> None:
+    """In fp32 an export has the master weights."""
+    step = output_of(source).parent / "step"
+    if not step.exists():
+        assert ratel("export", source, "--step", 4, "-o", step).code == 0
+    branch = make_config("branch")
+    succeed(branch, "--from", f"{source}@4", "--fresh-optimizer")
+    begun = make_config("begun", base=step)
+    succeed(begun)
+    assert_same_result(branch, begun)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_fresh_optimizer_keeps_the_masters(make_config: MakeConfig, dtype: str) -> None:
+    """Their fp32 bits, which no export in the compute dtype has: without a step to do, both stores export the same."""
+    first, branch = make_config("first", dtype=dtype), make_config("branch", dtype=dtype, learning_rate=0.0)
+    succeed(first)
+    succeed(branch, "--from", str(first), "--fresh-optimizer")
+    assert_same_weights(weights_of(branch), weights_of(first))
+
+
+def test_the_same_command_resumes(make_config: MakeConfig, source: Path) -> None:
+    """Killed while it copies, and killed while it trains. Once there is a store, it resumes without --from too."""
+    arguments = ("--from", f"{output_of(source)}@4")
+    branch, whole = make_config("branch", max_steps=8), make_config("whole", max_steps=8)
+    run_until_killed(branch, *arguments, kill_at="commit.written:1")
+    run_until_killed(branch, *arguments, kill_at="commit.written:3")
+    assert [line["step"] for line in metrics(branch)] == [5, 6]
+    stderr = succeed(branch, *arguments)
+    assert "resuming from step 5" in stderr
+    assert "all 8 steps are done" in succeed(branch)
+    succeed(whole)
+    assert_same_weights(weights_of(branch), weights_of(whole))
+    for wrong in (f"{output_of(source)}@2", f"{output_of(source)}@4 --fresh-optimizer"):
+        ended = finetune(branch, "--from", *wrong.split())
+        assert_rejected(ended, 2, f"--from {wrong}: the run in {output_of(branch)} has begun already, from ", "out@4")
+    assert_rejected(finetune(whole, *arguments), 2, "has begun already, at its base model")
+
+
+@pytest.mark.full
+def test_starting_over_forgets_the_origin(make_config: MakeConfig, source: Path, plain_run: Path) -> None:
+    branch = make_config("branch")
+    succeed(branch, "--from", f"{output_of(source)}@2")
+    succeed(branch, "--resume", "no")
+    assert_same_result(branch, plain_run)
+    assert not (output_of(branch) / "run" / "origin.json").exists()
+
+
+@pytest.mark.full
+def test_what_the_other_run_wrote_does_not_count(make_config: MakeConfig, source: Path) -> None:
+    """A limit that allows the copy and two steps allows two steps, whatever step they are."""
+    size = store_of(source).stat().st_size / 5  # of one generation: three are saved, two are for training
+    storage = {"engine": "threads", "max_tb_written": 5.5 * size / 1e12}
+    branch = make_config("branch", storage=storage, max_steps=9)
+    ended = finetune(branch, "--from", f"{output_of(source)}@4")
+    assert ended.code == 3
+    assert "storage.max_tb_written" in ended.errors[0]
+    assert [line["step"] for line in metrics(branch)] == [5, 6]
+
+
+def test_what_cannot_start(make_config: MakeConfig, source: Path, base: Path, tied_base: Path) -> None:
+    """Each is rejected before anything is written, with both values."""
+    run = output_of(source)
+    branch = make_config("branch")
+    cases: list[tuple[list[str], list[str]]] = [
+        (["--from", f"{run}@3", "max_steps=9"], ["step 3 is not saved in the store; saved steps: 2, 4, 6"]),
+        (["--from", str(run)], ["has done 6 steps, and this one ends after step 4"]),
+        (["--from", str(run), "dtype=bfloat16"], ["another model: dtype was float32, is now bfloat16"]),
+        (["--from", str(run), f"base_model={tied_base}"], [f"base_model was {base}, is now {tied_base}"]),
+        (["--from", str(run), f"output_dir={run}", "learning_rate=0.1"], ["that run has the same output_dir"]),
+        (["--from", str(run.parent / "none")], ["none", "no such file"]),
+        (["--from", str(base)], [f"--from {base}: ", "not the output directory of a run"]),
+        (["--from", str(run), "--resume", "2"], ["arguments '--from' and '--resume 2'"]),
+        (["--fresh-optimizer"], ["argument '--fresh-optimizer': it belongs to --from"]),
+    ]
+    for arguments, parts in cases:
+        assert_rejected(finetune(branch, *arguments), 2, *parts)
+        assert not store_of(branch).exists()
+
+
+@pytest.mark.full
+def test_a_run_without_its_store(make_config: MakeConfig) -> None:
+    first, branch = make_config("first"), make_config("branch", max_steps=9)
+    succeed(first)
+    shutil.rmtree(store_of(first).parent)
+    ended = finetune(branch, "--from", str(output_of(first)))
+    assert_rejected(ended, 2, f"--from {output_of(first)}: that run has no store in ")
+    assert "hint: to train its exported model, set base_model to the directory of the export" in ended.stderr
+
+
+@pytest.mark.full
+def test_a_dry_run_writes_nothing(make_config: MakeConfig, source: Path) -> None:
+    branch = make_config("branch", max_steps=9)
+    before = file_hash(store_of(source))
+    stderr = succeed(branch, "--from", str(output_of(source)), "--dry-run")
+    assert "steps 7 to 9" in stderr
+    assert not output_of(branch).exists()
+    assert not store_of(branch).exists()
+    assert file_hash(store_of(source)) == before
+
+
+def test_what_a_run_cannot_change_leads_to_a_new_one(make_config: MakeConfig, source: Path) -> None:
+    """The hint of the rejected command is the command that works, where the state allows it."""
+    ended = finetune(source, "learning_rate=0.003", "max_steps=8")
+    assert_rejected(ended, 2, "which has other settings: learning_rate was 0.01, is now 0.003")
+    run = output_of(source)
+    assert (
+        f"hint: set another output_dir for a new run, which --from {run} starts from this one's state; " in ended.stderr
+    )
+    branch = make_config("branch")
+    succeed(branch, "learning_rate=0.003", "max_steps=8", "--from", str(run))
+    assert [line["step"] for line in metrics(branch)] == [7, 8]
+    ended = finetune(source, "dtype=bfloat16")
+    assert_rejected(ended, 2, "which has other settings: dtype was float32, is now bfloat16")
+    assert "hint: set another output_dir for a new run; set them back" in ended.stderr
+
+
+@pytest.mark.full
+def test_runs_that_share_the_drives(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Each has a store of its own in the same `storage.paths`."""
+    storage = {"engine": "threads", "paths": [str(tmp_path / "drive")]}
+    first, branch, whole = (make_config(name, storage=storage, max_steps=5) for name in ("first", "branch", "whole"))
+    succeed(first, "max_steps=3")
+    succeed(branch, "--from", str(first))
+    succeed(whole)
+    assert_same_weights(weights_of(branch), weights_of(whole))
+
+
+def test_cleaning_leaves_nothing_of_it(make_config: MakeConfig, source: Path) -> None:
+    branch = make_config("branch", max_steps=7)
+    succeed(branch, "--from", str(output_of(source)))
+    assert (output_of(branch) / "run" / "origin.json").exists()
+    assert ratel("clean", branch, "--yes").code == 0
+    assert not (output_of(branch) / "run").exists()
+    assert not store_of(branch).exists()
+    assert store_of(source).exists()

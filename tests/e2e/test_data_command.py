@@ -1,0 +1,112 @@
+"""`ratel data`: the samples that a run trains on with their mask, counts of each dataset, and rejected rows."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.console import RunLog
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.runs import CHAT, assert_rejected, output_of, ratel, succeed
+
+SAMPLE = "<|user|>Which number is 0?<|assistant|>⟦0 is even<|end|>⟧"
+
+
+def test_samples_counts_and_packing(make_config: MakeConfig, rows: Path) -> None:
+    config = make_config("run", data_type=CHAT)
+    ended = ratel("data", config, "-n", 2)
+    assert ended.code == 0, ended.stderr
+    lines = ended.stdout.splitlines()
+    assert lines[0].startswith(f"{rows}, sample 1: ") and lines[0].endswith(" with loss")
+    assert lines[1] == SAMPLE
+    assert lines[3].startswith(f"{rows}, sample 2: ")
+    table = [line.split() for line in lines if line.startswith(("dataset", str(rows) + "  "))]
+    assert table[0][:2] == ["dataset", "rows"] and table[1][1:5] == ["48", "0", "0", "48"]
+    assert any(line.startswith("packing") and line.endswith(" % full") for line in lines)
+    assert not output_of(config).exists(), "nothing is written"
+
+
+def test_the_numbers_are_those_of_the_run(make_config: MakeConfig, rows: Path) -> None:
+    config = make_config("run", data_type=CHAT, max_steps=None, num_epochs=1, val_set_size=5)
+    before = json.loads(ratel("data", config, "--json").stdout)
+    succeed(config)
+    metrics = [json.loads(line) for line in (output_of(config) / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in metrics if "tokens" in row]
+    assert len(steps) == before["epoch"]["num_steps"]
+    assert sum(row["tokens"] for row in steps) == before["epoch"]["num_tokens"]
+    assert before["num_held_out"] == 5
+    (counts,) = before["datasets"]
+    assert (counts["name"], counts["num_samples"]) == (str(rows), 48)
+    assert json.loads(ratel("data", output_of(config), "--json").stdout) == before, "from the tokens of the run"
+    for sample in before["samples"]:
+        assert len(sample["input_ids"]) == len(sample["has_loss"])
+        assert sum(sample["has_loss"]) < len(sample["has_loss"])
+
+
+def test_nothing_is_written_into_a_run(make_config: MakeConfig) -> None:
+    """Nor into a folder with the name of the tokens', whoever made it. With the run's own settings its tokens do."""
+    config = make_config("run")
+    succeed(config)
+    before = sorted(output_of(config).rglob("*"))
+    assert ratel("data", config, "sequence_len=32").code == 0
+    assert ratel("data", output_of(config)).code == 0
+    assert sorted(output_of(config).rglob("*")) == before
+    mine = output_of(config).parent / "mine" / "run" / "tokens"
+    mine.mkdir(parents=True)
+    assert ratel("data", config, f"output_dir={mine.parents[1]}").code == 0
+    assert not list(mine.iterdir())
+    for cache in (output_of(config) / "run" / "tokens").iterdir():  # as after `ratel clean`
+        shutil.rmtree(cache)
+        cache.mkdir()
+        (cache / "notes.txt").write_text("mine")
+    before = sorted(output_of(config).rglob("*"))
+    assert ratel("data", config).code == 0
+    assert sorted(output_of(config).rglob("*")) == before
+
+
+def test_datasets_take_turns(make_config: MakeConfig, rows: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.jsonl").write_text(rows.read_text().splitlines(keepends=True)[0])
+    sets = [{"path": str(rows), "type": CHAT}, {"path": str(tmp_path / "one.jsonl"), "type": CHAT}]
+    config = make_config("run", datasets=sets, test_datasets=[sets[1]])
+    found = json.loads(ratel("data", config, "-n", 4, "--json").stdout)
+    order = [(Path(sample["dataset"]).name, sample["number"]) for sample in found["samples"]]
+    assert order == [(rows.name, 1), ("one.jsonl", 1), (rows.name, 2), (rows.name, 3)]
+    assert [each["num_samples"] for each in found["test_datasets"]] == [1]
+    assert "one.jsonl (test)" in ratel("data", config, "-n", 0).stdout
+
+
+@pytest.mark.parametrize("num_bad", [0, 1, 30])
+def test_rejected_rows(make_config: MakeConfig, rows: Path, tmp_path: Path, num_bad: int) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(rows.read_text() * 3 + "{}\n" * num_bad)
+    config = make_config("run", rows=path, data_type=CHAT)
+    ended = ratel("data", config, "--bad")
+    if num_bad > 1:
+        assert_rejected(ended, 2, "rejected 30 of 174 rows", num_errors=6)
+    else:
+        assert ended.code == 0
+    expected = [f"{path}:{145 + index}: the field 'messages' is missing" for index in range(num_bad)]
+    shown = [line for line in ended.stdout.splitlines() if line.startswith(f"{path}:") or "no row" in line]
+    assert shown == (expected or ["no row is rejected"])
+
+
+def test_a_terminal_gets_colours_and_no_control_characters() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal, file = Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        RunLog(stream).marked([("a\x1b[2J\n", False), ("b", True)])
+    assert file.getvalue() == "a\\x1b[2J\n⟦b⟧\n"
+    assert "\x1b[2J" not in terminal.getvalue() and "⟦" not in terminal.getvalue() and "\x1b[" in terminal.getvalue()
+
+
+def test_a_shape_has_no_data(tmp_path: Path) -> None:
+    config = tmp_path / "shape.yaml"
+    config.write_text("model_shape: {num_layers: 2, num_heads: 2, hidden_size: 8}\n")
+    assert_rejected(ratel("data", config), 2, "`model_shape` is only for `ratel plan`")

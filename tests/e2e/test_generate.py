@@ -1,0 +1,203 @@
+"""`ratel generate`: the text is that of the model's own `generate` in memory, from a store and from a directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from tests.e2e.conftest import SignalAt
+from tests.e2e.runs import assert_rejected, output_of, ratel
+from tests.model.tiny import save_tiny
+
+QUESTIONS = ["Which number is 3?", "Which number is 12, and is it even or odd?", "4"]
+CHATS = [f"<|user|>{question}<|assistant|>" for question in QUESTIONS]
+
+
+def whole_texts(directory: Path, texts: Sequence[str], **changes: object) -> list[str]:
+    """What the model in memory adds to these texts, given as one batch with padding on the left."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
+    batch = tokenizer(list(texts), return_tensors="pt", padding=True, add_special_tokens=False)
+    settings = {"max_new_tokens": 9, "do_sample": False, **changes}
+    torch.manual_seed(42)
+    made = model.generate(batch.input_ids, attention_mask=batch.attention_mask, **settings)
+    new = made[:, batch.input_ids.shape[1] :]
+    return [tokenizer.decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=False) for row in new]
+
+
+def generated(*arguments: object) -> dict[str, object]:
+    ended = ratel("generate", *arguments, "--json", "--max-new-tokens", 9)
+    assert ended.code == 0, ended.stderr
+    result = json.loads(ended.stdout)
+    assert isinstance(result, dict)
+    return result
+
+
+def texts_of(found: dict[str, object]) -> list[object]:
+    completions = found["completions"]
+    assert isinstance(completions, list)
+    return [each["text"] for each in completions]
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path = tmp_path / "questions.txt"
+    path.write_text("\n".join(QUESTIONS) + "\n\n")
+    return path
+
+
+def test_a_run_and_its_export_answer_as_the_model_in_memory(plain_run: Path, questions: Path) -> None:
+    wanted = whole_texts(output_of(plain_run), CHATS)
+    assert any(wanted)
+    for model in (plain_run, output_of(plain_run)):
+        found = generated(model, "--prompts", questions)
+        assert texts_of(found) == wanted
+        assert (found["model"], found["batch_size"]) == (f"{output_of(plain_run)}, step 4", 3)
+        tokenizer = AutoTokenizer.from_pretrained(output_of(plain_run))
+        completions = cast(list[dict[str, object]], found["completions"])
+        assert [each["num_prompt_tokens"] for each in completions] == [len(tokenizer(chat).input_ids) for chat in CHATS]
+    one = generated(plain_run, QUESTIONS[1])
+    assert texts_of(one) == whole_texts(output_of(plain_run), CHATS[1:2])
+
+
+def test_a_directory_and_texts_without_the_template(base: Path, tied_base: Path, questions: Path) -> None:
+    for directory in (base, tied_base):
+        assert texts_of(generated(directory, "--raw", "--prompts", questions)) == whole_texts(directory, QUESTIONS)
+    assert texts_of(generated(base, "--prompts", questions)) == whole_texts(base, CHATS)
+
+
+def test_rows_with_prompts_and_conversations(base: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    turns = [("user", "2?"), ("assistant", "even"), ("user", "3?")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    path.write_text("\n".join(map(json.dumps, [{"prompt": QUESTIONS[0]}, {"messages": messages}, QUESTIONS[2]])))
+    chat = "<|user|>2?<|assistant|>even<|end|><|user|>3?<|assistant|>"
+    assert texts_of(generated(base, "--prompts", path)) == whole_texts(base, [CHATS[0], chat, CHATS[2]])
+    assert_rejected(ratel("generate", base, "--prompts", path, "--raw"), 2, "prompt 2 is a conversation")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3_moe", "gemma2"])
+def test_other_architectures(base: Path, tmp_path: Path, family: str) -> None:
+    """With the tokenizer of the base model, whose vocabulary is larger than theirs."""
+    save_tiny(family, tmp_path / "model", vocab_size=400)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(base / name, tmp_path / "model")
+    (tmp_path / "prompts.txt").write_text("\n".join(QUESTIONS))
+    found = generated(tmp_path / "model", "--prompts", tmp_path / "prompts.txt", "--raw")
+    assert texts_of(found) == whole_texts(tmp_path / "model", QUESTIONS)
+
+
+def test_drawn_tokens_follow_the_seed(base: Path) -> None:
+    one, same, other = (
+        texts_of(generated(base, QUESTIONS[0], "--temperature", 1.5, f"seed={seed}")) for seed in (42, 42, 7)
+    )
+    assert one == same != other
+    assert one == whole_texts(base, CHATS[:1], do_sample=True, temperature=1.5)
+
+
+def test_the_end_token_ends_a_text(base: Path, tmp_path: Path, questions: Path) -> None:
+    """The second token of the first answer is made an end token; the other answers go on."""
+    first = generated(base, "--prompts", questions)["completions"]
+    assert isinstance(first, list)
+    end = first[0]["token_ids"][1]
+    shutil.copytree(base, tmp_path / "base")
+    GenerationConfig(eos_token_id=[299, end], pad_token_id=1).save_pretrained(tmp_path / "base")
+    found = generated(tmp_path / "base", "--prompts", questions)["completions"]
+    assert isinstance(found, list)
+    for before, after in zip(first, found, strict=True):
+        ids = before["token_ids"]
+        assert after["token_ids"] == ids[: ids.index(end) + 1 if end in ids else None]
+    assert len(found[0]["token_ids"]) == 2
+
+
+def test_what_is_printed(base: Path, questions: Path) -> None:
+    wanted = whole_texts(base, CHATS)
+    ended = ratel("generate", base, "--prompts", questions, "--max-new-tokens", "9", "limits.host_memory=4GiB")
+    assert ended.code == 0, ended.stderr
+    assert "--- prompt 1" in ended.stdout and "--- prompt 3" in ended.stdout
+    assert "27 tokens in " in ended.stderr and "a token for 3 prompts at once takes " in ended.stderr
+    single = ratel("generate", base, QUESTIONS[2], "--max-new-tokens", "1")
+    assert single.code == 0 and "---" not in single.stdout and "; a token takes " in single.stderr
+    assert whole_texts(base, CHATS[2:], max_new_tokens=1)[0] == single.stdout.removesuffix("\n")
+    assert len(wanted) == 3
+
+
+def test_blocks_stay_in_memory_if_they_fit(base: Path) -> None:
+    found = generated(base, QUESTIONS[0])
+    size_bytes = sum(path.stat().st_size for path in base.glob("*.safetensors"))
+    assert found["num_resident_blocks"] == 4
+    assert size_bytes * 0.8 < float(str(found["bytes_read"])) < size_bytes * 1.6, "read once"
+
+
+def test_wrong_prompts(base: Path, tmp_path: Path) -> None:
+    assert_rejected(ratel("generate", base), 2, "there is no prompt")
+    assert_rejected(ratel("generate", base, " \n"), 2, "the prompt is empty")
+    assert_rejected(ratel("generate", base, "--prompts", tmp_path / "none.txt"), 2, "none.txt: cannot be read")
+    (tmp_path / "empty.txt").write_text("\n \n")
+    assert_rejected(ratel("generate", base, "--prompts", tmp_path / "empty.txt"), 2, "there are no prompts")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    assert_rejected(ratel("generate", base, "--prompts", tmp_path / "binary.txt"), 2, "it is not UTF-8 text")
+    rows = tmp_path / "rows.jsonl"
+    for row, reason in (
+        ("{", "rows.jsonl:2: not valid JSON"),
+        ('{"text": "a"}', "rows.jsonl:2: no prompt"),
+        ('{"prompt": 3}', "rows.jsonl:2: no prompt"),
+        ('{"messages": ["a"]}', "rows.jsonl:2: no prompt"),
+        ('{"prompt": ""}', "prompt 2 is empty"),
+        ('{"messages": []}', "prompt 2 is empty"),
+        ('{"messages": [{}]}', "rows.jsonl:2: no prompt"),
+    ):
+        rows.write_text('{"prompt": "a"}\n' + row)
+        assert_rejected(ratel("generate", base, "--prompts", rows), 2, reason)
+
+
+def test_a_template_that_fails(base: Path, tmp_path: Path) -> None:
+    shutil.copytree(base, tmp_path / "base")
+    (tmp_path / "base" / "chat_template.jinja").write_text("{{ raise_exception('only on Sundays') }}")
+    ended = ratel("generate", tmp_path / "base", "a")
+    assert_rejected(ended, 2, "prompt 1: the chat template fails on this conversation", "only on Sundays")
+    assert "hint: continue a text without the chat template: --raw" in ended.stderr
+
+
+def test_what_cannot_generate(base: Path, tmp_path: Path) -> None:
+    assert_rejected(ratel("generate", tmp_path / "none", "a"), 2, "none: no such file or directory")
+    assert_rejected(ratel("generate", tmp_path, "a"), 2, "neither a run's output directory nor a model")
+    shutil.copytree(base, tmp_path / "mute", ignore=shutil.ignore_patterns("*token*", "*.jinja"))
+    ended = ratel("generate", tmp_path / "mute", "a")
+    assert_rejected(ended, 2, "no usable tokenizer")
+    assert "hint: put the tokenizer's files next to the model" in ended.stderr
+    shutil.copytree(base, tmp_path / "base")
+    (tmp_path / "base" / "generation_config.json").write_text("[")
+    assert_rejected(ratel("generate", tmp_path / "base", "a"), 2, "generation_config.json")
+    assert_rejected(ratel("generate", base, "a", "limits.host_memory=300MiB"), 3, "generating for 1 prompt needs")
+    assert_rejected(ratel("generate", base, "a", "--step", 3), 2, "has no saved steps")
+    assert_rejected(ratel("generate", base, "a", "--temperature", "-1"), 2, "temperature")
+
+
+def test_longer_than_the_positions(base: Path, tmp_path: Path) -> None:
+    """A table has no more positions; computed positions have, and there is a notice."""
+    ended = ratel("generate", base, "1 " * 70, "--raw", "--max-new-tokens", 1)
+    assert ended.code == 0 and "the model was trained with up to 64 tokens" in ended.stderr
+    save_tiny("gpt2", tmp_path / "model", vocab_size=400)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(base / name, tmp_path / "model")
+    fits = ratel("generate", tmp_path / "model", "1", "--raw", "--max-new-tokens", 63)
+    assert fits.code == 0, fits.stderr
+    ended = ratel("generate", tmp_path / "model", "1", "--raw", "--max-new-tokens", 64)
+    assert_rejected(ended, 2, "prompt 1 has 1 token and gets up to 64 more, but transformer.wpe.weight has only 64")
+
+
+def test_a_signal_ends_it(plain_run: Path, signal_at: SignalAt) -> None:
+    signal_at(7, signal.SIGINT)
+    ended = ratel("generate", plain_run, "2?")
+    assert (ended.code, ended.stdout) == (130, "")
+    assert "Stopped. Run the same command again." in ended.stderr
+    assert len(texts_of(generated(plain_run, "2?"))) == 1, "the store is free"

@@ -1,0 +1,89 @@
+"""`head_chunk`: the plan chooses it for a new run, the run keeps it, and it decides the bits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.config.load import load_config
+from ratel_cli.units import MIB
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.runs import (
+    COMPLETION,
+    assert_rejected,
+    assert_same_result,
+    export_hash,
+    finetune,
+    output_of,
+    ratel,
+    run_until_killed,
+    succeed,
+)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def chunk_of(config: Path) -> int | str:
+    """As the run has written it out."""
+    return load_config(output_of(config) / "run" / "config.yaml").config.head_chunk
+
+
+def tokens_of(config: Path) -> tuple[int, int]:
+    """Tokens of a chunk: in the run's plan, and in what `ratel plan` says of it."""
+    of_run = json.loads((output_of(config) / "run" / "plan.json").read_text())
+    of_plan = json.loads(ratel("plan", config, "--json").stdout)
+    return of_run["workload"]["chunk_tokens"], of_plan["workload"]["chunk_tokens"]
+
+
+def test_on_the_cpu_it_is_64_mib(make_config: MakeConfig) -> None:
+    config, written_out = make_config("auto"), make_config("written", head_chunk="64MiB")
+    succeed(config)
+    succeed(written_out)
+    assert chunk_of(config) == chunk_of(written_out) == 64 * MIB
+    assert_same_result(config, written_out)
+    assert "all 4 steps are done" in succeed(config, "head_chunk=64MiB"), "it is the same run"
+
+
+def test_a_run_resumes_with_the_chunks_of_its_store(make_config: MakeConfig) -> None:
+    """Whatever the plan would choose here, and without the files of the run."""
+    config = make_config(head_chunk="512MiB")
+    run_until_killed(config, kill_at="commit.written:3")
+    shutil.rmtree(output_of(config))
+    config = make_config()
+    assert "resuming from step 1" in succeed(config)
+    assert chunk_of(config) == 512 * MIB
+    of_run, of_plan = tokens_of(config)
+    assert of_run == of_plan > 0
+    ended = finetune(config, "head_chunk=64MiB")
+    assert_rejected(ended, 2, f"other settings: head_chunk was {512 * MIB}, is now {64 * MIB}")
+    ended = finetune(config, "seed=1")
+    assert_rejected(ended, 2, "other settings: seed was 42, is now 1")
+    assert "head_chunk" not in ended.stderr
+    succeed(config, "--resume", "no")
+    assert chunk_of(config) == 64 * MIB, "a new run chooses anew"
+
+
+def test_a_size_that_no_plan_chooses_must_be_named_again(make_config: MakeConfig) -> None:
+    config = make_config(head_chunk="1MiB")
+    succeed(config)
+    ended = finetune(make_config())
+    assert_rejected(ended, 2, f"other settings: head_chunk was {MIB}, is now auto")
+    assert "all 4 steps are done" in succeed(config, "head_chunk=1MiB")
+
+
+def test_it_decides_the_order_of_the_sum(make_config: MakeConfig, rows: Path) -> None:
+    """A micro-batch of 32 x 64 tokens has 2.3 MiB of logits."""
+    data = [{"path": str(rows), "type": COMPLETION}] * 6
+    larger = {"micro_batch_size": 32, "gradient_accumulation_steps": 1, "max_steps": 2, "datasets": data}
+    whole, parts = make_config("whole", **larger), make_config("parts", **larger, head_chunk="1MiB")
+    succeed(whole)
+    succeed(parts)
+    of_whole, of_parts = tokens_of(whole)[0], tokens_of(parts)[0]
+    assert of_parts < 32 * 64 < of_whole
+    assert export_hash(whole) != export_hash(parts)

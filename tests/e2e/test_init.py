@@ -1,0 +1,245 @@
+"""`ratel init`: a config to begin with, which is right as it stands."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from huggingface_hub.errors import OfflineModeIsEnabled
+
+from ratel_cli.config.json_schema import config_schema
+from ratel_cli.config.load import LoadedConfig, load_config
+from ratel_cli.config.yaml_marks import plain, read_text
+from ratel_cli.hardware.host import gpu_names
+from ratel_cli.run import profile_machine
+from ratel_cli.run.starting_storage import is_in_memory, other_places
+from tests.config.json_schema_oracle import violations
+from tests.e2e.runs import BRIEFLY, ROWS, Ended, assert_rejected, ratel
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(profile_machine, "BRIEF", BRIEFLY)
+    return tmp_path
+
+
+def written(path: str = "run.yaml") -> LoadedConfig:
+    return load_config(Path(path))
+
+
+def init(*arguments: object) -> Ended:
+    return ratel("init", *arguments)
+
+
+def test_the_config_is_right_as_it_stands(base: Path, rows: Path) -> None:
+    ended = init(base, "--data", rows)
+    assert (ended.code, ended.stdout) == (0, ""), ended.stderr
+    lines = ended.stderr.splitlines()
+    assert [line.split()[0] for line in lines if not line.startswith("note: ")][:4] == [
+        "model",
+        "data",
+        "store",
+        "plan",
+    ]
+    assert "wrote run.yaml; now" in lines
+    assert [line.split()[:3] for line in lines[-5:]] == [
+        ["ratel", name, "run.yaml"] for name in ("check", "data", "plan", "finetune", "report")
+    ]
+    loaded = written()
+    assert loaded.notices == ()
+    config = loaded.config
+    assert (config.base_model, config.output_dir) == (str(base), Path("outputs/run"))
+    [dataset] = config.datasets
+    assert (dataset.path, dataset.type) == (str(rows), "chat_template")
+    assert config.sequence_len == 64, "the model has no more positions"
+    assert config.num_epochs == 3 and config.is_split_planned
+    assert config.dtype == ("bfloat16" if gpu_names() else "float32")
+    text = Path("run.yaml").read_text()
+    assert text.startswith("# yaml-language-server: $schema=file:///")
+    assert "learning_rate: 1e-5" in text and "# limits:\n#   host_memory: 48GiB" in text
+    schema = config_schema()
+    assert list(violations(plain(read_text(text, "run.yaml", [])), schema, schema)) == []
+    checked = ratel("check", "run.yaml")
+    assert checked.code == 0, checked.stderr
+    assert not Path("outputs").exists()
+
+
+def test_every_commented_line_is_right_too(base: Path, rows: Path) -> None:
+    assert init(base, "--data", rows).code == 0
+    text = Path("run.yaml").read_text()
+    head, options = text.split("# What you may want to set, too:\n")
+    Path("all.yaml").write_text(head + "".join(line.removeprefix("# ") for line in options.splitlines(keepends=True)))
+    config = written("all.yaml").config
+    assert config.limits.host_memory == 48 << 30 and len(config.storage.paths) == 2
+    assert (config.save_steps, config.val_set_size) == (100, 0.02)
+
+
+_SHAREGPT = '[{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}]'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "type_"),
+    [
+        ("a.jsonl", '{"text": "some words to learn"}\n' * 3, "completion"),
+        ("a.jsonl", '{"prompt": "a b", "completion": "c d"}\n', "completion"),
+        ("a.jsonl", '{"instruction": "a", "input": "", "output": "b"}\n', "alpaca"),
+        ("a.jsonl", '{"question": "a", "answer": "b"}\n', "chat_template"),
+        ("a.jsonl", '{"input_ids": [5, 6, 7]}\n', "tokens"),
+        ("a.csv", "instruction,output\na,b\n", "alpaca"),
+        ("a.json", _SHAREGPT, "chat_template"),
+        ("a.txt", "a line\nanother line\n", "completion"),
+        ("a.jsonl", "not json\n" + '{"text": "some words"}\n', "completion"),
+    ],
+)
+def test_the_type_of_the_data(base: Path, name: str, text: str, type_: str) -> None:
+    Path(name).write_text(text)
+    ended = init(base, "--data", name, "-o", "my.yaml")
+    assert ended.code == 0, ended.stderr
+    [dataset] = written("my.yaml").config.datasets
+    assert (dataset.path, dataset.type) == (name, type_)
+    assert written("my.yaml").config.output_dir == Path("outputs/my")
+
+
+def test_several_datasets_and_overrides(base: Path, rows: Path) -> None:
+    Path("more.jsonl").write_text(json.dumps({"text": "word " * 200}) + "\n")
+    given = ("num_epochs=2", "lr=3e-4", "limits.host_memory=20GiB", "micro_batch_size=2")
+    ended = init(base, *given, "--data", rows, "--data", "more.jsonl")
+    assert ended.code == 0, ended.stderr
+    config = written().config
+    assert [dataset.type for dataset in config.datasets] == ["chat_template", "completion"]
+    assert (config.num_epochs, config.learning_rate, config.micro_batch_size) == (2, 3e-4, 2)
+    assert (config.limits.host_memory, config.tokens_per_step) == (20 << 30, None)
+    assert "host_memory: 48GiB" not in Path("run.yaml").read_text()
+
+
+def test_max_steps_takes_the_place_of_epochs(base: Path, rows: Path) -> None:
+    assert init(base, "--data", rows, "max_steps=7", "sequence_len=32").code == 0
+    assert "num_epochs" not in Path("run.yaml").read_text()
+    assert (written().config.max_steps, written().config.sequence_len) == (7, 32)
+
+
+def test_a_step_of_large_data_has_more_sequences(base: Path) -> None:
+    Path("large.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS * 450))
+    ended = init(base, "--data", "large.jsonl")
+    assert "more than 20000 rows" in ended.stderr
+    config = written().config
+    assert config.num_epochs == 1, "the data has not been seen whole"
+    assert config.sequences_per_step > 1
+    assert "sequences, which the plan splits into micro-batches, here" in Path("run.yaml").read_text()
+
+
+def test_without_data_its_place_is_kept(base: Path) -> None:
+    ended = init(base)
+    assert ended.code == 0 and "put its path where run.yaml has train.jsonl" in ended.stderr
+    assert written().config.datasets[0].path == "train.jsonl"
+    assert_rejected(ratel("check", "run.yaml"), 2, "train.jsonl: no such file")
+
+
+def test_without_a_model_those_here_are_named(base: Path) -> None:
+    assert_rejected(init("-o", "my.yaml"), 2, "which model?")
+    shutil.copytree(base, "models/small")
+    shutil.copytree(base, ".cache/hidden")
+    ended = init()
+    assert_rejected(ended, 2, "which model?")
+    assert "hint: found here: models/small; or name a hub id" in ended.stderr
+    assert not Path("run.yaml").exists()
+
+
+def test_files_that_exist_stay(base: Path, rows: Path) -> None:
+    Path("run.yaml").write_text("mine")
+    Path("outputs/run").mkdir(parents=True)
+    assert_rejected(init(base, "--data", rows), 2, "run.yaml: the file exists")
+    assert_rejected(init(), 2, "run.yaml: the file exists")
+    assert Path("run.yaml").read_text() == "mine"
+    assert init(base, "--data", rows, "--overwrite").code == 0
+    assert written().config.output_dir == Path("outputs/run-2"), "outputs/run is there already"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["/no/such/model"], "there is no directory /no/such/model"),
+        (["{base}", "--data", "nowhere.jsonl"], "nowhere.jsonl: no such file"),
+        (["{base}", "--data", "empty.jsonl"], "empty.jsonl: no row can be used"),
+        (["{base}", "--data", "odd.jsonl"], "no type of dataset has the columns a"),
+        (["{base}", "--data", "bad.jsonl"], "bad.jsonl: no row can be used: bad.jsonl:1: "),
+        (["{base}", "learning_rte=1"], "unknown key `learning_rte`"),
+        (["{bare}"], "no weights"),
+        (["."], ".: no weights"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_used_is_an_error(base: Path, arguments: list[str], part: str) -> None:
+    Path("empty.jsonl").write_text("")
+    Path("odd.jsonl").write_text('{"a": 1}\n')
+    Path("bad.jsonl").write_text('{"messages": 3}\n')
+    bare = shutil.copytree(base, "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    ended = init(*(argument.format(base=base, bare=bare) for argument in arguments))
+    assert_rejected(ended, 2, part)
+    assert not Path("run.yaml").exists()
+
+
+def test_a_model_without_weights_that_shall_be_random(base: Path, rows: Path) -> None:
+    bare = shutil.copytree(base, "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert init(bare, "random_init=true", "--data", rows).code == 0
+    assert written().config.random_init
+
+
+def test_a_tokenizer_without_a_chat_template(base: Path, rows: Path) -> None:
+    plain_base = Path(shutil.copytree(base, "plain", ignore=shutil.ignore_patterns("*.jinja")))
+    settings = json.loads((plain_base / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (plain_base / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert init(plain_base, "--data", rows).code == 0
+    assert written().config.chat_template == "chatml"
+    assert ratel("check", "run.yaml").code in (0, 2)
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch, rows: Path) -> None:
+    def offline(repository: str) -> str:
+        raise OfflineModeIsEnabled(repository)
+
+    monkeypatch.setattr("ratel_cli.run.init._download_small", offline)
+    Path("models").mkdir()
+    assert_rejected(init("models/smal"), 2, "there is no directory models/smal, and the hub cannot be reached")
+    ended = init("org/name", "--data", rows)
+    assert ended.code == 0 and "the config is written without a look at the model" in ended.stderr
+    config = written().config
+    assert (config.base_model, config.datasets[0].path, config.sequence_len) == ("org/name", str(rows), 2048)
+
+
+def test_a_hub_model_is_looked_at_without_its_weights(monkeypatch: pytest.MonkeyPatch, base: Path, rows: Path) -> None:
+    small = shutil.copytree(base, "small", ignore=shutil.ignore_patterns("*.safetensors"))
+    monkeypatch.setattr("ratel_cli.run.init._download_small", lambda repository: str(small))
+    assert init("org/name", "--data", rows).code == 0
+    assert (written().config.base_model, written().config.sequence_len) == ("org/name", 64)
+
+
+def test_a_drive_with_space_is_proposed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: Path, rows: Path
+) -> None:
+    monkeypatch.setattr("ratel_cli.run.init.has_space", lambda directory, need_bytes: False)
+    ended = init(base, "--data", rows, "-o", "none.yaml")
+    assert "has too little space" in ended.stderr and not written("none.yaml").config.storage.paths[0].is_absolute()
+    place = type("StoreCandidate", (), {"directory": tmp_path / "drive"})
+    monkeypatch.setattr("ratel_cli.run.init.other_places", lambda directory, need_bytes: [place])
+    assert init(base, "--data", rows).code == 0
+    assert written().config.storage.paths == (tmp_path / "drive" / "ratel",)
+    assert "# the store takes" in Path("run.yaml").read_text()
+
+
+def test_mounts(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    spaced = tmp_path / "a b"
+    spaced.mkdir()
+    mounts.write_text(
+        f"/dev/a {tmp_path} ext4 rw 0 0\n/dev/b /dev/shm ext4 rw 0 0\ntmpfs {tmp_path}/a\\040b tmpfs rw 0 0\nodd\n"
+    )
+    assert is_in_memory(spaced / "x", mounts) and not is_in_memory(tmp_path / "x", mounts)
+    assert [place.directory for place in other_places(tmp_path, 0, mounts)] == [Path("/dev/shm")]
+    assert other_places(tmp_path, 1 << 60, mounts) == []
+    assert other_places(tmp_path, 0, tmp_path / "none") == [] and not is_in_memory(tmp_path, tmp_path / "none")

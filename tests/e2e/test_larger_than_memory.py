@@ -1,0 +1,259 @@
+"""Models larger than `limits.host_memory`: peaks stay inside it, and the results are those of the model in memory.
+
+The results are losses, tokens, and every logit that the commands compute on the way, bit for bit. Both compute with one
+thread, so that their bits can be compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from ratel_cli.units import MIB
+
+pytestmark = pytest.mark.full
+
+ROWS = [[(number * 37 + place * 11) % 512 for place in range(40 + number)] for number in range(12)]
+MORE_MIB = (16, 200)
+"""Memory beyond just enough. The process itself takes up to 9 MiB more or less each time."""
+_CHILD = """
+import sys
+from safetensors.torch import save_file
+from torch.nn.modules.module import register_module_forward_hook
+from ratel_cli.cli.app import main
+from ratel_cli.hardware.host import peak_resident_bytes
+found = []
+def keep(module, arguments, output):
+    logits = getattr(output, "logits", None)
+    if logits is not None and logits.any():
+        found.append(logits.clone())
+register_module_forward_hook(keep)
+code = main(sys.argv[2:])
+save_file({str(number): each for number, each in enumerate(found)}, sys.argv[1])
+print(f"peak {peak_resident_bytes()}", file=sys.stderr)
+sys.exit(code)
+"""
+"""Runs a command, and keeps the logits of every pass of the model. Those of a probe without weights are all 0."""
+
+
+def save_large(directory: Path, *, num_layers: int) -> Path:
+    """Save a Llama in bf16 with 34 MiB in each layer."""
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=num_layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    torch.manual_seed(5)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        LlamaForCausalLM(config).save_pretrained(directory, max_shard_size="200MB")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return directory
+
+
+def add_tokenizer(directory: Path) -> None:
+    """Words `t0` to `t511` are tokens 0 to 511."""
+    backend = Tokenizer(models.WordLevel({f"t{number}": number for number in range(512)}, unk_token="t1"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="t0").save_pretrained(directory)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_large(tmp_path_factory.mktemp("models") / "large", num_layers=30)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ROWS))
+    return path
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """What a command did in a process of its own."""
+
+    code: int
+    stdout: str
+    stderr: str
+    peak_bytes: int
+    logits: list[torch.Tensor]
+    """Of every forward pass, in their order."""
+
+
+def run(*arguments: object) -> Ran:
+    """Run it in a new process with one thread."""
+    with tempfile.TemporaryDirectory() as directory:
+        logits = Path(directory, "logits.safetensors")
+        done = subprocess.run(
+            [sys.executable, "-c", _CHILD, str(logits), *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        peak = re.search(r"^peak (\d+)$", done.stderr, flags=re.MULTILINE)
+        assert peak, done.stderr
+        found = load_file(logits)
+    return Ran(
+        code=done.returncode,
+        stdout=done.stdout,
+        stderr=done.stderr,
+        peak_bytes=int(peak[1]),
+        logits=[found[str(number)] for number in range(len(found))],
+    )
+
+
+def just_enough(*arguments: object, model_bytes: int) -> int:
+    """The least limit with which a command says that it fits. It is less than what the command works on."""
+    ended = run(*arguments, f"limits.host_memory={300 * MIB}")
+    shortfall = re.search(r"error: RAM: .* available \(short by ([\d.]+) MiB\)", ended.stderr)
+    assert ended.code == 3 and shortfall, ended.stderr
+    least_bytes = 300 * MIB + int(float(shortfall[1]) * MIB)
+    assert model_bytes > least_bytes + MORE_MIB[0] * MIB
+    return least_bytes
+
+
+def weights_bytes(directory: Path) -> int:
+    """Bytes of the model's weights as they are saved."""
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+
+
+def assert_same_bits(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
+    """The logits of all passes have the same shapes and the same bits."""
+    assert [each.shape for each in found] == [each.shape for each in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype == torch.bfloat16
+        assert torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+def in_memory(directory: Path) -> PreTrainedModel:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="sdpa")
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def test_eval_stays_inside_limits(large: Path, rows: Path, one_thread: None) -> None:
+    model, wanted_logits, total = in_memory(large), [], 0.0
+    for row in ROWS:
+        ids = torch.tensor([row])
+        with torch.no_grad():
+            logits = model(input_ids=ids, position_ids=torch.arange(len(row)).unsqueeze(0), use_cache=False).logits
+        total += float(cross_entropy(logits[0, :-1].float(), ids[0, 1:], reduction="sum"))
+        wanted_logits.append(logits)
+    wanted = total / sum(len(row) - 1 for row in ROWS)
+    del model
+    arguments = ("eval", large, rows, "sample_packing=false", "device=cpu", "--json")
+    least_bytes = just_enough(*arguments, model_bytes=weights_bytes(large))
+    for more_mib in MORE_MIB:
+        limit_bytes = least_bytes + more_mib * MIB
+        ended = run(*arguments, f"limits.host_memory={limit_bytes}")
+        assert ended.code == 0, ended.stderr
+        assert ended.peak_bytes <= limit_bytes
+        assert json.loads(ended.stdout)["loss"] == wanted
+        assert_same_bits(ended.logits, wanted_logits)
+
+
+@pytest.mark.parametrize("prompts", [[[5, 9, 200, 17], [7] * 30], [[5, 9, 200, 17]]], ids=["padded", "not padded"])
+def test_generate_stays_inside_limits(large: Path, one_thread: None, tmp_path: Path, prompts: list[list[int]]) -> None:
+    add_tokenizer(large)
+    width = max(map(len, prompts))
+    (tmp_path / "prompts.txt").write_text("\n".join(" ".join(f"t{each}" for each in ids) for ids in prompts))
+    ids = torch.tensor([[0] * (width - len(each)) + each for each in prompts])
+    mask = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in prompts])
+    model, wanted_logits = in_memory(large), list[torch.Tensor]()
+    model.register_forward_hook(lambda module, arguments, output: wanted_logits.append(output.logits.clone()))
+    wanted = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)  # type: ignore[operator]
+    del model
+    assert len(wanted_logits) == 8
+    arguments = ("generate", large, "--prompts", tmp_path / "prompts.txt", "--raw", "--max-new-tokens", 8, "--json")
+    least_bytes = just_enough(*arguments, "device=cpu", model_bytes=weights_bytes(large))
+    for more_mib in MORE_MIB:
+        limit_bytes = least_bytes + more_mib * MIB
+        ended = run(*arguments, "device=cpu", f"limits.host_memory={limit_bytes}")
+        assert ended.code == 0, ended.stderr
+        assert ended.peak_bytes <= limit_bytes
+        found = json.loads(ended.stdout)
+        assert found["batch_size"] == len(prompts)
+        assert [each["token_ids"] for each in found["completions"]] == wanted[:, width:].tolist()
+        assert_same_bits(ended.logits, wanted_logits)
+
+
+def test_finetune_stays_inside_limits(rows: Path, tmp_path: Path) -> None:
+    """And the weights are the same bit for bit, whatever the plan keeps in memory: next to nothing, or more."""
+    base = save_large(tmp_path / "base", num_layers=8)
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        json.dumps(
+            {
+                "base_model": str(base),
+                "datasets": [{"path": str(rows), "type": "tokens"}],
+                "sequence_len": 128,
+                "max_steps": 3,
+                "device": "cpu",
+                "storage": {"paths": [str(tmp_path / "store")]},
+                "output_dir": "given later",
+            }
+        )
+    )
+
+    def arguments(name: str) -> tuple[object, ...]:
+        return "finetune", config, f"output_dir={tmp_path / name}"
+
+    # Beside the weights: what rounding left of them, two moments in fp32.
+    least_bytes = just_enough(*arguments("least"), model_bytes=7 * weights_bytes(base))
+    exported: list[dict[str, torch.Tensor]] = []
+    for more_mib in MORE_MIB:
+        limit_bytes = least_bytes + more_mib * MIB
+        ended = run(*arguments(str(more_mib)), f"limits.host_memory={limit_bytes}")
+        assert ended.code == 0, ended.stderr
+        assert ended.peak_bytes <= limit_bytes
+        exported.append({})
+        for shard in (tmp_path / str(more_mib)).glob("*.safetensors"):
+            exported[-1] |= load_file(shard)
+    assert len(exported[0]) == 8 * 9 + 3
+    assert exported[0].keys() == exported[1].keys()
+    for name, weights in exported[0].items():
+        assert torch.equal(weights.view(torch.int16), exported[1][name].view(torch.int16))
+
+
+def test_the_peak_does_not_grow_with_the_depth(tmp_path: Path, rows: Path) -> None:
+    peaks = []
+    for num_layers in (4, 16):
+        directory = save_large(tmp_path / f"{num_layers}", num_layers=num_layers)
+        ended = run("eval", directory, rows, "device=cpu", "limits.host_memory=2GiB")
+        assert ended.code == 0, ended.stderr
+        peaks.append(ended.peak_bytes)
+    assert peaks[1] - peaks[0] < 0.1 * peaks[0]

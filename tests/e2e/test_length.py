@@ -1,0 +1,200 @@
+"""A run that gets more or fewer steps: the steps that are done stay, and those that follow are those of the new length.
+
+The oracle is plain PyTorch with the rates of `transformers.get_scheduler`: the earlier length's for the steps that were
+done with it, and the new length's from there on.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, get_scheduler
+
+from ratel_cli.config.load import load_config
+from ratel_cli.run.settings import earlier_hash
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.runs import (
+    assert_rejected,
+    assert_same_result,
+    exported,
+    file_hash,
+    finetune,
+    load_data,
+    metrics,
+    output_of,
+    run_until_killed,
+    store_of,
+    succeed,
+)
+from tests.reference import Recipe, Trained, train_in_memory
+
+WARMED_UP: dict[str, object] = {"warmup_ratio": 0.3, "lr_scheduler": "linear"}
+
+
+def rates(config: Path, num_steps: int) -> list[float]:
+    """The rates of a run of this many steps, by transformers."""
+    settings = load_config(config).config
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=settings.learning_rate)
+    warmup = int(settings.warmup_ratio * num_steps)
+    name = "constant_with_warmup" if settings.lr_scheduler == "constant" else settings.lr_scheduler
+    scheduler = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=num_steps)
+    found = []
+    for _ in range(num_steps):
+        found.append(float(scheduler.get_last_lr()[0]))
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def reference(config: Path, base: Path, learning_rates: list[float]) -> Trained:
+    """The config's steps in memory, with these rates."""
+    settings, data = load_config(config).config, load_data(config)
+    recipe = Recipe(
+        dtype=getattr(torch, settings.dtype),
+        learning_rates=tuple(learning_rates),
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        seed=settings.seed,
+    )
+    steps = [data.step(step) for step in range(len(learning_rates))]
+    return train_in_memory(LlamaConfig.from_pretrained(base), load_file(base / "model.safetensors"), steps, recipe)
+
+
+def check_same(config: Path, trained: Trained, learning_rates: list[float]) -> None:
+    """Weights, losses, norms and rates, bit for bit."""
+    weights = exported(config)
+    dtype = next(iter(weights.values())).dtype
+    assert [name for name in weights if not torch.equal(weights[name], trained.weights[name].to(dtype))] == []
+    found = [(line["step"], line["loss"], line["grad_norm"], line["learning_rate"]) for line in metrics(config)]
+    numbers = range(1, len(learning_rates) + 1)
+    assert found == list(zip(numbers, trained.losses, trained.norms, learning_rates, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "dtype"),
+    [
+        ("linear", "float32"),
+        pytest.param("cosine", "bfloat16", marks=pytest.mark.full),
+        pytest.param("linear", "bfloat16", marks=pytest.mark.full),
+        pytest.param("cosine", "float32", marks=pytest.mark.full),
+        pytest.param("constant_with_warmup", "float32", marks=pytest.mark.full),
+    ],
+)
+def test_a_finished_run_gets_more_steps(make_config: MakeConfig, base: Path, scheduler: str, dtype: str) -> None:
+    """With warm-up, clipping and accumulation, twice; the last step of each part has a rate of its own."""
+    config = make_config(**WARMED_UP | {"lr_scheduler": scheduler, "dtype": dtype})
+    succeed(config)
+    stderr = succeed(config, "max_steps=6")
+    expected = [*rates(config, 4), *rates(config, 6)[4:], *rates(config, 11)[6:]]
+    words = (
+        "max_steps was 4, is now 6: the run now ends with step 6; from step 5 on its learning rate is that of a run of "
+        f"6 steps ({expected[4]:.2e} in step 5)"
+    )
+    assert words in stderr
+    assert "resuming from step 4" in stderr
+    assert "max_steps was 6, is now 11" in succeed(config, "max_steps=11")
+    check_same(config, reference(config, base, expected), expected)
+    assert "was" not in succeed(config, "max_steps=11"), "it has this length now"
+
+
+def test_epochs_are_added(make_config: MakeConfig) -> None:
+    """At a constant rate it is the longer run, bit for bit."""
+    extended, whole = (make_config(name, max_steps=None, num_epochs=2.5) for name in ("extended", "whole"))
+    succeed(whole)
+    succeed(extended, "num_epochs=0.5")
+    assert len(metrics(extended)) < load_data(extended).steps_per_epoch
+    stderr = succeed(extended)
+    assert f"num_epochs was 0.5, is now 2.5: the run now ends with step {len(metrics(whole))}; " in stderr
+    assert_same_result(extended, whole)
+
+
+@pytest.mark.full
+def test_a_run_that_was_killed_gets_more_steps(make_config: MakeConfig, base: Path) -> None:
+    """The steps that it had done are those of the earlier length, though that run never ended."""
+    config = make_config(**WARMED_UP | {"max_steps": 6})
+    run_until_killed(config, kill_at="commit.written:4")
+    succeed(config, "max_steps=9")
+    expected = [*rates(config, 6)[:2], *rates(config, 9)[2:]]
+    lines = [line["learning_rate"] for line in metrics(config)]
+    assert lines == expected
+    check_same(config, reference(config, base, expected), expected)
+
+
+@pytest.mark.full
+def test_without_the_files_of_the_run(make_config: MakeConfig, plain_run: Path) -> None:
+    """The store alone is enough; only the notice needs the earlier config."""
+    config = make_config(max_steps=2)
+    succeed(config)
+    shutil.rmtree(output_of(config) / "run")
+    assert "is now" not in succeed(config, "max_steps=4")
+    assert [line["step"] for line in metrics(config)] == [3, 4]
+    weights, expected = exported(config), exported(plain_run)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.full
+def test_a_planned_split_stays(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store has the split, whatever the length."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    split = {"tokens_per_step": 256, "micro_batch_size": None, "gradient_accumulation_steps": None}
+    written_out = make_config("run", micro_batch_size=1, gradient_accumulation_steps=4, max_steps=2)
+    succeed(written_out)
+    planned = make_config("run", **split)
+    assert planned == written_out
+    assert "4 micro-batches of 1 x 64 = 256 tokens, split by the plan; steps 3 to 4" in succeed(planned)
+
+
+def test_fewer_steps_than_are_done(make_config: MakeConfig, base: Path) -> None:
+    """Rejected, with the ways back; the saved step that the hint names can be exported and gone back to."""
+    config = make_config(**WARMED_UP | {"max_steps": 8, "save_steps": 3, "save_total_limit": 3})
+    succeed(config)
+    before = file_hash(store_of(config))
+    ended = finetune(config, "max_steps=5")
+    assert_rejected(ended, 2, "has done 8 steps, but would now end after step 5: max_steps was 8, is now 5")
+    hint = (
+        "hint: set max_steps or num_epochs higher to train on; or go back to a saved step with --resume 3, which drops "
+        "the later steps; or export it with `ratel export CONFIG --step 3 -o DIR`"
+    )
+    assert hint in ended.stderr
+    assert_rejected(finetune(config, "max_steps=5", "--resume", "6"), 2, "has done 6 steps, but would now end after")
+    assert file_hash(store_of(config)) == before
+    stderr = succeed(config, "max_steps=5", "--resume", "3")
+    assert "max_steps was 8, is now 5: the run now ends with step 5; from step 4 on" in stderr
+    expected = [*rates(config, 8)[:3], *rates(config, 5)[3:]]
+    check_same(config, reference(config, base, expected), expected)
+
+
+@pytest.mark.full
+def test_no_step_to_go_back_to(make_config: MakeConfig) -> None:
+    config = make_config(max_steps=3)
+    succeed(config)
+    shutil.rmtree(output_of(config) / "run")
+    ended = finetune(config, "max_steps=2")
+    assert_rejected(ended, 2, "the run has done 3 steps, but would now end after step 2")
+    assert "or start over with --resume no; no step is saved that is early enough to go back to" in ended.stderr
+
+
+def test_a_run_may_end_where_it_is(make_config: MakeConfig, plain_run: Path) -> None:
+    """It was stopped; now what it has done is all, and it is exported."""
+    config = make_config(max_steps=9)
+    run_until_killed(config, kill_at="commit.written:6")
+    stderr = succeed(config, "max_steps=4")
+    assert "max_steps was 9, is now 4: the run now ends with step 4, which is done" in stderr
+    assert_same_result(config, plain_run)
+
+
+@pytest.mark.full
+def test_a_store_of_an_earlier_version(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its identity has the length in it: it resumes with the same length only, and starts over as a new store."""
+    config = make_config()
+    with monkeypatch.context() as earlier:
+        earlier.setattr("ratel_cli.run.inputs.recorded_hash", earlier_hash)
+        succeed(config, "max_steps=3")
+    assert "all 3 steps are done" in succeed(config, "max_steps=3")
+    assert_rejected(finetune(config), 2, "which has other settings: max_steps was 3, is now 4")
+    succeed(config, "max_steps=3", "--resume", "no")
+    assert "max_steps was 3, is now 4" in succeed(config)

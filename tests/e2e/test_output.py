@@ -1,0 +1,218 @@
+"""A run and an export write only where Ratel wrote before, or where nothing is; a dry run writes nowhere."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.runs import (
+    assert_rejected,
+    exported,
+    file_hash,
+    finetune,
+    metrics,
+    output_of,
+    ratel,
+    store_of,
+    succeed,
+    write_config,
+)
+
+README = "README.md"
+SHARD = "model-00001-of-00002.safetensors"
+
+
+def tree(directory: Path) -> dict[str, bytes | None]:
+    """Every file below a directory with its content; None for a folder."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
+        for path in sorted(directory.rglob("*"))
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Path:
+    """The config of a run that has saved steps 1 and 2. Tests must not change it."""
+    config = write_config(
+        tmp_path_factory.mktemp("saved"), base=base, rows=rows, max_steps=2, save_steps=1, save_total_limit=2
+    )
+    succeed(config)
+    return config
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A folder of the user's."""
+    folder = tmp_path / "mine"
+    (folder / "deep").mkdir(parents=True)
+    for name in (README, SHARD, "deep/notes.txt"):
+        (folder / name).write_text(f"my {name}")
+    (folder / "link").symlink_to("deep/notes.txt")
+    return folder
+
+
+def test_a_folder_of_the_users_is_refused(make_config: MakeConfig, saved: Path, mine: Path) -> None:
+    before = tree(mine)
+    config = make_config(max_steps=1, output_dir=str(mine))
+    for ended in (finetune(config), finetune(config, "--dry-run"), ratel("export", saved, "-o", mine)):
+        assert_rejected(ended, 2, str(mine), "has files in it, and Ratel did not make it")
+        assert "--overwrite" in ended.stderr
+        assert tree(mine) == before
+    assert not store_of(config).exists() and not mine.with_name("mine.store").exists()
+
+
+def test_overwrite_replaces_only_the_models_names(make_config: MakeConfig, saved: Path, mine: Path) -> None:
+    before = tree(mine)
+    config = make_config(max_steps=1, output_dir=str(mine))
+    succeed(config, "--overwrite")
+    after = tree(mine)
+    assert {name for name in before if after[name] != before[name]} == {README}
+    assert_rejected(ratel("export", saved, "-o", mine), 2, f"{mine} holds step 1 of the run mine")
+    assert ratel("export", saved, "-o", mine, "--overwrite").code == 0
+    assert {name for name in before if tree(mine)[name] != before[name]} == {README}
+
+
+def test_a_file_that_was_changed_since_is_the_users(make_config: MakeConfig) -> None:
+    config = make_config(max_steps=1)
+    succeed(config)
+    (output_of(config) / README).write_text("my own card")
+    before = tree(output_of(config))
+    assert_rejected(finetune(config), 2, README, "would be replaced", "was changed since")
+    assert_rejected(ratel("export", config, "-o", output_of(config)), 2, README, "was changed since")
+    assert tree(output_of(config)) == before
+    succeed(config, "--overwrite")
+    assert "my own card" not in (output_of(config) / README).read_text()
+
+
+def test_an_export_replaces_only_itself(saved: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+    out = tmp_path / "export"
+    assert ratel("export", saved, "--step", 1, "-o", out).code == 0
+    assert ratel("export", saved, "--step", 1, "-o", out).code == 0
+    before = tree(out)
+    assert_rejected(ratel("export", saved, "-o", out), 2, f"{out} holds step 1 of the run out", "-o")
+    other = make_config(max_steps=1)
+    succeed(other)
+    assert_rejected(ratel("export", other, "-o", out), 2, "holds step 1 of the run out")
+    assert_rejected(ratel("export", other, "-o", output_of(saved)), 2, "holds step 2 of the run out")
+    assert_rejected(finetune(other, f"output_dir={out}"), 2, "output_dir", "holds step 1 of the run out")
+    assert tree(out) == before
+    assert ratel("export", saved, "-o", out, "--overwrite").code == 0
+    assert file_hash(out / "model.safetensors") == file_hash(output_of(saved) / "model.safetensors")
+
+
+def test_the_base_model_and_the_output_are_apart(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(base, tmp_path / "models" / "base"))
+    (tmp_path / "link").symlink_to(model)
+    config = make_config(base=model, max_steps=1)
+    before = tree(tmp_path)
+    for output, part in (
+        (model, "are the same directory"),
+        (tmp_path / "link", "are the same directory"),
+        (model / "out", "is inside the base model"),
+        (tmp_path / "link" / "out", "is inside the base model"),
+        (tmp_path / "models", "is inside"),
+        (tmp_path, "is inside"),
+    ):
+        assert_rejected(finetune(config, f"output_dir={output}"), 2, "output_dir", part)
+        assert_rejected(ratel("export", config, "-o", output), 2, "-o", part)
+        assert tree(tmp_path) == before
+
+
+def test_a_base_model_of_links_into_the_output(make_config: MakeConfig, saved: Path, tmp_path: Path) -> None:
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for path in output_of(saved).iterdir():
+        (linked / path.name).symlink_to(path)
+    before = tree(output_of(saved))
+    assert_rejected(finetune(make_config(base=linked), f"output_dir={output_of(saved)}"), 2, "a file of it is inside")
+    assert tree(output_of(saved)) == before
+
+
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_a_dry_run_writes_nothing(make_config: MakeConfig, tmp_path: Path, is_finished: bool) -> None:
+    config = make_config(max_steps=1)
+    if is_finished:
+        succeed(config)
+        shutil.rmtree(next((output_of(config) / "run" / "tokens").iterdir()))
+    before = tree(tmp_path)
+    succeed(config, "--dry-run")
+    assert tree(tmp_path) == before
+
+
+def test_a_run_whose_store_is_gone_is_not_begun_again(make_config: MakeConfig) -> None:
+    config = make_config(max_steps=2)
+    succeed(config)
+    shutil.rmtree(store_of(config).parent)
+    before = tree(output_of(config))
+    for arguments in ((), ("--dry-run",)):
+        ended = finetune(config, *arguments)
+        assert_rejected(ended, 2, "holds step 2 of the run out", "its store is gone", str(store_of(config).parent))
+        assert "choose another output_dir" in ended.stderr
+        assert tree(output_of(config)) == before
+    weights = exported(config)
+    succeed(config, "--resume", "no")
+    assert exported(config).keys() == weights.keys() and len(metrics(config)) == 2
+
+
+def test_a_result_of_other_settings_is_not_begun_over(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Also if the new run has a store of its own elsewhere."""
+    config = make_config(max_steps=1)
+    succeed(config)
+    before = tree(output_of(config))
+    changed = ("seed=3", f"storage.paths=[{tmp_path}/drive]", "--resume", "no")
+    assert_rejected(finetune(config, *changed), 2, "holds step 1 of a run with other settings: seed was 42, is now 3")
+    after = tree(output_of(config))
+    assert {name: after[name] for name in before} == before
+    succeed(config, *changed, "--overwrite-store")
+
+
+def test_records_without_a_store_are_not_begun_again(make_config: MakeConfig) -> None:
+    config = make_config(max_steps=1)
+    (output_of(config) / "run").mkdir(parents=True)
+    for name, text in (("config.yaml", "{}"), ("plan.json", "{}"), ("metrics.jsonl", '{"step": 1}\n')):
+        (output_of(config) / "run" / name).write_text(text)
+    assert_rejected(finetune(config), 2, "holds the records of a run", "its store is gone")
+    (output_of(config) / "run" / "metrics.jsonl").unlink()
+    succeed(config)
+
+
+def test_a_hint_is_about_the_command(saved: Path) -> None:
+    ended = ratel("verify", saved, "--step", 1)
+    assert_rejected(ended, 2, "no such option")
+    assert "keys of the config" not in ended.stderr and "see ratel verify --help" in ended.stderr
+    assert "see ratel finetune --help" in finetune(saved, "--learning_rate", "1").stderr
+
+
+def test_two_runs_with_one_storage_path(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Also with equal settings each has its own store, and the same command finds it again."""
+    storage = {"engine": "threads", "paths": [str(tmp_path / "drive")]}
+    first, second = make_config("a", max_steps=2, storage=storage), make_config("b", max_steps=2, storage=storage)
+    (tmp_path / "drive").mkdir()
+    (tmp_path / "drive" / "ratel.store").write_text("mine")
+    succeed(first)
+    before = tree(tmp_path / "drive")
+    assert "step 1/2" in succeed(second)
+    after = tree(tmp_path / "drive")
+    assert {name: after[name] for name in before} == before
+    assert len({name.split("/")[0] for name in after}) == 3
+    assert "all 2 steps are done" in succeed(first)
+    succeed(second, "--resume", "no")
+    assert {name: content for name, content in tree(tmp_path / "drive").items() if name in before} == before
+    assert ratel("verify", output_of(first)).code == ratel("verify", second).code == 0
+
+
+def test_a_store_of_an_older_version_is_found(make_config: MakeConfig, tmp_path: Path) -> None:
+    """It lies directly in storage.paths, and nothing says whose it is but the records of its run."""
+    config = make_config(max_steps=2, storage={"engine": "threads", "paths": [str(tmp_path / "drive")]})
+    succeed(config)
+    (made,) = (tmp_path / "drive").iterdir()
+    (made / "ratel.store").rename(tmp_path / "drive" / "ratel.store")
+    shutil.rmtree(made)
+    record = output_of(config) / "run" / "config.yaml"
+    record.write_text(record.read_text().replace(str(made), str(tmp_path / "drive")))
+    assert "all 2 steps are done" in succeed(config)
+    assert {path.name for path in (tmp_path / "drive").iterdir()} == {"ratel.store"}
+    assert ratel("verify", config).code == 0

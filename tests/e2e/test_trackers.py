@@ -1,0 +1,133 @@
+"""A run with trackers and with an upload: what they get, also after a kill; and that they change nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.runs import (
+    assert_rejected,
+    assert_same_result,
+    finetune,
+    metrics,
+    output_of,
+    ratel,
+    run_until_killed,
+    succeed,
+)
+from tests.run.fake_trackers import CALLS, TROUBLE, logged, read_calls, write_packages
+from tests.tiers import sample
+
+EVALUATED: dict[str, object] = {"val_set_size": 4, "eval_steps": 2}
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file with the calls of the fake packages, which are installed."""
+    packages = str(write_packages(tmp_path / "packages"))
+    monkeypatch.setenv("PYTHONPATH", packages)
+    monkeypatch.syspath_prepend(packages)
+    monkeypatch.setenv(CALLS, str(tmp_path / "calls"))
+    return tmp_path / "calls"
+
+
+def test_trackers_get_the_rows_of_the_metrics_and_change_nothing(
+    calls: Path, make_config: MakeConfig, plain_run: Path
+) -> None:
+    config = make_config(report_to=["wandb"], project="p", **EVALUATED)
+    stderr = succeed(config)
+    assert "note: report_to: wandb: https://wandb.example/" in stderr
+    sent = {call[1]: call[2] for call in read_calls(calls) if call[0] == "log"}
+    assert list(sent) == [1, 2, 3, 4]
+    for row in metrics(config):
+        values = sent[int(row["step"])]
+        assert isinstance(values, dict)
+        assert values["train/loss"] == row["loss"] and values["train/grad_norm"] == row["grad_norm"]
+        assert values.get("eval/loss") == row.get("eval_loss")
+    assert sum("eval/loss" in values for values in sent.values() if isinstance(values, dict)) == 2
+    tracked, plain = make_config("tracked", report_to="mlflow"), make_config("plain")
+    succeed(tracked)
+    succeed(plain)
+    assert_same_result(tracked, plain)
+    assert not list((output_of(plain) / "run").glob("*.log")), "without report_to nothing is started"
+
+
+def test_a_run_that_resumes_or_goes_back(calls: Path, make_config: MakeConfig) -> None:
+    config = make_config(report_to="trackio", save_steps=2, save_total_limit=3)
+    succeed(config)
+    succeed(config, "max_steps=6")
+    assert logged(calls) == [1, 2, 3, 4, 5, 6]
+    assert len({call[1]["name"] for call in read_calls(calls) if call[0] == "init"}) == 1  # type: ignore[call-overload, index]
+    calls.unlink()
+    succeed(config, "max_steps=6", "--resume", "4")
+    assert logged(calls) == [1, 2, 3, 4, 5, 6], "a new run of the tracker, with all steps"
+
+
+@pytest.mark.parametrize("tracker", sample(["mlflow", "wandb"], every=2))
+def test_no_step_is_sent_twice_after_a_kill(calls: Path, make_config: MakeConfig, tracker: str) -> None:
+    config = make_config(report_to=tracker)
+    environment = {name: os.environ[name] for name in ("PYTHONPATH", CALLS)}
+    run_until_killed(config, kill_at="commit.written:3", environment=environment)
+    deadline = time.monotonic() + 60
+    while ["finish"] not in read_calls(calls):  # the tracker's process ends by itself
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    succeed(config)
+    assert logged(calls) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("trouble", ["raise:init", "raise:log 2", "die:log 3"])
+def test_a_tracker_that_fails_does_not_stop_the_run(
+    calls: Path, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    monkeypatch.setenv(TROUBLE, trouble)
+    config = make_config(report_to=["wandb", "tensorboard"])
+    stderr = succeed(config)
+    assert stderr.count("warning: report_to: wandb failed: ") == 1
+    assert "exported the model" in stderr and len(metrics(config)) == 4
+
+
+def test_a_tracker_that_is_not_installed(make_config: MakeConfig) -> None:
+    config = make_config(report_to=["trackio"])
+    ended = finetune(config)
+    assert_rejected(ended, 2, "report_to: trackio cannot be used: not installed here")
+    assert "hint: pip install 'ratel-cli[trackio]', or remove report_to\n" in ended.stderr
+    assert not output_of(config).exists(), "it is said before anything is written"
+    assert "a run needs pip install 'ratel-cli[trackio]'" in succeed(config, "--dry-run")
+
+
+def test_a_dry_run_starts_no_tracker(calls: Path, make_config: MakeConfig) -> None:
+    succeed(make_config(report_to=["wandb", "mlflow", "trackio", "tensorboard"]), "--dry-run")
+    assert read_calls(calls) == []
+
+
+def test_clean_deletes_what_trackers_have_left(calls: Path, make_config: MakeConfig) -> None:
+    config = make_config(report_to=["wandb", "tensorboard"])
+    succeed(config)
+    events = output_of(config) / "run" / "tensorboard"
+    events.mkdir(exist_ok=True)
+    (events / "events.out.tfevents.1.host.2.0").write_text("events")
+    assert ratel("clean", config, "--yes", "--output").code == 0
+    assert not output_of(config).exists()
+
+
+def test_an_upload_that_fails_is_a_warning_with_the_command(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    config = make_config(hub_model_id="me/model", max_steps=1)
+    assert "uploading" not in succeed(config, "--dry-run")
+    stderr = succeed(config)
+    assert "warning: the model was not uploaded to me/model: " in stderr
+    assert (
+        "to upload it by hand: hf auth login && "
+        f"hf upload me/model {output_of(config)} . '--exclude=run/*' --exclude=ratel.files\n"
+    ) in stderr
+    assert json.loads((output_of(config) / "config.json").read_text()) and os.environ.get("HF_TOKEN") is None

@@ -1,0 +1,198 @@
+"""The embedding's matrix stays in host memory: the rows of a step's tokens go up, and the bits are as ever."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ratel_cli.data.packing import MicroBatch
+from ratel_cli.engine.block_reader import BlockReader, GenerationBlocks
+from ratel_cli.engine.forward import BlockwiseForward
+from ratel_cli.engine.step import StepEngine
+from ratel_cli.engine.weights import BlockWeights, WeightReader
+from ratel_cli.model.blocks import find_blocks
+from ratel_cli.model.skeleton import build_skeleton
+from ratel_cli.model.spec import BlockSpec
+from ratel_cli.planning import capacity
+from ratel_cli.planning.activations import input_bytes, offload
+from ratel_cli.planning.analytic import analytic_profile
+from ratel_cli.planning.capacity import StepMemory
+from ratel_cli.planning.gpu_memory import GpuMemory
+from ratel_cli.planning.placement import Placement, Workload
+from tests.engine.architectures import tiny_config
+from tests.engine.exactness import AHEAD, assert_same_training, check_training, reference
+from tests.engine.machine import attention_of, initial_weights_of_zeros, random_steps
+from tests.gpu.machine import GPU, NEEDS_GPU, gpu_config, gpu_machine
+from tests.gpu.test_memory import STATE, batches_of, config_of, distinct_tokens
+from tests.reference import Recipe
+from tests.tiers import rotating
+
+pytestmark = NEEDS_GPU
+
+RECIPE = Recipe(dtype=torch.bfloat16, max_grad_norm=0.5)
+IDS: dict[str, list[list[int]]] = {
+    "one token": [[5]],
+    "the padding token alone": [[0, 1]],
+    "padding among others": [[0, 7, 0, 1], [30, 1, 30, 2]],
+    "no padding": [[7, 7, 8, 9], [96, 95, 7, 7]],
+    "all but one": [list(range(48)), list(range(48, 96))],
+    "as many as there are": [list(range(48)), [*range(48, 96), 3]],
+    "more than there are": [list(range(97)), list(range(97))],
+}
+"""Token ids of two micro-batches, or of one."""
+EMBEDDINGS = ["llama", "llama_tied", "gpt2", "opt", "gemma2", "bloom"]
+"""Bare; with the head; with learned positions; projected too; scaled; with a norm."""
+
+
+def batch_of(ids: Sequence[int]) -> MicroBatch:
+    row = torch.tensor([list(ids)])
+    return MicroBatch(
+        input_ids=row,
+        targets=row.roll(-1, dims=1),
+        position_ids=torch.arange(len(ids)).unsqueeze(0),
+        sample_ids=(0,),
+        num_targets=len(ids),
+        num_tokens=len(ids),
+    )
+
+
+class Opened:
+    """The shapes of the embedding's matrix, each time that it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        opening = WeightReader.open
+
+        def record(reader: WeightReader, block: BlockSpec) -> BlockWeights:
+            weights = opening(reader, block)
+            if block.kind == "embedding":
+                self.shapes.append(tuple(weights.parameters[0].shape))
+            return weights
+
+        monkeypatch.setattr(WeightReader, "open", record)
+
+
+@pytest.mark.parametrize(("architecture", "ids"), rotating(EMBEDDINGS, list(IDS)))
+def test_any_tokens(tmp_path: Path, architecture: str, ids: str) -> None:
+    batches = [batch_of(each) for each in IDS[ids]]
+    config = tiny_config(architecture)
+    check_training(gpu_machine, tmp_path, config, RECIPE, steps=[batches, batches], placement=AHEAD)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_the_norm_is_that_of_the_whole_matrix(tmp_path: Path, num_micro_batches: int) -> None:
+    """Rows of 36 elements: were they one after another, other elements would be added together."""
+    config = tiny_config("llama", hidden_size=36, head_dim=8, vocab_size=4001, initializer_range=0.3)
+    steps = [
+        [replace(batch, input_ids=batch.input_ids * 41 + 3) for batch in batches]
+        for batches in random_steps(6, num_micro_batches)
+    ]
+    check_training(gpu_machine, tmp_path, config, RECIPE, steps=steps, placement=AHEAD)
+
+
+@pytest.mark.full
+def test_more_tokens_than_a_gpu_compares_with_each_other(tmp_path: Path) -> None:
+    """A GPU sorts more than 3072 of them first."""
+    config = gpu_config("llama", num_hidden_layers=1, vocab_size=5000, max_position_embeddings=2048)
+    steps = random_steps(1, 1, num_tokens=1600, packed=False)
+    steps = [[replace(batch, input_ids=batch.input_ids * 51 + 1) for batch in batches] for batches in steps]
+    check_training(gpu_machine, tmp_path, config, RECIPE, steps=steps, placement=AHEAD)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("gpu_embedding_rows", [None, 47, 48])
+def test_rows_go_up_where_the_plan_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu_embedding_rows: int | None, architecture: str
+) -> None:
+    """Whole, the matrix goes up for a tied head alone."""
+    config, opened = gpu_config(architecture), Opened(monkeypatch)
+    check_training(
+        gpu_machine,
+        tmp_path,
+        config,
+        RECIPE,
+        num_steps=1,
+        num_micro_batches=2,
+        placement=AHEAD,
+        gpu_embedding_rows=gpu_embedding_rows,
+    )
+    whole = (config.vocab_size, config.hidden_size)
+    forward, *head, backward = opened.shapes
+    assert head == [whole] * (architecture == "gpt2")
+    assert forward == backward and (forward == whole) == (gpu_embedding_rows != 48)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_evaluation_gets_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
+    config, recipe = gpu_config(architecture), Recipe(dtype=torch.bfloat16, attn_implementation="sdpa")
+    config.update({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if architecture == "gpt2" else {})
+    [batches] = random_steps(1, 3)
+    opened = Opened(monkeypatch)
+    with gpu_machine(tmp_path, config, recipe, placement=AHEAD) as ratel:
+        engine: StepEngine = ratel.engine
+        total = engine.evaluate(batches)
+    wanted = reference(config, [batches], recipe, device=GPU.type)
+    assert total / sum(batch.num_targets for batch in batches) == wanted.losses[0]
+    distinct = len(torch.unique(torch.cat([batch.input_ids for batch in batches])))
+    assert opened.shapes[0] == (distinct, config.hidden_size)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "opt"])
+def test_a_generation_is_looked_up_by_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
+    """Its logits have the bits that they have with the whole matrix."""
+    ids = torch.tensor([[0, 7, 0, 1, 30, 96]], device=GPU)
+    with gpu_machine(tmp_path, tiny_config(architecture), RECIPE) as ratel:
+        reader = BlockReader(ratel.model, GenerationBlocks(ratel.store.current()), ratel.pool, device=GPU)
+        forward = BlockwiseForward(ratel.model, reader)
+        found = forward.logits(ids, torch.arange(6, device=GPU).unsqueeze(0))
+        monkeypatch.setattr("ratel_cli.engine.forward.rows_suffice", lambda spec, num_tokens: False)
+        assert torch.equal(found, forward.logits(ids, torch.arange(6, device=GPU).unsqueeze(0)))
+    assert found.shape == (1, 6, 97)
+
+
+def test_code_that_reads_the_matrix_itself_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = gpu_config("llama")
+    recipe = replace(RECIPE, attn_implementation=attention_of(config))
+    skeleton = build_skeleton(config, dtype="bfloat16", attn_implementation=attention_of(config))
+    module = skeleton.get_input_embeddings()
+    assert isinstance(module, nn.Embedding)
+    module.forward = lambda ids: nn.Embedding.forward(module, ids) + 0 * module.weight[:1]  # type: ignore[method-assign]
+    model, opened = find_blocks(skeleton, name="tiny"), Opened(monkeypatch)
+    with gpu_machine(tmp_path, config, recipe, model=model, placement=AHEAD) as ratel:
+        steps = random_steps(2, 2)
+        outcomes = ratel.train(steps, recipe)
+        assert_same_training(outcomes, ratel.weights(), reference(config, steps, recipe, device=GPU.type))
+    assert set(opened.shapes) == {(config.vocab_size, config.hidden_size)}
+
+
+@pytest.mark.parametrize(("tied", "max_grad_norm"), [(False, None), (False, 0.5), (True, 0.5)])
+def test_it_fits_into_the_host_memory_that_was_planned(tmp_path: Path, tied: bool, max_grad_norm: float | None) -> None:
+    """Nothing stays and nothing runs ahead, and as many rows are used as were planned."""
+    config, recipe = config_of(num_layers=2, tied=tied), replace(RECIPE, max_grad_norm=max_grad_norm)
+    workload = Workload(micro_batch_size=2, num_micro_batches=2, sequence_len=64)
+    with gpu_machine(tmp_path, config, recipe, weights=initial_weights_of_zeros()) as ratel:
+        spec = ratel.model.spec
+        profile = analytic_profile(spec, STATE, workload, traits=ratel.model.traits)
+        step = StepMemory(
+            spec,
+            STATE,
+            workload,
+            holds_gradients=max_grad_norm is not None,
+            process_bytes=0,
+            gpu=GpuMemory(spec, STATE, workload, profile),
+        )
+        unit_bytes = input_bytes(spec, STATE, tokens=workload.micro_batch_tokens)
+        planned, _ = step.fit(
+            Placement(gpu_embedding_rows=workload.tokens),
+            offload([unit_bytes] * 2, num_micro_batches=2, spilled_units=0),
+            limit_bytes=1 << 50,
+        )
+        ratel.pool.limit_bytes = planned.total - capacity.RUNTIME_BYTES
+        batches = distinct_tokens(batches_of(2, rows=2, tokens=64))
+        outcomes = ratel.train([batches, batches, batches], recipe)
+    assert all(outcome.applied for outcome in outcomes)

@@ -1,0 +1,187 @@
+"""The memory that a plan counts on is what a step takes: no less, and at most a tenth more.
+
+Models of the papers' proportions: hidden size, vocabulary, tokens of a row and of a chunk of the head are all a fixed
+share of theirs, so that weights, activations, logits and gradients keep their ratios.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from ratel_cli.engine.replay.recording import StepRecording
+from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
+from ratel_cli.model.blocks import find_blocks
+from ratel_cli.model.footprint import measured_traits
+from ratel_cli.model.skeleton import build_skeleton
+from ratel_cli.planning import gpu_memory
+from ratel_cli.planning.analytic import analytic_profile
+from ratel_cli.planning.gpu_memory import GpuMemory
+from ratel_cli.planning.placement import Workload
+from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
+from ratel_cli.planning.swap import SwapOrder
+from tests.engine.architectures import tiny_config
+from tests.engine.exactness import AHEAD
+from tests.engine.machine import attention_of, initial_weights_of_zeros
+from tests.gpu.machine import NEEDS_GPU, gpu_machine
+from tests.gpu.test_memory import batches_of, peak_bytes
+from tests.planning.shapes import BFLOAT16
+from tests.reference import Recipe
+from tests.simulated_gpu import is_simulated
+from tests.tiers import rotating
+
+pytestmark = NEEDS_GPU
+
+NO_TIMES = dict.fromkeys(range(4), BlockSeconds(forward=1.0, backward=1.0))
+SMALL_BYTES = 256 << 10
+"""What the plan leaves out: statistics of norms, rotary tables, and that sizes are rounded up to 512 bytes. On a GPU it
+is a part of the workspace that is planned."""
+MOST = {"llama": 1.10, "opt": 1.12}
+"""The planned memory as a multiple of what a step takes. An OPT's last norm has fewer vectors than are planned, which
+shows where the head decides: one of its cases is at 1.118, all others are below 1.10."""
+MOST_WITH_SWAPS = 1.11
+"""Of forward it is not known which outputs would exist anyway, so they count twice. One case is at 1.104."""
+HIDDEN_SIZE = 512
+VOCAB_SIZE, ROW_TOKENS, CHUNK_TOKENS = 50257, 1024, 334
+"""Of the papers' models; a chunk of the head has 64 MiB of logits."""
+LARGE_CHUNK_TOKENS = [2672, 5344]
+"""With 512 MiB and 1 GiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A model of the papers, and how it is trained on a card of 24 GiB."""
+
+    name: str
+    hidden_size: int
+    rows: int
+    """Of a micro-batch."""
+
+    def scaled(self, size: int) -> int:
+        return max(1, round(size * HIDDEN_SIZE / self.hidden_size))
+
+
+SHAPES = [
+    Shape("13B", 5120, 8),
+    Shape("30B", 7168, 4),
+    Shape("70B", 8192, 2),
+    Shape("135B", 11264, 2),
+    Shape("175B", 12288, 1),
+    Shape("276B", 14336, 1),
+]
+
+
+def config_of(architecture: str, shape: Shape, *, tied: bool) -> PretrainedConfig:
+    """Two layers of matrices of 12 h^2 elements, or of 16 h^2 in a gated one, with one head of attention for each 128
+    elements. What the simulated GPU has no kernel of its own for (SiLU) is left out."""
+    common = {
+        "hidden_size": HIDDEN_SIZE,
+        "num_hidden_layers": 2,
+        "num_attention_heads": HIDDEN_SIZE // 128,
+        "vocab_size": shape.scaled(VOCAB_SIZE),
+        "max_position_embeddings": shape.scaled(ROW_TOKENS) + 2,
+        "tie_word_embeddings": tied,
+    }
+    if architecture == "opt":
+        own = {"ffn_dim": 4 * HIDDEN_SIZE, "word_embed_proj_dim": HIDDEN_SIZE, "dropout": 0.0}
+    else:
+        own = {"intermediate_size": 4 * HIDDEN_SIZE, "num_key_value_heads": HIDDEN_SIZE // 128, "hidden_act": "gelu"}
+    return tiny_config(architecture, **common, **own)
+
+
+@pytest.mark.parametrize(
+    ("shape", "architecture", "num_micro_batches", "tied", "holds_sums"),
+    rotating(SHAPES, ["opt", "llama"], [1, 3], [True, False], [True, False], every=2, offset=3),
+    ids=lambda value: value.name if isinstance(value, Shape) else str(value),
+)
+def test_a_step_takes_what_was_planned(
+    tmp_path: Path, shape: Shape, architecture: str, num_micro_batches: int, tied: bool, holds_sums: bool
+) -> None:
+    check(tmp_path, shape, architecture, num_micro_batches, tied=tied, holds_sums=holds_sums)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_micro_batches", "tied", "chunk_tokens"),
+    rotating(SHAPES, [1, 3], [True, False], LARGE_CHUNK_TOKENS, every=len(SHAPES)),
+    ids=lambda value: value.name if isinstance(value, Shape) else str(value),
+)
+def test_so_it_does_where_the_logits_are_large(
+    tmp_path: Path, shape: Shape, num_micro_batches: int, tied: bool, chunk_tokens: int
+) -> None:
+    check(tmp_path, shape, "llama", num_micro_batches, tied=tied, holds_sums=True, chunk_tokens=chunk_tokens)
+
+
+@pytest.mark.parametrize(
+    ("shape", "architecture", "num_micro_batches", "share"),
+    rotating(SHAPES, ["opt", "llama"], [1, 3], [0.4, 1.0], every=2, offset=1),
+    ids=lambda value: value.name if isinstance(value, Shape) else str(value),
+)
+def test_so_it_does_with_swapped_outputs(
+    tmp_path: Path, shape: Shape, architecture: str, num_micro_batches: int, share: float
+) -> None:
+    check(
+        tmp_path,
+        shape,
+        architecture,
+        num_micro_batches,
+        tied=True,
+        holds_sums=True,
+        swapped_share=share,
+        most=MOST_WITH_SWAPS,
+    )
+
+
+def check(
+    tmp_path: Path,
+    shape: Shape,
+    architecture: str,
+    num_micro_batches: int,
+    *,
+    tied: bool,
+    holds_sums: bool,
+    chunk_tokens: int = CHUNK_TOKENS,
+    swapped_share: float = 0.0,
+    most: float | None = None,
+) -> None:
+    """`swapped_share`: of all groups of outputs, the first ones."""
+    tokens = shape.scaled(ROW_TOKENS)
+    workload = Workload(
+        micro_batch_size=shape.rows,
+        num_micro_batches=num_micro_batches,
+        sequence_len=tokens,
+        chunk_tokens=min(shape.scaled(chunk_tokens), shape.rows * tokens),
+    )
+    recipe = Recipe(dtype=torch.bfloat16, chunk_tokens=workload.chunk_tokens)
+    config = config_of(architecture, shape, tied=tied)
+    model = find_blocks(
+        build_skeleton(config, dtype="bfloat16", attn_implementation=attention_of(config)), name=shape.name
+    )
+    estimate = analytic_profile(model.spec, BFLOAT16, workload, traits=measured_traits(model))
+    placement = replace(AHEAD, gpu_holds_sums=holds_sums)
+    batches = batches_of(num_micro_batches, rows=shape.rows, tokens=tokens, vocab_size=config.vocab_size)
+    weights = initial_weights_of_zeros()
+    with gpu_machine(tmp_path / "recorded", config, recipe, weights=weights, placement=placement, model=model) as ratel:
+        found = peak_bytes(ratel, batches)
+        recording = StepRecording()
+        ratel.engine.run(batches, step=2, update=3, learning_rate=0.0, recording=recording)
+    profile = recorded_profile(recording.units(), NO_TIMES, model.spec, BFLOAT16, workload, estimate=estimate)
+    order = SwapOrder(profile)
+    num_outputs = order.boundaries[round(swapped_share * (len(order.boundaries) - 1))]
+    if num_outputs:
+        swapping = replace(placement, swapped=order.keys(num_outputs))
+        with gpu_machine(
+            tmp_path / "swapping", config, recipe, weights=weights, placement=swapping, model=model
+        ) as ratel:
+            found = peak_bytes(ratel, batches)
+    planned = GpuMemory(model.spec, BFLOAT16, workload, profile).needed_bytes(
+        order.largest_unit(num_outputs), holds_sums=holds_sums, window_bytes=AHEAD.gpu_window_bytes
+    )
+    planned -= GPU_CONTEXT_BYTES
+    if is_simulated():
+        planned -= gpu_memory._WORKSPACE_BYTES
+        assert planned <= (most or MOST[architecture]) * found
+    assert planned >= found - SMALL_BYTES

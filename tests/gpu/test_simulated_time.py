@@ -1,0 +1,245 @@
+"""In simulated time a step keeps the GPU busy: runs of the paper, scaled down, with the plan's own proportions.
+
+`ratel plan` says for a run of the paper on its server how long each resource is busy, and where bytes lie. A model of a
+few thousand times fewer parameters runs with that placement, and its rates are chosen so that each resource is busy for
+the same share of a step. What the engine's timeline then shows is its schedule: what overlaps, and what the GPU waits
+for. The machine's own load adds to that, so the best of several steps in the middle of a run counts.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+import torch
+
+from ratel_cli.config.load import load_config
+from ratel_cli.console import RunLog
+from ratel_cli.data.packing import MicroBatch
+from ratel_cli.engine.telemetry import StepTimes
+from ratel_cli.io.queue import IoQueue, open_queue
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
+from ratel_cli.planning.placement import GroupShape, Placement
+from ratel_cli.planning.plan import Plan
+from ratel_cli.run.hardware_file import load_hardware
+from ratel_cli.run.plan_inputs import forecaster_of, setting_of
+from ratel_cli.units import MIB
+from scripts.bench.simulated_drives import DriveKind, SimulatedDrives
+from tests.engine.architectures import tiny_config
+from tests.engine.machine import Machine, random_steps
+from tests.gpu.machine import NEEDS_GPU, gpu_machine
+from tests.reference import Recipe
+from tests.simulated_gpu import is_simulated
+from tests.simulated_gpu.timed import Rates, Work, in_time, timed, work_so_far
+
+pytestmark = [
+    *NEEDS_GPU,
+    pytest.mark.full,
+    pytest.mark.skipif(not is_simulated(), reason="a real GPU has its own time"),
+]
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+RECIPE = Recipe(dtype=torch.bfloat16, max_grad_norm=None)
+HIDDEN, INTERMEDIATE, TOKENS = 64, 176, 96
+"""Tokens of a micro-batch against the hidden size as in the paper's runs, so that activations and weights are, too."""
+GROUPS = GroupShape(elements=4096)
+"""About twenty of them in a layer, as there."""
+_BYTES_MOVED = 22
+"""Of each parameter, by the optimizer: 10 read, 12 written."""
+COMPUTE_SECONDS = 16.0, 48.0
+"""Of a step: long against what Python takes for it, the second even on a busy machine."""
+NUM_STEPS = 4
+"""Of which the first reads what will be resident."""
+
+
+class _Products(frozenset[str]):
+    """Every product of matrices with weights: what the plan of each of these runs offloads."""
+
+    def __contains__(self, key: object) -> bool:
+        return "mm" in str(key) and "bmm" not in str(key)
+
+
+class _Everywhere(Mapping[int, frozenset[str]]):
+    def __getitem__(self, block: int) -> frozenset[str]:
+        return _Products()
+
+    def __iter__(self) -> Iterator[int]:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run of the paper on its server with twelve drives, in the micro-batches that its plan likes."""
+
+    model: str
+    rows: int
+    num_micro_batches: int
+    num_layers: int
+    """Of the scaled model."""
+    overrides: tuple[str, ...] = ()
+    latency_groups: float = 0.0
+    """How long the host waits for a drive's answer, in times that the drives take to read and write one group."""
+
+    def plan(self) -> tuple[ModelSpec, Plan]:
+        split = f"micro_batch_size={self.rows}", f"gradient_accumulation_steps={self.num_micro_batches}"
+        overrides = [*split, "max_grad_norm=null", *self.overrides]
+        config = load_config(CONFIGS / f"models/gpt-{self.model}.yaml", overrides).config
+        hardware = load_hardware(CONFIGS / "hardware/paper-4090-12ssd.yaml")
+        forecaster = forecaster_of(config, hardware, name=self.model, log=RunLog(io.StringIO()))
+        assert isinstance(forecaster, RatelForecaster)
+        return forecaster.spec, forecaster.plan(setting_of(config, hardware))
+
+
+OF_13B = Run(model="13b", rows=8, num_micro_batches=4, num_layers=16)
+OF_70B = Run(model="70b", rows=8, num_micro_batches=6, num_layers=12, overrides=("storage.wear=ignore",))
+"""So planned, it has most of the activations on NVMe."""
+SLOW_TO_ANSWER = replace(OF_70B, num_layers=16, overrides=(), latency_groups=1.6)
+"""So planned, NVMe is busy for two thirds of backward; the drives need more than one group in flight for that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One step in simulated time."""
+
+    seconds: float
+    times: StepTimes
+
+    @property
+    def idle_share(self) -> float:
+        return 1.0 - self.times.busy["compute"] / self.seconds
+
+    @property
+    def exposed_share(self) -> float:
+        """Share of the step in which a unit goes up and nothing is computed."""
+        units = [(s.start, s.end) for s in self.times.spans if s.resource == "up" and "activations" in s.label.text]
+        computing = [(s.start, s.end) for s in self.times.spans if s.resource == "compute"]
+        return (_covered([*units, *computing]) - _covered(computing)) / self.seconds
+
+
+def _covered(intervals: Iterable[tuple[float, float]]) -> float:
+    seconds, until = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        seconds += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return seconds
+
+
+def scaled_placement(run: Run, spec: ModelSpec, placement: Placement) -> Placement:
+    """The placement, for fewer and smaller layers."""
+    num_layers = spec.num_layers
+    units = run.num_layers * run.num_micro_batches
+    share = units / (num_layers * run.num_micro_batches)
+    layer_share = (4 * HIDDEN + 3 * INTERMEDIATE) * HIDDEN / spec.block_elements[1]
+
+    def scaled(blocks: frozenset[int]) -> frozenset[int]:
+        last = run.num_layers + 1
+        return frozenset(index for index in range(last + 1) if round(index * (num_layers + 1) / last) in blocks)
+
+    gpu_units_from = placement.gpu_units_from
+    return replace(
+        placement,
+        resident_weights=scaled(placement.resident_weights),
+        resident_states=scaled(placement.resident_states),
+        gpu_weights=scaled(placement.gpu_weights),
+        swapped=_Everywhere(),
+        spilled_units=min(round(placement.spilled_units * share), units - run.num_micro_batches),
+        gpu_units_from=None if gpu_units_from is None else math.ceil(gpu_units_from * share),
+        gpu_window_bytes=round(placement.gpu_window_bytes * layer_share),
+        gpu_leaving_bytes=round(placement.gpu_leaving_bytes * layer_share),
+        deferred=scaled(placement.deferred),
+        groups=GROUPS,
+    )
+
+
+def measure(directory: Path, run: Run, compute_seconds: float) -> list[Measured]:
+    """Steps in the middle of a run."""
+    spec, plan = run.plan()
+    placement = scaled_placement(run, spec, plan.placement)
+    config = tiny_config(
+        "llama",
+        num_hidden_layers=run.num_layers,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_key_value_heads=4,
+        max_position_embeddings=TOKENS,
+    )
+    steps = random_steps(NUM_STEPS, run.num_micro_batches, packed=False, num_tokens=TOKENS // 2)
+
+    def machine_on(name: str, queue: IoQueue) -> AbstractContextManager[Machine]:
+        return gpu_machine(
+            directory / name,
+            config,
+            RECIPE,
+            placement=placement,
+            queue=queue,
+            activation_bytes=256 * MIB,
+            group_elements=GROUPS.elements,
+            groups_in_flight=placement.groups.in_flight,
+        )
+
+    with open_queue("threads", notice=pytest.fail) as queue, machine_on("untimed", queue) as ratel:
+        ratel.train(steps[:1], RECIPE)
+        work, moved_bytes = work_so_far(), queue.read_bytes + queue.written_bytes
+        ratel.train(steps[:2], RECIPE)
+        work, moved_bytes = work_so_far() - work, queue.read_bytes + queue.written_bytes - moved_bytes
+    rates, drive = scaled_rates(run, plan, work, moved_bytes, compute_seconds)
+    with SimulatedDrives(drive, request_bytes=MIB // 16, depth=32) as queue, machine_on("timed", queue) as ratel:
+        ratel.train(steps[:1], RECIPE)
+        ratel.timeline.take()
+        with timed(rates):
+            measured = [_measure_step(ratel, batches, number) for number, batches in enumerate(steps) if number]
+            ratel.settle()
+    return measured[1:]
+
+
+def scaled_rates(run: Run, plan: Plan, work: Work, moved_bytes: int, compute_seconds: float) -> tuple[Rates, DriveKind]:
+    """Rates at which `work` and `moved_bytes` take as long as in the plan, if computing takes `compute_seconds`."""
+    stages = plan.time.forward, plan.time.backward
+    scale = compute_seconds / sum(stage.compute for stage in stages)
+    rates = Rates(
+        flops_per_second=work.flops / compute_seconds,
+        up_bytes_per_second=work.up_bytes / (scale * sum(stage.up for stage in stages)),
+        down_bytes_per_second=work.down_bytes / (scale * sum(stage.down for stage in stages)),
+    )
+    nvme_bytes_per_second = moved_bytes / (scale * sum(stage.nvme for stage in stages))
+    group_seconds = GROUPS.elements * _BYTES_MOVED / nvme_bytes_per_second
+    return rates, DriveKind(bytes_per_second=nvme_bytes_per_second, latency_seconds=run.latency_groups * group_seconds)
+
+
+def _measure_step(ratel: Machine, batches: list[MicroBatch], number: int) -> Measured:
+    start = perf_counter()
+    ratel.engine.run(batches, step=number, update=number + 1, learning_rate=1e-3, commit_previous=ratel.commit)
+    ratel.decided = number + 1
+    return Measured(seconds=perf_counter() - start, times=ratel.timeline.take())
+
+
+@pytest.mark.parametrize("run", [OF_13B, OF_70B], ids=lambda run: run.model)
+def test_the_gpu_is_busy_and_units_go_up_meanwhile(tmp_path: Path, run: Run) -> None:
+    def check(compute_seconds: float) -> None:
+        steps = measure(tmp_path / str(compute_seconds), run, compute_seconds)
+        found = [(step.seconds, step.idle_share, step.exposed_share, step.times.stalled) for step in steps]
+        assert min(step.idle_share for step in steps) <= 0.05, found
+        assert min(step.exposed_share for step in steps) <= 0.01, found
+
+    in_time(check, COMPUTE_SECONDS)
+
+
+def test_drives_that_are_slow_to_answer_have_the_next_group_to_do(tmp_path: Path) -> None:
+    """With one group in flight instead of the plan's two, the GPU is idle for a tenth of the step."""
+
+    def check(compute_seconds: float) -> None:
+        steps = measure(tmp_path / str(compute_seconds), SLOW_TO_ANSWER, compute_seconds)
+        found = [(step.seconds, step.idle_share, step.times.stalled) for step in steps]
+        assert min(step.idle_share for step in steps) <= 0.08, found
+
+    in_time(check, COMPUTE_SECONDS)

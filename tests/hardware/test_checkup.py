@@ -1,0 +1,190 @@
+"""Every check of `ratel doctor` on machines that are healthy, slow and broken in every way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ratel_cli.hardware.checkup import (
+    Diagnosis,
+    Verdict,
+    check_clock,
+    check_huge_pages,
+    check_io_uring,
+    check_locked_memory,
+    check_memory,
+    check_swap,
+)
+from ratel_cli.units import GIB, MIB
+from tests.hardware.machines import Machine
+
+DENIED = "io_uring is not available here: Operation not permitted"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path / "root")
+
+
+def check(diagnosis: Diagnosis, verdict: Verdict, reason: str, remedy: str | None) -> None:
+    """The diagnosis has this verdict, one line of reason with these words, and such a remedy."""
+    assert diagnosis.verdict == verdict, diagnosis
+    assert reason in diagnosis.reason and "\n" not in diagnosis.reason, diagnosis
+    if remedy is None:
+        assert diagnosis.remedy is None, diagnosis
+    else:
+        assert diagnosis.remedy is not None and remedy in diagnosis.remedy, diagnosis
+
+
+def test_a_healthy_machine(machine: Machine) -> None:
+    check(check_io_uring(machine.files, None, is_required=True), "ok", "available", None)
+    check(check_huge_pages(machine.files), "ok", "given on madvise", None)
+    check(check_memory(machine.files, wanted_bytes=48 * GIB), "ok", "48.0 GiB available of 64.0 GiB", None)
+    check(check_swap(machine.files), "ok", "none", None)
+    check(check_clock(machine.files), "ok", "not visible here", None)
+    check(check_locked_memory(None, "6.8.0"), "ok", "no limit", None)
+
+
+@pytest.mark.parametrize(
+    ("disabled", "seccomp", "failure", "remedy"),
+    [
+        ("2", "0", DENIED, "sudo sysctl kernel.io_uring_disabled=0"),
+        ("1", "2", DENIED, "sudo sysctl kernel.io_uring_disabled=0"),
+        ("0", "2", DENIED, "--security-opt seccomp=unconfined"),
+        ("0", "0", DENIED, "set storage.engine to threads"),
+        (None, "0", "io_uring is not available here: Function not implemented", "set storage.engine to threads"),
+        ("2", "2", "io_uring is not available: No module named 'liburing'", "pip install liburing"),
+    ],
+)
+@pytest.mark.parametrize(("is_required", "verdict"), [(False, "slow"), (True, "broken")])
+def test_io_uring(
+    machine: Machine, disabled: str | None, seccomp: str, failure: str, remedy: str, is_required: bool, verdict: Verdict
+) -> None:
+    if disabled is not None:
+        machine.write("proc/sys/kernel/io_uring_disabled", f"{disabled}\n")
+    machine.write("proc/self/status", f"Name:\tpython\nSeccomp:\t{seccomp}\nSeccomp_filters:\t1\n")
+    check(check_io_uring(machine.files, failure, is_required=is_required), verdict, failure, remedy)
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict", "reason", "remedy"),
+    [
+        ("[always] madvise never\n", "ok", "given on always", None),
+        ("always madvise [never]\n", "slow", "turned off", "echo madvise | sudo tee /sys/kernel/mm/"),
+        ("odd\n", "ok", "given on request", None),
+        (None, "slow", "this kernel has none", "CONFIG_TRANSPARENT_HUGEPAGE"),
+    ],
+)
+def test_huge_pages(machine: Machine, text: str | None, verdict: Verdict, reason: str, remedy: str | None) -> None:
+    if text is None:
+        machine.remove("sys/kernel/mm/transparent_hugepage/enabled")
+    else:
+        machine.write("sys/kernel/mm/transparent_hugepage/enabled", text)
+    check(check_huge_pages(machine.files), verdict, reason, remedy)
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "kernel", "verdict"),
+    [
+        (64 * 1024, "5.10.0-28-amd64", "slow"),
+        (8 * MIB, "5.10.0-28-amd64", "ok"),
+        (64 * 1024, "5.12.0", "ok"),
+        (64 * 1024, "6.1.0-rc3", "ok"),
+        (0, "odd", "slow"),
+    ],
+)
+def test_locked_memory(limit_bytes: int, kernel: str, verdict: Verdict) -> None:
+    remedy = "ulimit -l unlimited" if verdict == "slow" else None
+    check(check_locked_memory(limit_bytes, kernel), verdict, "", remedy)
+
+
+def test_memory_that_is_not_there(machine: Machine) -> None:
+    words = ("limits.host_memory is", "lower limits.host")
+    check(check_memory(machine.files, wanted_bytes=48 * GIB + 1), "slow", *words)
+    check(check_memory(machine.files, wanted_bytes=64 * GIB), "slow", *words)
+    check(check_memory(machine.files, wanted_bytes=64 * GIB + 1), "broken", *words)
+    machine.write("proc/meminfo", "MemTotal: 67108864 kB\nMemAvailable: 1048576 kB\n")
+    check(check_memory(machine.files, wanted_bytes=None), "broken", "1.00 GiB available", "close other programs")
+
+
+def test_a_control_group_that_limits(machine: Machine) -> None:
+    machine.write("proc/self/cgroup", "0::/job\n")
+    for name, value in (("memory.max", 8 * GIB), ("memory.current", 5 * GIB), ("memory.stat", "inactive_file 0")):
+        machine.write(f"sys/fs/cgroup/job/{name}", f"{value}\n")
+    words = "3.00 GiB available within the control group's limit of 8.00 GiB (the machine has 64.0 GiB)"
+    check(check_memory(machine.files, wanted_bytes=None), "ok", words, None)
+    check(check_memory(machine.files, wanted_bytes=4 * GIB), "slow", words, "raise the container's")
+    check(check_memory(machine.files, wanted_bytes=8 * GIB + 1), "broken", words, "raise the container's")
+    machine.write("sys/fs/cgroup/job/memory.current", f"{8 * GIB}\n")
+    check(check_memory(machine.files, wanted_bytes=None), "broken", "0 B available", "raise the container's")
+
+
+def test_a_limit_above_the_machines_memory_is_none(machine: Machine) -> None:
+    machine.write("proc/self/cgroup", "4:memory:/a\n")
+    group = "sys/fs/cgroup/memory/a"
+    machine.write(f"{group}/memory.limit_in_bytes", "9223372036854771712\n")
+    machine.write(f"{group}/memory.usage_in_bytes", "1\n").write(f"{group}/memory.stat", "total_inactive_file 0\n")
+    check(check_memory(machine.files, wanted_bytes=None), "ok", "48.0 GiB available of 64.0 GiB", None)
+
+
+@pytest.mark.parametrize(
+    ("areas", "verdict", "reason"),
+    [
+        ([(8 << 20, 0)], "ok", "0 B of 8.00 GiB used"),
+        ([(8 << 20, 3 << 20)], "ok", "3.00 GiB of 8.00 GiB used"),
+        ([(8 << 20, 2 << 20), (8 << 20, 2 << 20)], "slow", "4.00 GiB of 16.0 GiB are swapped out"),
+    ],
+)
+def test_swap(machine: Machine, areas: list[tuple[int, int]], verdict: Verdict, reason: str) -> None:
+    remedy = "sudo swapoff -a && sudo swapon -a" if verdict == "slow" else None
+    check(check_swap(machine.swap(*areas).files), verdict, reason, remedy)
+
+
+def test_swap_that_cannot_be_read(machine: Machine) -> None:
+    check(check_swap(machine.remove("proc/swaps").files), "ok", "none", None)
+    check(check_swap(machine.write("proc/swaps", "Filename\n/dev/sda1 odd\n").files), "ok", "none", None)
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict", "reason"),
+    [
+        ({"scaling_governor": "performance"}, "ok", "governor performance"),
+        ({"scaling_governor": "schedutil"}, "ok", "governor performance, schedutil"),
+        ({"scaling_governor": "powersave"}, "slow", "1 core of 2 save power (governor powersave)"),
+        ({"scaling_governor": "conservative"}, "slow", "governor conservative"),
+        ({"scaling_governor": "powersave", "scaling_driver": "intel_pstate"}, "ok", "governor"),
+        (
+            {
+                "scaling_governor": "powersave",
+                "scaling_driver": "amd-pstate-epp",
+                "energy_performance_preference": "power",
+            },
+            "slow",
+            "save power",
+        ),
+        (
+            {
+                "scaling_governor": "powersave",
+                "scaling_driver": "amd-pstate-epp",
+                "energy_performance_preference": "balance",
+            },
+            "ok",
+            "governor",
+        ),
+        (
+            {"scaling_governor": "performance", "cpuinfo_max_freq": 4_000_000, "scaling_max_freq": 2_000_000},
+            "slow",
+            "the clock of 1 core of 2 is limited below its maximum",
+        ),
+        (
+            {"scaling_governor": "performance", "cpuinfo_max_freq": 4_000_000, "scaling_max_freq": 3_900_000},
+            "ok",
+            "governor performance",
+        ),
+    ],
+)
+def test_the_clock(machine: Machine, values: dict[str, object], verdict: Verdict, reason: str) -> None:
+    machine.cpu(0, scaling_governor="performance").cpu(1, **values)
+    machine.write("sys/devices/system/cpu/cpufreq/boost", "1\n")
+    check(check_clock(machine.files), verdict, reason, "cpupower" if verdict == "slow" else None)

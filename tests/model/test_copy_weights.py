@@ -1,0 +1,82 @@
+"""A copy with a fresh optimizer: every field is that of an import of the same weights, whatever the moments were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ratel_cli.errors import IntegrityFailure
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.queue import open_queue
+from ratel_cli.io.views import view_field
+from ratel_cli.model.copy_weights import copy_weights
+from ratel_cli.sizes import DtypeName
+from ratel_cli.store.layout import Geometry
+from ratel_cli.store.lock import DATA_FILE_NAME
+from ratel_cli.store.store import Progress, Store
+from tests.model.test_import_weights import CountingSource, made_up_spec, read_field
+from tests.model.tiny import imported_store
+
+DONE = Progress(step=1, updates=4, loss_scale=1.0, good_steps=0, tokens=9)
+SIGN = -(2**31)
+
+
+def add_moments(store: Store, pool: BufferPool) -> None:
+    """A step that changes the moments only; the sign of v is a part of the master in bfloat16."""
+    store.begin_step()
+    generator = torch.Generator().manual_seed(2)
+    for block, num_elements in enumerate(store.block_elements):
+        for field in store.layout.fields:
+            with pool.lease(num_elements * field.bytes_per_element, "test") as lease:
+                store.current().read(block, field.name, 0, num_elements, lease.memory).wait()
+                values = view_field(lease.memory, field.name, num_elements)
+                if field.name == "m32":
+                    values.copy_(torch.randn(num_elements, generator=generator))
+                if field.name == "v32":
+                    noise = torch.rand(num_elements, generator=generator).view(torch.int32)
+                    values.view(torch.int32).copy_(values.view(torch.int32) & SIGN | noise)
+                store.shadow().write(block, field.name, 0, num_elements, lease.memory).wait()
+    store.commit(DONE)
+
+
+@pytest.mark.parametrize("group_elements", [2048, 6144, 1 << 23])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_every_field_is_that_of_an_import(tmp_path: Path, dtype: DtypeName, group_elements: int) -> None:
+    spec = made_up_spec()
+    geometry = Geometry(dtype=dtype, block_elements=spec.block_elements, num_slots=2, weights=(1,), chunk_elements=2048)
+    with (
+        imported_store(tmp_path / "a", spec, CountingSource(spec), dtype) as (source, pool),
+        open_queue("threads", notice=lambda message: None) as queue,
+        Store.create([tmp_path / "b"], geometry, identity=source.identity, queue=queue) as target,
+    ):
+        places = [(block, field.name) for block in spec.blocks for field in source.layout.fields]
+        imported = [read_field(source, pool, *place).clone() for place in places]
+        add_moments(source, pool)
+        counts: list[int] = []
+        copy_weights(source.current(), target.shadow(), pool, progress=counts.append, group_elements=group_elements)
+        target.commit_import(DONE)
+        for (block, name), expected in zip(places, imported, strict=True):
+            found = read_field(target, pool, block, name)
+            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), (block.name, name)
+        assert sum(counts) == source.layout.bytes_per_parameter * sum(spec.block_elements)
+
+
+def test_a_damaged_weight_is_not_copied(tmp_path: Path) -> None:
+    spec, weights = made_up_spec(), CountingSource(made_up_spec())
+    geometry = Geometry(
+        dtype="float32", block_elements=spec.block_elements, num_slots=2, weights=(1,), chunk_elements=2048
+    )
+    with (
+        imported_store(tmp_path / "a", spec, weights, "float32") as (source, pool),
+        open_queue("threads", notice=lambda message: None) as queue,
+        Store.create([tmp_path / "b"], geometry, identity=source.identity, queue=queue) as target,
+    ):
+        path = tmp_path / "a" / DATA_FILE_NAME
+        data = bytearray(path.read_bytes())
+        data[data.index(weights.values["p9000"].numpy().tobytes()[:64])] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(IntegrityFailure):
+            copy_weights(source.current(), target.shadow(), pool, progress=lambda num_bytes: None)
+    assert not Store.exists([tmp_path / "b"])

@@ -1,0 +1,156 @@
+"""What a layer's activations take, measured without values, against the same layer run with values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from ratel_cli.engine.replay.tape import Recorder
+from ratel_cli.model.blocks import DecoderModel, find_blocks
+from ratel_cli.model.footprint import measured_traits
+from ratel_cli.model.skeleton import build_skeleton
+from ratel_cli.model.spec import LayerActivations
+from ratel_cli.planning.analytic import gpt_activations
+from tests.engine.architectures import ARCHITECTURES, larger_config
+from tests.engine.machine import attention_of
+from tests.tiers import sample
+
+NO_DROPOUT = {
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "gptj": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "opt": {"dropout": 0.0},
+    "bloom": {"hidden_dropout": 0.0},
+    "gpt_neox": {"hidden_dropout": 0.0},
+}
+"""Masks of dropout are drawn by other operators for fake tensors than for real ones."""
+
+
+def model_of(architecture: str, **changes: object) -> DecoderModel:
+    config = larger_config(architecture, **NO_DROPOUT.get(architecture, {}), **changes)
+    skeleton = build_skeleton(config, dtype="bfloat16", attn_implementation=attention_of(config))
+    return find_blocks(skeleton, name=architecture)
+
+
+def activations_of(model: DecoderModel) -> LayerActivations:
+    found = measured_traits(model).activations
+    assert found is not None
+    return found
+
+
+def two_samples(num_tokens: int) -> torch.Tensor:
+    """Positions `[1, tokens]` of one row of two samples."""
+    return torch.cat([torch.arange(num_tokens // 2), torch.arange(num_tokens - num_tokens // 2)]).unsqueeze(0)
+
+
+def saved_bytes(model: DecoderModel, num_tokens: int) -> int:
+    """What autograd saves of the first layer on one row of two samples."""
+    positions = two_samples(num_tokens)
+    embedded = model.layer_runner.embed(torch.zeros_like(positions), positions)
+    block = model.spec.blocks[1]
+    parameters = model.bind(block, torch.randn(block.num_elements).bfloat16() / 10)
+    recorder = Recorder(parameters)
+    with recorder.recording():
+        model.layer_runner.run_layer(0, embedded.hidden.detach().requires_grad_(), embedded.calls[0])
+    recorder.finish()
+    model.release(block)
+    return recorder.saved_bytes
+
+
+DENSE = [each for each in ARCHITECTURES if each not in ("mixtral", "qwen3_moe", "gpt_oss")]
+"""How many tokens visit an expert depends on values."""
+
+
+@pytest.mark.parametrize("architecture", sample(DENSE, every=4))
+def test_what_is_saved_is_what_a_recorded_layer_saves(architecture: str) -> None:
+    """Of another number of tokens: it grows with the tokens, and masks with their square."""
+    model, tokens = model_of(architecture), 96
+    found = activations_of(model)
+    wanted = saved_bytes(model, tokens)
+    assert tokens * found.saved_per_token + tokens**2 * found.saved_per_pair == pytest.approx(wanted, rel=0.02)
+
+
+@pytest.mark.parametrize("architecture", sample(DENSE, every=4, offset=1))
+def test_the_products_that_are_saved_are_those_that_autograd_packs(architecture: str) -> None:
+    """The results of the layer's linear modules, next to what the hooks of autograd are given."""
+    model = model_of(architecture)
+    positions = two_samples(96)
+    embedded = model.layer_runner.embed(torch.zeros_like(positions), positions)
+    block, layer = model.spec.blocks[1], model.layer_runner.layers[0]
+    packed: list[torch.Tensor] = []
+    made: dict[str, torch.Tensor] = {}
+
+    def keep(name: str) -> Callable[[nn.Module, object, torch.Tensor], None]:
+        return lambda module, inputs, output: made.update({name: output})
+
+    linear = {name: module for name, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    handles = [module.register_forward_hook(keep(f"{name}.weight")) for name, module in linear.items()]
+    model.bind(block, torch.randn(block.num_elements).bfloat16() / 10)
+    with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda tensor: tensor):
+        model.layer_runner.run_layer(0, embedded.hidden.detach().requires_grad_(), embedded.calls[0])
+    model.release(block)
+    for handle in handles:
+        handle.remove()
+    pointers = {tensor.untyped_storage().data_ptr() for tensor in packed}
+    wanted = {name for name, output in made.items() if output.untyped_storage().data_ptr() in pointers}
+    assert set(activations_of(model).saved_products) == wanted
+    assert len(wanted) >= 1
+
+
+@pytest.mark.parametrize("architecture", sample(ARCHITECTURES, every=4, offset=2))
+def test_backward_takes_more_than_what_is_saved(architecture: str) -> None:
+    model = model_of(architecture)
+    found, width = activations_of(model), model.spec.hidden_size * 2
+    assert found.more_per_token >= max(width, found.making_per_token)
+    assert found.forward_per_token >= width
+
+
+def test_the_formula_for_a_bare_shape_is_what_a_gpt_takes() -> None:
+    """GPT-2 with the fused GELU, and the same without what a config does not say."""
+    model = model_of("gpt2", activation_function="gelu", n_inner=1024)
+    found = asdict(activations_of(model))
+    wanted = asdict(gpt_activations(num_heads=4, hidden_size=256, compute_bytes=2))
+    assert {"attn.c_attn.weight": "qkv.weight", "mlp.c_fc.weight": "fc1.weight"}.keys() == set(found["saved_products"])
+    assert set(wanted["saved_products"]) == {"qkv.weight", "fc1.weight"}
+    for name in (
+        "saved_per_token",
+        "more_per_token",
+        "making_per_token",
+        "replay_per_token",
+        "replay_held_per_token",
+        "forward_per_token",
+    ):
+        assert wanted[name] == pytest.approx(found[name], rel=0.02), name
+    assert {name: found[name] for name in found if name.endswith("pair")} == {
+        name: wanted[name] for name in wanted if name.endswith("pair")
+    }
+
+
+def test_attention_keeps_no_mask_for_dropout() -> None:
+    """On the CPU it would: it has no fused kernel with dropout."""
+    plain, dropping = (activations_of(model_of("llama", attention_dropout=share)) for share in (0.0, 0.1))
+    assert plain == dropping
+
+
+class _Routing(nn.Module):
+    """Computes what its input's values say."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if bool(x.sum() > 0) else 2 * x
+
+
+def test_a_model_whose_values_decide_is_not_measured() -> None:
+    model = model_of("llama")
+    model.layer_runner.layers[0].mlp = _Routing()
+    assert measured_traits(model) == model.traits
+    assert model.traits.activations is None
+    assert all(parameter.device.type == "meta" for parameter in model.layer_runner.layers[0].parameters())
+
+
+def test_a_model_for_few_tokens_is_not_measured() -> None:
+    model = model_of("gpt2", n_positions=8)
+    assert measured_traits(model) == model.traits

@@ -1,0 +1,74 @@
+"""The picture of a run's curves: of any length, with gaps, and without the user's settings."""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+from dataclasses import replace
+
+import pytest
+
+from ratel_cli.report.curves import can_draw_curves, draw_curves
+from ratel_cli.training.metrics import StepMetrics
+from tests.training.test_metrics import metrics
+
+pytest.importorskip("matplotlib")
+
+
+def history(num_steps: int, **changed: object) -> list[StepMetrics]:
+    """A run whose loss falls, with an evaluation every tenth step. `changed`: of the last step."""
+    rows = [
+        replace(
+            metrics(step),
+            loss=1 + 2 * math.exp(-step / num_steps * 3) + 0.2 * math.sin(step * 2.4) ** 3,
+            learning_rate=2e-5 * (1 + math.cos(step / num_steps * math.pi)) / 2,
+            grad_norm=0.7 + 0.3 * math.sin(step * 1.7),
+            eval_loss=None if step % 10 else 1.1 + 2 * math.exp(-step / num_steps * 3),
+        )
+        for step in range(1, num_steps + 1)
+    ]
+    return [*rows[:-1], replace(rows[-1], **changed)]  # type: ignore[arg-type]
+
+
+def size_of(png: bytes) -> tuple[int, int]:
+    assert png.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = struct.unpack(">II", png[16:24])
+    return width, height
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 60, 5000])
+def test_runs_of_any_length(num_steps: int) -> None:
+    drawn = history(num_steps)
+    png = draw_curves(drawn)
+    assert size_of(png) == (960, 624)
+    assert len(png) < 200_000
+    assert draw_curves(drawn) == png, "the same history gives the same bytes"
+
+
+@pytest.mark.parametrize(
+    "changed", [{"loss": math.nan}, {"eval_loss": math.nan}, {"loss": 1e30, "grad_norm": math.inf}]
+)
+def test_steps_without_a_value(changed: dict[str, object]) -> None:
+    assert size_of(draw_curves(history(20, **changed))) == (960, 624)
+
+
+def test_no_finite_loss_at_all() -> None:
+    steps = [replace(metrics(step), loss=math.nan, grad_norm=math.nan) for step in (1, 2, 3)]
+    assert size_of(draw_curves(steps)) == (960, 624)
+
+
+def test_the_users_settings_have_no_influence() -> None:
+    import matplotlib
+
+    drawn = history(20)
+    before = draw_curves(drawn)
+    with matplotlib.rc_context({"axes.facecolor": "black", "lines.linewidth": 9, "figure.dpi": 10}):
+        assert draw_curves(drawn) == before
+        assert matplotlib.rcParams["axes.facecolor"] == "black", "they are as they were"
+
+
+def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert can_draw_curves()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert not can_draw_curves()
