@@ -14,6 +14,7 @@ import pytest
 from rich.text import Text
 
 from ratel_cli.console import RunLog
+from tests.real_time import in_real_time
 from tests.terminal import Screen
 
 
@@ -202,6 +203,7 @@ def test_no_color_has_no_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\x1b[1mred\x1b[0m" in stream.getvalue()
 
 
+@in_real_time
 def test_lines_are_drawn_at_most_four_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """However much is printed: what is printed shows the lines as they were drawn last."""
     as_terminal(monkeypatch)

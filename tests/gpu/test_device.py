@@ -18,6 +18,7 @@ from ratel_cli.io.pinning import GpuPinning, _unregister
 from ratel_cli.io.views import view
 from ratel_cli.units import MIB
 from tests.gpu.machine import GPU, NEEDS_GPU
+from tests.real_time import in_real_time
 from tests.simulated_gpu import is_simulated, set_eagerness
 
 pytestmark = NEEDS_GPU
@@ -98,6 +99,7 @@ def test_a_download_may_be_uploaded_again_at_once(device: GpuDevice, pool: Buffe
             upload.wait()
 
 
+@in_real_time
 def test_an_upload_does_not_wait_for_one_in_another_lane(device: GpuDevice, pool: BufferPool) -> None:
     """Weights wait for the memory of what computes; a unit whose memory was there before goes up meanwhile."""
     with pool.lease(LARGE, "unit") as unit, pool.lease(LARGE, "weights") as weights:
@@ -182,6 +184,7 @@ def test_a_stall_is_not_computing(device: GpuDevice, pool: BufferPool, timeline:
     assert all(one.end <= other.start for one, other in itertools.pairwise(sorted(spans, key=lambda span: span.start)))
 
 
+@in_real_time
 def test_times_are_those_of_the_gpu(device: GpuDevice, pool: BufferPool, timeline: Timeline) -> None:
     with pool.lease(LARGE, "test") as lease:
         before = device.mark()
@@ -190,6 +193,7 @@ def test_times_are_those_of_the_gpu(device: GpuDevice, pool: BufferPool, timelin
         middle = device.mark()
         upload = device.upload(lease.memory, device.reserve(LARGE), LABEL)
         upload.open()
+        after = device.mark()
         upload.wait()
         device.collect()
     assert middle() - before() > 1e-3
@@ -201,7 +205,7 @@ def test_times_are_those_of_the_gpu(device: GpuDevice, pool: BufferPool, timelin
     assert before() - 1e-3 < compute.start < compute.end < middle() + 1e-3
     # The copy waited for the products, since its buffer was reserved after them. Computing waited for the copy.
     assert up.start > compute.end - 1e-3
-    assert times.stalled["up"] == pytest.approx(up.end - up.start, rel=0.5)
+    assert 0.5 * (up.end - up.start) < times.stalled["up"] < after() - compute.end + 1e-3
 
 
 def test_the_memory_limit_holds_until_the_device_is_closed(timeline: Timeline) -> None:
@@ -236,6 +240,7 @@ def test_unpinning_memory_that_was_not_pinned_does_no_harm(device: GpuDevice, po
         assert float(torch.ones(3, device=device.torch_device).sum()) == 3.0  # CUDA's last error was cleared
 
 
+@in_real_time
 def test_the_pool_is_pinned_and_copies_run_while_the_host_continues(device: GpuDevice, pool: BufferPool) -> None:
     with pool.lease(LARGE, "test") as lease:
         assert view(lease.memory, torch.uint8).is_pinned()

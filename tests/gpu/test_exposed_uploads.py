@@ -12,8 +12,9 @@ from tests.engine.exactness import AHEAD, EVERY_BLOCK
 from tests.engine.machine import Machine, initial_weights_of_zeros
 from tests.gpu.machine import NEEDS_GPU, gpu_machine
 from tests.gpu.test_memory import RECIPE, batches_of, config_of, distinct_tokens
+from tests.real_time import in_real_time, of_this_try
 from tests.simulated_gpu import is_simulated
-from tests.simulated_gpu.timed import Rates, in_time, timed, work_so_far
+from tests.simulated_gpu.timed import Rates, timed, work_so_far
 
 pytestmark = [
     *NEEDS_GPU,
@@ -23,7 +24,7 @@ pytestmark = [
 
 NUM_LAYERS = 4
 UPLOAD_SECONDS = 0.05, 0.25
-"""Of a layer's weights: long against what Python takes for a layer, the second even on a busy machine."""
+"""Of a layer's weights: long against what Python takes for a layer, in the second try even on a busy machine."""
 COMPUTE_UPLOADS = 40
 """A step computes as long as so many uploads, so that a layer computes for longer than it is uploaded."""
 
@@ -72,16 +73,13 @@ def stalled_seconds(directory: Path, window_bytes: int, upload_seconds: float) -
     return stalled, (2 * sum(waiting[1:-1]) + waiting[0] + waiting[-1]) / rates.up_bytes_per_second
 
 
-def test_computing_waits_for_what_the_window_does_not_take(tmp_path: Path) -> None:
+@in_real_time
+def test_computing_waits_for_what_the_window_does_not_take(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """With the whole next block ahead it waits for the first rows, and for the head, which a layer does not cover."""
-
-    def check(upload_seconds: float) -> None:
-        directory = tmp_path / str(upload_seconds)
-        whole, nothing = stalled_seconds(directory / "whole", 1 << 30, upload_seconds)
-        assert nothing == 0.0
-        assert whole <= 7 * upload_seconds
-        for window_bytes in (0, 500_000):
-            stalled, expected = stalled_seconds(directory / str(window_bytes), window_bytes, upload_seconds)
-            assert stalled - whole == pytest.approx(expected, rel=0.3)
-
-    in_time(check, UPLOAD_SECONDS)
+    upload_seconds = of_this_try(request, UPLOAD_SECONDS)
+    whole, nothing = stalled_seconds(tmp_path / "whole", 1 << 30, upload_seconds)
+    assert nothing == 0.0
+    assert whole <= 7 * upload_seconds
+    for window_bytes in (0, 500_000):
+        stalled, expected = stalled_seconds(tmp_path / str(window_bytes), window_bytes, upload_seconds)
+        assert stalled - whole == pytest.approx(expected, rel=0.3)

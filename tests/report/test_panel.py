@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ratel_cli.report.panel import Panel, PanelFacts
 from ratel_cli.units import GIB
+from tests.real_time import in_real_time
 from tests.report.test_run import IDLE, METRICS
 
 NOW = datetime(2026, 11, 23, 14, 0, tzinfo=UTC)
@@ -204,6 +205,7 @@ def test_no_line_is_wider_than_the_terminal(
     assert [line for line in made.lines(width) if len(line) > width] == []
 
 
+@in_real_time
 def test_the_panel_costs_a_step_next_to_nothing() -> None:
     """Measured: a row takes 2 us of the loop's thread, a drawing 0.5 ms of another one."""
     made = Made(WITH_GPU)

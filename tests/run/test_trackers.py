@@ -24,11 +24,13 @@ from ratel_cli.run.tracker_child import TRACKERS as ADAPTERS
 from ratel_cli.run.tracker_child import values_of
 from ratel_cli.run.trackers import Trackers, check_trackers
 from ratel_cli.training.metrics import MetricsLog
+from tests.real_time import in_real_time
 from tests.run.fake_trackers import CALLS, TROUBLE, logged, read_calls, write_packages
 from tests.tiers import sample
 from tests.training.test_metrics import metrics
 
 NAMES = ["tensorboard", "wandb", "mlflow", "trackio"]
+pytestmark = in_real_time  # a tracker's process that is slow to start is not there in time
 SOON = 20.0
 """Far more than an idle machine takes."""
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.real_time import in_real_time
+
 ROOT = Path(__file__).parents[2]
 TINY = ("--shape", "tiny", "--tokens", "16", "--micro-batches", "2", "--steps", "4", "--rounds", "1")
 
@@ -36,6 +38,7 @@ def test_a_step_next_to_plain_pytorch(tmp_path: Path, clip: tuple[str, ...]) -> 
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
+@in_real_time
 def test_clipping_costs_only_when_it_bites(tmp_path: Path) -> None:
     """Drive and processor are slowed down so far that a loaded machine keeps up with them."""
     output, summary = run("bench.clipping", "--steps", "2", "--directory", str(tmp_path))

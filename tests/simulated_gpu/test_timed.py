@@ -12,12 +12,13 @@ from ratel_cli.engine.device.gpu import GpuDevice
 from ratel_cli.engine.telemetry import Span, SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.pinning import GpuPinning
+from tests.real_time import in_real_time
 from tests.simulated_gpu import gpu_of_this_process, install_if_asked, is_simulated
-from tests.simulated_gpu.timed import Rates, in_time, timed, work_so_far
+from tests.simulated_gpu.timed import Rates, timed, work_so_far
 
 install_if_asked()
 GPU = gpu_of_this_process()
-pytestmark = pytest.mark.skipif(not is_simulated(), reason="without the simulated GPU")
+pytestmark = [in_real_time, pytest.mark.skipif(not is_simulated(), reason="without the simulated GPU")]
 
 SIZE = 64
 FLOPS = 2 * SIZE**3
@@ -165,17 +166,3 @@ def test_without_rates_nothing_lasts() -> None:
         product()
     torch.accelerator.synchronize()
     assert perf_counter() - start < 1
-
-
-@pytest.mark.parametrize(("needed", "tried"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3])])
-def test_longer_times_are_tried_until_one_is_enough(needed: int, tried: list[float]) -> None:
-    found: list[float] = []
-
-    def check(pace: float) -> None:
-        found.append(pace)
-        assert pace >= needed
-
-    in_time(check, (1, 2, 3))
-    assert found == tried
-    with pytest.raises(AssertionError):
-        in_time(check, range(needed))

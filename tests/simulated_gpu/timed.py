@@ -6,7 +6,7 @@ same work. What the CPU and the drives do takes its real time; `ThrottledQueue` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -59,17 +59,3 @@ def timed(rates: Rates) -> Iterator[None]:
         torch.accelerator.synchronize()
     finally:
         module.forget_rates()
-
-
-def in_time(check: Callable[[float], None], paces: Sequence[float]) -> None:
-    """Call `check` with one duration after the other, each longer, until its assertions hold.
-
-    What a busy machine takes for the same work is a smaller share of a longer time. Raises what the last call raises.
-    """
-    *first, last = paces
-    for pace in first:
-        try:
-            return check(pace)
-        except AssertionError:
-            continue
-    return check(last)

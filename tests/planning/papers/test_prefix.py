@@ -12,6 +12,7 @@ from hypothesis import given
 from ratel_cli.planning.papers.paper import PaperEquations, PaperHardware, PaperShape
 from ratel_cli.planning.papers.prefix import Equations, Point, SwappableOperator, search
 from tests.planning.papers.paper_profiles import EQUATIONS, Graph, graphs, paper_equations
+from tests.real_time import in_real_time
 from tests.tiers import examples
 
 thousand = examples(1000)
@@ -165,6 +166,7 @@ def test_another_room_in_main_memory_may_be_assumed() -> None:
 
 
 @pytest.mark.full
+@in_real_time
 def test_a_thousand_elements_are_searched_in_under_50_ms() -> None:
     operators = tuple(
         SwappableOperator(name=f"operator {n}", blocks=tuple(range(100)), num_bytes=1000 + n, flops=n << 30)
