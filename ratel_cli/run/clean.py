@@ -36,7 +36,7 @@ from ratel_cli.run.run_directory import (
     run_directory,
     with_own_store,
 )
-from ratel_cli.run.trackers import EVENTS_NAME, log_name, record_name
+from ratel_cli.run.trackers import EVENTS_NAME, EVENTS_SUFFIX, log_name, record_name
 from ratel_cli.store.headers import read_header
 from ratel_cli.store.lock import DATA_FILE_NAME, OWNER_FILE_NAME, StoreLock
 from ratel_cli.store.open import stored_identity
@@ -81,7 +81,7 @@ def find_left_files(config: RunConfig, *, with_export: bool) -> LeftFiles:
         files += [path for cache in caches for path in _regular(cache, CACHE_FILE_NAMES)]
         files += [path for tracker in TRACKERS for path in _regular(run, (record_name(tracker), log_name(tracker)))]
         events = run / EVENTS_NAME
-        files += _regular(events, sorted(path.name for path in events.glob("events.out.tfevents.*")))
+        files += _regular(events, sorted(path.name for path in events.glob(f"events.out.tfevents.*{EVENTS_SUFFIX}")))
         folders += [events]
         files += _regular(run, _RUN_FILES)
         folders += [*caches, run / TOKENS_NAME, run]

@@ -57,6 +57,8 @@ class Setup:
     """The path of the file that says what was sent."""
     events: str
     """The directory for the files of tensorboard."""
+    events_suffix: str
+    """How the names of these files end."""
     name: str
     """What the run is called."""
     is_named: bool
@@ -94,7 +96,7 @@ class TensorBoard:
         self._event = events.Event
         self._summary = import_module("tensorboard.compat.proto.summary_pb2").Summary
         writer = import_module("tensorboard.summary.writer.event_file_writer").EventFileWriter
-        self._writer = writer(setup.events)
+        self._writer = writer(setup.events, filename_suffix=setup.events_suffix)
         self.place, self.run, self.sent_step = setup.events, setup.events, 0
         # TensorBoard drops what earlier files have of the steps from here on.
         start = events.SessionLog(status=events.SessionLog.START)

@@ -28,6 +28,8 @@ from ratel_cli.run.tracker_child import MAX_VALUE_CHARS, Setup
 
 EVENTS_NAME = "tensorboard"
 """The directory in `run/` with the files of tensorboard."""
+EVENTS_SUFFIX = ".ratel"
+"""Ends the names of the files that Ratel writes there. The user may add others."""
 _SLOW_SECONDS = 60.0
 """A tracker that takes no step for so long is named."""
 _FINISH_SECONDS = 30.0
@@ -277,6 +279,7 @@ def _setup(config: RunConfig, tracker: str, committed_step: int) -> Setup:
         metrics=os.path.abspath(directory / METRICS_NAME),
         record=os.path.abspath(directory / record_name(tracker)),
         events=os.path.abspath(directory / EVENTS_NAME),
+        events_suffix=EVENTS_SUFFIX,
         name=config.run_name or config.output_dir.name or "run",
         is_named=config.run_name is not None,
         project=config.project,

@@ -106,14 +106,18 @@ def test_a_dry_run_starts_no_tracker(calls: Path, make_config: MakeConfig) -> No
     assert read_calls(calls) == []
 
 
-def test_clean_deletes_what_trackers_have_left(calls: Path, make_config: MakeConfig) -> None:
+@pytest.mark.parametrize("others", [[], ["events.out.tfevents.1.host.2.0", "notes.txt"]])
+def test_clean_deletes_what_trackers_have_left(calls: Path, make_config: MakeConfig, others: list[str]) -> None:
     config = make_config(report_to=["wandb", "tensorboard"])
     succeed(config)
     events = output_of(config) / "run" / "tensorboard"
-    events.mkdir(exist_ok=True)
-    (events / "events.out.tfevents.1.host.2.0").write_text("events")
+    assert len(list(events.iterdir())) == 1
+    for name in others:
+        (events / name).write_text("the user's")
     assert ratel("clean", config, "--yes", "--output").code == 0
-    assert not output_of(config).exists()
+    left = sorted(path.name for path in output_of(config).rglob("*") if path.is_file())
+    assert left == others
+    assert output_of(config).exists() == bool(others)
 
 
 def test_an_upload_that_fails_is_a_warning_with_the_command(

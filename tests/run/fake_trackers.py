@@ -95,11 +95,14 @@ class Message:
 """
 _SESSION = "class SessionLog(Message): START = 1\n"
 _WRITER = """
+import os
 from fake_tracker import call
 
 class EventFileWriter:
-    def __init__(self, directory):
+    def __init__(self, directory, filename_suffix):
         self.directory = directory
+        os.makedirs(directory, exist_ok=True)
+        open(f"{directory}/events.out.tfevents.{os.getpid()}{filename_suffix}", "x").close()
     def add_event(self, event):
         if hasattr(event, "session_log"):
             call("init", {"directory": self.directory, "purged_from": event.step})
