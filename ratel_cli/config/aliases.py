@@ -59,6 +59,8 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         "max_sequence_length": "sequence_len",
         "max_seq_len": "sequence_len",
         "gradient_accumulation": "gradient_accumulation_steps",
+        "reinit_weights": "random_init",
+        "train_from_scratch": "random_init",
     },
     "datasets": {
         "formatting": "type",

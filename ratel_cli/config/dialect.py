@@ -187,8 +187,10 @@ class Dialect:
     def _drop_foreign(self, section: str, entry: Entry) -> None:
         """Drop a key that is not one of ours: silently if it changes nothing, otherwise with a finding."""
         foreign = foreign_key(section, entry.written)
-        fate = "undecided" if foreign is None else foreign.fate_of(entry.value)
+        fate: Fate = "undecided" if foreign is None else foreign.fate_of(entry.value)
         reason = "Ratel has no such key" if foreign is None else foreign.reason
+        if foreign is None and self._forgiving and entry.value.content is None:
+            fate, reason = "ignored", "it is empty"
         if fate in ("ignored", "noted"):
             self._record(entry, fate, reason=reason)
         elif fate == "undecided" and self._forgiving:

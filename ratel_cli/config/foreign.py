@@ -105,6 +105,11 @@ _MODEL = Foreign(
 _SELECTION = Foreign(
     fate="undecided", reason="Ratel trains on every sample", hint="remove it, and filter the data beforehand"
 )
+_TURNS = Foreign(
+    fate="undecided",
+    reason="Ratel trains on every turn of `roles_to_train`",
+    hint="remove it, or split each conversation at its turns beforehand",
+)
 _RATES = Foreign(
     fate="undecided",
     reason="all weights have one learning rate",
@@ -114,6 +119,11 @@ _BATCH = Foreign(
     fate="undecided",
     reason="it means different things in different tools",
     hint="use `micro_batch_size` (sequences computed at once) and `gradient_accumulation_steps`, or `tokens_per_step`",
+)
+_PACKING = Foreign(
+    fate="undecided",
+    reason="it packs samples in axolotl's old way, across the borders of samples",
+    hint="use `sample_packing: true`, which keeps samples apart, and `sequence_len`",
 )
 _TRUNCATION = Foreign(
     fate="undecided", reason="Ratel truncates long samples at their end", hint="remove it, or shorten the data"
@@ -131,29 +141,29 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         _NOTHING,
         """strict debug model_type tokenizer_type processor_type is_llama_derived_model is_falcon_derived_model
         is_mistral_derived_model is_qwen_derived_model cls_model_config tokenizer_use_fast tokenizer_legacy
-        use_fast_tokenizer
-        use_fast use_cache low_cpu_mem_usage device_map max_memory gpu_memory_limit local_rank world_size _n_gpu n_gpu
-        do_train do_eval eval_do_concat_batches prediction_loss_only log_level log_level_replica
-        log_on_each_node logging_strategy logging_first_step logging_nan_inf_filter logging_dir disable_tqdm
-        plot_loss include_num_input_tokens_seen include_tokens_per_second include_mfu include_tkps include_for_metrics
-        include_inputs_for_metrics save_safetensors save_only_model save_first_step save_on_each_node
-        restore_callback_states_from_checkpoint ignore_data_skip skip_memory_metrics remove_unused_columns label_names
-        cache_dir hf_use_auth_token hf_hub_token profiler_steps profiler_steps_start gc_steps torch_empty_cache_steps
-        past_index mp_parameters tpu_num_cores tpu_metrics_debug ray_scope ray_num_workers resources_per_worker use_ray
-        use_mps_device use_ipex jit_mode_eval xpu_backend enable_jit_checkpoint env push_to_hub_token
-        push_to_hub_model_id push_to_hub_organization hub_token average_tokens_across_devices split_batches
-        ignore_pad_token_for_loss data_shared_file_system resize_token_embeddings_to_32x mean_resizing_embeddings
-        shrink_embeddings embeddings_skip_upcast strip_whitespace bnb_config_kwargs model_quantization_config_kwargs
-        pad_token eval_delay eval_on_start eval_use_gather_object eval_accumulation_steps batch_eval_metrics
-        fp16_full_eval bf16_full_eval fp16_opt_level half_precision_backend fp16_backend auto_find_batch_size
-        accelerator_config parallelism_config sharded_ddp experimental_skip_move_to_device torchdistx_path
-        use_habana use_lazy_mode gaudi_config_name use_hpu_graphs upcast_layernorm upcast_lmhead_output
-        per_device_eval_batch_size eval_batch_size data_seed full_determinism use_fast_processor
-        print_param_status infer_backend infer_dtype use_logits_to_keep compute_accuracy overwrite_cache
-        tool_format crop_to_patches image_max_pixels image_min_pixels video_max_pixels video_min_pixels
-        video_fps video_maxlen group_by_length length_column_name train_sampling_strategy trackio_space_id
-        trackio_bucket_id trackio_static_space_id enable_thinking seed_worker ranking hub_token use_v2_trainer
-        vllm_enforce_eager vllm_maxlen vllm_gpu_util model_init_kwargs_use_cache telemetry""",
+        use_fast_tokenizer use_fast use_cache low_cpu_mem_usage device_map max_memory gpu_memory_limit local_rank
+        world_size _n_gpu n_gpu do_train do_eval ddp eval_do_concat_batches prediction_loss_only log_level
+        log_level_replica log_on_each_node logging_strategy logging_first_step logging_nan_inf_filter logging_dir
+        disable_tqdm plot_loss include_num_input_tokens_seen include_tokens_per_second include_mfu include_tkps
+        include_for_metrics include_inputs_for_metrics save_safetensors save_only_model save_first_step
+        save_on_each_node restore_callback_states_from_checkpoint ignore_data_skip skip_memory_metrics
+        remove_unused_columns label_names cache_dir base_model_ignore_patterns hf_use_auth_token hf_hub_token
+        profiler_steps profiler_steps_start gc_steps torch_empty_cache_steps past_index mp_parameters
+        tpu_num_cores tpu_metrics_debug ray_scope ray_num_workers resources_per_worker use_ray use_mps_device
+        use_ipex jit_mode_eval xpu_backend enable_jit_checkpoint env push_to_hub_token push_to_hub_model_id
+        push_to_hub_organization hub_token average_tokens_across_devices split_batches ignore_pad_token_for_loss
+        data_shared_file_system resize_token_embeddings_to_32x mean_resizing_embeddings shrink_embeddings
+        embeddings_skip_upcast strip_whitespace bnb_config_kwargs model_quantization_config_kwargs pad_token
+        eval_delay eval_on_start eval_use_gather_object eval_accumulation_steps batch_eval_metrics fp16_full_eval
+        bf16_full_eval fp16_opt_level half_precision_backend fp16_backend auto_find_batch_size accelerator_config
+        parallelism_config sharded_ddp experimental_skip_move_to_device torchdistx_path use_habana use_lazy_mode
+        gaudi_config_name use_hpu_graphs upcast_layernorm upcast_lmhead_output per_device_eval_batch_size
+        eval_batch_size data_seed full_determinism use_fast_processor print_param_status infer_backend infer_dtype
+        use_logits_to_keep compute_accuracy overwrite_cache tool_format crop_to_patches image_max_pixels
+        image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen group_by_length
+        length_column_name train_sampling_strategy trackio_space_id trackio_bucket_id trackio_static_space_id
+        enable_thinking seed_worker ranking hub_token use_v2_trainer vllm_enforce_eager vllm_maxlen vllm_gpu_util
+        model_init_kwargs_use_cache telemetry""",
     ),
     (
         _PLANNED,
@@ -164,11 +174,12 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
         _KERNELS,
         """flash_attention flash_attn attn attention xformers_attention sdp_attention eager_attention flex_attention
-        flex_attn_compile_kwargs flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv
-        flash_attn_fuse_cross_entropy flash_optimum attn_needs_dtype_cast attn_supports_packing attn_uses_flash_lib
-        cut_cross_entropy enable_cce use_cce cce chunked_cross_entropy chunked_cross_entropy_num_chunks
-        use_liger_kernel use_liger enable_liger_kernel liger_kernel_config use_unsloth use_kernels use_scattermoe
-        use_sonicmoe use_kernel use_hub_kernels torch_compile torch_compile_backend torch_compile_mode
+        flex_attn_compile_kwargs flash_attn_cross_entropy flash_attn_rms_norm flash_attn_fuse_mlp
+        flash_attn_fuse_qkv flash_attn_fuse_cross_entropy flash_optimum attn_needs_dtype_cast
+        attn_supports_packing attn_uses_flash_lib cut_cross_entropy enable_cce use_cce cce chunked_cross_entropy
+        chunked_cross_entropy_num_chunks use_liger_kernel use_liger enable_liger_kernel liger_kernel_config
+        use_unsloth use_kernels use_scattermoe use_sonicmoe moe_kernels use_kernel use_hub_kernels use_v1_kernels
+        kernel_name use_flash_attention_2 torch_compile torch_compile_backend torch_compile_mode
         torch_compile_dynamic torchdynamo compile tf32 experts_implementation padding_free loss_kernel""",
     ),
     (
@@ -215,23 +226,24 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (_DESTINATION, "overwrite_output_dir"),
     (
         _EVALUATION,
-        """eval_table_size eval_max_new_tokens do_causal_lm_eval eval_causal_lm_metrics do_bench_eval bench_dataset
-        bench_split dataset_test_split eval_on_each_dataset test_split eval_strategy_best
-        predict_with_generate generate_samples num_generation_samples generation_max_length generation_num_beams""",
+        """eval_table_size eval_max_new_tokens eval_table_max_new_tokens callbacks benchmarks do_causal_lm_eval
+        eval_causal_lm_metrics do_bench_eval bench_dataset bench_split dataset_test_split eval_on_each_dataset
+        test_split eval_strategy_best predict_with_generate generate_samples num_generation_samples
+        generation_max_length generation_num_beams""",
     ),
     (_but(_ADAPTER, "full", "none"), "adapter peft use_peft use_dora finetuning_type adapter_name_or_path"),
     (_ADAPTER, "additional_target freeze_base_model merge_lora pissa_init use_rslora use_llama_pro"),
     (
         _QUANTISED,
         """load_in_4bit load_in_8bit quantization_bit quantization_config quantization_method quantization_type
-        double_quantization gptq gptq_disable_exllama quantization qat enable_qat llmcompressor nvfp4 mxfp4
-        use_bnb use_onebitllms""",
+        double_quantization gptq gptq_disable_exllama gptq_groupsize gptq_model_v1 quantization qat enable_qat
+        llmcompressor nvfp4 mxfp4 use_bnb use_onebitllms""",
     ),
     (
         _FREEZING,
         """unfrozen_parameters freeze_vision_tower freeze_multi_modal_projector freeze_language_model
         freeze_trainable_layers freeze_trainable_modules freeze_extra_modules freeze_mm_modules use_badam lisa_n_layers
-        lisa_step_interval lisa_layers_attribute train_from_scratch mixture_of_depths reinit_weights""",
+        lisa_step_interval lisa_layers_attribute mixture_of_depths""",
     ),
     (
         _OPTIMIZER,
@@ -266,15 +278,16 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     (
         _MODEL,
         """rope_scaling rope_theta overrides_of_model_config overrides_of_model_kwargs model_init_kwargs
-        base_model_config base_model_ignore_patterns model_config_type model_kwargs s2_attention shift_attn
+        base_model_config model_config model_config_type model_kwargs s2_attention shift_attn
         sage_attention llama4_linearized_experts use_attentive_kernels yarn model_quantization_config""",
     ),
     (_but(_SELECTION, 0, 1, 2), "min_sample_len"),
     (
         _SELECTION,
-        """dataset_exact_deduplication curriculum_sampling mask_history train_on_last_turn_only interleave_probs filter
+        """dataset_exact_deduplication curriculum_sampling interleave_probs filter
         max_train_samples skip_train_samples""",
     ),
+    (_TURNS, "mask_history train_on_last_turn_only"),
     (_but(_TRUNCATION, "truncate", "drop"), "excess_length_strategy"),
     (_but(_TRUNCATION, "keep_start", "right"), "truncation_mode truncation_side"),
     (
@@ -283,6 +296,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         cosine_constant_lr_ratio decay_lr_schedule relora_warmup_steps lr_scheduler_groups optim_args optimizer_kwargs
         lr_div_factor""",
     ),
+    (_PACKING, "max_packed_sequence_len"),
     (_BATCH, "batch_size train_batch_size global_batch_size"),
     (_MERGE, "<<"),
 )
@@ -306,8 +320,10 @@ FOREIGN_PREFIXES: Mapping[str, Foreign] = {
     "kd_": _METHOD,
     "fsdp_": _SHARDING,
     "ddp_": _SHARDING,
+    "alst_": _SHARDING,
     "deepspeed_": _ENGINE,
     "ray_": _NOTHING,
+    "mfu_": _NOTHING,
     "flash_attn_": _KERNELS,
     "liger_": _KERNELS,
     "cut_cross_entropy_": _KERNELS,
@@ -321,6 +337,7 @@ FOREIGN_PREFIXES: Mapping[str, Foreign] = {
     "trackio_": _TRACKER,
     "otel_": _TRACKER,
     "hub_": _HUB,
+    "export_": _HUB,
     "dataloader_": _LOADER,
     "sample_packing_": _PADDING,
 }

@@ -278,7 +278,8 @@ def _no_adapter(entries: Entries, report: Report) -> None:
 
 
 def _template(entries: Entries, report: Report) -> None:
-    """A chat template that is written out, and TRL's names for a template's file and for the EOS token."""
+    """A chat template that is written out, TRL's names for a template's file and for the EOS token, and axolotl's old
+    name for special tokens."""
     entry = entries.get("chat_template")
     text = None if entry is None else entry.value.content
     if entry is not None and isinstance(text, str) and ("{%" in text or "{{" in text):
@@ -288,6 +289,10 @@ def _template(entries: Entries, report: Report) -> None:
     if path is not None and str(path.value.content).endswith((".jinja", ".jinja2")):
         entries["chat_template_jinja"] = entries.pop("chat_template_path")
         report.read_as(path, f"chat_template_jinja: {path.value.content}")
+    tokens = entries.get("tokens")
+    if tokens is not None and isinstance(tokens.value.content, dict) and "special_tokens" not in entries:
+        entries["special_tokens"] = entries.pop("tokens")
+        report.read_as(tokens, "special_tokens")
     token = entries.get("eos_token")
     if token is not None and isinstance(token.value.content, str) and "special_tokens" not in entries:
         del entries["eos_token"]

@@ -156,6 +156,37 @@ def test_a_form_of_data_that_ratel_does_not_have() -> None:
         assert load_config(Path("run.yaml")).config.datasets[0].type == "auto"
 
 
+def test_a_key_without_a_value_that_nobody_knows_is_dropped(capsys: pytest.CaptureFixture[str]) -> None:
+    """There it has its default; in a config of ours it may be a slip."""
+    path = write(f"{AXOLOTL}something_old:\n")
+    outcomes = {outcome.written: outcome for outcome in import_config(path).outcomes}
+    assert (outcomes["something_old"].fate, outcomes["something_old"].reason) == ("ignored", "it is empty")
+    assert outcomes["something_new"].fate == "undecided"
+    path.write_text("base_model: base\ndatasets: a.jsonl\nsomething_old:\n")
+    with pytest.raises(BadInput, match="unknown key `something_old`"):
+        load_config(path)
+
+
+@pytest.mark.parametrize("key", ["reinit_weights", "train_from_scratch"])
+@pytest.mark.parametrize("value", ["true", "false"])
+def test_weights_that_are_drawn_anew(key: str, value: str) -> None:
+    Path("run.yaml").write_text(import_config(write(f"{AXOLOTL}{key}: {value}\n")).text)
+    assert load_config(Path("run.yaml")).config.random_init == (value == "true")
+
+
+def test_the_old_name_of_special_tokens() -> None:
+    """A list of tokens is something else: they are added to the vocabulary."""
+    imported = import_config(write(f"{AXOLOTL}tokens: {{eos_token: </s>}}\n"))
+    Path("run.yaml").write_text(imported.text)
+    assert load_config(Path("run.yaml")).config.special_tokens == {"eos_token": "</s>"}
+    fates = {
+        outcome.written: outcome.fate
+        for text in ("tokens: [</s>]", "special_tokens: {eos_token: </s>}\ntokens: {eos_token: <s>}")
+        for outcome in import_config(write(f"{AXOLOTL}{text}\n")).outcomes
+    }
+    assert fates["tokens"] == "undecided"
+
+
 def test_a_long_text_stays_a_text() -> None:
     template = "{% for message in messages %}" + "{{ message['content'] }} # " * 20 + "{% endfor %}"
     Path("run.yaml").write_text(import_config(write(TRL + f"chat_template: {json.dumps(template)}\n")).text)

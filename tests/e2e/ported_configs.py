@@ -86,6 +86,26 @@ AXOLOTL: Mapping[str, Config] = {
         "warmup_steps": 100, **per_epoch(2, 1), "weight_decay": 0.0, **FSDP1,
         "special_tokens": {"pad_token": "<|finetune_right_pad_id|>", "eos_token": "<|eot_id|>"},
     },
+    "archived/mpt-7b": {
+        "base_model": "mosaicml/mpt-7b", "tokenizer_type": "AutoTokenizer", "trust_remote_code": True,
+        "load_in_8bit": False, **ALPACA, "dataset_prepared_path": None, "val_set_size": 0.02, **LORA,
+        "lora_target_modules": ["q_proj", "v_proj"], "sequence_len": 2048, "max_packed_sequence_len": None, **WANDB,
+        "output_dir": "./outputs/mpt-alpaca-7b", **batch(1, 1, 4), **rate("adamw_bnb_8bit", 2e-7),
+        "torchdistx_path": None, "bf16": "auto", "tf32": True, "resume_from_checkpoint": None, "logging_steps": 5,
+        "gptq_groupsize": None, "gptq_model_v1": None, "warmup_ratio": 0.1, **per_epoch(4, 1), "weight_decay": 1e-4,
+        "tokens": {"pad_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    },
+    "compare-adamw-pretrain": {
+        "base_model": "Qwen/Qwen2.5-0.5B", "model_type": "AutoModelForCausalLM", "reinit_weights": True,
+        **UNQUANTISED, "pretraining_dataset": [
+            {"path": "allenai/c4", "name": "en", "type": "pretrain", "split": "train"}
+        ], "dataset_prepared_path": None, "val_set_size": 0.0, "output_dir": "./outputs/compare-adamw-pretrain",
+        "sequence_len": 2048, "sample_packing": True, "pad_to_sequence_len": True, **WANDB, **batch(1, 4),
+        "max_steps": 305, **rate("adamw_torch_fused", 2e-4), "weight_decay": 0.01, "lr_scheduler_kwargs": None,
+        "train_on_inputs": True, "group_by_length": False, "bf16": "auto", "fp16": False, "tf32": False,
+        "gradient_checkpointing": False, **EMPTY, "local_rank": None, "logging_steps": 1, "flash_attention": True,
+        "warmup_steps": 10, **per_epoch(0, 1), "deepspeed": None, "seed": 42, **FSDP1, "special_tokens": None,
+    },
     "LiquidAI/lfm2-350m-fft": {
         "base_model": "LiquidAI/LFM2-350M", "chunked_cross_entropy": True, "eot_tokens": ["<|im_end|>"],
         "datasets": [{
@@ -296,6 +316,12 @@ LLAMA_FACTORY: Mapping[str, Config] = {
         "sequence_parallel_size": 4, "sequence_parallel_mode": "ulysses", "cutoff_len": 204800, "bf16": True,
         "output_dir": "output/ulysses", **ZERO3,
     },
+    "qwen3_full_sft_alst": {
+        **TRACES, "model_name_or_path": "Qwen/Qwen3-8B", "rope_scaling": "linear", "attn": "sdpa",
+        "sequence_parallel_size": 4, "sequence_parallel_mode": "deepspeed-alst", "alst_sequence_backend": "deepspeed",
+        "alst_ulysses_degree": 4, "alst_sequence_tiling": True, "alst_memory_optimizations": True, **ZERO3,
+        "mask_history": True, "cutoff_len": 196608, "output_dir": "output/alst", "bf16": True, "pure_bf16": True,
+    },
     "qwen2_5_full_sft_optimized": {
         **TRACES, "model_name_or_path": "Qwen/Qwen2.5-7B-Instruct", "rope_scaling": "yarn", "attn": "fa2", **ZERO3,
         "cutoff_len": 131072, "output_dir": "output/optimized", "bf16": True, "pure_bf16": True,
@@ -346,6 +372,15 @@ TRL: Mapping[str, Config] = {
         "max_seq_length": 2048, "num_train_epochs": 1, "output_dir": "data/zephyr-7b-sft-full",
         "per_device_eval_batch_size": 8, "per_device_train_batch_size": 16, "remove_unused_columns": True,
         "save_strategy": "steps", "save_steps": 100, "save_total_limit": 1,
+    },
+    "open-r1/R1-Distill-Qwen-Math-7B": {
+        **RECIPE, **FLASH, **MIN_LR, "model_name_or_path": "open-r1/Qwen2.5-Math-7B-RoPE-300k",
+        "chat_template": TEMPLATE, **mixture("open-r1/OpenR1-Math-220k", seed=0), "eos_token": "<|im_end|>",
+        "callbacks": ["push_to_hub_revision"], "benchmarks": ["aime24", "gpqa", "lcb_v4"], "do_eval": False,
+        "eval_strategy": "no", "gradient_accumulation_steps": 8, "hub_model_id": "open-r1/R1-Distill-Qwen-Math-7B",
+        "hub_model_revision": "v12.00", "packing": False, "max_grad_norm": 0.2, "max_length": 32768,
+        "num_train_epochs": 5, "output_dir": "data/R1-Distill-Qwen-Math-7B", "per_device_eval_batch_size": 1,
+        "per_device_train_batch_size": 2, "save_strategy": "epoch", "save_total_limit": 1, "use_liger": True,
     },
     "handbook/smollm3": {
         **RECIPE, **FLASH, **MIN_LR, "model_name_or_path": "HuggingFaceTB/SmolLM3-3B-checkpoints",
