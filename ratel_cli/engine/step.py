@@ -151,6 +151,7 @@ class StepEngine(Closing):
     def settle(self) -> None:
         """Return when the update of the unsettled step is in the shadow. The caller then commits it."""
         self._updates.settle()
+        self._trim()  # the gradients' buffers: whatever comes next is no backward
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> float:
         """Sum of the cross-entropies over the targets of `batches`, with dropout off. No step may be unsettled."""

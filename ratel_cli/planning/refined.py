@@ -20,7 +20,9 @@ from ratel_cli.planning.recorded import BlockSeconds
 from ratel_cli.planning.step_time import StepTime
 
 _BOUND_SHARE = 0.9
-"""The share of a step for which drives are busy that bound it."""
+"""The share of a step for which drives are busy that bound it, whatever else is busy."""
+_BUSIEST_SHARE = 0.5
+"""The same for drives that are busier than computing and the link: between their transfers others wait for them."""
 _LEAST_SHARE = 0.1
 """Below this share of a step, a transfer's rate does not matter."""
 _MOST_FACTOR = 4.0
@@ -37,6 +39,11 @@ class SeenStep:
     """For which drives read or wrote."""
     up_seconds: float
     down_seconds: float
+
+    @property
+    def computing_seconds(self) -> float:
+        """For which the device computed."""
+        return sum(block.forward + block.backward for block in self.blocks.values())
 
 
 def refined_profile(
@@ -68,14 +75,20 @@ def refined_profile(
 def refined_hardware(hardware: HardwareProfile, predicted: StepTime, steps: Sequence[SeenStep]) -> HardwareProfile:
     """The machine with the rates at which its drives and link moved what `predicted` is the time of.
 
-    Drives that were not busy throughout may have been waiting: they are never taken to be slower for that.
+    Drives that did not bound the step may have been waiting: they are never taken to be slower for that.
     """
     stages = (predicted.forward, predicted.backward, predicted.update)
     seconds = median(step.seconds for step in steps)
     seen = median(step.nvme_seconds for step in steps)
     nvme, link = hardware.nvme, hardware.link
+    others = (
+        median(step.computing_seconds for step in steps),
+        median(step.up_seconds for step in steps),
+        median(step.down_seconds for step in steps),
+    )
+    is_bound = seen >= seconds * (_BUSIEST_SHARE if seen > max(others) else _BOUND_SHARE)
     factor = _factor(sum(stage.nvme for stage in stages), seen, seconds)
-    if factor > 1.0 or seen >= _BOUND_SHARE * seconds:
+    if factor > 1.0 or is_bound:
         nvme = replace(
             nvme,
             read_bytes_per_second=factor * nvme.read_bytes_per_second,

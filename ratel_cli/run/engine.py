@@ -84,3 +84,4 @@ def open_planned_engines(
             return parts.engine(engine_settings(context.config, followed))
 
         yield engine_for
+    context.pool.trim()  # what comes next, such as the export, has buffers of its own

@@ -26,7 +26,7 @@ from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, WORKLOAD, g
 from tests.tiers import examples
 
 PROCESS_BYTES = 400 * MIB
-RUNTIME_BYTES = 64 * MIB
+RUNTIME_BYTES = 96 * MIB
 DEEP = Placement(prefetch_blocks=2, pending_updates=2)
 
 

@@ -101,22 +101,37 @@ def rates(hardware: HardwareProfile) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "nvme_seconds", "times"),
+    ("seconds", "nvme_seconds", "computing", "times"),
     [
-        (20.0, 5.0, 2.0),
-        (20.0, 10.0, 1.0),
-        (20.0, 16.0, 1.0),  # not busy throughout: it may have been waiting
-        (20.0, 19.0, 10 / 19),
-        (20.0, 0.5, 4.0),  # no more at once
-        (200.0, 8.0, 1.0),  # it hardly matters
-        (20.0, 0.0, 1.0),
+        (20.0, 5.0, 18.0, 2.0),
+        (20.0, 10.0, 18.0, 1.0),
+        (20.0, 16.0, 18.0, 1.0),  # computing bound the step: drives may have been waiting
+        (20.0, 19.0, 19.5, 10 / 19),
+        (20.0, 16.0, 15.0, 10 / 16),  # they were the busiest
+        (40.0, 16.0, 15.0, 1.0),  # but nothing was busy
+        (20.0, 0.5, 18.0, 4.0),  # no more at once
+        (200.0, 8.0, 1.0, 1.0),  # it hardly matters
+        (20.0, 0.0, 18.0, 1.0),
     ],
 )
-def test_drives_are_as_fast_as_they_were_seen(seconds: float, nvme_seconds: float, times: float) -> None:
-    step = SeenStep(seconds=seconds, blocks={}, nvme_seconds=nvme_seconds, up_seconds=0.0, down_seconds=0.0)
+def test_drives_are_as_fast_as_they_were_seen(
+    seconds: float, nvme_seconds: float, computing: float, times: float
+) -> None:
+    blocks = {
+        0: BlockSeconds(forward=computing / 2, backward=0.0),
+        1: BlockSeconds(forward=0.0, backward=computing / 2),
+    }
+    step = SeenStep(seconds=seconds, blocks=blocks, nvme_seconds=nvme_seconds, up_seconds=0.0, down_seconds=0.0)
     found = refined_hardware(WITHOUT_GPU, PREDICTED, [step, replace(step, nvme_seconds=10 * nvme_seconds), step])
     assert rates(found) == pytest.approx([times * rate for rate in rates(WITHOUT_GPU)])
     assert found.link is None
+
+
+def test_drives_are_not_blamed_for_a_link_that_is_busier() -> None:
+    step = SeenStep(seconds=20.0, blocks={}, nvme_seconds=15.0, up_seconds=16.0, down_seconds=0.0)
+    assert rates(refined_hardware(WITH_GPU, PREDICTED, [step])) == rates(WITH_GPU)
+    step = replace(step, up_seconds=14.0)
+    assert rates(refined_hardware(WITH_GPU, PREDICTED, [step])) < rates(WITH_GPU)
 
 
 def test_the_link_is_as_fast_as_it_was_seen() -> None:

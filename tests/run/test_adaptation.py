@@ -133,7 +133,11 @@ def test_steps_that_take_what_is_predicted_change_nothing() -> None:
 
 @pytest.mark.parametrize("world", [SLOWER, SLOW_DRIVE, FAST_DRIVE], ids=["slower", "slow drive", "fast drive"])
 def test_after_three_steps_that_depart_the_run_comes_to_predict_them(world: World) -> None:
-    adaptation = begin(PLANNED)
+    for limit_bytes in (GIB, GIB + 32 * MIB, GIB + 568 * MIB, 2 * GIB):
+        check_it_comes_to_predict(begin(PLANNED, limit_bytes=limit_bytes), world)
+
+
+def check_it_comes_to_predict(adaptation: Adaptation, world: World) -> None:
     before = adaptation.plan
     found = run(adaptation, [world] * 60)
     assert next(iter(found)) == 3
