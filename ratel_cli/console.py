@@ -35,7 +35,7 @@ _INDENT = "  "
 _LEAST_COLUMNS = 20
 """Text is not folded into less."""
 _MOST_COUNTED = 100_000
-"""A bar counts up to so many in plain numbers."""
+"""The largest total that a bar counts in plain numbers."""
 
 Lines = Callable[[int], Sequence[Text]]
 """The lines to show, each at most as wide as the number of columns that it is called with."""

@@ -71,7 +71,7 @@ def _ask_driver(field: str) -> str:
 
 
 def _failure_of_cuda() -> str | None:
-    """What torch says when it is told to use CUDA; None if it can, or says nothing."""
+    """What torch says when it is asked for CUDA; None if it can, or says nothing."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:

@@ -227,7 +227,7 @@ class _Moments(NamedTuple):
     most_by_held: dict[int, int]
     """The most that a moment takes by itself, by the number of blocks' gradients that have been held by then."""
     held_bytes: list[int]
-    """Bytes of the gradients of so many blocks, in the order of backward, as far as they are held."""
+    """Bytes of held gradients by the number of blocks that have them, in the order of backward."""
 
 
 class _BlockMemory:

@@ -81,7 +81,7 @@ def _steps(path: Path, *, last_step: int) -> Sequence[StepMetrics]:
 
 
 def _losses(steps: Sequence[StepMetrics]) -> Iterator[LossRow]:
-    """One row for each evaluation, or else for each step; of more than `_MAX_ROWS`, so many at equal distances.
+    """One row for each evaluation, or else for each step; `_MAX_ROWS` of them at equal distances if there are more.
 
     The last step always has a row.
     """

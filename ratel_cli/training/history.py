@@ -43,7 +43,7 @@ def read_history(path: Path) -> History:
 
 
 def read_recent(path: Path) -> History:
-    """The last steps in the file: at least 20 if it has so many. Raises OSError if it cannot be read."""
+    """The last steps in the file: at least 20 if it has as many. Raises OSError if it cannot be read."""
     if not path.is_file():
         return History()
     with path.open("rb") as file:
