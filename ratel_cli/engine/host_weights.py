@@ -1,11 +1,12 @@
 """Compute weights (P16) in host memory, shared by the block that computes with them and by its update.
 
-Invariant: a buffer goes back to the pool when its last user has released it and nothing is being read into it.
+Invariants: (1) a buffer goes back to the pool when its last user has released it and nothing is being read into it;
+(2) nobody uses the bytes of a read that failed: every user that waits is raised its error, whoever waited first.
 """
 
 from __future__ import annotations
 
-import contextlib
+from threading import Lock
 from typing import Self
 
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
@@ -24,7 +25,11 @@ class HostWeights:
         self.num_uses = 0
         """Uses announced to the weight reader that share this buffer; the update may be a further user."""
         self._lease = lease
-        self._reads = [read]  # whoever waits for the read pops it; a list, since its pop is atomic
+        self._lock = Lock()
+        self._read: Ticket | None = read
+        """None when it has ended and somebody has waited for it."""
+        self._error: RatelError | None = None
+        """Why it failed."""
 
     @property
     def memory(self) -> memoryview:
@@ -34,17 +39,31 @@ class HostWeights:
     @property
     def is_read(self) -> bool:
         """True if `wait` would return, or raise, at once."""
-        return all(read.done for read in self._reads)
+        read = self._read
+        return read is None or read.done
 
     def wait(self, timeline: Timeline, stage: Stage) -> None:
-        """Block until the read has ended. Later calls return at once. Two threads must not call it at once.
+        """Block until the read has ended. For any user, from any thread, more than once.
 
         Raises RatelError if the read failed.
         """
-        if self._reads:
-            read = self._reads.pop()
-            read.wait()
+        with self._lock:
+            read = self._end_read()
+        if self._error is not None:
+            raise self._error
+        if read is not None:
             timeline.transfer("nvme read", SpanLabel.of("weights", self.block, stage), read)
+
+    def _end_read(self) -> Ticket | None:
+        """Wait for the read, and return it; None if somebody has. Its error is kept for every user."""
+        read = self._read
+        if read is not None:
+            try:
+                read.wait()
+            except RatelError as error:
+                self._error = error
+            self._read = None
+        return read
 
     def share(self) -> Self:
         """Add a user."""
@@ -53,8 +72,8 @@ class HostWeights:
 
     def release(self) -> None:
         """Remove a user. The last one gives the memory back, after the read has ended."""
-        with contextlib.suppress(RatelError, IndexError):  # if nobody has waited, nobody needs these bytes
-            self._reads.pop().wait()
+        with self._lock:
+            self._end_read()  # another user may still wait, and learns whether it failed
         self._lease.release()
 
 
