@@ -7,14 +7,25 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace ratel {
 
 namespace {
 
 #if defined(__x86_64__)
 
+// Not every compiler that builds the rest knows "f16c" as a name. Whether the system saves the registers is part of
+// "avx2".
+bool converts_float16() {
+  unsigned eax, ebx, ecx, edx;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C);
+}
+
 bool runs_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && converts_float16();
 }
 
 bool runs_avx512() {

@@ -18,7 +18,7 @@ import torch
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.embedding_rows import EmbeddingRows
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.replay.tape import Tape
+from ratel_cli.engine.replay.tape import Tapes
 from ratel_cli.model.layer_runner import LayerCall
 from ratel_cli.model.row_lookup import DistinctTokens
 
@@ -67,8 +67,7 @@ class StepState:
         self.num_targets = sum(batch.num_targets for batch in batches)
         self.calls: list[tuple[LayerCall, ...]] = []
         """For each micro-batch: the arguments of every layer apart from its input."""
-        self.tapes: dict[tuple[int, int], Tape] = {}
-        """By block and micro-batch: the tape of its forward, until backward replays it."""
+        self.tapes = Tapes()
         self.recording = recording
         self.resources = contextlib.ExitStack()
         """What one phase opens and a later one closes. Closed with the step, however the step ends."""

@@ -239,7 +239,8 @@ class StepEngine(Closing):
                     with recorder.recording():
                         output = self._run_layer(state, block, number, leaf)
                     hidden[number] = output.detach()
-                    state.tapes[block.index, number], offloaded = recorder.finish()
+                    tape, offloaded = recorder.finish()
+                    state.tapes.put(block.index, number, tape)
                 self._activations.put(block.index, number, Unit(leaf=leaf, offloaded=offloaded))
                 del leaf, output, offloaded
 
@@ -334,7 +335,7 @@ class StepEngine(Closing):
 
     def _replay(self, state: StepState, block: BlockSpec, number: int, unit: Unit) -> torch.Tensor:
         """A layer's output `[batch, tokens, hidden]`, with the autograd graph that forward dropped."""
-        with Replayer(state.tapes.pop((block.index, number)), unit.offloaded) as replayer:
+        with Replayer(state.tapes.take(block.index, number), unit.offloaded) as replayer:
             output = self._run_layer(state, block, number, unit.leaf)
         replayer.check_complete()
         return output

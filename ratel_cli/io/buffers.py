@@ -90,6 +90,8 @@ class BufferPool(Closing):
         """`limit_bytes` None: there is no limit. `pin` is called for every new mapping that crosses the link."""
         assert limit_bytes is None or limit_bytes >= 0
         self.limit_bytes = limit_bytes
+        self.idle_limit_bytes: int | None = None
+        """Idle buffers are given back where the pool would pass this, too. What is leased may."""
         self._pin = pin
         self._lock = Lock()
         self.leased_bytes = 0
@@ -157,17 +159,18 @@ class BufferPool(Closing):
         return region
 
     def _free_bytes_for(self, size_bytes: int, purpose: str) -> None:
-        if self.limit_bytes is None:
-            return
-        shortfall_bytes = self.leased_bytes + size_bytes - self.limit_bytes
-        if shortfall_bytes > 0:
+        in_use_bytes = self.leased_bytes + size_bytes
+        if self.limit_bytes is not None and in_use_bytes > self.limit_bytes:
+            shortfall_bytes = in_use_bytes - self.limit_bytes
             raise DoesNotFit(
                 f"{purpose}: needs {format_bytes(size_bytes)} of RAM, but {format_bytes(self.leased_bytes)} "
                 f"of {format_bytes(self.limit_bytes)} are in use (short by {format_bytes(shortfall_bytes)})",
                 "raise limits.host_memory",
                 shortfall_bytes=shortfall_bytes,
             )
-        self._drop_idle(shortfall_bytes + self._idle_bytes)
+        for limit_bytes in (self.limit_bytes, self.idle_limit_bytes):
+            if limit_bytes is not None:
+                self._drop_idle(in_use_bytes + self._idle_bytes - limit_bytes)
 
     def _drop_idle(self, num_bytes: int) -> None:
         """Drop buffers until `num_bytes` are freed: those that are not pinned first, the longest idle first."""

@@ -26,6 +26,11 @@ class StripedFiles:
         self._lock = Lock()
         self._in_flight: list[Ticket] = []
 
+    @property
+    def num_drives(self) -> int:
+        """Number of files, each on a drive of its own."""
+        return len(self._fds)
+
     def read(self, address: int, memory: memoryview, *, check: Callable[[], None] | None = None) -> Ticket:
         """Fill `memory` from logical `address` on. Both are whole pages.
 

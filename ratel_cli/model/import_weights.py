@@ -99,6 +99,9 @@ def encode_record(dtype: DtypeName, fields: Mapping[str, torch.Tensor]) -> None:
     fields["v32"].zero_()
     match dtype:
         case "bfloat16":
+            not_numbers = fields["w32"].isnan()
+            if not_numbers.any():  # as other bits, the rounding of some of them is zero, and nobody would notice
+                fields["w32"][not_numbers] = torch.nan
             _native.split_bfloat16(fields["w32"], fields["hi16"], fields["lo16"], fields["v32"])
         case "float16":
             fields["w16"].copy_(fields["w32"])

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 
 from ratel_cli.closing import Closing
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.io.files import nearest_existing
+from ratel_cli.io.files import nearest_existing, sync_path
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.marker import (
     MARKER_NAME,
@@ -121,11 +121,12 @@ class Staging(Closing):
             raise write_failure(self.output_dir / name, error) from error
 
     def copy(self, source: Path, name: str) -> None:
-        """Copy a file of the base model. `name` may contain folders."""
+        """Copy a file of the base model, and sync it to the drive. `name` may contain folders."""
         destination = self.path / name
         try:
             destination.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, destination)
+            sync_path(destination)
         except OSError as error:
             raise write_failure(self.output_dir / name, error) from error
 
@@ -140,7 +141,7 @@ class Staging(Closing):
             2. list the new files in the marker, next to the earlier ones
             3. remove the earlier export, the file by which a loader finds the weights first
             4. move the new files to their places, the file by which a loader finds the weights last
-            5. list only the new files in the marker, as the model of `step`
+            5. list only the new files in the marker, as the model of `step`; by then all of them are on the drive
 
         Raises BadInput in phase 1.
         """
@@ -159,6 +160,8 @@ class Staging(Closing):
                 destination = self.output_dir / name
                 destination.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(self.path / name, destination)
+            for folder in {(self.output_dir / name).parent for name in names}:
+                sync_path(folder)
             remove_empty_folders(self.output_dir, [file.name for file in earlier])
             write_marker(self.output_dir, replace(self._marker, run=self._run, step=step, files=new))
         except OSError as error:

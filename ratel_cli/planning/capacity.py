@@ -43,12 +43,23 @@ from ratel_cli.planning.placement import (
     looked_up_block,
     window_bytes,
 )
-from ratel_cli.units import MIB, format_bytes
+from ratel_cli.planning.recorded import RECORDED_MICRO_BATCHES
+from ratel_cli.sizes import CHECKSUM_BYTES, CHUNK_ELEMENTS
+from ratel_cli.units import KIB, MIB, format_bytes
 
 RUNTIME_BYTES = 96 * MIB
 """What torch takes at its first step, above all kernels' code (11 to 17 MiB for a model of next to nothing), what
 imports leave in the heap (up to 30 MiB), and the gaps between what it frees. With 135M parameters in bf16 and a plan
 that fills a limit of 1 GiB it was 78 MiB (2-core EPYC, 2026-11)."""
+
+_CHUNK_BYTES = 3 * CHECKSUM_BYTES + 2
+"""A chunk of one field has a checksum in the table of the generation that is read, in that of the one that is written,
+and in the copy that goes to NVMe; and the tables note for each whether it is set."""
+_UNIT_BYTES = 6 * KIB
+"""What Python and torch keep of one layer and micro-batch from forward to backward: its tape's own part, its tensors
+without their values, its spans (2.0 to 4.3 KiB counted by tracemalloc, which does not see torch's own part)."""
+_RECORDED_BYTES = 100 * KIB
+"""What a recording keeps of one of its units until the step has ended (89 KiB counted so)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +67,7 @@ class HostMemory:
     """Bytes of host memory by purpose, at the moment of a step that takes most."""
 
     process: int
-    """The process before training: Python, torch, the skeleton."""
+    """The process without what training moves: Python, torch, the skeleton, checksums, notes on what has run."""
     hidden_states: int
     """Hidden states between two layers, their gradients, and masks, of all micro-batches."""
     activations: int
@@ -98,7 +109,7 @@ class StepMemory:
         self._state = state
         self._holds_gradients = holds_gradients
         self._overlap: Overlap = overlap
-        self._process_bytes = process_bytes
+        self._process_bytes = process_bytes + notes_bytes(spec.blocks, state, workload)
         self._gpu = gpu
         self._blocks = _BlockMemory(spec, state, workload, on_gpu=gpu is not None, has_sums=has_sums)
         self._known_moments: dict[object, _Moments] = {}
@@ -392,6 +403,15 @@ class _PlacedStep:
     def _groups_in_backward(self) -> int:
         """Where all gradients are held, the engine may still speculate that nothing will be clipped."""
         return 0 if self._updates[0] == "update" else self._groups
+
+
+def notes_bytes(blocks: Sequence[BlockSpec], state: StateBytes, workload: Workload) -> int:
+    """What a step keeps of these blocks apart from their values: checksums, and notes on each unit. Nothing else grows
+    with the number of layers where everything that can be is on NVMe."""
+    num_chunks = state.num_fields * sum(-(-block.num_elements // CHUNK_ELEMENTS) for block in blocks)
+    num_recorded = min(workload.num_micro_batches, RECORDED_MICRO_BATCHES)
+    layer_bytes = workload.num_micro_batches * _UNIT_BYTES + num_recorded * _RECORDED_BYTES
+    return num_chunks * _CHUNK_BYTES + layer_bytes * sum(block.kind == "layer" for block in blocks)
 
 
 def _resident_bytes(spec: ModelSpec, state: StateBytes, placement: Placement) -> int:

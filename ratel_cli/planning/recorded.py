@@ -19,6 +19,8 @@ from ratel_cli.planning.liveness import Decision, Recorded, decide
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
 from ratel_cli.planning.placement import StateBytes, Workload
 
+RECORDED_MICRO_BATCHES = 4
+"""Of each layer: more would not change the medians much, and what is recorded takes memory until the step has ended."""
 _LEAST_SHARE = 0.002
 """The share of a layer's recomputation that a candidate must save."""
 
@@ -57,7 +59,7 @@ class UnitRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSeconds:
-    """Computing of one block in a step, all micro-batches together."""
+    """Computing of one block, of all micro-batches that are counted together."""
 
     forward: float
     backward: float
@@ -71,12 +73,14 @@ def recorded_profile(
     state: StateBytes,
     workload: Workload,
     *,
+    num_micro_batches: int,
     estimate: ModelProfile,
 ) -> ModelProfile:
     """The profile of a model from one step.
 
-    `units` are by block and micro-batch, and hold every micro-batch of each layer. `seconds` are by block. `estimate`
-    is the profile before the step. It gives what no operator of forward shows: gradients of activations.
+    `units` are by block and micro-batch, and hold the same micro-batches of each layer, not necessarily all. `seconds`
+    are by block, of `num_micro_batches` together. `estimate` is the profile before the step. It gives what no operator
+    of forward shows: gradients of activations.
     """
     head, tokens = len(spec.blocks) - 1, workload.micro_batch_tokens
     by_block: dict[int, list[UnitRecord]] = {}
@@ -86,7 +90,6 @@ def recorded_profile(
     for block, records in sorted(by_block.items()):
         signature = tuple((operator.key, operator.num_bytes) for operator in records[0].operators)
         alike.setdefault(signature, []).append(block)
-    num_micro_batches = len(by_block[1])
     profiles = [
         _layer_profile(
             _typical([unit for block in blocks for unit in by_block[block]]),

@@ -16,6 +16,7 @@ from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.planning.capacity import RUNTIME_BYTES
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.context import RunContext
 from ratel_cli.store.store import Store
@@ -81,6 +82,10 @@ def open_planned_engines(
                 # Idle buffers of the plan before would take what the new plan counts on for torch: a limit of 4 GiB
                 # peaked at 4.16 GiB.
                 context.pool.trim()
+            else:
+                # Pinned buffers take long to make, so idle ones stay, but not where torch or the process will be.
+                others_bytes = followed.memory.process + RUNTIME_BYTES
+                context.pool.idle_limit_bytes = max(0, context.host_limit_bytes - others_bytes)
             return parts.engine(engine_settings(context.config, followed))
 
         yield engine_for

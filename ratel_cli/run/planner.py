@@ -75,6 +75,7 @@ class Planner:
             self.spec,
             self.state,
             self.workload,
+            num_micro_batches=recording.num_micro_batches,
             estimate=estimate,
         )
 

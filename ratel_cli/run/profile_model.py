@@ -103,7 +103,7 @@ def _measured(config: RunConfig, model: DecoderModel) -> ModelProfile:
     with translate_errors("measuring the model needs more than is available"):
         profiler = BlockProfiler(model, dtype=DTYPES[config.dtype], device=device, chunk_tokens=workload.chunk_tokens)
         units, seconds = profiler.record(_any_batch(workload, spec.vocab_size))
-    return recorded_profile(units, seconds, spec, state, workload, estimate=estimate)
+    return recorded_profile(units, seconds, spec, state, workload, num_micro_batches=1, estimate=estimate)
 
 
 def _any_batch(workload: Workload, vocab_size: int) -> MicroBatch:

@@ -28,7 +28,7 @@ from ratel_cli.store.layout import ChunkMap, RecordMap
 from ratel_cli.store.manifest import GenerationEntry
 
 _READ_AHEAD = 8
-"""Chunks that `check_all` reads ahead."""
+"""Chunks for each drive that `check_all` reads ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +114,10 @@ class Generation:
         if chunks is None:
             raise BadInput("the store was made without checksums, so it cannot be verified")
         largest_bytes = 4 * chunks.chunk_elements
-        with pool.lease(_READ_AHEAD * largest_bytes, "chunks to check") as lease:
+        at_most = _READ_AHEAD * self._slots.files.num_drives
+        with pool.lease(at_most * largest_bytes, "chunks to check") as lease:
             reads = self._read_chunks(chunks, lease.memory, largest_bytes)
-            with closing(in_flight(reads, at_most=_READ_AHEAD)) as finished:
+            with closing(in_flight(reads, at_most=at_most)) as finished:
                 for num_bytes in finished:
                     progress(num_bytes)
 

@@ -1,12 +1,22 @@
-"""Peak host memory does not grow with the number of layers."""
+"""Peak host memory does not grow with the number of layers, but for notes on each unit, which plans count."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
+import torch
+
+from ratel_cli.engine.replay.recording import StepRecording
+from ratel_cli.planning.capacity import notes_bytes
+from ratel_cli.planning.placement import Workload
+from tests.engine.architectures import tiny_config
+from tests.engine.machine import initial_weights, machine, random_steps
+from tests.planning.shapes import BFLOAT16
+from tests.reference import Recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,3 +37,23 @@ def test_peak_does_not_grow_from_8_to_32_layers_at_64_tokens_a_step() -> None:
     assert deep - shallow < 0.1 * shallow
     # Plain PyTorch would need 16 bytes of memory for each additional parameter.
     assert deep - shallow < 0.05 * 16 * (deep_parameters - shallow_parameters)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_what_is_noted_of_each_unit_is_less_than_a_plan_counts(tmp_path: Path, architecture: str) -> None:
+    config, recipe = tiny_config(architecture), Recipe(dtype=torch.bfloat16)
+    peaks, planned = [], []
+    for number, recording in ((4, None), (36, None), (36, StepRecording())):
+        weights, directory = initial_weights(config), tmp_path / str(len(peaks))
+        with machine(directory, config, recipe, dtype="bfloat16", weights=weights) as ratel:
+            [first, second] = random_steps(2, number)
+            ratel.train([first], recipe)
+            tracemalloc.start()
+            ratel.engine.run(second, step=1, update=2, learning_rate=0.0, recording=recording)
+            assert recording is None or len(recording.units()) == 4 * ratel.model.spec.num_layers
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+        workload = Workload(micro_batch_size=2, num_micro_batches=number, sequence_len=12)
+        planned.append(notes_bytes(ratel.model.spec.blocks, BFLOAT16, workload))
+    assert 0.1 < (peaks[1] - peaks[0]) / (planned[1] - planned[0]) < 1
+    assert peaks[2] - peaks[1] < 4 * 100 * 1024 * ratel.model.spec.num_layers

@@ -54,7 +54,13 @@ def test_it_is_the_profile_of_a_recorded_step(tmp_path: Path, architecture: str)
     )
     units, seconds = BlockProfiler(model, dtype=torch.bfloat16, device=torch.device("cpu")).record(batches[0])
     found = recorded_profile(
-        units, seconds, model.spec, BFLOAT16, workload_of(batches), estimate=estimate_of(model, batches)
+        units,
+        seconds,
+        model.spec,
+        BFLOAT16,
+        workload_of(batches),
+        num_micro_batches=1,
+        estimate=estimate_of(model, batches),
     )
     assert timeless(found) == timeless(wanted)
     for layer, other in zip(found.profiles, wanted.profiles, strict=True):

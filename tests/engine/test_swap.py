@@ -45,7 +45,15 @@ def recorded(ratel: Machine, recipe: Recipe, batches: list[MicroBatch]) -> Model
     ratel.settle()
     spec, seconds = ratel.model.spec, seconds_of(ratel.model.spec, ratel.timeline.take().spans)
     estimate = estimate_of(ratel.model, batches)
-    return recorded_profile(recording.units(), seconds, spec, BFLOAT16, workload_of(batches), estimate=estimate)
+    return recorded_profile(
+        recording.units(),
+        seconds,
+        spec,
+        BFLOAT16,
+        workload_of(batches),
+        num_micro_batches=recording.num_micro_batches,
+        estimate=estimate,
+    )
 
 
 def estimate_of(model: DecoderModel, batches: list[MicroBatch]) -> ModelProfile:

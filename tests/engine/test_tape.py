@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ratel_cli.engine.replay.tape import Recorder, Replayer, Tape
+from ratel_cli.engine.replay.tape import Recorder, Replayer, Tape, Tapes
 from ratel_cli.errors import RatelError
 from ratel_cli.planning.liveness import Decision
 
@@ -229,3 +230,48 @@ def test_attention_on_a_gpu_is_swapped_whole(attend: Callable[..., torch.Tensor]
     again, _ = recorder.finish()
     assert again.decisions[position] is Decision.EXEC
     assert position in again.random_states
+
+
+def test_tapes_that_are_alike_share_their_memory(weights: list[nn.Parameter], hidden: torch.Tensor) -> None:
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return functional.dropout(x @ weights[0], 0.5).tanh() @ weights[1]
+
+    tapes = Tapes()
+    states = []
+    for number in range(2):
+        _, tape = record(block, hidden)
+        tapes.put(1, number, tape)
+        states.append(tape.random_states)
+    first, second = tapes.take(1, 0), tapes.take(1, 1)
+    assert first.funcs is second.funcs and first.decisions is second.decisions and first.outputs is second.outputs
+    # Each has drawn numbers of its own.
+    assert (first.random_states, second.random_states) == tuple(states)
+    [drawn], [drawn_then] = first.random_states.values(), second.random_states.values()
+    assert not torch.equal(drawn, drawn_then)
+    with pytest.raises(KeyError):
+        tapes.take(1, 0)
+
+
+def test_tapes_keep_what_is_of_one_call(hidden: torch.Tensor) -> None:
+    """The integers that attention returns for its backward, and no tensor of a tape that was taken."""
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return _flash(x * 2, x * 3, x * 4).tanh()
+
+    hidden = torch.empty(1, 2, 8, 16, dtype=torch.bfloat16, device="meta")
+    tapes = Tapes()
+    for number in range(2):
+        recorder = Recorder()
+        with recorder.recording():
+            block(hidden.detach().requires_grad_())
+        tape, _ = recorder.finish()
+        tapes.put(1, number, tape)
+    wanted, first, second = tape, tapes.take(1, 0), tapes.take(1, 1)
+    assert second.outputs == wanted.outputs
+    [position] = [number for number, func in enumerate(tape.funcs) if "attention" in str(func)]
+    ours, others = first.outputs[position], second.outputs[position]
+    assert ours is not None and others is not None
+    seeds = [weakref.ref(part) for part in ours if isinstance(part, torch.Tensor)]
+    assert seeds and all(seed() is not other for seed in seeds for other in others)
+    del first, ours
+    assert not any(seed() for seed in seeds)

@@ -96,7 +96,15 @@ def profile_of(ratel: Machine, recording: StepRecording, workload: Workload) -> 
     spec = ratel.model.spec
     estimate = analytic_profile(spec, STATE, workload, traits=ratel.model.traits)
     times = dict.fromkeys(range(len(spec.blocks)), BlockSeconds(forward=1.0, backward=1.0))
-    return recorded_profile(recording.units(), times, spec, STATE, workload, estimate=estimate)
+    return recorded_profile(
+        recording.units(),
+        times,
+        spec,
+        STATE,
+        workload,
+        num_micro_batches=recording.num_micro_batches,
+        estimate=estimate,
+    )
 
 
 def peak_bytes(ratel: Machine, batches: list[MicroBatch]) -> int:

@@ -168,7 +168,15 @@ def check(
         found = peak_bytes(ratel, batches)
         recording = StepRecording()
         ratel.engine.run(batches, step=2, update=3, learning_rate=0.0, recording=recording)
-    profile = recorded_profile(recording.units(), NO_TIMES, model.spec, BFLOAT16, workload, estimate=estimate)
+    profile = recorded_profile(
+        recording.units(),
+        NO_TIMES,
+        model.spec,
+        BFLOAT16,
+        workload,
+        num_micro_batches=num_micro_batches,
+        estimate=estimate,
+    )
     order = SwapOrder(profile)
     num_outputs = order.boundaries[round(swapped_share * (len(order.boundaries) - 1))]
     if num_outputs:

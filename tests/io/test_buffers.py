@@ -149,6 +149,17 @@ def test_idle_buffers_are_dropped_oldest_first_to_stay_in_the_limit() -> None:
             lease.release()
 
 
+@pytest.mark.parametrize("limit_bytes", [None, 20 * PAGE_BYTES])
+def test_idle_buffers_have_a_limit_of_their_own_that_leases_may_pass(limit_bytes: int | None) -> None:
+    with BufferPool(limit_bytes) as pool:
+        pool.idle_limit_bytes = 10 * PAGE_BYTES
+        pool.lease(4 * PAGE_BYTES, "test").release()
+        with pool.lease(6 * PAGE_BYTES, "test"):
+            assert pool.peak_bytes == 10 * PAGE_BYTES
+            with pool.lease(5 * PAGE_BYTES, "test"):  # the 4 that are idle must go, and it is leased all the same
+                assert pool.peak_bytes == pool.leased_bytes == 11 * PAGE_BYTES
+
+
 def test_trim_and_close_give_memory_back() -> None:
     pool = BufferPool(None)
     leases = [pool.lease(8 * MIB, "test") for _ in range(2)]

@@ -402,3 +402,33 @@ def test_shard_sizes(limit: int) -> None:
     for shard in shards:
         assert shard.tensors and (len(shard.tensors) == 1 or file_bytes(shard.tensors) <= limit)
     assert len({shard.file_name for shard in shards}) == len(shards)
+
+
+def test_every_file_is_on_the_drive_before_the_marker_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut must not leave empty files that the marker lists with the hashes of full ones."""
+    output, synced, moved = tmp_path / "out", set[int](), list[Path]()
+    fsync, replace_file = os.fsync, os.replace
+    late: list[str] = []
+
+    def note_sync(fd: int) -> None:
+        synced.add(os.fstat(fd).st_ino)
+        fsync(fd)
+
+    def note_move(source: Path, destination: Path) -> None:
+        if destination.name != MARKER_NAME:
+            moved.append(destination)
+            synced.discard(destination.parent.stat().st_ino)
+        elif moved:
+            late.extend(str(path) for path in moved if path.stat().st_ino not in synced)
+            late.extend(str(path.parent) for path in moved if path.parent.stat().st_ino not in synced)
+        replace_file(source, destination)
+
+    with in_store(tmp_path, "llama") as exported:
+        (exported.base / "tokenizer.json").write_text("{}")
+        (exported.base / "additional_chat_templates").mkdir()
+        (exported.base / "additional_chat_templates" / "other.jinja").write_text("{{ messages }}")
+        monkeypatch.setattr(os, "fsync", note_sync)
+        monkeypatch.setattr(os, "replace", note_move)
+        exported.export(output)
+    assert {path.name for path in moved} >= {"tokenizer.json", "other.jinja", INDEX_NAME}
+    assert not late

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ratel_cli import _native
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import view_field
-from ratel_cli.model.import_weights import import_weights, overlaps
+from ratel_cli.model.import_weights import encode_record, import_weights, overlaps
 from ratel_cli.model.spec import BlockSpec, ModelSpec, lay_out_block
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.layout import record_layout
@@ -107,3 +108,21 @@ def test_layouts_are_those_of_the_store() -> None:
     for dtype in ("bfloat16", "float16", "float32"):
         for field in record_layout(dtype).fields:
             assert view_field(memoryview(bytearray(64)), field.name, 2).element_size() == field.bytes_per_element
+
+
+def test_what_is_no_number_stays_none() -> None:
+    """Rounded as other bits are, 0x7fffffff and its like would be zero, and training would compute with that."""
+    words = torch.tensor([0x7FFFFFFF, 0x7FFF8000, 0x7F800001, -1, -0x8000, 0x7F800000, 0x7F7FFFFF, 0x3F800000])
+    master = words.to(torch.int32).view(torch.float32)
+    halves = {name: torch.empty(8, dtype=torch.int16) for name in ("hi16", "lo16")}
+    fields = {name: torch.empty(8) for name in ("m32", "v32")} | {
+        "w32": master.clone(),
+        "hi16": halves["hi16"].view(torch.bfloat16),
+        "lo16": halves["lo16"],
+    }
+    encode_record("bfloat16", fields)
+    assert torch.equal(fields["hi16"].isnan(), master.isnan())
+    joined = torch.empty(8)
+    _native.join_bfloat16(fields["hi16"], fields["lo16"], fields["v32"], joined)
+    assert torch.equal(joined.isnan(), master.isnan())
+    assert torch.equal(joined[5:], master[5:])

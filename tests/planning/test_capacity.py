@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -26,6 +27,8 @@ from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, WORKLOAD, g
 from tests.tiers import examples
 
 PROCESS_BYTES = 400 * MIB
+NOTES_BYTES = WORKLOAD.num_micro_batches * 6144 + min(WORKLOAD.num_micro_batches, 4) * 100 * 1024
+"""Of a layer, in each plan."""
 RUNTIME_BYTES = 96 * MIB
 DEEP = Placement(prefetch_blocks=2, pending_updates=2)
 
@@ -146,7 +149,9 @@ def test_as_many_gradients_stay_in_memory_as_fit(seed: int, tied: bool, overlap:
         num_micro_batches=3,
         spilled_units=choice.randint(0, 3 * (spec.num_layers - 1)),
     )
-    always = PROCESS_BYTES + offloaded.host_bytes + offloaded.window_bytes
+    num_chunks = 4 * sum(math.ceil(block.num_elements / 2**18) for block in spec.blocks)
+    always = PROCESS_BYTES + 26 * num_chunks + NOTES_BYTES * spec.num_layers
+    always += offloaded.host_bytes + offloaded.window_bytes
     always += 2 * WORKLOAD.tokens * spec.hidden_size * 2 + WORKLOAD.tokens * WORKLOAD.sequence_len
     always += sum(2 * spec.blocks[index].num_elements for index in placement.resident_weights)
     always += sum(10 * spec.blocks[index].num_elements for index in placement.resident_states)
@@ -225,12 +230,13 @@ def test_without_room_for_any_gradient_all_are_spilled() -> None:
 
 
 @pytest.mark.parametrize("holds_gradients", [False, True])
-def test_a_layer_more_costs_its_held_gradient_alone(holds_gradients: bool) -> None:
+def test_a_layer_more_costs_its_held_gradient_and_notes_alone(holds_gradients: bool) -> None:
     def total(num_layers: int) -> int:
         return need(gpt(num_layers=num_layers, hidden_size=1024), holds_gradients=holds_gradients)[0].total
 
     layer = gpt(num_layers=1, hidden_size=1024).blocks[1].num_elements
-    assert total(32) - total(31) == (2 * layer if holds_gradients else 0)
+    notes_bytes = NOTES_BYTES + 26 * 4 * math.ceil(layer / 2**18)
+    assert total(32) - total(31) == notes_bytes + (2 * layer if holds_gradients else 0)
 
 
 def test_micro_batches_cost_their_hidden_states_alone() -> None:

@@ -64,6 +64,7 @@ def profile(
         gpt(num_layers=len(layers)),
         BFLOAT16,
         WORKLOAD,
+        num_micro_batches=num_micro_batches,
         estimate=ESTIMATE,
     )
 
@@ -224,6 +225,7 @@ def test_a_micro_batch_that_ran_more_operators_does_not_count_in_their_times() -
         gpt(num_layers=1),
         BFLOAT16,
         WORKLOAD,
+        num_micro_batches=3,
         estimate=ESTIMATE,
     )
     assert found.profiles[0].recomputed_seconds == 2.0

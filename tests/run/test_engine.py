@@ -13,11 +13,13 @@ import torch
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.planning.capacity import RUNTIME_BYTES
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run import engine
 from ratel_cli.run.context import RunContext
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.store import Store
+from ratel_cli.units import GIB
 
 
 @contextmanager
@@ -34,9 +36,10 @@ def test_a_new_plan_gives_idle_buffers_back_where_the_cpu_computes(
     for name in ("open_device", "EngineParts"):
         monkeypatch.setattr(engine, name, nothing)
     monkeypatch.setattr(engine, "engine_settings", lambda config, plan: None)
-    plan = cast("Plan", SimpleNamespace(device_allocation_bytes=None))
+    plan = cast("Plan", SimpleNamespace(device_allocation_bytes=None, memory=SimpleNamespace(process=GIB)))
     with BufferPool(None) as pool:
         context = SimpleNamespace(
+            host_limit_bytes=2 * GIB,
             device=torch.device(device),
             pool=pool,
             queue=None,
@@ -57,3 +60,5 @@ def test_a_new_plan_gives_idle_buffers_back_where_the_cpu_computes(
             engine_for(plan)
             pool.lease(2 * PAGE_BYTES, "the new one").release()
         assert pool.peak_bytes == pages * PAGE_BYTES
+        # Idle pinned buffers stay out of what the plan counts on for the process and for torch.
+        assert pool.idle_limit_bytes == (None if device == "cpu" else GIB - RUNTIME_BYTES)

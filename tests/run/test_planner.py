@@ -20,6 +20,10 @@ NUM_MICRO_BATCHES = WORKLOAD.num_micro_batches
 
 
 class NothingRecorded(StepRecording):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_micro_batches = NUM_MICRO_BATCHES
+
     def units(self) -> dict[tuple[int, int], UnitRecord]:
         nothing = UnitRecord(operators=(), saved=frozenset(), saved_bytes=0, replay_bytes=0, replay_held_bytes=0)
         return {(block, number): nothing for block in (1, 2) for number in range(NUM_MICRO_BATCHES)}

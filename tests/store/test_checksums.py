@@ -283,6 +283,17 @@ def test_a_damaged_import_is_an_error(tmp_path: Path, queue: IoQueue, pool: Buff
         store.ensure_whole(pool, progress=lambda num_bytes: None, notice=pytest.fail)
 
 
+@pytest.mark.parametrize("num_drives", [1, 3])
+def test_all_drives_are_kept_busy(tmp_path: Path, queue: IoQueue, pool: BufferPool, num_drives: int) -> None:
+    """Eight chunks for each are in flight."""
+    paths = [tmp_path / str(number) for number in range(num_drives)]
+    with import_all(create_store(paths, queue)) as store:
+        before = pool.peak_bytes
+        store.current().check_all(pool, progress=lambda num_bytes: None)
+    assert before == 0
+    assert pool.peak_bytes == num_drives * 8 * 4 * SMALL_CHUNK
+
+
 def test_pinned_generations_are_checked_too(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
     with import_all(create_store([tmp_path], queue, num_slots=3)) as store:
         run_step(store)

@@ -69,7 +69,8 @@ class BlockProfiler:
     def record(self, batch: MicroBatch) -> tuple[dict[tuple[int, int], UnitRecord], dict[int, BlockSeconds]]:
         """Run every kind of block on one micro-batch, tensors `[batch, tokens]`.
 
-        Returns the operators of every layer, by (block, sample), and the seconds of all samples of a block, by block.
+        Returns the operators of every layer, by (block, sample), and the seconds of a block on one micro-batch, by
+        block.
         """
         embedding, *layers, head = self._model.spec.blocks
         [batch] = place([batch], self._device)
@@ -94,7 +95,7 @@ class BlockProfiler:
             for sample, run in enumerate(samples[:num_samples])
             if run.unit is not None
         }
-        return units, {block: _seconds(samples, num_samples) for block, samples in (runs | self._outside).items()}
+        return units, {block: _seconds(samples) for block, samples in (runs | self._outside).items()}
 
     def _embedding(self, block: BlockSpec, batch: MicroBatch) -> tuple[torch.Tensor, tuple[LayerCall, ...]]:
         with self._bound(block) as parameters:
@@ -180,9 +181,7 @@ def _samples(run: Callable[[], _Run]) -> list[_Run]:
     return runs[1:] or runs
 
 
-def _seconds(samples: list[_Run], num_samples: int) -> BlockSeconds:
-    """The seconds of `num_samples` samples that each take as long as the median of `samples`."""
+def _seconds(samples: list[_Run]) -> BlockSeconds:
     return BlockSeconds(
-        forward=num_samples * median(run.forward for run in samples),
-        backward=num_samples * median(run.backward for run in samples),
+        forward=median(run.forward for run in samples), backward=median(run.backward for run in samples)
     )

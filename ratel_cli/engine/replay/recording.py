@@ -22,16 +22,18 @@ from torch.utils.flop_counter import flop_registry
 
 from ratel_cli.engine.replay.tape import RecordedOperator, Recorder
 from ratel_cli.model.operators import TorchOperator, tensors_in
-from ratel_cli.planning.recorded import OperatorRecord, UnitRecord
+from ratel_cli.planning.recorded import RECORDED_MICRO_BATCHES, OperatorRecord, UnitRecord
 from ratel_cli.sizes import PACKED_ALIGNMENT
 from ratel_cli.units import align_up
 
 
 class StepRecording:
-    """The costs of one step's units: one for each layer and micro-batch."""
+    """The costs of one step's units: one for each layer and micro-batch, of the first micro-batches."""
 
     def __init__(self) -> None:
         self._recorders: dict[tuple[int, int], _TimingRecorder] = {}
+        self.num_micro_batches = 0
+        """Of the step, recorded or not."""
 
     def recorder(
         self,
@@ -43,11 +45,15 @@ class StepRecording:
         module: nn.Module,
     ) -> Recorder:
         """A recorder for one layer (`module`) and micro-batch. `parameters` and `swapped` as in `Recorder`."""
+        self.num_micro_batches = max(self.num_micro_batches, micro_batch + 1)
+        if micro_batch >= RECORDED_MICRO_BATCHES:
+            return Recorder(parameters, swapped)
         recorder = self._recorders[block, micro_batch] = _TimingRecorder(parameters, swapped, module)
         return recorder
 
     def units(self) -> dict[tuple[int, int], UnitRecord]:
-        """The units by block and micro-batch, in the order in which they ran. On a GPU the step must have ended."""
+        """What was recorded, by block and micro-batch, in the order in which it ran. On a GPU the step must have
+        ended."""
         return {key: recorder.record() for key, recorder in self._recorders.items()}
 
 

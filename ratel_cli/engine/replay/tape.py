@@ -20,6 +20,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 import torch
 
@@ -29,6 +30,7 @@ from ratel_cli.planning.liveness import Decision, Recorded, decide
 from ratel_cli.sizes import PACKED_ALIGNMENT
 from ratel_cli.units import align_up
 
+T = TypeVar("T")
 _DETACH = torch.ops.aten.detach.default
 """Not an operator of the model: autograd calls it to save an output, but not when saved-tensor hooks are set."""
 _ATTENTION_ON_GPU = frozenset(
@@ -84,6 +86,36 @@ class Tape:
     """As in `RecordedOperator`."""
     random_states: dict[int, torch.Tensor]
     """By position: the generator's state before each random operator."""
+
+
+class Tapes:
+    """The tapes of one step, by block and micro-batch. Those that are alike, nearly all of them, share their memory: a
+    step with 128 layers and 128 micro-batches has 16,384."""
+
+    def __init__(self) -> None:
+        self._tapes: dict[tuple[int, int], Tape] = {}
+        self._known: dict[object, object] = {}
+
+    def put(self, block: int, micro_batch: int, tape: Tape) -> None:
+        """Keep a tape until it is taken."""
+        self._tapes[block, micro_batch] = Tape(
+            funcs=self._shared(tape.funcs),
+            decisions=self._shared(tape.decisions),
+            outputs=self._shared_outputs(tape.outputs),
+            random_states=tape.random_states,
+        )
+
+    def take(self, block: int, micro_batch: int) -> Tape:
+        """Return a tape, and keep it no longer."""
+        return self._tapes.pop((block, micro_batch))
+
+    def _shared_outputs(self, outputs: tuple[tuple[object, ...] | None, ...]) -> tuple[tuple[object, ...] | None, ...]:
+        shared = tuple(self._shared(each) if _has_only_shapes(each) else each for each in outputs)
+        return self._shared(shared) if all(map(_has_only_shapes, outputs)) else shared
+
+    def _shared(self, part: T) -> T:
+        """The part that equals this one and was put first."""
+        return cast("T", self._known.setdefault(part, part))
 
 
 class Recorder(OperatorMode):
@@ -278,6 +310,11 @@ def _not_repeated(position: int, now: object, recorded: object) -> RatelError:
         f"recomputing did not repeat the forward pass: operator {position} was {recorded}, is now {now}",
         "use a model whose forward pass depends only on its inputs and seeds",
     )
+
+
+def _has_only_shapes(outputs: tuple[object, ...] | None) -> bool:
+    """Integers and their tensors, in contrast, are of one call alone."""
+    return outputs is None or all(isinstance(output, OutputShape) for output in outputs)
 
 
 def _without_values(part: object) -> object:

@@ -6,12 +6,13 @@ micro-batch, as if the device were as busy with half of them.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import margin_bytes, plannable_gpu_bytes
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.capacity import check_device_memory
+from ratel_cli.planning.capacity import check_device_memory, notes_bytes
 from ratel_cli.planning.forecast.forecast import Depth, Forecast, Setting, Tier
 from ratel_cli.planning.forecast.ratel_equations import RatelEquations
 from ratel_cli.planning.head_chunk import best_chunk, with_chunk
@@ -93,9 +94,8 @@ class RatelForecaster:
         )
 
     def deepest(self, setting: Setting) -> Depth | None:
-        """The most layers like the last one that fit. Everything that can be lies on NVMe, so only NVMe bounds them."""
-        if not self._has_memory(setting):
-            return None
+        """The most layers like the last one that fit. Everything that can be lies on NVMe, so NVMe bounds them, and
+        memory for what a step notes of each."""
         state, number = self.state, setting.workload.num_micro_batches
         per_element = self.decisions.num_slots * state.record
         if self.decisions.holds_gradients or self.decisions.overlap == "separate":
@@ -104,16 +104,21 @@ class RatelForecaster:
         unit_bytes = align_up(self._profile(setting).profiles[-1].input_bytes, PAGE_BYTES)
         outside = self.spec.blocks[0].num_elements + self.spec.blocks[-1].num_elements
         available_bytes = setting.hardware.nvme.free_bytes - per_element * outside
-        num_layers = available_bytes // (per_element * layer.num_elements + number * unit_bytes)
+        most_layers = available_bytes // (per_element * layer.num_elements + number * unit_bytes)
+        choices = range(1, most_layers + 1)
+        num_layers = bisect_right(choices, 0, key=lambda depth: 0 if self._has_memory(setting, depth) else 1)
         if num_layers < 1:
             return None
         parameters = self.spec.num_parameters + (num_layers - self.spec.num_layers) * layer.num_parameters
         return Depth(num_layers=num_layers, num_parameters=parameters)
 
-    def _has_memory(self, setting: Setting) -> bool:
-        """Whether the placement that takes the least memory fits. It takes the same for every depth."""
+    def _has_memory(self, setting: Setting, num_layers: int) -> bool:
+        """Whether the placement that takes the least memory fits with this many layers. Apart from what a step notes of
+        each it takes the same for every depth."""
         device_limit_bytes = self._device_limit_bytes(setting)
-        problem = self._problem(setting, limit_bytes=host_limit_bytes(setting), device_limit_bytes=device_limit_bytes)
+        layer_bytes = notes_bytes(self.spec.blocks[-2:-1], self.state, setting.workload)
+        limit_bytes = host_limit_bytes(setting) - (num_layers - self.spec.num_layers) * layer_bytes
+        problem = self._problem(setting, limit_bytes=limit_bytes, device_limit_bytes=device_limit_bytes)
         try:
             memory = problem.evaluate(Placement(spilled_units=self._spillable_units(setting))).memory
             check_device_memory(memory, device_limit_bytes)
