@@ -182,7 +182,7 @@ MUTANTS = (
     Mutant("steps begin anew", "run/branch.py", "return beginning() if self.origin.fresh_optimizer else self.generation.progress", "return beginning()", "a run that starts from another one goes on after its step", "e2e/test_branch.py"),
     Mutant("any origin", "run/origin.py", "    if is_same:", "    if True:", "a run is not taken for one that began elsewhere", "run/test_origin.py"),
     Mutant("the other run's writes", "training/wear_limit.py", "return self.first_step + (self.max_bytes", "return (self.max_bytes", "storage.max_tb_written counts what this run writes", "training/test_loop.py"),
-    Mutant("idle buffers of the plan before", "run/engine.py", "context.pool.trim()\n            return", "pass\n            return", "idle buffers leave what the new plan counts on", "run/test_engine.py"),
+    Mutant("idle buffers of the plan before", "run/engine.py", "context.pool.trim()\n            else:", "pass\n            else:", "idle buffers leave what the new plan counts on", "run/test_engine.py"),
     Mutant("a broken machine passes", "report/doctor.py", 'if diagnosis.verdict == "broken"]', 'if diagnosis.verdict == "worse"]', "ratel doctor fails where something is broken", "cli/test_doctor.py"),
     Mutant("a drive below layers", "hardware/mounts.py", "if parts and depth < _MAX_DEPTH:", "if False:", "drives are found through LVM and RAID", "hardware/test_checkup_drives.py"),
     Mutant("a snapshot of the same settings", "run/snapshots.py", "if record is None or is_own_record(record, config):", "if record is None or record.run:", "a snapshot of another run with equal settings is not overwritten", "e2e/test_restore.py"),
