@@ -26,6 +26,7 @@ from rich.segment import ControlType, Segment, Segments
 from rich.text import Text
 
 from ratel_cli.closing import Closing
+from ratel_cli.commands import with_run_named
 from ratel_cli.errors import printable
 from ratel_cli.units import format_count, format_wait, meter
 
@@ -101,7 +102,7 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """Print a text, which may have several lines, as it is."""
-        for line in text.split("\n"):
+        for line in with_run_named(text).split("\n"):
             self._print("", line)
 
     def remark(self, text: str) -> None:
@@ -122,9 +123,9 @@ class RunLog:
 
     def error(self, message: str, hint: str | None = None) -> None:
         """Print why the command ends, and what the user can do."""
-        self._print("error: ", message, "bold red")
+        self._print("error: ", with_run_named(message), "bold red")
         if hint:
-            self._print("hint: ", hint, "cyan")
+            self._print("hint: ", with_run_named(hint), "cyan")
 
     def marked(self, parts: Sequence[tuple[str, bool]]) -> None:
         """Print a text of several parts. The marked ones are coloured on a terminal, and in brackets elsewhere."""
@@ -138,7 +139,7 @@ class RunLog:
     def facts(self, rows: Sequence[tuple[str, str]]) -> None:
         """Print rows of a name and a fact, in two columns. On a terminal a long fact continues in its column."""
         width = max((len(name) for name, _ in rows), default=0)
-        for name, fact in rows:
+        for name, fact in ((name, with_run_named(fact)) for name, fact in rows):
             for part_name, part in zip((name, *[""] * len(fact)), self._folded(fact, width + 2), strict=False):
                 self._print("", f"{part_name:<{width}}  {part}".rstrip())
 
@@ -179,7 +180,7 @@ class RunLog:
         return lines or [""]
 
     def _print_folded(self, label: str, text: str, style: str = "") -> None:
-        first, *others = self._folded(label + text, 0, then=_INDENT)
+        first, *others = self._folded(label + with_run_named(text), 0, then=_INDENT)
         self._print(label, first.removeprefix(label), style)
         for line in others:
             self._print("", line)

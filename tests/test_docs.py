@@ -48,7 +48,7 @@ EVERY_DOCUMENT = pytest.mark.parametrize("name", TEXTS)
 
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTALL)
 _PARTS = ("ratel_cli", "scripts", "examples", "configs", "kernels", "tests", "docs")
-GROUND = ("console", "json_fields", "closing", "sizes", "units", "errors")
+GROUND = ("console", "commands", "json_fields", "closing", "sizes", "units", "errors")
 _PATH = re.compile(rf"`((?:{'|'.join(_PARTS)})/[\w./-]+|\.constraints\.txt|\.ci/run)`")
 
 

@@ -11,6 +11,7 @@ ends without a message.
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import signal
@@ -26,6 +27,7 @@ from typer.exceptions import TyperException
 
 from ratel_cli.cli import config_commands, model_commands, training_commands, upkeep_commands
 from ratel_cli.closing import Closing
+from ratel_cli.commands import forget_run
 from ratel_cli.errors import EnvironmentFailure, Interrupted, RatelError
 from ratel_cli.training.stopping import STOPPED
 
@@ -69,6 +71,8 @@ for _group in (training_commands, config_commands, model_commands, upkeep_comman
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line and return its exit code."""
+    _replace_what_cannot_be_shown()
+    forget_run()
     with _Termination() as termination:
         try:
             code = _run(arguments)
@@ -78,6 +82,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     _report_stop(STOPPED)
     return EXIT_TERMINATED if termination.received else EXIT_INTERRUPTED
+
+
+def _replace_what_cannot_be_shown() -> None:
+    """From now on, print `?` for a character that the encoding of the output does not have."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 class _Termination(Closing):

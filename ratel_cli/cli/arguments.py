@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ratel_cli.errors import BadInput
+
 A_RUN = "A run: its config file, or its output directory."
 
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help=A_RUN, show_default=False)]
@@ -59,3 +61,9 @@ Overwrite = Annotated[
 
 
 ReplaceFile = Annotated[bool, typer.Option("--overwrite", help="Replace FILE if it exists.")]
+
+
+def check_option(option: str, is_given: bool, *, only_with: str, is_met: bool) -> None:
+    """Raise BadInput if an option is given that does nothing without another one."""
+    if is_given and not is_met:
+        raise BadInput(f"argument '{option}': it belongs to {only_with}", f"add {only_with}, or leave out {option}")

@@ -6,11 +6,11 @@ What would run goes to stdout, everything else to stderr. Invariant: the exit co
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ratel_cli.commands import command, name_run
 from ratel_cli.config.load import examine_config
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure
@@ -20,6 +20,7 @@ from ratel_cli.run.run_directory import config_file
 
 def run(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
     """Check the config in `path`. Raises RatelError with all that is wrong."""
+    name_run(path, overrides)
     try:
         reading = examine_config(config_file(path), overrides)
     except BadInput as error:
@@ -35,7 +36,7 @@ def run(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
     if not as_json:
         page = RunLog(sys.stdout)
         page.facts(report.rows)
-        page.say(f"no errors; `{shlex.join(['ratel', 'finetune', str(path), *overrides])}` runs it")
+        page.say(f"no errors; {command('finetune', path, *overrides)} runs it")
 
 
 def _raise(report: CheckReport) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ratel_cli.cli.arguments import check_option
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.run.origin import check_origin, find_origin
@@ -28,8 +29,8 @@ def run(
     fresh_optimizer: bool,
 ) -> None:
     """Run the config in `path`, from the step of another run if `origin` names one. Raises RatelError."""
-    if fresh_optimizer and origin is None:
-        raise BadInput("argument '--fresh-optimizer': it belongs to --from, which names the run to start from")
+    check_option("--fresh-optimizer", fresh_optimizer, only_with="--from RUN", is_met=origin is not None)
+    check_option("--overwrite-store", overwrite_store, only_with="--resume no", is_met=resume == "no")
     if origin is not None and resume not in ("auto", "no"):
         raise BadInput(
             f"arguments '--from' and '--resume {resume}': a run that starts from another one has no step to go back to",

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ratel_cli.config.overrides import is_override
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.report.completions import completion_lines, completions_to_json, cost_line
@@ -31,6 +32,8 @@ def run(
 ) -> None:
     """Print what the model that `path` names adds to each prompt. Raises RatelError."""
     if prompts_file is not None and prompt is not None:
+        if not is_override(prompt):
+            raise BadInput("arguments 'PROMPT' and '--prompts': both name prompts", "leave out one of them")
         overrides, prompt = [prompt, *overrides], None  # the prompts are in the file, so this is a key
     if prompts_file is None and not (prompt or "").strip():
         raise BadInput(

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import typer
 
+from ratel_cli.cli.arguments import check_option
+from ratel_cli.commands import command
 from ratel_cli.config.importing import Imported, import_config
 from ratel_cli.console import RunLog
 from ratel_cli.report.imported import import_rows
@@ -19,6 +21,7 @@ from ratel_cli.run.new_file import reject_existing, write_new
 
 def run(path: Path, output: Path | None, *, overwrite: bool, as_json: bool) -> None:
     """Translate the config in `path`. Raises RatelError."""
+    check_option("--overwrite", overwrite, only_with="-o FILE", is_met=output is not None)
     if output is not None:
         reject_existing(output, overwrite=overwrite)
     imported = import_config(path)
@@ -34,7 +37,7 @@ def run(path: Path, output: Path | None, *, overwrite: bool, as_json: bool) -> N
     else:
         undecided = any(outcome.fate == "undecided" for outcome in imported.outcomes)
         then = "decide what it asks, then try" if undecided else "try"
-        log.say(f"wrote {output}; {then} `ratel check {output}`")
+        log.say(f"wrote {output}; {then} {command('check', output)}")
 
 
 def _to_json(imported: Imported, output: Path | None) -> dict[str, object]:

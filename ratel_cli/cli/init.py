@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ratel_cli.commands import command, name_run
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
-from ratel_cli.run.new_file import reject_existing, write_new
+from ratel_cli.run.new_file import check_new, write_new
 
 _MOST_MODELS = 5
 _NEXT = (
@@ -27,9 +27,10 @@ _NEXT = (
 
 def run(model: str | None, data: Sequence[str], output: Path, overrides: Sequence[str], *, overwrite: bool) -> None:
     """Write the config. Raises RatelError."""
-    reject_existing(output, overwrite=overwrite)
+    check_new(output, overwrite=overwrite)
     if model is None:
         raise _which_model()
+    name_run(output)
     log = RunLog()
     from ratel_cli.run.init import starting_config
 
@@ -37,10 +38,9 @@ def run(model: str | None, data: Sequence[str], output: Path, overrides: Sequenc
     write_new(output, start.text, overwrite=overwrite)
     log.facts(start.rows)
     log.say(f"wrote {output}; now")
-    name = shlex.quote(str(output))
-    width = max(len(command) for command, _ in _NEXT)
-    for command, words in _NEXT:
-        log.say(f"  ratel {command} {name}{' ' * (width - len(command))}  {words}")
+    width = max(len(name) for name, _ in _NEXT)
+    for name, words in _NEXT:
+        log.say(f"  {command(name, output).strip('`')}{' ' * (width - len(name))}  {words}")
 
 
 def _which_model() -> BadInput:

@@ -15,6 +15,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from ratel_cli.cli.arguments import check_option
 from ratel_cli.console import RunLog
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.planning.forecast.advice import Advice, advise
@@ -33,7 +34,7 @@ from ratel_cli.run.plan_inputs import (
 )
 from ratel_cli.run.plan_questions import Questions, answers
 from ratel_cli.run.run_directory import read_config
-from ratel_cli.run.settings import as_recorded
+from ratel_cli.run.settings import as_recorded, warn_of_host_limit
 from ratel_cli.units import format_bytes
 
 
@@ -48,6 +49,7 @@ def run(
     overwrite: bool,
 ) -> None:
     """Show the forecast. Raises RatelError; DoesNotFit only after everything was shown."""
+    check_option("--overwrite", overwrite, only_with="--plot FILE", is_met=picture is not None)
     log = RunLog()
     config = read_config(config_path, log, overrides)
     if picture is not None:
@@ -56,6 +58,7 @@ def run(
     hardware = find_hardware(config, hardware_path, log)
     is_split_planned = config.is_split_planned
     if hardware_path is None:
+        warn_of_host_limit(config, log)
         config = as_recorded(config)
     config = with_planned_split(config, hardware, name=config_path.stem, log=log)
     forecaster = forecaster_of(config, hardware, name=config_path.stem, log=log)

@@ -13,13 +13,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ratel_cli.cli.arguments import check_option
+from ratel_cli.commands import command
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.report.profile import hardware_rows, model_rows, operator_lines
 from ratel_cli.run.hardware_file import to_text
-from ratel_cli.run.new_file import reject_existing, write_new
+from ratel_cli.run.new_file import check_new, write_new
 from ratel_cli.run.plan_inputs import with_planned_chunk, with_planned_split
 from ratel_cli.run.profile_cache import ProfileTarget, machine_profile, profile_target
 from ratel_cli.run.run_directory import read_config
@@ -36,19 +38,20 @@ def run(
     overwrite: bool,
 ) -> None:
     """Print the machine's profile, and write it to `output` if that is given. Raises RatelError."""
+    check_option("--overwrite", overwrite, only_with="-o FILE", is_met=output is not None)
     log = RunLog()
     _check_directories(storage)
     config = None if config_path is None else read_config(config_path, log)
     target = _target(config, storage)
     if output is not None:
-        _check_writable(output, overwrite=overwrite)
+        check_new(output, overwrite=overwrite)
 
     def measure(target: ProfileTarget) -> HardwareProfile:
         from ratel_cli.run.profile_machine import measure_machine
 
         return measure_machine(target, log)
 
-    profile = machine_profile(target, measure, log, refresh=refresh)
+    profile = machine_profile(target, measure, log, refresh=refresh, refreshed_by=_again(config_path, storage))
     if as_json:
         sys.stdout.write(to_text(profile))
     else:
@@ -58,6 +61,12 @@ def run(
         log.say(f"wrote {output}")
     if config is not None and config.base_model is not None:
         _profile_model(config, profile, log, refresh=refresh, quiet=as_json)
+
+
+def _again(config_path: Path | None, storage: Sequence[Path]) -> str:
+    """The command that measures the same once more."""
+    config = [] if config_path is None else [config_path]
+    return command("profile", *config, *(word for path in storage for word in ("--storage", path)), "--refresh")
 
 
 def _target(config: RunConfig | None, storage: Sequence[Path]) -> ProfileTarget:
@@ -91,12 +100,3 @@ def _check_directories(storage: Sequence[Path]) -> None:
     ]
     if wrong:
         raise BadInput(wrong[0].message, others=tuple(wrong[1:]))
-
-
-def _check_writable(output: Path, *, overwrite: bool) -> None:
-    """Check the path before half a minute of measuring."""
-    if os.path.isdir(output):
-        raise BadInput(f"argument '-o {output}': this is a directory", "give the name of the file to write")
-    if not os.path.isdir(output.parent):
-        raise BadInput(f"argument '-o {output}': there is no directory {output.parent}")
-    reject_existing(output, overwrite=overwrite)

@@ -17,6 +17,7 @@ from pathlib import Path
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.report.page import GENERATOR, page_of
+from ratel_cli.run.new_file import check_place
 from ratel_cli.run.output import is_run_output
 from ratel_cli.run.report import report_of
 from ratel_cli.run.run_directory import REPORT_NAME, find_run, is_output_of_run, run_directory
@@ -27,12 +28,15 @@ _HEAD_BYTES = 400
 
 def run(path: Path, output: Path | None, *, in_terminal: bool, overwrite: bool) -> None:
     """Report on the run that `path` names. Raises RatelError."""
+    if in_terminal and (output is not None or overwrite):
+        given = "--overwrite" if output is None else f"-o {output}"
+        raise BadInput(f"arguments '--terminal' and '{given}': --terminal writes no file", "leave out one of them")
     log = RunLog()
     config = find_run(path, log)
     if not is_output_of_run(config.output_dir):
         raise BadInput(f"there is nothing to report: {config.output_dir} has no run in it", "the run has not begun")
     target = output or run_directory(config.output_dir) / REPORT_NAME
-    if output is not None or not in_terminal:
+    if not in_terminal:
         _check(target, overwrite=overwrite)
         if output is None and not is_run_output(config.output_dir):
             raise BadInput(f"Ratel did not make {config.output_dir}", "write the report elsewhere with -o FILE")
@@ -43,17 +47,14 @@ def run(path: Path, output: Path | None, *, in_terminal: bool, overwrite: bool) 
         page = RunLog(sys.stdout)
         for line in report_lines(report, width=shutil.get_terminal_size().columns):
             page.say(line)
-    if output is not None or not in_terminal:
-        _write(target, page_of(report))
-        log.say(f"wrote {target}")
+        return
+    _write(target, page_of(report))
+    log.say(f"wrote {target}")
 
 
 def _check(target: Path, *, overwrite: bool) -> None:
     """Raise BadInput unless the report may be written to `target`."""
-    if os.path.isdir(target):
-        raise BadInput(f"argument '-o {target}': is a directory", "name a file, such as report.html")
-    if not os.path.isdir(target.parent):
-        raise BadInput(f"argument '-o {target}': cannot be written there", "name a file in a directory that exists")
+    check_place(target)
     if os.path.lexists(target) and not overwrite and not _is_report(target):
         raise BadInput(f"{target} is there and is no report", "name another file, or replace it with --overwrite")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ratel_cli.commands import command
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.run.run_directory import find_run
@@ -28,5 +29,5 @@ def run(path: Path, overrides: Sequence[str], snapshot: Path | None, *, overwrit
     from ratel_cli.run.restore import restore
 
     step = restore(config, snapshot, overwrite=overwrite, log=log)
-    command = " ".join(["ratel finetune", str(path), *overrides])
-    log.say(f"restored step {step} from {snapshot} to {place_of(config)}; `{command}` resumes from it")
+    resumes = command("finetune", path, *overrides)
+    log.say(f"restored step {step} from {snapshot} to {place_of(config)}; {resumes} resumes from it")

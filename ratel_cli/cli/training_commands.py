@@ -55,8 +55,6 @@ def finetune(
     ] = False,
 ) -> None:
     _check_resume(resume)
-    if overwrite_store and resume != "no":
-        raise BadInput("argument '--overwrite-store': only with --resume no, which starts over")
     from ratel_cli.cli import finetune as command
 
     command.run(

@@ -16,7 +16,7 @@ from pathlib import Path
 from ratel_cli.console import RunLog
 from ratel_cli.report.verify import check_lines, checks_to_json, raise_if_wrong
 from ratel_cli.run.run_directory import find_run, is_output_of_run
-from ratel_cli.run.settings import place_of
+from ratel_cli.run.settings import place_of, store_hint
 
 
 def run(path: Path, *, as_json: bool) -> None:
@@ -29,7 +29,9 @@ def run(path: Path, *, as_json: bool) -> None:
     if config is None:
         checks = verify_directory(path, log)
     elif os.path.isdir(path) and not Store.exists(config.storage.paths):
-        log.notice(f"there is no store in {place_of(config)}; only the export is verified")
+        log.notice(
+            f"there is no store in {place_of(config)}; only the export is verified; for the store, {store_hint(config)}"
+        )
         checks = verify_directory(path, log)
     else:
         checks = verify_run(config, log)

@@ -24,10 +24,19 @@ from ratel_cli.config.aliases import (
     is_dataset_type,
     section_in,
 )
+from ratel_cli.config.describe import describe_value
 from ratel_cli.config.foreign import foreign_key
 from ratel_cli.config.their_datasets import translate_dataset
 from ratel_cli.config.translations import translate_top_level
 from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Where, plain, show
+
+_OTHER_DEFAULTS: Mapping[str, str] = {
+    "output_dir": "outputs/ and the name of the config file",
+    "micro_batch_size": "1, or what `tokens_per_step` leaves to the plan",
+    "gradient_accumulation_steps": "1, or what `tokens_per_step` leaves to the plan",
+    "warmup_ratio": "0.03, or 0 if `warmup_steps` is set",
+}
+"""Defaults that follow from other keys."""
 
 Fate = Literal["kept", "translated", "ignored", "noted", "undecided", "impossible"]
 
@@ -139,6 +148,15 @@ class Dialect:
         """Report that the entry changes nothing, for this reason."""
         self._record(entry, "ignored" if quietly else "noted", reason=reason)
 
+    def drop_empty(self, entry: Entry) -> None:
+        """Report that the entry, of one of our keys, has no value, and the default that the key has instead."""
+        if self._forgiving:  # the default is the other trainer's
+            self._record(entry, "ignored", reason="it is empty, so its default is used")
+            return
+        key = canonical_key(TOP, entry.written)
+        value = _OTHER_DEFAULTS.get(key) or f"`{key}: {describe_value(SECTIONS[TOP].model_fields[key].default)}`"
+        self._note(entry, f"`{entry.written}` is empty, so its default is used: {value}")
+
     def reject(self, finding: Finding, key: str) -> None:
         """Report that an entry is wrong; `key` is our name for it."""
         self._find(finding, TOP, key)
@@ -191,6 +209,8 @@ class Dialect:
         reason = "Ratel has no such key" if foreign is None else foreign.reason
         if foreign is None and self._forgiving and entry.value.content is None:
             fate, reason = "ignored", "it is empty"
+        elif foreign is not None and fate != foreign.fate:  # what the key does with other values is no reason
+            reason = "with this value it changes nothing" if plain(entry.value) else "it is off or empty"
         if fate in ("ignored", "noted"):
             self._record(entry, fate, reason=reason)
         elif fate == "undecided" and self._forgiving:

@@ -76,14 +76,21 @@ def import_config(path: Path) -> Imported:
     root = read_text(read_file(path, "config"), str(path), findings)
     if not isinstance(root.content, dict) or not root.content:
         raise Finding(where=root.where, message="a config consists of `key: value` lines").as_error()
+    if _is_of_a_model(root):
+        hint = "name the config of the training; this model is its `base_model`"
+        message = "this is the config of a model, not of a training"
+        raise Finding(where=root.where, message=message, hint=hint).as_error()
     tool = recognise(root)
     if tool == "torchtune":
         root.content = translate_torchtune(root.content, dialect)
-    has_warmup = tool in ("torchtune", "Ratel") or not any(
+    is_constant = any(
         key in root.content and root.content[key].value.content == "constant"
         for key in ("lr_scheduler", "lr_scheduler_type")
     )
     dialect.translate(TOP, root)
+    if "base_model" in root.content and all(outcome.fate == "kept" for outcome in dialect.outcomes):
+        tool = "Ratel"  # axolotl shares many keys, but hardly a whole config
+    has_warmup = tool in ("torchtune", "Ratel") or not is_constant
     steps = root.content.get("warmup_steps")
     if steps is not None and steps.value.content and "warmup_ratio" in root.content:
         dialect.drop(root.content.pop("warmup_ratio"), "`warmup_steps` decides, as it does there")
@@ -99,6 +106,14 @@ def import_config(path: Path) -> Imported:
         text=_text(root, tool, path, outcomes, missing),
         outcomes=(*outcomes, *(_undecided(key, root.where) for key in missing)),
     )
+
+
+def _is_of_a_model(root: Marked) -> bool:
+    """Whether this is a model's config.json."""
+    assert isinstance(root.content, dict)
+    if "base_model" in root.content or "model_name_or_path" in root.content:
+        return False
+    return "architectures" in root.content or ("model_type" in root.content and recognise(root) == "Ratel")
 
 
 def recognise(root: Marked) -> str:

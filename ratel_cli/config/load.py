@@ -19,6 +19,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from ratel_cli.commands import command
 from ratel_cli.config.aliases import SECTIONS, TOP
 from ratel_cli.config.dialect import Dialect
 from ratel_cli.config.messages import contradictions_in, finding_of
@@ -113,7 +114,7 @@ def examine_text(text: str, path: Path, overrides: Sequence[str] = ()) -> Readin
         hint = "write `base_model: ...` and the other keys, one per line"
         raise Finding(where=root.where, message="a config consists of `key: value` lines", hint=hint).as_error()
     if is_torchtune(root):
-        hint = f"translate it: ratel import {path} -o run.yaml"
+        hint = f"translate it: {command('import', path, '-o', 'run.yaml')}"
         raise Finding(where=root.where, message="this is a config of torchtune", hint=hint).as_error()
     keys = keys_by_place(root)
     dialect.translate(TOP, root)

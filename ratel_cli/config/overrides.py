@@ -23,6 +23,12 @@ _EITHER_OR = (
 _FORM = "write key=value, for example learning_rate=1e-4"
 
 
+def is_override(argument: str) -> bool:
+    """Whether an argument looks like `key=value`: what is before the sign could be a key."""
+    key, equals, _ = argument.partition("=")
+    return bool(equals) and all(part.isidentifier() or part.isdigit() for part in key.strip().split("."))
+
+
 def apply_override(root: Marked, argument: str, number: int, dialect: Dialect) -> None:
     """Apply one argument to the tree; `number` is its position, from 1. Whatever is wrong with it becomes a finding."""
     where = Where(layer=number, line=0, column=0, origin=f"argument {shorten(argument, 80)}")

@@ -42,6 +42,7 @@ from ratel_cli.config.values import (
     WarmupSteps,
 )
 from ratel_cli.sizes import DtypeName
+from ratel_cli.units import counted
 
 __all__ = [
     "DatasetConfig",
@@ -421,7 +422,7 @@ def _split_contradictions(config: RunConfig) -> list[Contradiction]:
         hint = "write `tokens_per_step: N`: the sequences of a step times `sequence_len`"
         given = number if isinstance(number, int) else size
         if isinstance(given, int):
-            hint = f"for a step of {given} sequences, write `tokens_per_step: {given * config.sequence_len}`"
+            hint = f"for a step of {counted(given, 'sequence')}, write `tokens_per_step: {given * config.sequence_len}`"
             hint += f" and remove `{'gradient_accumulation_steps' if given == number else 'micro_batch_size'}`"
         return [Contradiction(keys=(key,), message=message, hint=hint)]
     keys = ("tokens_per_step", "micro_batch_size", "gradient_accumulation_steps", "sequence_len")
@@ -433,13 +434,15 @@ def _split_contradictions(config: RunConfig) -> list[Contradiction]:
     if isinstance(size, int) and isinstance(number, int):
         if size * number == rows:
             return []
-        product = f"{size} x {number} x {config.sequence_len} = {size * number * config.sequence_len}"
+        product = size * number * config.sequence_len
         message = f"`tokens_per_step` is {tokens}, but `micro_batch_size` x `gradient_accumulation_steps` x "
-        message += f"`sequence_len` is {product}"
-        return [Contradiction(keys=keys, message=message, hint="remove one of them; it follows from the others")]
+        message += f"`sequence_len` is {size} x {number} x {config.sequence_len} = {product}"
+        hint = f"write `tokens_per_step: {product}`, or remove one of them; it follows from the others"
+        return [Contradiction(keys=keys, message=message, hint=hint)]
     for key, count in (("micro_batch_size", size), ("gradient_accumulation_steps", number)):
         if isinstance(count, int) and rows % count:
-            message = f"`tokens_per_step` ({tokens}) is {rows} sequences, which is not a multiple of `{key}` ({count})"
+            message = f"`tokens_per_step` ({tokens}) is {counted(rows, 'sequence')}, which is not a multiple of"
+            message += f" `{key}` ({count})"
             return [Contradiction(keys=(key, "tokens_per_step"), message=message)]
     return []
 

@@ -305,7 +305,7 @@ def _empty(entries: Entries, report: Report) -> None:
     """A key of ours without a value has its default, as in the other trainers."""
     for key in [key for key, entry in entries.items() if entry.value.content is None and entry.where.layer == 0]:
         if key in _MAY_BE_EMPTY:
-            report.drop(entries.pop(key), "it is empty, so its default is used")
+            report.drop_empty(entries.pop(key))
 
 
 _MAY_BE_EMPTY = (

@@ -30,7 +30,7 @@ from ratel_cli.data.packing import Integers, MicroBatch, Sequences, assemble, on
 from ratel_cli.data.rows import DatasetSource, RowSource, open_source
 from ratel_cli.data.token_cache import TokenCache
 from ratel_cli.data.tokenizer import Tokenizer
-from ratel_cli.errors import BadInput, ErrorList
+from ratel_cli.errors import BadInput, ErrorList, printable
 from ratel_cli.json_fields import hash_of
 from ratel_cli.units import counted
 
@@ -215,6 +215,7 @@ def load_training_data(
     cache_dir: Path,
     rejects_path: Path | None,
     notice: Callable[[str], None],
+    rejects_shown_by: str | None = None,
     test_sources: Sequence[DatasetSource] = (),
     stream_steps: int | None = None,
     window_samples: int = WINDOW_SAMPLES,
@@ -222,9 +223,10 @@ def load_training_data(
     """Read all samples, or find them in the cache, hold out the evaluation split, and pack the rest.
 
     `rejects_path` gets the rejected rows, and a file next to it those of `test_sources`, whose samples are for
-    evaluation; None: they are not written. `notice` gets remarks for the user. `stream_steps`: the sources are streams;
-    read only as many rows as this many steps need, and pack and mix `window_samples` at a time. Raises BadInput if the
-    data cannot be used, EnvironmentFailure if it cannot be read or the cache cannot be written.
+    evaluation; None: they are not written. `rejects_shown_by`: what shows them to the user; None: this file, if there
+    is one. `notice` gets remarks for the user. `stream_steps`: the sources are streams; read only as many rows as this
+    many steps need, and pack and mix `window_samples` at a time. Raises BadInput if the data cannot be used,
+    EnvironmentFailure if it cannot be read or the cache cannot be written.
     """
     if settings.sequence_len < 2:
         raise BadInput(
@@ -252,6 +254,7 @@ def load_training_data(
             train_on_inputs=train_on_inputs,
             cache_dir=cache_dir,
             rejects_path=rejects,
+            rejects_shown_by=rejects_shown_by or (None if rejects is None else printable(str(rejects))),
             notice=notice,
         )
 

@@ -39,6 +39,7 @@ def load_token_cache(
     train_on_inputs: bool,
     cache_dir: Path,
     rejects_path: Path | None,
+    rejects_shown_by: str | None,
     notice: Callable[[str], None],
     demand: Demand | None = None,
     key_of_sources: str = "datasets",
@@ -46,9 +47,10 @@ def load_token_cache(
     """The tokenised samples of all sources. They come from the cache if exactly these were tokenised before.
 
     `demand`: the sources are streams, and only as much of them is read; None: all of them is.
-    `notice` gets remarks for the user, `rejects_path` the rejected rows if it is not None. `key_of_sources` is their
-    key in the config, for errors. Raises BadInput if the data cannot be used, EnvironmentFailure if it cannot be read
-    or the cache cannot be written. The error has those of all sources, as far as their first rows show them.
+    `notice` gets remarks for the user, `rejects_path` the rejected rows if it is not None. `rejects_shown_by`: what
+    shows the user the rejected rows; None if nothing does. `key_of_sources` is their key in the config, for errors.
+    Raises BadInput if the data cannot be used, EnvironmentFailure if it cannot be read or the cache cannot be written.
+    The error has those of all sources, as far as their first rows show them.
     """
     key = _cache_key(
         sources, tokenizer=tokenizer, sequence_len=sequence_len, train_on_inputs=train_on_inputs, demand=demand
@@ -60,7 +62,9 @@ def load_token_cache(
                 tokenizer, sequence_len=sequence_len, train_on_inputs=train_on_inputs, notice=notice
             )
             with encoder, TokenCacheWriter(cache_dir / key) as writer:
-                ingestion = _Ingestion(tokenizer, encoder, writer, sequence_len, rejects_path, notice, key_of_sources)
+                ingestion = _Ingestion(
+                    tokenizer, encoder, writer, sequence_len, rejects_path, rejects_shown_by, notice, key_of_sources
+                )
                 return ingestion.run(sources, demand)
         if rejects_path is not None:
             copy_rejects(cache.directory, rejects_path)
@@ -98,6 +102,7 @@ class _Ingestion:
         writer: TokenCacheWriter,
         sequence_len: int,
         rejects_path: Path | None,
+        rejects_shown_by: str | None,
         notice: Callable[[str], None],
         key_of_sources: str,
     ) -> None:
@@ -107,6 +112,7 @@ class _Ingestion:
         self._writer = writer
         self._sequence_len = sequence_len
         self._rejects_path = rejects_path
+        self._rejects_shown_by = rejects_shown_by
         self._notice = notice
         self._notices: list[str] = []
         self._sources: list[SourceCounts] = []
@@ -141,12 +147,9 @@ class _Ingestion:
                 "its header"
             )
         if self._writer.num_rejected:
-            self._note(f"rejected {self._writer.num_rejected} of {self._num_rows} rows: see {self._rejects_name}")
+            see = "" if self._rejects_shown_by is None else f": see {self._rejects_shown_by}"
+            self._note(f"rejected {self._writer.num_rejected} of {self._num_rows} rows{see}")
         return self._writer.finish(num_rows=self._num_rows, notices=tuple(self._notices), sources=tuple(self._sources))
-
-    @property
-    def _rejects_name(self) -> str:
-        return "`ratel data CONFIG --bad`" if self._rejects_path is None else printable(str(self._rejects_path))
 
     def _note(self, text: str) -> None:
         self._notices.append(text)
@@ -251,14 +254,15 @@ class _Ingestion:
         num_rejected = self._writer.num_rejected
         shown = tuple(BadInput(str(reject)) for reject in self._first_rejects)
         if num_rejected > _MAX_REJECTED_SHARE * self._num_rows:
+            shown_by = self._rejects_shown_by
             raise BadInput(
-                f"rejected {num_rejected} of {self._num_rows} rows; more than 1 % stops the run",
-                hint=f"repair or remove these rows; {self._rejects_name} lists them with the reasons",
+                f"rejected {num_rejected} of {self._num_rows} rows; at most 1 % may be bad",
+                hint="repair or remove these rows" + (f"; {shown_by} lists them with the reasons" if shown_by else ""),
                 others=shown,
             )
         if self._writer.num_samples == 0:
             paths = ", ".join(printable(source.source.path) for source in sources)
-            raise BadInput(f"nothing to train on: {f'no rows in {paths}' if paths else 'no dataset is given'}")
+            raise BadInput(f"there is no sample: {f'no rows in {paths}' if paths else 'no dataset is given'}")
 
 
 class _Supply:

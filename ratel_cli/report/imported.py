@@ -33,7 +33,8 @@ _WORDS = {
 
 def import_rows(tool: str, outcomes: Sequence[ImportedKey]) -> list[tuple[str, str]]:
     """Rows of a word and a text: what is kept and what changes nothing in one row each, everything else by itself."""
-    return [("from", f"a config of {tool}"), *_rows(outcomes)]
+    already = " already; nothing needs a translation" if tool == "Ratel" else ""
+    return [("from", f"a config of {tool}{already}"), *_rows(outcomes)]
 
 
 def _rows(outcomes: Sequence[ImportedKey]) -> Iterator[tuple[str, str]]:

@@ -148,9 +148,10 @@ class Panel:
             step = f"step {steps.step + 1}: {format_wait(elapsed)} {words}"
         if self._is_stopping():
             after = "after this step" if self._doing is None else "soon"
-            return Text(
-                fitted([f"stopping {after}; Ctrl-C again ends at once", *filter(None, [step])], width), "yellow"
-            )
+            words = f"stopping {after}; Ctrl-C again ends at once"
+            if len(words) > width:
+                words = "stopping; Ctrl-C again ends at once"
+            return Text(fitted([words, *filter(None, [step])], width), "yellow")
         left = steps.seconds_left(now)
         ends = self._local_time() + timedelta(seconds=min(left, _MOST_SECONDS))
         when = f"{ends:%H:%M}" if left < _DAY_SECONDS else f"{ends:%a %d %b %H:%M}"

@@ -64,7 +64,7 @@ def opening(
         *_gpu_memory(plan, hardware),
         ("memory", _memory(plan)),
         ("NVMe", _nvme(plan, hardware, engine=engine, paths=paths, taken_bytes=taken_bytes)),
-        ("predicted", _prediction(plan, num_steps - first_step, endurance_tb=endurance_tb)),
+        ("predicted", _prediction(plan, num_steps, first_step, endurance_tb=endurance_tb)),
         *wear_rows(plan),
         ("output", str(output_dir)),
     ]
@@ -126,9 +126,9 @@ def _fitted(parts: Sequence[tuple[int, Sequence[str]]], width: int) -> str:
     return _GAP.join(chosen[index] for index in sorted(chosen)).rstrip()
 
 
-def plan_line(plan: Plan) -> str:
-    """One line about the plan that follows from the recorded step."""
-    return f"plan updated from step 1: {_placed(plan)}; {step_time(plan)}"
+def plan_line(plan: Plan, *, step: int) -> str:
+    """One line about the plan that follows from `step`, which was recorded."""
+    return f"plan updated from step {step}: {_placed(plan)}; {step_time(plan)}"
 
 
 def adapted_line(
@@ -246,7 +246,11 @@ def _percent(share: float) -> str:
 
 
 def _steps(num_steps: int, first_step: int) -> str:
-    return f"steps {first_step + 1} to {num_steps}" if first_step < num_steps else f"all {num_steps} steps are done"
+    if first_step >= num_steps:
+        return f"all {num_steps} steps are done"
+    if first_step + 1 == num_steps:
+        return f"step {num_steps}"
+    return f"steps {first_step + 1} to {num_steps}"
 
 
 def _gpu_memory(plan: Plan, hardware: HardwareProfile) -> list[tuple[str, str]]:
@@ -293,7 +297,8 @@ def _nvme(plan: Plan, hardware: HardwareProfile, *, engine: str, paths: Sequence
     return f"{space} in {', '.join(map(str, paths))}; {engine}, {rates}"
 
 
-def _prediction(plan: Plan, num_steps_left: int, *, endurance_tb: float | None) -> str:
+def _prediction(plan: Plan, num_steps: int, first_step: int, *, endurance_tb: float | None) -> str:
+    num_steps_left = num_steps - first_step
     if not num_steps_left:
         return step_time(plan)
     seconds, written_bytes = plan.time.total * num_steps_left, plan.traffic.written_bytes * num_steps_left
@@ -301,4 +306,6 @@ def _prediction(plan: Plan, num_steps_left: int, *, endurance_tb: float | None) 
     fact = f"{step_time(plan)}; {format_seconds(seconds)} and {format_traffic(written_bytes)} written for {steps}"
     if endurance_tb is not None:
         fact += f", {percent(written_bytes / 1e12 / endurance_tb)} of the drives' rated endurance"
-    return f"{fact}; estimated from shapes until step 1 is recorded" if plan.source == "analytic" else fact
+    if plan.source == "analytic":
+        fact += f"; estimated from shapes until step {first_step + 1} is recorded"
+    return fact

@@ -93,6 +93,7 @@ def state_words(report: RunReport) -> str:
         "stopped": f"Stopped {when}. The same command resumes it.",
         "killed": f"Its process was killed {when}. The same command resumes it.",
         "in use": f"Stopped {when}; another command has the store open.",
+        "not begun": "Not begun.",
         "no store": f"Ended {when}, and its store is not there.",
     }
     return words.get(status.state, "Its config cannot be read.")

@@ -15,13 +15,14 @@ from typing import Literal
 from ratel_cli.report.plan import aligned
 from ratel_cli.units import format_bytes, format_wait
 
-RunState = Literal["running", "in use", "finished", "stopped", "killed", "no store", "damaged"]
+RunState = Literal["running", "in use", "finished", "stopped", "killed", "not begun", "no store", "damaged"]
 STATES: dict[RunState, str] = {
     "running": "a process trains it, or exports its model",
     "in use": "another command has its store open",
     "finished": "all steps are done and the model is exported",
     "stopped": "no process trains it; the same command resumes it",
     "killed": "its process ended without closing the store; the same command resumes it",
+    "not begun": "it has no steps and no store",
     "no store": "it is not finished, and its store is not there",
     "damaged": "its config cannot be read",
 }

@@ -25,6 +25,7 @@ from ratel_cli.model.directory import resolve_base_model
 from ratel_cli.model.initialise import RandomSource
 from ratel_cli.model.skeleton import build_skeleton, read_model_config, supported_attention, why_unsupported
 from ratel_cli.model.spec import ModelSpec
+from ratel_cli.run.run_directory import as_recorded_by_run
 from ratel_cli.store.store import Store
 
 
@@ -93,9 +94,13 @@ def hub_id(config: RunConfig) -> str | None:
 
 
 def model_hash(config: RunConfig, spec: ModelSpec) -> str:
-    """The hash of a store's model: of its architecture, dtype, origin, and the place of each parameter."""
+    """The hash of a store's model: of its architecture, dtype, origin, and the place of each parameter.
+
+    The origin is the base model as the run has recorded it, whatever its path is from here.
+    """
+    origin = as_recorded_by_run(config).base_model
     shapes = [(p.name, p.shape, p.start) for block in spec.blocks for p in block.parameters]
-    return hash_of([spec.architecture, shapes, config.dtype, str(config.base_model), config.random_init])
+    return hash_of([spec.architecture, shapes, config.dtype, str(origin), config.random_init])
 
 
 def check_model(store: Store, config: RunConfig, spec: ModelSpec, directory: Path) -> None:

@@ -13,6 +13,7 @@ import os
 from dataclasses import dataclass
 from typing import Final
 
+from ratel_cli.commands import command, errors_about
 from ratel_cli.errors import BadInput
 from ratel_cli.model.copy_weights import copy_weights
 from ratel_cli.model.spec import ModelSpec
@@ -57,7 +58,8 @@ class Branch:
         step = self.generation.progress.step
         with context.bar(f"copying step {step} of {self.origin.config.output_dir}", store.slot_bytes) as advance:
             copy = copy_weights if self.origin.fresh_optimizer else copy_generation
-            copy(self.generation, store.shadow(), context.pool, progress=advance)
+            with errors_about(self.origin.config.output_dir):
+                copy(self.generation, store.shadow(), context.pool, progress=advance)
         store.commit_import(self.progress)
         context.pool.trim()
         self.store.close()
@@ -79,7 +81,8 @@ def open_branch(context: RunContext, inputs: Inputs, origin: Origin) -> Branch:
             f"--from {origin}: that run has no store in {place_of(theirs)}",
             "to train its exported model, set base_model to the directory of the export",
         )
-    store = context.open_store(theirs.storage.paths)
+    with errors_about(theirs.output_dir):
+        store = context.open_store(theirs.storage.paths, read_only=True)
     _reject_other_model(context, inputs.model.spec, store, origin)
     if origin.step is None or origin.step == store.progress.step:
         generation = store.current()
@@ -101,12 +104,16 @@ def open_branch(context: RunContext, inputs: Inputs, origin: Origin) -> Branch:
 
 def _reject_other_model(context: RunContext, spec: ModelSpec, store: Store, origin: Origin) -> None:
     ours, theirs = context.config, origin.config
-    if store.identity.model_hash == model_hash(ours, spec):
+    is_same_place = os.path.realpath(str(ours.base_model)) == os.path.realpath(str(theirs.base_model))
+    update = {key: getattr(ours, key) for key in DECIDES_THE_STATE if key != "base_model" or not is_same_place}
+    wanted = theirs.model_copy(update=update)
+    if store.identity.model_hash == model_hash(wanted, spec):
         return
-    old, new = (each.model_dump(mode="json") for each in (theirs, ours))
+    old, new = (each.model_dump(mode="json") for each in (theirs, wanted))
     keys = [key for key in DECIDES_THE_STATE if old[key] != new[key]]
     differences = "; ".join(f"{key} was {old[key]}, is now {new[key]}" for key in keys) or "its parameters differ"
     raise BadInput(
         f"--from {origin}: that run trains another model: {differences}",
-        "set them as in that run; or export its model with `ratel export RUN -o DIR`, and set base_model: DIR",
+        "set them as in that run; or export its model with "
+        f"{command('export', theirs.output_dir, '-o', 'DIR')}, and set base_model: DIR",
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from ratel_cli.commands import with_run_named
 from ratel_cli.config.load import Reading
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
@@ -107,7 +108,8 @@ def _in_order_of_the_file(reading: Reading, found: Sequence[RatelError]) -> tupl
     for error in found:
         where, key = reading.place_of(error.key), ".".join(map(str, error.key)) or None
         place = None if where is None else str(where)
-        each = ReportedError(place=place, key=key, message=error.message, hint=error.hint)
+        hint = None if error.hint is None else with_run_named(error.hint)
+        each = ReportedError(place=place, key=key, message=error.message, hint=hint)
         if where is None:
             nowhere.append(each)
         else:
@@ -129,10 +131,10 @@ class _CheckLog(RunLog):
 
     def notice(self, text: str) -> None:
         """Keep and print a notice."""
-        self.notices.append(text)
+        self.notices.append(with_run_named(text))
         super().notice(text)
 
     def warn(self, text: str) -> None:
         """Keep and print a warning."""
-        self.notices.append(text)
+        self.notices.append(with_run_named(text))
         super().warn(text)

@@ -20,10 +20,10 @@ from typing import Final
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.config.values import TRACKERS
 from ratel_cli.data.file_names import CACHE_FILE_NAMES, REJECTS_NAME, TEST_REJECTS_NAME
-from ratel_cli.errors import EnvironmentFailure, RatelError
+from ratel_cli.errors import BadInput, EnvironmentFailure, RatelError
 from ratel_cli.model.marker import MARKER_NAME, is_unchanged, read_marker
 from ratel_cli.run.origin import ORIGIN_NAME
-from ratel_cli.run.output import is_own_record, is_run_output
+from ratel_cli.run.output import is_own_place, is_own_record, is_run_output
 from ratel_cli.run.run_directory import (
     CONFIG_NAME,
     HARDWARE_NAME,
@@ -33,9 +33,10 @@ from ratel_cli.run.run_directory import (
     REPORT_NAME,
     TOKENS_NAME,
     TRACE_NAME,
+    is_output_of_run,
     run_directory,
-    with_own_store,
 )
+from ratel_cli.run.settings import store_hint
 from ratel_cli.run.trackers import EVENTS_NAME, EVENTS_SUFFIX, log_name, record_name
 from ratel_cli.store.headers import read_header
 from ratel_cli.store.lock import DATA_FILE_NAME, OWNER_FILE_NAME, StoreLock
@@ -44,9 +45,11 @@ from ratel_cli.store.run_record import RECORD_FILE_NAME, read_record
 from ratel_cli.training.facts import FACTS_NAME
 
 _RUN_FILES: Final = (
-    FACTS_NAME, HARDWARE_NAME, MODEL_NAME, PLAN_NAME, METRICS_NAME, TRACE_NAME, REJECTS_NAME, TEST_REJECTS_NAME,
+    FACTS_NAME, HARDWARE_NAME, MODEL_NAME, METRICS_NAME, TRACE_NAME, REJECTS_NAME, TEST_REJECTS_NAME,
     REPORT_NAME, ORIGIN_NAME, CONFIG_NAME,
 )  # fmt: skip
+_SHOWS_A_STORE: Final = (PLAN_NAME,)
+"""A run writes it when its store is made. It goes first, so that a run without it may have no store any more."""
 _WAIT_SECONDS: Final = 0.5
 
 
@@ -70,10 +73,13 @@ class LeftFiles:
 
 
 def find_left_files(config: RunConfig, *, with_export: bool) -> LeftFiles:
-    """The files of the config's run. Raises EnvironmentFailure if a store cannot be read."""
+    """The files of the config's run. Raises BadInput if its store is not where the run has recorded it."""
+    if is_run_output(config.output_dir):
+        _reject_lost_store(config)
     kept: list[str] = []
     stores = [path for path in _own_stores(config, kept) if _is_store(path)]
-    files = [path for store in stores for path in _regular(store, (DATA_FILE_NAME, OWNER_FILE_NAME, RECORD_FILE_NAME))]
+    files = _regular(run_directory(config.output_dir), _SHOWS_A_STORE) if is_run_output(config.output_dir) else []
+    files += [path for store in stores for path in _regular(store, (DATA_FILE_NAME, OWNER_FILE_NAME, RECORD_FILE_NAME))]
     folders = [store for store in stores if store.name.endswith(".store")]
     if is_run_output(config.output_dir):
         run = run_directory(config.output_dir)
@@ -98,11 +104,23 @@ def find_left_files(config: RunConfig, *, with_export: bool) -> LeftFiles:
     return LeftFiles(files=tuple(files), stores=tuple(stores), folders=tuple(dict.fromkeys(folders)), kept=tuple(kept))
 
 
+def _reject_lost_store(config: RunConfig) -> None:
+    """Raise BadInput if the run has made a store that is not there: without its records nobody would find it again."""
+    run = run_directory(config.output_dir)
+    missing = [path for path in config.storage.paths if not os.path.lexists(path / DATA_FILE_NAME)]
+    if missing and is_output_of_run(config.output_dir) and any(_regular(run, _SHOWS_A_STORE)):
+        raise BadInput(
+            f"nothing was deleted: there is no store in {', '.join(map(str, missing))}, "
+            f"where {run / CONFIG_NAME} says that it is",
+            f"{store_hint(config)}; if the store is deleted already, delete {run / PLAN_NAME} too, and run this again",
+        )
+
+
 def delete(left: LeftFiles) -> None:
     """Delete the files, and the folders that are empty then. Raises EnvironmentFailure."""
     with ExitStack() as locks:
         if left.stores:
-            locks.enter_context(StoreLock(left.stores, create=False, wait_seconds=_WAIT_SECONDS))
+            locks.enter_context(StoreLock(left.stores, create=False, wait_seconds=_WAIT_SECONDS, read_only=True))
         for path in left.files:
             try:
                 path.unlink(missing_ok=True)
@@ -116,8 +134,7 @@ def delete(left: LeftFiles) -> None:
 def _own_stores(config: RunConfig, kept: list[str]) -> Iterator[Path]:
     """The directories of the run's store and of its snapshot. Those of other runs go into `kept`."""
     paths = config.storage.paths
-    is_own_place = with_own_store(config).storage.paths == paths
-    if is_own_place or _is_recorded(config, paths):
+    if is_own_place(config) or _is_recorded(config, paths):
         yield from paths
     elif any(map(_is_store, paths)):
         kept.append(f"the store in {', '.join(map(str, paths))} belongs to another run")

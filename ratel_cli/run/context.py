@@ -59,10 +59,17 @@ class RunContext:
         return self.resources.enter_context(_open_queue(self.config, self.log))
 
     def open_store(
-        self, paths: Sequence[Path], *, identity: StoreIdentity | None = None, queue: IoQueue | None = None
+        self,
+        paths: Sequence[Path],
+        *,
+        identity: StoreIdentity | None = None,
+        queue: IoQueue | None = None,
+        read_only: bool = False,
     ) -> Store:
         """`Store.open`, by the context's own queue if no other is given. The context closes the store."""
-        store = Store.open(paths, queue=queue or self.queue, identity=identity, notice=self.log.notice)
+        store = Store.open(
+            paths, queue=queue or self.queue, identity=identity, notice=self.log.notice, read_only=read_only
+        )
         return self.resources.enter_context(store)
 
     def bar(self, what: str, total: float) -> AbstractContextManager[Advance]:

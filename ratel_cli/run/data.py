@@ -25,7 +25,7 @@ from ratel_cli.data.token_cache import TokenCache
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer
 from ratel_cli.errors import BadInput
 from ratel_cli.run.base_model import prepare_process, read_base
-from ratel_cli.run.inputs import load_data, temporary_records
+from ratel_cli.run.inputs import SHOWS_REJECTS, load_data, temporary_records
 from ratel_cli.run.run_directory import TOKENS_NAME
 from ratel_cli.run.tokenizer import read_tokenizer
 from ratel_cli.sizes import IGNORED_TARGET
@@ -56,6 +56,7 @@ def inspect_data(config: RunConfig, log: RunLog, *, num_samples: int, num_reject
                 packing=packing,
                 cache_dir=directory / TOKENS_NAME,
                 rejects_path=directory / REJECTS_NAME,
+                rejects_shown_by=SHOWS_REJECTS,
                 notice=log.notice,
             )
         except BadInput as error:

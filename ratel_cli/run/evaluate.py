@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 
+from ratel_cli.commands import command
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.data.dataset import TrainingData
@@ -51,12 +52,21 @@ def evaluate(
     set_determinism(config.deterministic, device)
     with open_context(config, log, device=device) as context:
         streamed = open_streamed(context, named, step)
-        rows, is_packed = _read_rows(context, streamed)
+        rows, is_packed = _read_rows(context, streamed, rejects_shown_by=_rejects_shown_by(named, data, overrides))
         context.listen()
         return _evaluate(context, streamed, rows, data, is_packed=is_packed)
 
 
-def _read_rows(context: RunContext, streamed: StreamedModel) -> tuple[TrainingData, bool]:
+def _rejects_shown_by(named: NamedModel, data: str, overrides: tuple[str, ...]) -> str | None:
+    """The command that lists bad rows of `data`; None for a model that no run has made, which has no data."""
+    if named.run is None:
+        return None
+    return command("data", named.run, *overrides, f"datasets.0.path={data}", "--bad")
+
+
+def _read_rows(
+    context: RunContext, streamed: StreamedModel, *, rejects_shown_by: str | None
+) -> tuple[TrainingData, bool]:
     """The rows in sequences, and whether samples share them."""
     config, log, base = context.config, context.log, streamed.base
     tokenizer = read_fitting_tokenizer(config, base, log)
@@ -64,7 +74,13 @@ def _read_rows(context: RunContext, streamed: StreamedModel) -> tuple[TrainingDa
     is_packed = config.sample_packing and base.model.packs
     directory = context.resources.enter_context(tempfile.TemporaryDirectory(prefix="ratel-eval-"))
     rows = load_data(
-        config, tokenizer, packing=is_packed, cache_dir=Path(directory), rejects_path=None, notice=log.notice
+        config,
+        tokenizer,
+        packing=is_packed,
+        cache_dir=Path(directory),
+        rejects_path=None,
+        rejects_shown_by=rejects_shown_by,
+        notice=log.notice,
     )
     return rows, is_packed
 
@@ -93,7 +109,7 @@ def _evaluate(
     if not math.isfinite(loss):
         raise Diverged(
             f"{data}: the loss is {loss}: logits are not finite",
-            "check the weights with `ratel verify`, or evaluate with dtype=float32",
+            "check the weights with `ratel verify CONFIG`, or evaluate with dtype=float32",
         )
     return EvaluationReport(
         model=streamed.name,

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
+from ratel_cli.commands import command
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import EnvironmentFailure
@@ -38,10 +39,10 @@ from ratel_cli.run.output import own_output, reject_lost_store
 from ratel_cli.run.planner import estimated_profile, make_planner
 from ratel_cli.run.profile_machine import measure_for_run
 from ratel_cli.run.run_directory import HARDWARE_NAME, MODEL_NAME, PLAN_NAME, CachedProfile, write_run_files
-from ratel_cli.run.settings import SnapshotSpace, as_recorded, place_of, snapshot_space, taken_bytes, wear_limit
+from ratel_cli.run.settings import SnapshotSpace, place_of, snapshot_space, taken_bytes, wear_limit
 from ratel_cli.run.snapshots import check_space, find_snapshot, make_snapshot, snapshot_rows, start_snapshots
 from ratel_cli.run.split import plan_split, report_better_split, shaped_by_plan
-from ratel_cli.run.store import find_store, make_store, resume_store
+from ratel_cli.run.store import as_stored, find_store, make_store, resume_store
 from ratel_cli.run.tokenizer import tokenizer_files
 from ratel_cli.run.trackers import Trackers
 from ratel_cli.run.train import Training
@@ -69,8 +70,7 @@ def run_finetune(
     prepare_process()
     with ExitStack() as resources:
         is_split_planned = config.is_split_planned
-        if resume != "no":
-            config = as_recorded(config)
+        config = as_stored(config, resume=resume, overwrite_store=overwrite_store)
         inputs = read_inputs(config, resources, log, dry_run=dry_run, overwrite=overwrite)  # phase 1
         set_determinism(config.deterministic, inputs.device)
         context = resources.enter_context(open_context(config, log, device=inputs.device))
@@ -153,7 +153,7 @@ def _export(context: RunContext, inputs: Inputs, store: Store, *, overwrite: boo
         progress=context.stop.check,
     )
     log.remark(f"exported the model to {config.output_dir}; load it with transformers' from_pretrained")
-    log.remark(f"the training state remains in {place_of(config)}; `ratel clean {config.output_dir}` deletes it")
+    log.remark(f"the training state remains in {place_of(config)}; {command('clean', config.output_dir)} deletes it")
 
 
 def _announce(context: RunContext, facts: RunFacts, *, is_new: bool) -> RunFacts:
@@ -260,7 +260,7 @@ def _warn_of_wear_limit(
         return
     if store is not None:
         limit = replace(limit, store_bytes=store.nvme_bytes, slot_bytes=store.slot_bytes)
-    warning = limit.warning(inputs.num_steps)
+    warning = limit.warning(inputs.num_steps, done=first_step)
     if warning is not None:
         context.log.warn(warning)
 

@@ -179,8 +179,9 @@ def _choose_storage(text: StartingText, model: _Model) -> str:
         if not others:
             return f"{size}; {here} {why}, and no other drive has enough that you may write to"
         text.choose("storage", {"paths": [str(others[0].directory / "ratel")]}, f"the store takes {size}; {here} {why}")
-    place = text.config.storage.paths[0]
-    return f"{size} in {place}; {format_bytes(free_bytes([nearest_existing(place)]))} free"
+    paths = text.config.storage.paths
+    free = format_bytes(free_bytes([nearest_existing(path) for path in paths]))
+    return f"{size} in {', '.join(map(str, paths))}; {free} free"
 
 
 def _choose_epochs(text: StartingText, sketches: Sequence[DataSketch]) -> None:
@@ -243,7 +244,7 @@ def _plan_words(forecast: Forecast | None) -> str:
         return "none: the model or this machine is not known well enough"
     if not forecast.fits:
         short = ", ".join(f"{each.name} by {format_bytes(each.shortfall_bytes)}" for each in forecast.shortfalls)
-        return f"it does not fit: short of {short}; `ratel plan` says what would help"
+        return f"it does not fit: short of {short}; `ratel plan CONFIG` says what would help"
     prediction = forecast.prediction
     seconds = format_seconds(prediction.time.total)
     return (

@@ -40,12 +40,20 @@ from ratel_cli.planning.head_chunk import CHUNK_BYTES
 from ratel_cli.run.base_model import Base, model_hash, open_weights, read_base
 from ratel_cli.run.length import num_steps
 from ratel_cli.run.output import claim_output, reject_overlap
-from ratel_cli.run.run_directory import TOKENS_NAME, run_directory
-from ratel_cli.run.settings import DECIDES_THE_BITS, DECIDES_THE_LENGTH, recorded_hash, settings_hash
+from ratel_cli.run.run_directory import TOKENS_NAME, as_recorded_by_run, run_directory
+from ratel_cli.run.settings import (
+    DECIDES_THE_BITS,
+    DECIDES_THE_LENGTH,
+    recorded_hash,
+    settings_hash,
+    warn_of_host_limit,
+)
 from ratel_cli.run.tokenizer import read_tokenizer
 from ratel_cli.run.user_cache import ratel_version
 from ratel_cli.store.store import StoreIdentity
 from ratel_cli.training.facts import RunFacts
+
+SHOWS_REJECTS = "`ratel data CONFIG --bad`"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +83,7 @@ def read_inputs(
 
     The data of a step that the plan has still to split comes in micro-batches of one sequence.
     """
+    warn_of_host_limit(config, log)
     errors, data = ErrorList(), None
     model = read_model(config, resources, log, errors, overwrite=overwrite)
     base, tokenizer = model.base, model.tokenizer
@@ -148,6 +157,7 @@ def _read_data(
         packing=config.sample_packing and base.model.packs,
         cache_dir=records / TOKENS_NAME,
         rejects_path=None if dry_run else records / REJECTS_NAME,
+        rejects_shown_by=SHOWS_REJECTS if dry_run else None,
         notice=log.notice,
     )
 
@@ -159,9 +169,13 @@ def load_data(
     packing: bool,
     cache_dir: Path,
     rejects_path: Path | None,
+    rejects_shown_by: str | None,
     notice: Callable[[str], None],
 ) -> TrainingData:
-    """The config's data, tokenised and packed. Raises BadInput, EnvironmentFailure."""
+    """The config's data, tokenised and packed. Raises BadInput, EnvironmentFailure.
+
+    `rejects_path` gets the rejected rows. `rejects_shown_by`: what shows them to the user, if it is not this file.
+    """
     size, number = config.split_by(1).split if config.is_split_planned else config.split
     return load_training_data(
         _sources(config.datasets),
@@ -178,6 +192,7 @@ def load_data(
         train_on_inputs=config.train_on_inputs,
         cache_dir=cache_dir,
         rejects_path=rejects_path,
+        rejects_shown_by=rejects_shown_by,
         notice=notice,
         test_sources=_sources(config.test_datasets),
         stream_steps=config.max_steps if config.streaming else None,
@@ -245,7 +260,7 @@ def changed_settings(config: RunConfig, started_with: Path) -> list[str]:
         before = load_config(started_with).config
     except RatelError:
         return []
-    old, new = (each.model_dump(mode="json") for each in (before, config))
+    old, new = (each.model_dump(mode="json") for each in (before, as_recorded_by_run(config)))
     keys = {"base_model": None, "random_init": None, **dict.fromkeys(DECIDES_THE_BITS)}
     if config.is_chunk_planned and before.head_chunk in ("auto", *CHUNK_BYTES):
         del keys["head_chunk"]

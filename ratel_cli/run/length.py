@@ -14,7 +14,7 @@ from typing import Final
 from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput, RatelError
-from ratel_cli.run.run_directory import CONFIG_NAME, run_directory
+from ratel_cli.run.run_directory import CONFIG_NAME, as_recorded_by_run, run_directory
 from ratel_cli.run.settings import DECIDES_THE_LENGTH
 from ratel_cli.training.facts import read_facts
 from ratel_cli.training.schedule import LearningRateSchedule, ScheduleOptions
@@ -40,7 +40,7 @@ def known_steps(config: RunConfig) -> int | None:
     if config.max_steps is not None or before is None or facts is None:
         return config.max_steps
     keys = set(_DECIDES_THE_COUNT)
-    is_same = before.model_dump(include=keys) == config.model_dump(include=keys)
+    is_same = before.model_dump(include=keys) == as_recorded_by_run(config).model_dump(include=keys)
     return facts.num_steps if is_same and before.sequences_per_step == config.sequences_per_step else None
 
 

@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ratel_cli.commands import name_run
 from ratel_cli.config.load import config_from
 from ratel_cli.config.schema import DatasetConfig, RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.run.run_directory import check_exists, find_run, is_output_of_run
-from ratel_cli.run.settings import place_of
+from ratel_cli.run.settings import place_of, store_hint
 from ratel_cli.store.lock import DATA_FILE_NAME
 
 _OF_THE_PLACE = ("split", "name", "max_samples", "weight")
@@ -32,6 +33,8 @@ class NamedModel:
     """The directory with the weights; None: they are in the run's store."""
     given: frozenset[str] | None
     """For a directory that no run has made: the keys of the command line, which its own config does not replace."""
+    run: Path | None = None
+    """What the command line called the run; None for a directory that no run has made."""
 
 
 def find_model(path: Path, log: RunLog, overrides: Sequence[str]) -> NamedModel:
@@ -41,10 +44,13 @@ def find_model(path: Path, log: RunLog, overrides: Sequence[str]) -> NamedModel:
         return _of_directory(path, log, overrides)
     config = find_run(path, log, overrides)
     if os.path.isfile(config.storage.paths[0] / DATA_FILE_NAME) or not _holds_model(config.output_dir):
-        return NamedModel(config=config, directory=None, given=None)
-    log.notice(f"there is no store in {place_of(config)}; using the exported model in {config.output_dir}")
+        return NamedModel(config=config, directory=None, given=None, run=path)
+    log.notice(
+        f"there is no store in {place_of(config)}; using the exported model in {config.output_dir}; for the store, "
+        f"{store_hint(config)}"
+    )
     exported = config.model_copy(update={"base_model": str(config.output_dir), "random_init": False})
-    return NamedModel(config=exported, directory=config.output_dir, given=None)
+    return NamedModel(config=exported, directory=config.output_dir, given=None, run=path)
 
 
 def with_data(config: RunConfig, data: str, overrides: Sequence[str]) -> RunConfig:
@@ -66,6 +72,7 @@ def _of_directory(path: Path, log: RunLog, overrides: Sequence[str]) -> NamedMod
     loaded = config_from({"base_model": str(path), "datasets": [{"path": os.devnull}]}, overrides, path=path)
     for notice in loaded.notices:
         log.notice(notice)
+    name_run(path)
     given = frozenset(override.partition("=")[0].strip() for override in overrides)
     return NamedModel(config=loaded.config, directory=path, given=given)
 

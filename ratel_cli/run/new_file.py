@@ -14,6 +14,21 @@ def reject_existing(path: Path, *, overwrite: bool) -> None:
         raise BadInput(f"{path}: the file exists", "choose another name, or replace it with --overwrite")
 
 
+def check_new(path: Path, *, overwrite: bool) -> None:
+    """Raise BadInput unless `-o` may name this file. For commands that work for a while before they write it."""
+    check_place(path)
+    reject_existing(path, overwrite=overwrite)
+
+
+def check_place(path: Path) -> None:
+    """Raise BadInput if `-o` names a directory, or a file in a directory that does not exist."""
+    if os.path.isdir(path):
+        raise BadInput(f"argument '-o {path}': this is a directory", "give the name of the file to write")
+    if not os.path.isdir(path.parent):
+        message = f"argument '-o {path}': there is no directory {path.parent}"
+        raise BadInput(message, "name a file in a directory that exists")
+
+
 def write_new(path: Path, text: str, *, overwrite: bool) -> None:
     """Write a text file. Raises BadInput if it exists, EnvironmentFailure if it cannot be written."""
     reject_existing(path, overwrite=overwrite)

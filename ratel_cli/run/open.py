@@ -1,6 +1,6 @@
 """A run that is not training, opened for reading: its base model's skeleton, and its store.
 
-Invariant: nothing of the run is changed. Its store is locked meanwhile.
+Invariant: nothing of the run is changed, and no permission to change it is needed. Its store is locked meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ratel_cli.run.base_model import (
 from ratel_cli.run.card import card_of
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.output import check_export_output, own_output, reject_overlap
-from ratel_cli.run.settings import place_of
+from ratel_cli.run.settings import place_of, store_hint
 from ratel_cli.run.tokenizer import tokenizer_files
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.store import Store
@@ -52,13 +52,9 @@ def open_run(context: RunContext) -> OpenedRun:
     config = context.config
     paths = config.storage.paths
     if not Store.exists(paths):
-        raise BadInput(
-            f"there is no store in {place_of(config)}",
-            "use the directory where the run was started, since relative paths in a config begin there; or restore a "
-            "lost store from its snapshot with `ratel restore`",
-        )
+        raise BadInput(f"there is no store in {place_of(config)}", store_hint(config))
     base = read_base(_on_the_cpu(config) if context.device.type == "cpu" else config, context.log)
-    store = context.open_store(paths)
+    store = context.open_store(paths, read_only=True)
     check_model(store, config, base.model.spec, paths[0])
     return OpenedRun(context=context, base=base, store=store)
 

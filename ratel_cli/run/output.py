@@ -14,8 +14,8 @@ from pathlib import Path
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.model.marker import Marker, check_output, read_marker, write_marker
-from ratel_cli.run.run_directory import METRICS_NAME, PLAN_NAME, is_output_of_run, run_directory
-from ratel_cli.store.run_record import RunRecord
+from ratel_cli.run.run_directory import METRICS_NAME, PLAN_NAME, is_output_of_run, run_directory, with_own_store
+from ratel_cli.store.run_record import RunRecord, read_record
 
 _ELSEWHERE = "choose another output_dir, or replace it with --overwrite"
 
@@ -28,6 +28,20 @@ def own_output(config: RunConfig) -> str:
 def is_own_record(record: RunRecord, config: RunConfig) -> bool:
     """Whether a store's record names the config's run: its output directory, or one that has moved since."""
     return record.run == own_output(config) or not is_output_of_run(Path(record.run))
+
+
+def is_own_place(config: RunConfig) -> bool:
+    """Whether the directories in `storage.paths` are those that the config's run itself makes its store in."""
+    return with_own_store(config).storage.paths == config.storage.paths
+
+
+def other_owner(config: RunConfig) -> RunRecord | None:
+    """The record of the store in `storage.paths` if it is another run's; None if it is this one's, or there is none.
+
+    A store without a record, of an earlier version, counts as this run's.
+    """
+    record = read_record(config.storage.paths[0])
+    return None if record is None or is_own_record(record, config) or is_own_place(config) else record
 
 
 def check_run_output(config: RunConfig, *, overwrite: bool) -> None:
@@ -110,7 +124,8 @@ def reject_lost_store(config: RunConfig, place: str) -> None:
         return
     raise BadInput(
         f"{found}, but its store is gone: there is none in {place}",
-        "choose another output_dir to train from the beginning; `ratel restore` brings a store back from its snapshot; "
+        "choose another output_dir to train from the beginning; `ratel restore CONFIG` brings a store back from its "
+        "snapshot; "
         "--resume no starts over here, and replaces what the run has left",
     )
 

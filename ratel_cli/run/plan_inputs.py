@@ -25,7 +25,13 @@ from ratel_cli.planning.split import SplitRate, best_split
 from ratel_cli.run.hardware_file import load_hardware
 from ratel_cli.run.length import known_steps
 from ratel_cli.run.model_description import describe_model
-from ratel_cli.run.profile_cache import ProfileTarget, cached_machine_profile, profile_target, refresh_free_space
+from ratel_cli.run.profile_cache import (
+    REFRESHES,
+    ProfileTarget,
+    cached_machine_profile,
+    profile_target,
+    refresh_free_space,
+)
 from ratel_cli.run.run_directory import HARDWARE_NAME, CachedProfile, run_directory
 from ratel_cli.run.settings import decisions_of, snapshot_space, state_bytes, taken_bytes, wear_limit, workload_of
 from ratel_cli.units import MIB
@@ -143,7 +149,7 @@ def find_hardware(config: RunConfig, file: Path | None, log: RunLog) -> Hardware
         log.say(f"planning for this machine, as the run in {config.output_dir} measured it")
         hardware = refresh_free_space(load_hardware(of_run), target)
     else:
-        hardware = cached_machine_profile(target, log) or _measured(target, log)
+        hardware = cached_machine_profile(target, log, refreshed_by=REFRESHES) or _measured(target, log)
     nvme = hardware.nvme
     return replace(hardware, nvme=replace(nvme, free_bytes=nvme.free_bytes + taken_bytes(config)))
 

@@ -26,6 +26,9 @@ from ratel_cli.run.user_cache import software_versions, user_cache_file, write_u
 from ratel_cli.sizes import DtypeName
 from ratel_cli.units import format_seconds
 
+REFRESHES = "`ratel profile CONFIG --refresh`"
+"""The command that measures again what a config's run needs."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileTarget:
@@ -49,11 +52,16 @@ def profile_target(config: RunConfig, storage: Sequence[Path] = ()) -> ProfileTa
 
 
 def machine_profile(
-    target: ProfileTarget, measure: Callable[[ProfileTarget], HardwareProfile], log: RunLog, *, refresh: bool
+    target: ProfileTarget,
+    measure: Callable[[ProfileTarget], HardwareProfile],
+    log: RunLog,
+    *,
+    refresh: bool,
+    refreshed_by: str,
 ) -> HardwareProfile:
     """The cached profile or, if there is none or with `refresh`, a new one, which `measure` makes and which is
-    cached."""
-    cached = None if refresh else cached_machine_profile(target, log)
+    cached. `refreshed_by`: the command that measures this target again."""
+    cached = None if refresh else cached_machine_profile(target, log, refreshed_by=refreshed_by)
     if cached is not None:
         return cached
     profile, file = measure(target), cache_file(target)
@@ -64,8 +72,9 @@ def machine_profile(
     return profile
 
 
-def cached_machine_profile(target: ProfileTarget, log: RunLog) -> HardwareProfile | None:
-    """The cached profile, with a line about its age; None if there is none that can be used."""
+def cached_machine_profile(target: ProfileTarget, log: RunLog, *, refreshed_by: str) -> HardwareProfile | None:
+    """The cached profile, with a line about its age and the command that measures the target again;
+    None if there is none that can be used."""
     file = cache_file(target)
     if not os.path.exists(file):
         return None
@@ -75,7 +84,7 @@ def cached_machine_profile(target: ProfileTarget, log: RunLog) -> HardwareProfil
         log.notice(f"the cached profile of this machine cannot be used: {error.message}")
         return None
     age_seconds = max(0.0, time.time() - file.stat().st_mtime)
-    log.say(f"machine measured {format_seconds(age_seconds)} ago; `ratel profile --refresh` measures again")
+    log.say(f"machine measured {format_seconds(age_seconds)} ago; {refreshed_by} measures again")
     return refresh_free_space(cached, target)
 
 

@@ -42,7 +42,7 @@ def measure_machine(target: ProfileTarget, log: RunLog, *, budget: MeasurementBu
 
 def measure_briefly(target: ProfileTarget, log: RunLog) -> HardwareProfile:
     """A profile as a run makes it, in about a second, where nothing better is known. Raises RatelError, as above."""
-    log.notice("this machine is measured briefly; `ratel profile` with this config makes the plan better")
+    log.notice("this machine is measured briefly; `ratel profile CONFIG` makes the plan better")
     return _measure(target, log, budget=BRIEF, progress=lambda what: None)
 
 

@@ -36,6 +36,7 @@ from ratel_cli.planning.placement import Placement, Workload
 from ratel_cli.planning.recorded import recorded_profile
 from ratel_cli.run.base_model import build_base, prepare_process
 from ratel_cli.run.output import check_run_output, claim_output
+from ratel_cli.run.profile_cache import REFRESHES
 from ratel_cli.run.run_directory import CachedProfile
 from ratel_cli.run.settings import chunked_workload_of, decisions_of, state_bytes
 
@@ -56,7 +57,7 @@ def record_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *, r
     cache = CachedProfile(config, model.spec, hardware)
     profile = None if refresh else cache.read()
     if profile is not None:
-        log.say(f"the model's costs come from {cache.path}; `ratel profile --refresh` measures again")
+        log.say(f"the model's costs come from {cache.path}; {REFRESHES} measures again")
         return _costs(config, model.spec, hardware, profile)
     check_run_output(config, overwrite=False)
     log.say("measuring the model, block by block")

@@ -59,11 +59,11 @@ def _reject_same_directory(config: RunConfig, directory: Path) -> None:
 
 def _open(context: RunContext, directory: Path) -> Store:
     try:
-        return context.open_store([directory])
+        return context.open_store([directory], read_only=True)
     except EnvironmentFailure as failure:
         raise EnvironmentFailure(
             f"the snapshot cannot be used: {failure.message}",
-            "make sure that no other process uses it and that its file is writable: the file is locked, but only read",
+            "make sure that no other process uses it, and that you may read it",
         ) from failure
 
 

@@ -25,6 +25,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from ratel_cli.commands import name_run
 from ratel_cli.config.load import load_config, to_yaml
 from ratel_cli.config.schema import RunConfig, StorageConfig
 from ratel_cli.config.source import is_config_name, similar_path
@@ -34,6 +35,7 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.json_fields import hash_of
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.model_profile import ModelProfile
+from ratel_cli.run.recorded_paths import as_written, located
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.run_record import read_record
 
@@ -85,8 +87,10 @@ def check_exists(path: Path) -> None:
 def read_config(path: Path, log: RunLog, overrides: Sequence[str] = ()) -> RunConfig:
     """The config that `path` names, with `KEY=VALUE` overrides: a file, or what a run left in its output directory.
 
-    The directory may have moved since. Prints notices. Raises BadInput with all that is wrong.
+    The directory may have moved since. Prints notices, and messages call the run `path` from then on. Raises BadInput
+    with all that is wrong.
     """
+    name_run(path, overrides)
     file = config_file(path)
     config = _load(file, log, overrides)
     return with_own_store(config) if file == path else as_of_run(config, path)
@@ -95,7 +99,8 @@ def read_config(path: Path, log: RunLog, overrides: Sequence[str] = ()) -> RunCo
 def as_of_run(config: RunConfig, path: Path) -> RunConfig:
     """The config that the run in the directory `path` has left, perhaps with overrides, for that directory.
 
-    Raises BadInput if the overrides name another one.
+    Relative paths that the run has recorded begin where it was started. Raises BadInput if the overrides name another
+    output directory.
     """
     file = run_directory(path) / CONFIG_NAME
     recorded = load_config(file).config
@@ -104,9 +109,17 @@ def as_of_run(config: RunConfig, path: Path) -> RunConfig:
             f"output_dir: it cannot be changed for the run in {path}",
             f"a new run needs a config file; {file} is the one of this run, with its storage.paths",
         )
-    if config.storage.paths != recorded.storage.paths:
-        config = with_own_store(config)
-    return config.model_copy(update={"output_dir": path})
+    is_own = config.storage.paths == recorded.storage.paths
+    config = located(config, recorded, path).model_copy(update={"output_dir": path})
+    return config if is_own else with_own_store(config)
+
+
+def as_recorded_by_run(config: RunConfig) -> RunConfig:
+    """The config with its paths as the run in its `output_dir` has recorded them; as it is if there is none."""
+    try:
+        return as_written(config, load_config(run_directory(config.output_dir) / CONFIG_NAME).config)
+    except RatelError:
+        return config
 
 
 def reject_plan_only(config: RunConfig, notice: Callable[[str], None]) -> None:
@@ -126,14 +139,18 @@ def with_own_store(config: RunConfig) -> RunConfig:
     """
     place = Path(os.path.realpath(config.output_dir))
     own = f"{place.name[:_MAX_NAME_CHARS]}-{hash_of(str(place))[:8]}.store"
-    default = config.model_copy(update={"storage": StorageConfig()}).resolved("").storage.paths[0]
     given = config.storage.paths
-    if os.path.realpath(given[0]) == os.path.realpath(default) or all(path.name == own for path in given):
+    if os.path.realpath(given[0]) == os.path.realpath(default_store(config)) or all(path.name == own for path in given):
         return config
     paths = tuple(path / own for path in given)
     if not os.path.lexists(paths[0] / DATA_FILE_NAME) and _has_store_of_older_version(config):
         return config
     return config.model_copy(update={"storage": config.storage.model_copy(update={"paths": paths})})
+
+
+def default_store(config: RunConfig) -> Path:
+    """The directory of the run's store if the config names none."""
+    return config.model_copy(update={"storage": StorageConfig()}).resolved("").storage.paths[0]
 
 
 def is_output_of_run(path: Path) -> bool:
@@ -154,7 +171,7 @@ def write_run_files(config: RunConfig, contents: Mapping[str, object], *, log: R
     directory = run_directory(config.output_dir)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / CONFIG_NAME).write_text(to_yaml(config), encoding="utf-8")
+        (directory / CONFIG_NAME).write_text(to_yaml(as_recorded_by_run(config)), encoding="utf-8")
         for name, content in contents.items():
             (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
@@ -177,6 +194,7 @@ def _has_store_of_older_version(config: RunConfig) -> bool:
         recorded = load_config(run_directory(config.output_dir) / CONFIG_NAME).config
     except RatelError:
         return False
+    recorded = located(recorded, recorded, config.output_dir)
     return list(map(os.path.realpath, recorded.storage.paths)) == list(map(os.path.realpath, config.storage.paths))
 
 

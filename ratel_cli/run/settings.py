@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from ratel_cli.config.schema import RunConfig
+from ratel_cli.console import RunLog
+from ratel_cli.hardware.host import memory_bytes
 from ratel_cli.io.files import nearest_existing
 from ratel_cli.json_fields import hash_of
 from ratel_cli.model.spec import ModelSpec
@@ -25,6 +27,7 @@ from ratel_cli.store.layout import Geometry, record_layout
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.open import stored_identity
 from ratel_cli.training.wear_limit import WearLimit
+from ratel_cli.units import format_bytes
 
 DECIDES_THE_BITS: Final = (
     "train_on_inputs", "sequence_len", "sample_packing", "shuffle", "micro_batch_size",
@@ -136,9 +139,26 @@ def num_slots(config: RunConfig) -> int:
     return 2 + config.num_saved_generations + (config.storage.snapshot is not None)
 
 
+def warn_of_host_limit(config: RunConfig, log: RunLog) -> None:
+    """Warn if `limits.host_memory` is more than this machine has. The plan keeps to the limit all the same."""
+    limit_bytes, total_bytes = config.limits.host_memory, memory_bytes()
+    if limit_bytes is not None and limit_bytes > total_bytes:
+        limit, total = format_bytes(limit_bytes), format_bytes(total_bytes)
+        log.warn(f"limits.host_memory is {limit}, but this machine has {total} of RAM: a run may run out of memory")
+
+
 def place_of(config: RunConfig) -> str:
     """The store's directories, for messages."""
     return ", ".join(map(str, config.storage.paths))
+
+
+def store_hint(config: RunConfig) -> str:
+    """How to find the config's store, where there is none in `storage.paths`."""
+    if all(path.is_absolute() for path in config.storage.paths):
+        where = "connect the drive that it is on"
+    else:
+        where = "use the directory where the run was started, since relative paths in a config begin there"
+    return f"{where}; or restore a lost store from its snapshot with `ratel restore CONFIG`"
 
 
 def taken_bytes(config: RunConfig) -> int:

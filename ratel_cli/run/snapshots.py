@@ -54,7 +54,8 @@ def find_snapshot(
     if not has_store:
         raise BadInput(
             f"there is a snapshot in {wanted.path}, but no store in {place_of(config)}",
-            "restore the store with `ratel restore`, or start over with --resume no, which replaces the snapshot too",
+            "restore the store with `ratel restore CONFIG`, or start over with --resume no, which replaces the "
+            "snapshot, too",
         )
     return _open(context, wanted, identity)
 

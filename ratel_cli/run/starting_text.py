@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ratel_cli.commands import command
 from ratel_cli.config.describe import describe_value
 from ratel_cli.config.json_schema import editor_line
 from ratel_cli.config.load import Reading, dump, examine_text
@@ -64,7 +65,7 @@ class StartingText:
         lines = [
             editor_line(),
             "# A starting config, made by `ratel init`. `ratel explain KEY` says what a key means.",
-            f"# `ratel check {self._path}` says whether everything is right.",
+            f"# {command('check', self._path)} says whether everything is right.",
         ]
         grouped = {key for group in _GROUPS for key in group}
         for group in (*_GROUPS, tuple(key for key in written if key not in grouped)):

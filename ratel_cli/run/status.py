@@ -14,17 +14,15 @@ from io import StringIO
 from pathlib import Path
 from typing import Final
 
-from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import RatelError
 from ratel_cli.model.marker import Marker, read_marker
 from ratel_cli.report.status import RunState, RunStatus
-from ratel_cli.run.output import own_output
-from ratel_cli.run.run_directory import CONFIG_NAME, METRICS_NAME, find_run, is_output_of_run, run_directory
+from ratel_cli.run.output import other_owner
+from ratel_cli.run.run_directory import METRICS_NAME, find_run, is_output_of_run, run_directory
 from ratel_cli.store.lock import DATA_FILE_NAME, StoreUse, find_use
 from ratel_cli.store.open import stored_step
-from ratel_cli.store.run_record import read_record
 from ratel_cli.training.facts import RunFacts, read_facts
 from ratel_cli.training.history import History, read_recent, recent_rate, recent_seconds
 
@@ -56,7 +54,7 @@ def status_of(config: RunConfig) -> RunStatus:
     directory = config.output_dir
     run_dir = run_directory(directory)
     facts, marker = read_facts(run_dir), read_marker(directory)
-    paths = store_paths(config, marker)
+    paths = store_paths(config)
     use = StoreUse(is_locked=False, pid=None) if paths is None else find_use(paths[0])
     committed_step = None if paths is None else stored_step(paths)
     is_training = use.is_locked and facts is not None and facts.pid == use.pid
@@ -66,7 +64,8 @@ def status_of(config: RunConfig) -> RunStatus:
     steps = history.steps
     step = steps[-1].step if steps else committed_step or 0
     num_steps = config.max_steps if facts is None else facts.num_steps
-    state = _state(marker, facts, use, step=step, num_steps=num_steps, has_store=paths is not None)
+    has_store, has_begun = paths is not None, is_output_of_run(directory)
+    state = _state(marker, facts, use, step=step, num_steps=num_steps, has_store=has_store, has_begun=has_begun)
     seconds, evaluated = recent_seconds(steps), [each.eval_loss for each in steps if each.eval_loss is not None]
     return RunStatus(
         output_dir=directory,
@@ -85,37 +84,11 @@ def status_of(config: RunConfig) -> RunStatus:
     )
 
 
-def store_paths(config: RunConfig, marker: Marker | None) -> Sequence[Path] | None:
-    """The directories of the run's store; None if it is not there, or belongs to another run.
-
-    Relative paths begin where the run was started. The marker of the output directory shows where that was.
-    """
-    places: list[Sequence[Path]] = [config.storage.paths]
-    started_in = _started_in(config, marker)
-    if started_in is not None:
-        places.append([started_in / path for path in config.storage.paths])
-    for paths in places:
-        if all(os.path.isfile(path / DATA_FILE_NAME) for path in paths) and _is_own(config, paths[0], marker):
-            return paths
-    return None
-
-
-def _started_in(config: RunConfig, marker: Marker | None) -> Path | None:
-    """The working directory of the run, if its own config has a relative `output_dir`."""
-    if marker is None or not marker.is_run:
-        return None
-    with suppress(RatelError):
-        recorded = load_config(run_directory(config.output_dir) / CONFIG_NAME).config.output_dir
-        parts, run = Path(os.path.normpath(recorded)).parts, Path(marker.run)
-        if not recorded.is_absolute() and ".." not in parts and run.parts[-len(parts) :] == parts:
-            return run.parents[len(parts) - 1]
-    return None
-
-
-def _is_own(config: RunConfig, path: Path, marker: Marker | None) -> bool:
-    record = read_record(path)
-    own = {own_output(config), *(() if marker is None else (marker.run,))}
-    return record is None or record.run in own or not is_output_of_run(Path(record.run))
+def store_paths(config: RunConfig) -> Sequence[Path] | None:
+    """The directories of the run's store; None if it is not there, or belongs to another run."""
+    paths = config.storage.paths
+    is_there = all(os.path.isfile(path / DATA_FILE_NAME) for path in paths)
+    return paths if is_there and other_owner(config) is None else None
 
 
 def _status_below(directory: Path) -> RunStatus:
@@ -141,6 +114,7 @@ def _state(
     step: int,
     num_steps: int | None,
     has_store: bool,
+    has_begun: bool,
 ) -> RunState:
     if use.is_locked:
         return "running" if facts is not None and facts.pid == use.pid else "in use"
@@ -148,7 +122,7 @@ def _state(
     if is_exported and (num_steps is None or step >= num_steps):
         return "finished"
     if not has_store:
-        return "no store"
+        return "no store" if has_begun else "not begun"
     return "stopped" if use.pid is None else "killed"
 
 
@@ -167,5 +141,9 @@ def _sizes(paths: Iterator[Path]) -> int:
 
 
 def _bytes_in(directory: Path) -> int:
-    """The size of all files in a directory and below it."""
-    return _sizes(Path(name) / file for name, _, files in os.walk(directory) for file in files)
+    """The size of all files in a directory and below it, without stores, and without the outputs of other runs."""
+    total = 0
+    for name, folders, files in os.walk(directory):
+        folders[:] = [folder for folder in folders if not is_output_of_run(Path(name) / folder)]
+        total += _sizes(Path(name) / file for file in files if file != DATA_FILE_NAME)
+    return total

@@ -6,9 +6,11 @@ replaces it, and a store of other settings or data only with `--overwrite-store`
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ratel_cli.commands import command
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput
 from ratel_cli.io.buffers import BufferPool
@@ -20,8 +22,8 @@ from ratel_cli.run.branch import DECIDES_THE_STATE, Branch, beginning
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs import Inputs, changed_settings
 from ratel_cli.run.origin import write_origin
-from ratel_cli.run.output import own_output
-from ratel_cli.run.run_directory import CONFIG_NAME, run_directory
+from ratel_cli.run.output import other_owner, own_output
+from ratel_cli.run.run_directory import CONFIG_NAME, default_store, run_directory
 from ratel_cli.run.settings import (
     DECIDES_THE_LENGTH,
     as_recorded,
@@ -34,9 +36,19 @@ from ratel_cli.run.settings import (
 from ratel_cli.store.layout import Geometry, record_layout
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.open import REPLACE_STORE, StoreMismatch, stored_identity, stored_step
-from ratel_cli.store.run_record import read_record, write_records
+from ratel_cli.store.run_record import hand_over, read_record, write_records
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.units import counted
+
+
+def as_stored(config: RunConfig, *, resume: str, overwrite_store: bool) -> RunConfig:
+    """The config with what the store of its run decides, unless the run starts over.
+
+    Raises BadInput if the store belongs to another run. With `resume` `no` and `overwrite_store` it will be replaced.
+    """
+    if resume != "no" or not overwrite_store:
+        _reject_store_of_other_run(config)
+    return config if resume == "no" else as_recorded(config)
 
 
 def find_store(
@@ -65,6 +77,20 @@ def find_store(
     if resume not in ("auto", "no"):
         raise BadInput(f"there is no saved step {resume}: there is no store in {place_of(config)}")
     return None
+
+
+def _reject_store_of_other_run(config: RunConfig) -> None:
+    """Raise BadInput if the store belongs to another run, as for a copy of that run's output directory."""
+    owner = other_owner(config)
+    if owner is None or not Store.exists(config.storage.paths):
+        return
+    own = shlex.join([f"storage.paths={default_store(config)}", "--resume", "no", "--from", owner.run])
+    store = describe_store(config, config.storage.paths)
+    raise BadInput(
+        f"{place_of(config)} holds {store}, whose output directory is {owner.run}",
+        f"resume that run with {command('finetune', owner.run)}; or add `{own}`, so that this run gets a store of its "
+        "own, which begins where that run is now",
+    )
 
 
 def reject_replacing(config: RunConfig, paths: Sequence[Path], identity: StoreIdentity) -> None:
@@ -175,6 +201,7 @@ def resume_store(context: RunContext, store: Store, *, resume: str) -> None:
             store.pinned(int(resume)).check_all(context.pool, progress=advance)
             store.rewind(int(resume))
     context.pool.trim()
+    hand_over(context.config.storage.paths, own_output(context.config))
     if store.progress.step:
         context.log.say(f"resuming from step {store.progress.step}")
 

@@ -169,7 +169,7 @@ class Training(Closing):
     def _new_plan(self, metrics: StepMetrics, recording: StepRecording | None, *, is_typical: bool) -> Plan | None:
         """The plan for the next steps; None if it stays as it is and is predicted as before."""
         if recording is not None:
-            return self._plan_from(recording)
+            return self._plan_from(recording, step=metrics.step)
         adaptation = self._adaptation
         if adaptation is None or not is_typical:
             return None
@@ -226,14 +226,14 @@ class Training(Closing):
             recording=recording,
         )
 
-    def _plan_from(self, recording: StepRecording) -> Plan:
-        """The plan that follows from the step that was recorded."""
+    def _plan_from(self, recording: StepRecording, *, step: int) -> Plan:
+        """The plan that follows from `step`, which was recorded."""
         assert self._estimate is not None
         profile = self._planner.recorded(recording, self._spans, estimate=self._estimate)
         plan = self._planner.plan_again(profile, self._log)
         self._adaptation = Adaptation(self._planner, plan, profile)
         self._save_plan(plan, profile)
-        self._log.remark(plan_line(plan))
+        self._log.remark(plan_line(plan, step=step))
         return plan
 
     def _trace_step(self, step: int, times: StepTimes, start: float) -> None:

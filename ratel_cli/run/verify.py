@@ -121,7 +121,7 @@ def _check_snapshot(run: OpenedRun) -> list[Check]:
         return [Check(what="snapshot", num_bytes=0, checked="presence", verdict=verdict)]
     queue = context.open_queue()
     try:
-        store = context.open_store([wanted.path], queue=queue)
+        store = context.open_store([wanted.path], queue=queue, read_only=True)
         check_model(store, context.config, run.base.model.spec, wanted.path)
     except (BadInput, EnvironmentFailure, IntegrityFailure) as failure:
         return [Check(what="snapshot", num_bytes=0, checked="manifest", verdict=failure.message, is_wrong=True)]

@@ -29,7 +29,7 @@ from ratel_cli.store.layout import ChunkMap
 
 assert sys.byteorder == "little", "the table is stored in the byte order of this machine"
 _SEED: Final = Struct("<16sQIII")
-_HINT: Final = "resume from a saved step with --resume STEP, or restore a snapshot with `ratel restore`"
+_HINT: Final = "resume from a saved step with --resume STEP, or restore a snapshot with `ratel restore CONFIG`"
 
 
 class ChunkTable:
@@ -41,7 +41,8 @@ class ChunkTable:
         self._store_id = store_id
         self._step = step
         self._field_index = {field.name: index for index, field in enumerate(chunks.layout.fields)}
-        self._digests = array("Q", [step]) + array("Q", [0]) * (chunks.num_entries - 1)
+        self._digests = array("Q", [0]) * chunks.num_entries
+        self._digests[0] = step
         self._is_set = bytearray([1]) + bytearray(chunks.num_entries - 1)
         self._of_blocks: dict[tuple[int, frozenset[str]], _native.ChunkChecksums] = {}
 
@@ -51,7 +52,8 @@ class ChunkTable:
         found = _root(content)
         if found != root:
             raise IntegrityFailure(f"the checksum table is damaged: its own checksum is {found}, not {root}", _HINT)
-        digests = array("Q", bytes(content[: CHECKSUM_BYTES * chunks.num_entries]))
+        digests = array("Q")
+        digests.frombytes(content[: CHECKSUM_BYTES * chunks.num_entries])
         table = cls(chunks, store_id, digests[0])
         table._digests = digests
         table._is_set = bytearray([1]) * chunks.num_entries
@@ -107,7 +109,9 @@ class ChunkTable:
 
     def write_into(self, memory: memoryview) -> str:
         """Fill `memory` (`ChunkMap.table_bytes` long) with the table as it is stored. Returns its root."""
-        memory[:] = self._digests.tobytes().ljust(len(memory), b"\0")
+        digests = memoryview(self._digests).cast("B")
+        memory[: len(digests)] = digests
+        memory[len(digests) :] = bytes(len(memory) - len(digests))
         return _root(memory)
 
     def _parts(

@@ -9,6 +9,7 @@ Invariant: two `StoreLock`s that share a data file never exist at once, in one p
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -19,22 +20,28 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Final, Literal
 
 from ratel_cli.closing import Closing
-from ratel_cli.errors import BadInput, EnvironmentFailure
+from ratel_cli.errors import BadInput, EnvironmentFailure, RatelError
 from ratel_cli.json_fields import JsonFields
 
 DATA_FILE_NAME = "ratel.store"
 OWNER_FILE_NAME = "ratel.owner"
 DEFAULT_WAIT_SECONDS = 10.0
 _POLL_SECONDS = 0.02
+_MAY_NOT_WRITE: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class StoreLock(Closing):
     """Open data files, locked. `close` unlocks them, and removes those that this lock made and nobody filled."""
 
-    def __init__(self, directories: Sequence[Path], *, create: bool, wait_seconds: float) -> None:
+    def __init__(
+        self, directories: Sequence[Path], *, create: bool, wait_seconds: float, read_only: bool = False
+    ) -> None:
         """Open and lock the data file of each directory. `create` makes missing files.
+
+        `read_only`: a file that this process may not write to is opened for reading.
 
         Waits up to `wait_seconds` for another holder, then raises EnvironmentFailure. Raises BadInput if a file is
         missing and `create` is False.
@@ -45,7 +52,7 @@ class StoreLock(Closing):
         try:
             # All runs lock in the same order, so that two of them cannot each hold what the other waits for.
             for path in sorted(directory / DATA_FILE_NAME for directory in directories):
-                self._fds[path] = self._open_locked(path, create=create, deadline=deadline)
+                self._fds[path] = self._open_locked(path, create=create, deadline=deadline, read_only=read_only)
         except BaseException:
             self.close()
             raise
@@ -67,10 +74,10 @@ class StoreLock(Closing):
                     path.unlink()
             os.close(fd)
 
-    def _open_locked(self, path: Path, *, create: bool, deadline: float) -> int:
+    def _open_locked(self, path: Path, *, create: bool, deadline: float, read_only: bool) -> int:
         while True:
             existed = path.exists()
-            fd = _open(path, create=create)
+            fd = _open(path, create=create, read_only=read_only)
             try:
                 if _try_lock(fd, path) and _is_still(fd, path):
                     if not existed:
@@ -83,7 +90,7 @@ class StoreLock(Closing):
             if time.monotonic() >= deadline:
                 raise EnvironmentFailure(
                     f"the store in {path.parent} is in use{_describe_owner(path.parent)}",
-                    "wait for that run to end, or set storage.paths to other directories",
+                    "wait until that process ends, or stop it",
                 )
             time.sleep(_POLL_SECONDS)
 
@@ -124,21 +131,31 @@ def _owner_pid(directory: Path) -> int | None:
         return None
 
 
-def _open(path: Path, *, create: bool) -> int:
+def _open(path: Path, *, create: bool, read_only: bool) -> int:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666)
-    except FileNotFoundError as exc:
-        raise BadInput(f"there is no store in {path.parent}", "check storage.paths") from exc
     except OSError as exc:
-        raise EnvironmentFailure(
-            f"{path}: cannot be opened for writing: {exc.strerror}", "set storage.paths to directories you may write to"
-        ) from exc
+        if not read_only or exc.errno not in _MAY_NOT_WRITE:
+            raise _unusable(path, exc, "writing") from exc
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as failure:
+            raise _unusable(path, failure, "reading") from failure
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise EnvironmentFailure(
             f"{path} is not a regular file", "remove it, or set storage.paths to another directory"
         )
     return fd
+
+
+def _unusable(path: Path, error: OSError, purpose: Literal["reading", "writing"]) -> RatelError:
+    if isinstance(error, FileNotFoundError):
+        return BadInput(f"there is no store in {path.parent}", "check storage.paths")
+    message = f"{path}: cannot be opened for {purpose}: {error.strerror}"
+    if purpose == "reading":
+        return EnvironmentFailure(message, "give yourself the right to read it")
+    return EnvironmentFailure(message, "set storage.paths to directories you may write to")
 
 
 def _try_lock(fd: int, path: Path) -> bool:

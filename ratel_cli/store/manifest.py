@@ -200,7 +200,8 @@ def choose_manifest(pages: Sequence[bytes]) -> tuple[Manifest | None, bool]:
         raise IntegrityFailure(
             f"the manifests of generations {valid[0][0].generation} and {newest.generation} do not follow each other: "
             "a drive lost a write that it had confirmed, or files of two stores were mixed",
-            "restore a snapshot with `ratel restore`, or start over with --resume no; exported models are not affected",
+            "restore a snapshot with `ratel restore CONFIG`, or start over with --resume no; exported models are not "
+            "affected",
         )
     return newest, damaged > 0
 

@@ -61,6 +61,7 @@ def open_files(
     identity: StoreIdentity | None,
     notice: Callable[[str], None],
     lock_wait_seconds: float,
+    read_only: bool,
 ) -> tuple[StoreLock, Manifest, bytes]:
     """The locked files, the manifest that counts, and its page. In phases:
 
@@ -70,7 +71,7 @@ def open_files(
     4 check that the store belongs to this run (`identity` None: to any run)
     5 check that the files have their full size and no step was overwriting them
     """
-    lock = StoreLock(directories, create=False, wait_seconds=lock_wait_seconds)
+    lock = StoreLock(directories, create=False, wait_seconds=lock_wait_seconds, read_only=read_only)
     try:
         headers = [read_header(path) for path in lock.paths]
         check_first(headers)
@@ -78,7 +79,7 @@ def open_files(
         if manifest is None:
             raise BadInput(
                 f"the store in {directories[0]} is incomplete: its import or restore never finished",
-                "if it was being restored, run `ratel restore` again; "
+                "if it was being restored, run `ratel restore CONFIG` again; "
                 "if not, run the same command without --resume: it makes the store again",
             )
         check_membership(headers, manifest)

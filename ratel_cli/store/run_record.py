@@ -40,10 +40,21 @@ class RunRecord:
 def write_records(directories: Sequence[Path], run: str) -> None:
     """Record in each directory that its store is made now, for this run."""
     made = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    content = json.dumps({"format_version": 1, **asdict(RunRecord(run=run, made=made))})
+    _write(directories, RunRecord(run=run, made=made))
+
+
+def _write(directories: Sequence[Path], record: RunRecord) -> None:
+    content = json.dumps({"format_version": 1, **asdict(record)})
     for directory in directories:
         with suppress(OSError):  # the drive may be full now that the store has its space
             (directory / RECORD_FILE_NAME).write_text(content + "\n", encoding="utf-8")
+
+
+def hand_over(directories: Sequence[Path], run: str) -> None:
+    """Record that the store is this run's from now on, if the record names another one."""
+    record = read_record(directories[0])
+    if record is not None and record.run != run:
+        _write(directories, RunRecord(run=run, made=record.made))
 
 
 def read_record(directory: Path) -> RunRecord | None:

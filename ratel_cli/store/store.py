@@ -150,14 +150,21 @@ class Store(Closing):
         notice: Callable[[str], None] = lambda text: None,
         lock_wait_seconds: float = DEFAULT_WAIT_SECONDS,
         barrier: Barrier | None = None,
+        read_only: bool = False,
     ) -> Self:
         """Open the store in these directories at its last committed generation.
+
+        `read_only`: no permission to write is needed, and nothing may be written.
 
         Raises BadInput if there is none, or if it is another store than `identity` says (None: any store will do),
         EnvironmentFailure if another process holds it, and IntegrityFailure if it is damaged.
         """
         lock, manifest, page = open_files(
-            check_directories(paths), identity=identity, notice=notice, lock_wait_seconds=lock_wait_seconds
+            check_directories(paths),
+            identity=identity,
+            notice=notice,
+            lock_wait_seconds=lock_wait_seconds,
+            read_only=read_only,
         )
         return cls(lock, manifest, page_sha256(page), queue=queue, barrier=barrier or Barrier())
 

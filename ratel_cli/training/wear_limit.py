@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ratel_cli.units import counted, format_traffic
+from ratel_cli.units import format_traffic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,16 +35,27 @@ class WearLimit:
         """What has been written after `step`."""
         return written_bytes(step - self.first_step, store_bytes=self.store_bytes, slot_bytes=self.slot_bytes)
 
-    def warning(self, num_steps: int) -> str | None:
-        """What the user should know before a run of `num_steps` begins; None if the limit allows all of them."""
+    def warning(self, num_steps: int, *, done: int | None = None) -> str | None:
+        """What the user should know before a run of `num_steps` begins; None if the limit allows all of them.
+
+        `done`: the step that the run goes on after; None: it begins.
+        """
         if num_steps <= self.last_step:
             return None
         ends = f"ends the run after step {self.last_step} of {num_steps}"
-        if self.last_step <= self.first_step:
+        if done is not None and self.last_step <= done > self.first_step:
+            ends = f"allows no step after step {done} of {num_steps}"
+        elif self.last_step <= self.first_step:
             ends = "allows not even one step"
-        steps = counted(num_steps - self.first_step, "step")
-        most, total, each = map(format_traffic, (self.max_bytes, self.written_bytes(num_steps), self.slot_bytes))
-        return f"storage.max_tb_written ({most}) {ends}: {steps} would write {total}, {each} each"
+        first, each, total = map(
+            format_traffic, (self.written_bytes(self.first_step), self.slot_bytes, self.written_bytes(num_steps))
+        )
+        num_left = num_steps - self.first_step
+        steps = "the step" if num_left == 1 else f"each of the {num_left} steps"
+        return (
+            f"storage.max_tb_written ({format_traffic(self.max_bytes)}) {ends}: "
+            f"making the store writes {first} and {steps} {each}, {total} in all"
+        )
 
 
 def written_bytes(num_steps: int, *, store_bytes: int, slot_bytes: int) -> int:

@@ -185,3 +185,24 @@ def test_help_and_version_go_to_stdout(capsys: pytest.CaptureFixture[str]) -> No
     assert "--dry-run" in capsys.readouterr().out
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("ratel ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("plan run.yaml --overwrite", "'--overwrite': it belongs to --plot FILE"),
+        ("profile --overwrite", "'--overwrite': it belongs to -o FILE"),
+        ("schema --overwrite", "'--overwrite': it belongs to -o FILE"),
+        ("import theirs.yaml --overwrite", "'--overwrite': it belongs to -o FILE"),
+        ("finetune run.yaml --fresh-optimizer", "'--fresh-optimizer': it belongs to --from RUN"),
+        ("finetune run.yaml --overwrite-store", "'--overwrite-store': it belongs to --resume no"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_rejected(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) == 2
+    captured = capsys.readouterr()
+    option, needed = message.split("'")[1], message.partition("belongs to ")[2]
+    assert captured.out == ""
+    assert captured.err == f"error: argument {message}\nhint: add {needed}, or leave out {option}\n"

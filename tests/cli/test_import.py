@@ -236,4 +236,33 @@ def test_finetune_says_what_to_do_with_a_config_of_torchtune() -> None:
     with pytest.raises(BadInput) as caught:
         load_config(write(TORCHTUNE))
     assert caught.value.message == "theirs.yaml:1:1: this is a config of torchtune"
-    assert caught.value.hint == "translate it: ratel import theirs.yaml -o run.yaml"
+    assert caught.value.hint == "translate it: `ratel import theirs.yaml -o run.yaml`"
+
+
+def test_reasons_are_true_of_the_value() -> None:
+    text = import_config(write(f"{AXOLOTL}finetuning_type: full\nstage: sft\nload_in_8bit: false\n")).text
+    for line in ("finetuning_type: full", "stage: sft"):
+        assert f"#   {line}   (with this value it changes nothing)\n" in text
+    assert "#   load_in_8bit: false   (it is off or empty)\n" in text
+
+
+OURS = "base_model: m\ndatasets: [{path: a.jsonl}]\nsequence_len: 64\nmicro_batch_size: 2\nsample_packing: true\n"
+
+
+def test_a_config_of_ratel_is_recognised(capsys: pytest.CaptureFixture[str]) -> None:
+    write(OURS)
+    assert main(["import", "theirs.yaml"]) == 0
+    captured = capsys.readouterr()
+    assert "a config of Ratel already; nothing needs a translation" in captured.err
+    assert "the default of" not in captured.out
+    assert import_config(write(f"{OURS}load_in_8bit: false\n")).tool == "axolotl"
+
+
+def test_the_config_of_a_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ('{"architectures": ["X"], "model_type": "llama", "max_length": 20}', '{"model_type": "llama"}'):
+        write(text)
+        assert main(["import", "theirs.yaml"]) == 2
+        assert capsys.readouterr().err == (
+            "error: theirs.yaml:1:1: this is the config of a model, not of a training\n"
+            "hint: name the config of the training; this model is its `base_model`\n"
+        )

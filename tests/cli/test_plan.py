@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import resource
@@ -197,7 +198,8 @@ def test_the_resource_that_bounds_a_step_is_named(ask: Ask) -> None:
 def test_without_max_steps_the_run_is_not_known(ask: Ask, config: Path, machine: Path) -> None:
     """Without data only max_steps could say it."""
     result = ask(config, "--hardware", machine)
-    assert result.row("run").endswith("MB written per step; `ratel check` reads the data and predicts the whole run")
+    reads = f"MB written per step; `ratel check {config}` reads the data and predicts the whole run"
+    assert result.row("run").endswith(reads)
     shape = ask(*PAPER_13B).row("run")
     assert shape.endswith(" written per step; set max_steps to predict the whole run")
 
@@ -227,7 +229,8 @@ def test_the_steps_that_a_run_has_counted(
     facts = RunFacts(num_steps=41, first_step=0, num_samples=9, num_tokens=9, software="", started="", pid=1)
     (run_dir / "run.json").write_text(json.dumps(facts.to_json()))
     row = ask(config, "--hardware", machine, *change.split()).row("run")
-    assert row.startswith(steps) if steps else row.endswith("`ratel check` reads the data and predicts the whole run")
+    reads = f"`ratel check {config} {change}` reads the data and predicts the whole run"
+    assert row.startswith(steps) if steps else row.endswith(reads)
 
 
 def test_the_drives_rating_is_taken_into_account(ask: Ask, config: Path, here: Path) -> None:
@@ -348,7 +351,7 @@ def keep_profile(config: Path, hardware: HardwareProfile) -> None:
 def test_this_machine_as_its_run_or_its_profile_measured_it(ask: Ask, config: Path, here: Path) -> None:
     result = ask(config)
     assert result.code == 0 and result.row("machine").startswith(processor_name())
-    assert "this machine is measured briefly; `ratel profile` with this config" in result.err
+    assert f"this machine is measured briefly; `ratel profile {config}`" in result.err
     assert not cache_file(profile_target(load_config(config).config)).exists(), "a brief profile is not kept"
     hardware_file(cache_file(profile_target(load_config(config).config)), WITHOUT_GPU)
     result = ask(config)
@@ -521,3 +524,31 @@ def test_a_model_of_70b_that_was_described_before_is_planned_without_torch(ask: 
     assert "base: 70.6B parameters in 82 blocks" in result.stdout
     assert result.stdout == first.out
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3
+
+
+def test_a_limit_that_this_machine_does_not_have(ask: Ask, config: Path, machine: Path) -> None:
+    """Another machine may have it."""
+    warning = "warning: limits.host_memory is 400 TiB, but this machine has "
+    assert warning in ask(config, "limits.host_memory=400TiB").err
+    assert warning not in ask(config, "limits.host_memory=400TiB", "--hardware", machine).err
+
+
+def test_characters_that_the_output_cannot_show_are_replaced(
+    config: Path, machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = io.BytesIO()
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(raw, encoding="ascii"))
+    there = config.with_name("\u00e9.yaml")
+    config.rename(there)
+    assert main(["plan", str(there), "--hardware", str(machine)]) == 0
+    sys.stderr.flush()
+    sys.stdout.flush()
+    shown = raw.getvalue().decode("ascii")
+    assert "curve" in shown and "?.yaml'` reads the data" in shown, "all of it is there"
+
+
+def test_the_hint_measures_what_was_cached(ask: Ask, config: Path, here: Path) -> None:
+    cached = cache_file(profile_target(load_config(config).config))
+    hardware_file(cached, LAPTOP)
+    assert f"; `ratel profile {config} --refresh` measures again" in ask(config).err

@@ -55,6 +55,9 @@ def cached(target: ProfileTarget) -> Path:
     return file
 
 
+AGAIN = "`ratel profile --refresh`"
+
+
 class Measuring:
     """Gives the same profile each time, and counts its calls."""
 
@@ -71,7 +74,7 @@ def printed(
 ) -> str:
     """What `machine_profile` prints."""
     stream = io.StringIO()
-    machine_profile(target, measure, RunLog(stream), refresh=refresh)
+    machine_profile(target, measure, RunLog(stream), refresh=refresh, refreshed_by=AGAIN)
     return stream.getvalue()
 
 
@@ -81,7 +84,7 @@ def test_a_machine_is_measured_once_and_then_cached(target: ProfileTarget) -> No
     assert list(cache_file(target).parent.iterdir()) == [cache_file(target)], "no unfinished file stays"
     two_hours_ago = time.time() - 2 * 3600 - 5 * 60
     os.utime(cache_file(target), (two_hours_ago, two_hours_ago))
-    assert printed(target, measure) == "machine measured 2 h 05 min ago; `ratel profile --refresh` measures again\n"
+    assert printed(target, measure) == f"machine measured 2 h 05 min ago; {AGAIN} measures again\n"
     assert measure.count == 1
     assert printed(target, measure, refresh=True) == ""
     assert measure.count == 2
@@ -89,7 +92,7 @@ def test_a_machine_is_measured_once_and_then_cached(target: ProfileTarget) -> No
 
 
 def test_rates_are_cached_and_free_space_is_not(target: ProfileTarget, cached: Path) -> None:
-    profile = machine_profile(target, Measuring(), RunLog(io.StringIO()), refresh=False)
+    profile = machine_profile(target, Measuring(), RunLog(io.StringIO()), refresh=False, refreshed_by=AGAIN)
     assert profile.gpu == WITHOUT_GPU.gpu
     assert profile.nvme.read_bytes_per_second == WITHOUT_GPU.nvme.read_bytes_per_second
     assert profile.nvme.paths == tuple(map(str, target.paths))

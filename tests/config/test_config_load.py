@@ -219,7 +219,8 @@ def test_what_is_empty_or_off_is_ignored(load: Load, key: str, value: str) -> No
 def test_there_is_one_notice_for_all_that_changes_nothing(load: Load) -> None:
     text = "adapter:\nbf16: auto\ntf32: true\nstage: sft\nsave_total_limit:\nmax_steps: -1\ndeepspeed: x\nfsdp: [a]\n"
     assert load(MINIMAL + text).notices == (
-        "run.yaml:3:1: `save_total_limit`, `bf16`, `max_steps`, `adapter`, `tf32`, `stage` change nothing here",
+        "run.yaml:3:1: `bf16`, `max_steps`, `adapter`, `tf32`, `stage` change nothing here",
+        "run.yaml:7:1: `save_total_limit` is empty, so its default is used: `save_total_limit: 1`",
         "run.yaml:9:1: `deepspeed` is ignored: Ratel has an engine of its own; see `storage` and `limits`",
         "run.yaml:10:1: `fsdp` is ignored: Ratel streams the model through one device and needs no sharding",
     )
@@ -607,3 +608,17 @@ def test_a_learning_rate_that_can_hardly_be_meant(load: Load) -> None:
     assert load(MINIMAL + "learning_rate: 0.1\n").notices == ()
     (notice,) = load(MINIMAL + "learning_rate: 1e9\n").notices
     assert notice.startswith("run.yaml:3:1: `learning_rate` is 1e+09: AdamW moves every weight by about that much")
+
+
+@pytest.mark.parametrize(
+    ("line", "default"),
+    [
+        ("output_dir:", "outputs/ and the name of the config file"),
+        ("learning_rate:", "`learning_rate: 2e-5`"),
+        ("lr:", "`learning_rate: 2e-5`"),
+        ("micro_batch_size:", "1, or what `tokens_per_step` leaves to the plan"),
+    ],
+)
+def test_an_empty_key_has_its_default(load: Load, line: str, default: str) -> None:
+    (notice,) = load(f"{MINIMAL}{line}\n").notices
+    assert notice == f"run.yaml:3:1: `{line[:-1]}` is empty, so its default is used: {default}"

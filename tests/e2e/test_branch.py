@@ -103,7 +103,8 @@ def test_with_the_same_settings_it_is_the_same_run(make_config: MakeConfig, dtyp
     first, branch, whole = (make_config(name, dtype=dtype, max_steps=5) for name in ("first", "branch", "whole"))
     succeed(first, "max_steps=3")
     succeed(whole)
-    succeed(branch, "--from", str(output_of(first)))
+    stderr = succeed(branch, "--from", str(output_of(first)))
+    assert "; estimated from shapes until step 4 is recorded" in stderr and "plan updated from step 4: " in stderr
     assert_same_weights(weights_of(branch), weights_of(whole))
     assert curve(branch) == curve(whole)[3:]
 
@@ -182,7 +183,7 @@ def test_what_cannot_start(make_config: MakeConfig, source: Path, base: Path, ti
         (["--from", str(run.parent / "none")], ["none", "no such file"]),
         (["--from", str(base)], [f"--from {base}: ", "not the output directory of a run"]),
         (["--from", str(run), "--resume", "2"], ["arguments '--from' and '--resume 2'"]),
-        (["--fresh-optimizer"], ["argument '--fresh-optimizer': it belongs to --from"]),
+        (["--fresh-optimizer"], ["argument '--fresh-optimizer': it belongs to --from RUN"]),
     ]
     for arguments, parts in cases:
         assert_rejected(finetune(branch, *arguments), 2, *parts)

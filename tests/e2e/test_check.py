@@ -198,3 +198,12 @@ def test_a_finished_run_is_right(plain_run: Path) -> None:
     assert ended.stdout.splitlines()[-1].endswith("/out max_steps=7` runs it")
     assert files(plain_run.parent) == before
     succeed(plain_run)
+
+
+@pytest.mark.parametrize(("limit", "is_too_much"), [("400TiB", True), ("1GiB", False)])
+def test_a_limit_that_the_machine_does_not_have(make_config: MakeConfig, limit: str, is_too_much: bool) -> None:
+    config = make_config()
+    for command in (["check", config], ["finetune", config, "--dry-run"]):
+        ended = ratel(*command, f"limits.host_memory={limit}")
+        assert ended.code == 0, ended.stderr
+        assert ("warning: limits.host_memory is 400 TiB, but this machine has " in ended.stderr) == is_too_much

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -110,3 +112,25 @@ def test_a_shape_has_no_data(tmp_path: Path) -> None:
     config = tmp_path / "shape.yaml"
     config.write_text("model_shape: {num_layers: 2, num_heads: 2, hidden_size: 8}\n")
     assert_rejected(ratel("data", config), 2, "`model_shape` is only for `ratel plan`")
+
+
+@pytest.mark.parametrize(
+    "command", [["data", "-n", 1], ["data", "--bad"], ["check"], ["finetune", "--dry-run"]], ids=str
+)
+def test_the_hint_about_bad_rows_works(
+    make_config: MakeConfig, rows: Path, tmp_path: Path, command: Sequence[object]
+) -> None:
+    """It names no file that is deleted when the command ends, and the config as it was given."""
+    path = tmp_path / "bad.jsonl"
+    path.write_text(rows.read_text() + "{}\n" * 3)
+    config = make_config("my run", rows=path, data_type=CHAT)
+    name, *options = command
+    ended = ratel(name, config, "seed=3", *options)
+    assert ended.code == 2
+    [hint] = {line for line in ended.stderr.splitlines() if "lists them" in line}
+    words = shlex.split(hint.split("`")[1])
+    assert words == ["ratel", "data", str(config), "seed=3", "--bad"]
+    assert f"{path}:49: " in ratel(*words[1:]).stdout
+    path.write_text(rows.read_text() * 3 + "{}\n")
+    few = ratel("data", config, "-n", 0)
+    assert f"rejected 1 of 145 rows: see `ratel data '{config}' --bad`" in few.stderr

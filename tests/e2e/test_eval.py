@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -148,3 +149,20 @@ def test_a_signal_ends_it(plain_run: Path, rows: Path, signal_at: SignalAt, numb
     assert "Stopped. Run the same command again." in ended.stderr
     assert found(plain_run, rows)["num_samples"] == 48, "the store is free"
     assert store_of(plain_run).read_bytes() == before
+
+
+def test_hints_about_bad_rows_are_about_these_rows(plain_run: Path, base: Path, tmp_path: Path) -> None:
+    """They name a command that lists them, where there is one."""
+    bad = tmp_path / "weird rows.jsonl"
+    bad.write_text('{"prompt": "a", "completion": "b"}\n{}\n')
+    ended = ratel("eval", plain_run, bad)
+    assert_rejected(ended, 2, "rejected 1 of 2 rows; at most 1 % may be bad", num_errors=2)
+    [hint] = [line for line in ended.stderr.splitlines() if line.startswith("hint: ")]
+    words = shlex.split(hint.split("`")[1])
+    assert words == ["ratel", "data", str(plain_run), f"datasets.0.path={bad}", "--bad"]
+    assert f"{bad}:2: " in ratel(*words[1:]).stdout
+    bare = ratel("eval", base, bad, "datasets.0.type=completion")
+    assert "hint: repair or remove these rows\n" in bare.stderr
+    bad.write_text("")
+    empty = ratel("eval", plain_run, bad)
+    assert_rejected(empty, 2, f"there is no sample: no rows in {bad}")

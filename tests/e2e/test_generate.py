@@ -201,3 +201,10 @@ def test_a_signal_ends_it(plain_run: Path, signal_at: SignalAt) -> None:
     assert (ended.code, ended.stdout) == (130, "")
     assert "Stopped. Run the same command again." in ended.stderr
     assert len(texts_of(generated(plain_run, "2?"))) == 1, "the store is free"
+
+
+def test_a_prompt_and_a_file_with_prompts_exclude_each_other(base: Path, questions: Path) -> None:
+    for prompt in ("hi", "What is 1=1?"):
+        ended = ratel("generate", base, prompt, "--prompts", questions)
+        assert_rejected(ended, 2, "arguments 'PROMPT' and '--prompts': both name prompts")
+    assert ratel("generate", base, "seed=3", "--prompts", questions, "--max-new-tokens", 1, "--raw").code == 0

@@ -243,3 +243,15 @@ def test_mounts(tmp_path: Path) -> None:
     assert [place.directory for place in other_places(tmp_path, 0, mounts)] == [Path("/dev/shm")]
     assert other_places(tmp_path, 1 << 60, mounts) == []
     assert other_places(tmp_path, 0, tmp_path / "none") == [] and not is_in_memory(tmp_path, tmp_path / "none")
+
+
+def test_a_place_where_nothing_can_be_written_is_reported_at_once(base: Path) -> None:
+    ended = init(base, "-o", "nodir/x.yaml")
+    assert_rejected(ended, 2, "argument '-o nodir/x.yaml': there is no directory nodir")
+    assert ended.stderr.splitlines()[1:] == ["hint: name a file in a directory that exists"]
+
+
+def test_all_directories_of_the_store_are_named(base: Path, here: Path) -> None:
+    ended = init(base, "storage.paths=[one,two]")
+    [store] = [line for line in ended.stderr.splitlines() if line.startswith("store ")]
+    assert " in one, two; " in store

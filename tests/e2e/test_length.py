@@ -157,7 +157,7 @@ def test_fewer_steps_than_are_done(make_config: MakeConfig, base: Path) -> None:
     assert_rejected(ended, 2, "has done 8 steps, but would now end after step 5: max_steps was 8, is now 5")
     hint = (
         "hint: set max_steps or num_epochs higher to train on; or go back to a saved step with --resume 3, which drops "
-        "the later steps; or export it with `ratel export CONFIG --step 3 -o DIR`"
+        f"the later steps; or export it with `ratel export {config} --step 3 -o DIR`"
     )
     assert hint in ended.stderr
     assert_rejected(finetune(config, "max_steps=5", "--resume", "6"), 2, "has done 6 steps, but would now end after")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from ratel_cli.report.profile import model_rows, operator_lines
 from ratel_cli.run.output import claim_output
 from ratel_cli.run.profile_model import record_model
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import export_hash, metrics, output_of, succeed
+from tests.e2e.runs import export_hash, metrics, output_of, ratel, succeed
 from tests.planning.shapes import machine
 from tests.tiers import sample
 
@@ -68,6 +69,24 @@ def test_a_cached_profile_is_used_and_changes_no_bit(make_config: MakeConfig, pl
     plan = json.loads((output_of(config) / "run" / "plan.json").read_text())
     assert plan["activations"]["source"] == "recorded"
     assert "plan updated from step 1" in succeed(config, "--resume", "no", "--overwrite-store", "sequence_len=48")
+
+
+def test_the_printed_command_measures_again(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine and the model, of this config."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = make_config("a run")
+    assert ratel("profile", config).code == 0
+    hints = [line for line in ratel("profile", config).stderr.splitlines() if "measures again" in line]
+    assert [line.partition(" ")[0] for line in hints] == ["machine", "the"]
+    (command,) = {line.split("`")[1] for line in hints}
+    (planned,) = [line for line in ratel("plan", config).stderr.splitlines() if "measures again" in line]
+    assert planned.split("`")[1] == command
+    words = shlex.split(command)
+    assert words == ["ratel", "profile", str(config), "--refresh"]
+    again = ratel(*words[1:]).stderr
+    assert "measures again" not in again and "measuring the model, block by block" in again
 
 
 @pytest.mark.parametrize("content", sample(["", "{", "[]", '{"profile": 3}', '{"profile": {"made_for": 1}}'], every=3))

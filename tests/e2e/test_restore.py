@@ -210,11 +210,21 @@ def test_wrong_arguments_are_rejected(copied: Path, undisturbed: Path, tied_base
     assert committed_step(store_of(copied).parent) == 4
 
 
-def test_a_snapshot_in_use_or_on_a_read_only_disk(copied: Path, small_disk: Path, tmp_path: Path) -> None:
+def test_a_snapshot_on_a_read_only_disk(copied: Path, small_disk: Path) -> None:
     shutil.copytree(snapshot_of(copied), small_disk / "s")
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    ended = ratel("restore", copied, "--overwrite", "--from", small_disk / "s")
-    assert_rejected(ended, 3, "the snapshot cannot be used", "cannot be opened for writing")
+    shutil.rmtree(store_of(copied).parent)
+    assert ratel("restore", copied, "--from", small_disk / "s").code == 0
+    assert committed_step(store_of(copied).parent) == 4
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_snapshot_in_use(copied: Path) -> None:
+    place = snapshot_of(copied)
+    with open_queue("threads", notice=pytest.fail) as queue, Store.open([place], queue=queue, identity=None):
+        ended = ratel("restore", copied, "--overwrite")
+    assert_rejected(ended, 3, f"the snapshot cannot be used: the store in {place} is in use by process")
+    assert "hint: make sure that no other process uses it, and that you may read it\n" in ended.stderr
     assert committed_step(store_of(copied).parent) == 4
 
 

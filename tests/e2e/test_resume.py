@@ -165,7 +165,7 @@ def test_starting_over(make_config: MakeConfig, plain_run: Path) -> None:
     ended = finetune(config, "--resume", "no")
     assert_rejected(ended, 2, "holds the store of the run out (step 4, made ", "which has other settings or data")
     assert "replace that store with --resume no --overwrite-store" in ended.stderr
-    assert_rejected(finetune(config, "--overwrite-store"), 2, "only with --resume no")
+    assert_rejected(finetune(config, "--overwrite-store"), 2, "it belongs to --resume no")
     assert file_hash(store_of(config)) == before
     succeed(config, "--resume", "no", "--overwrite-store")
     assert_same_result(config, plain_run)

@@ -260,8 +260,11 @@ def test_the_terminal_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["report", str(output), "--terminal"]) == 0
     assert "gradient norm" in capsys.readouterr().out
     assert not (output / "run" / "report.html").exists()
-    assert main(["report", str(output), "--terminal", "-o", str(tmp_path / "r.html")]) == 0
-    assert (tmp_path / "r.html").exists() and "gradient norm" in capsys.readouterr().out
+    for more in (["-o", str(tmp_path / "r.html")], ["--overwrite"]):
+        assert main(["report", str(output), "--terminal", *more]) == 2
+        ended = capsys.readouterr()
+        assert ended.err.startswith(f"error: arguments '--terminal' and '{' '.join(more)}': --terminal writes no file")
+        assert "gradient norm" not in ended.out and not (tmp_path / "r.html").exists()
 
 
 def test_each_state_is_a_sentence(tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ def test_a_request_to_stop_is_confirmed() -> None:
     made = Made()
     made.is_stopping = True
     assert made.lines()[2] == "stopping after this step; Ctrl-C again ends at once"
+    assert made.lines(40)[2] == "stopping; Ctrl-C again ends at once", "what it does is not cut off"
     assert made.lines(80)[2].endswith("  step 3: 0 s of about 5.00 s")
     made.panel.show_work("evaluating after step 2")
     assert made.lines()[2] == "stopping soon; Ctrl-C again ends at once"

@@ -168,6 +168,8 @@ def test_a_resumed_run_reports_the_remaining_steps() -> None:
     made = plan()
     found = facts(made, first_step=6)
     assert found["step"].endswith("steps 7 to 10")
+    assert found["predicted"].endswith("; estimated from shapes until step 7 is recorded")
+    assert facts(made, first_step=9)["step"].endswith("; step 10")
     assert f"{format_traffic(made.traffic.written_bytes * 4)} written for 4 steps" in found["predicted"]
 
 
@@ -268,22 +270,22 @@ def test_too_little_space_is_reported(free: int, taken: int, words: str) -> None
 
 def test_a_new_plan_is_reported_with_what_it_offloads_and_where() -> None:
     inputs = plan(activations="recompute")
-    assert plan_line(inputs) == (
-        "plan updated from step 1: only the inputs of layers offloaded (4.50 MiB), 40.5 MiB recomputed; "
+    assert plan_line(inputs, step=3) == (
+        "plan updated from step 3: only the inputs of layers offloaded (4.50 MiB), 40.5 MiB recomputed; "
         f"{format_seconds(inputs.time.total)} per step, mostly NVMe write"
     )
     everything = plan(activations="swap_all", limit_bytes=8 * GIB)
-    assert plan_line(everything) == (
-        "plan updated from step 1: 4 operators offloaded (45.0 MiB), none recomputed; "
+    assert plan_line(everything, step=3) == (
+        "plan updated from step 3: 4 operators offloaded (45.0 MiB), none recomputed; "
         f"{format_seconds(everything.time.total)} per step, mostly NVMe write"
     )
     tight = plan(activations="swap_all", limit_bytes=480 * MIB)
     words = (
         f"4 operators offloaded (45.0 MiB, {format_bytes(tight.offloaded.written_bytes)} on NVMe), none recomputed; "
     )
-    assert tight.offloaded.written_bytes and words in plan_line(tight)
+    assert tight.offloaded.written_bytes and words in plan_line(tight, step=3)
     on_gpu = replace(everything, offloaded=replace(everything.offloaded, gpu_bytes=15 * MIB))
-    assert "(45.0 MiB, 15.0 MiB stay on the GPU), none recomputed; " in plan_line(on_gpu)
+    assert "(45.0 MiB, 15.0 MiB stay on the GPU), none recomputed; " in plan_line(on_gpu, step=3)
 
 
 def test_steps_that_took_other_than_predicted_are_reported_with_what_follows() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -162,13 +163,23 @@ def test_relative_paths_begin_where_the_run_was_started(here: Path, monkeypatch:
 
 
 def test_the_store_of_another_run_does_not_count(here: Path) -> None:
-    output, other = write_run(here / "out", steps(2)), write_run(here / "other", steps(2))
-    record = {"format_version": 1, "run": str(other), "made": "now"}
-    (here / "out.store" / "ratel.run").write_text(json.dumps(record))
-    assert status(output).state == "no store"
-    record["run"] = str(here / "moved")  # a run that has moved to where it is now
-    (here / "out.store" / "ratel.run").write_text(json.dumps(record))
-    assert status(output).state == "stopped"
+    first = write_run(here / "first", steps(2))
+    record = {"format_version": 1, "run": str(first), "made": "now"}
+    (here / "first.store" / "ratel.run").write_text(json.dumps(record))
+    copy = Path(shutil.copytree(first, here / "copy"))
+    assert (status(first).state, status(copy).state) == ("stopped", "no store")
+    first.rename(here / "away")  # then the copy is the run that has moved
+    assert status(copy).state == "stopped"
+
+
+def test_a_run_does_not_count_the_files_of_a_run_below_it(here: Path) -> None:
+    outer = write_run(here / "outer", steps(2))
+    before = status(outer).output_bytes
+    inner = write_run(outer / "deep" / "inner", steps(2))
+    (inner / "model.safetensors").write_bytes(bytes(5000))
+    (outer / "notes").write_bytes(bytes(10))
+    assert status(outer).output_bytes == before + 10
+    assert status(inner).output_bytes > 5000 and status(inner).store_bytes == 1000
 
 
 def test_the_words_of_a_row() -> None:
@@ -194,3 +205,9 @@ def test_the_words_of_a_row() -> None:
 def now_text(found: RunStatus) -> str:
     assert found.last_step_at is not None
     return found.last_step_at.isoformat(timespec="seconds")
+
+
+def test_a_config_whose_run_has_not_begun(here: Path) -> None:
+    config = here / "new.yaml"
+    config.write_text("base_model: a/b\ndatasets: d\n")
+    assert status(config).state == "not begun"

@@ -32,9 +32,12 @@ def test_the_words() -> None:
     limit = WearLimit(max_bytes=10**13, store_bytes=2 * 10**11, slot_bytes=10**11, first_step=0)
     assert limit.last_step == 97
     assert limit.warning(97) is None
-    words = "storage.max_tb_written (10.0 TB) ends the run after step 97 of 1000: "
-    assert limit.warning(1000) == words + "1000 steps would write 100 TB, 100 GB each"
+    words = "storage.max_tb_written (10.0 TB) ends the run after step 97 of 1000: making the store writes 300 GB "
+    assert limit.warning(1000) == words + "and each of the 1000 steps 100 GB, 100 TB in all"
     none = WearLimit(max_bytes=10**11, store_bytes=2 * 10**11, slot_bytes=10**11, first_step=5)
     assert none.warning(6) == (
-        "storage.max_tb_written (100 GB) allows not even one step: 1 step would write 400 GB, 100 GB each"
+        "storage.max_tb_written (100 GB) allows not even one step: "
+        "making the store writes 300 GB and the step 100 GB, 400 GB in all"
     )
+    begun = limit.warning(1000, done=97)
+    assert begun is not None and "allows no step after step 97 of 1000: making the store" in begun

@@ -1,0 +1,127 @@
+"""Relative paths in the config that a run has recorded: they begin in the directory where the run was started.
+
+No file names that directory. It follows from the place of the run: a run that recorded `output_dir: outputs/a` and is
+in `/data/outputs/a` was started in `/data`, also if all of `/data` has moved there since. If the place says nothing,
+since the output directory was renamed or `output_dir` leads up with `..`, paths begin in the current directory.
+
+Invariant: in the directory where a run was started its config has the paths as they were written. Elsewhere they are
+absolute, and `as_written` turns them back, so that hashes and what is recorded do not depend on the current directory.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.store.lock import DATA_FILE_NAME
+
+
+def located(config: RunConfig, recorded: RunConfig, directory: Path) -> RunConfig:
+    """`config` for the current directory: what the run in `directory` has `recorded`, perhaps with overrides.
+
+    The paths of overrides begin in the current directory.
+    """
+    base, here = _started_in(recorded, directory), Path.cwd()
+    if _is_here(base):
+        return config
+    paths, texts = set(_paths(recorded)), set(_texts(recorded))
+    return _replaced(
+        config,
+        {path: (base if path in paths else here) / path for path in _paths(config)},
+        {text: _located_text(text, base if text in texts else here) for text in _texts(config)},
+    )
+
+
+def as_written(config: RunConfig, recorded: RunConfig) -> RunConfig:
+    """The config with its paths as the run in its `output_dir` writes them, which has `recorded` its config before.
+
+    That is relative where it has recorded the same path so, and absolute otherwise.
+    """
+    directory = config.output_dir
+    base, here = _started_in(recorded, directory), Path.cwd()
+    if not _is_here(base):
+        paths = {base / path: path for path in _paths(recorded)}
+        texts = {_located_text(text, base): text for text in _texts(recorded)}
+        places = {path: here / path for path in _paths(config)}
+        located_texts = {text: _located_text(text, here) for text in _texts(config)}
+        config = _replaced(
+            config,
+            {path: paths.get(place, place) for path, place in places.items()},
+            {text: texts.get(place, place) for text, place in located_texts.items()},
+        )
+    place, above = os.path.realpath(directory), os.path.realpath(base)
+    if os.path.realpath(base / recorded.output_dir) == place:
+        output_dir = recorded.output_dir
+    else:
+        output_dir = Path(os.path.relpath(place, above) if Path(place).is_relative_to(above) else place)
+    return config.model_copy(update={"output_dir": output_dir})
+
+
+def _started_in(recorded: RunConfig, directory: Path) -> Path:
+    """Where the paths begin that the run in `directory` has recorded: of several answers, the one with its store."""
+    above = [_above(place, recorded.output_dir) for place in _places(directory)]
+    bases = [*(base for base in above if base is not None), Path.cwd()]
+    for base in bases:
+        if all(os.path.isfile(base / path / DATA_FILE_NAME) for path in recorded.storage.paths):
+            return base
+    return bases[0]
+
+
+def _places(directory: Path) -> Iterator[Path]:
+    """Where the output directory is: as it was named, and without links."""
+    written, place = os.path.abspath(directory), os.path.realpath(directory)
+    if os.path.realpath(written) == place:  # it is not if the path leads up out of a link
+        yield Path(written)
+    yield Path(place)
+
+
+def _above(place: Path, output_dir: Path) -> Path | None:
+    """The directory from which `output_dir` leads to `place`; None if there is none, or if any does."""
+    parts = Path(os.path.normpath(output_dir)).parts
+    num_above = len(place.parts) - len(parts)
+    if output_dir.is_absolute() or ".." in parts or place.parts[num_above:] != parts:
+        return None
+    base = Path(*place.parts[:num_above])
+    return base if os.path.isdir(base) else None
+
+
+def _is_here(base: Path) -> bool:
+    return os.path.realpath(base) == os.path.realpath(os.curdir)
+
+
+def _located_text(text: str, base: Path) -> str:
+    """The text with `base` before it if it is a path from there; as it is if it is something else, such as a hub id."""
+    path = str(base / text) if "\0" not in text else ""
+    return path if os.path.lexists(path) or any(glob.iglob(path, recursive=True)) else text
+
+
+def _paths(config: RunConfig) -> list[Path]:
+    """The paths in the config, without `output_dir`."""
+    snapshot = config.storage.snapshot
+    return [*config.storage.paths, *(() if snapshot is None else (snapshot.path,))]
+
+
+def _texts(config: RunConfig) -> list[str]:
+    """The texts in the config that may be paths."""
+    datasets = (*config.datasets, *config.test_datasets)
+    texts = (config.base_model, config.chat_template_jinja, *(each.path for each in datasets))
+    return [text for text in texts if text is not None]
+
+
+def _replaced(config: RunConfig, paths: Mapping[Path, Path], texts: Mapping[str, str]) -> RunConfig:
+    """The config with other paths and texts, wherever `_paths` and `_texts` find them."""
+    storage = config.storage
+    changed: dict[str, object] = {"paths": tuple(paths.get(path, path) for path in storage.paths)}
+    if storage.snapshot is not None:
+        path = storage.snapshot.path
+        changed["snapshot"] = storage.snapshot.model_copy(update={"path": paths.get(path, path)})
+    update: dict[str, object] = {"storage": storage.model_copy(update=changed)}
+    for key, text in (("base_model", config.base_model), ("chat_template_jinja", config.chat_template_jinja)):
+        if text is not None:
+            update[key] = texts.get(text, text)
+    for key, datasets in (("datasets", config.datasets), ("test_datasets", config.test_datasets)):
+        update[key] = tuple(each.model_copy(update={"path": texts.get(each.path, each.path)}) for each in datasets)
+    return config.model_copy(update=update)

@@ -1,0 +1,230 @@
+"""Runs with relative paths, named from other directories; and runs that have moved, or were copied."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ratel_cli.io.queue import open_queue
+from ratel_cli.store.run_record import read_record
+from ratel_cli.store.store import Store
+from tests.e2e.runs import SETTINGS, assert_rejected, ratel
+from tests.e2e.test_output import tree
+
+OUTPUT, STORE = Path("outputs/a"), Path("outputs/a.store")
+
+
+@pytest.fixture
+def started(tmp_path: Path, base: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory in which a run of one step was started. All paths in its config are relative."""
+    place = tmp_path / "place"
+    (place / "conf").mkdir(parents=True)
+    shutil.copytree(base, place / "models" / "base")
+    shutil.copy(rows, place / "rows.jsonl")
+    settings = {**SETTINGS, "base_model": "models/base", "output_dir": str(OUTPUT), "max_steps": 1}
+    datasets = [{"path": "rows.jsonl", "type": "completion"}]
+    (place / "run.yaml").write_text(yaml.safe_dump({**settings, "datasets": datasets}))
+    monkeypatch.chdir(place)
+    assert_ok("finetune", "run.yaml")
+    return place
+
+
+def assert_ok(*arguments: object) -> str:
+    ended = ratel(*arguments)
+    assert ended.code == 0, ended.stderr
+    return ended.stderr
+
+
+def recorded(output: Path = OUTPUT) -> str:
+    return (output / "run" / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_every_command_finds_the_run(started: Path, monkeypatch: pytest.MonkeyPatch, is_moved: bool) -> None:
+    if is_moved:
+        started = started.rename(started.with_name("moved"))
+    run, before = Path("..") / OUTPUT, recorded(started / OUTPUT)
+    monkeypatch.chdir(started / "conf")
+    assert "only the export" not in assert_ok("verify", run)
+    for rows in (started / "rows.jsonl", "../rows.jsonl"):
+        assert "no store" not in assert_ok("eval", run, rows)
+    assert "no store" not in assert_ok("generate", run, "Which", "--max-new-tokens", "2")
+    assert_ok("export", run, "-o", "exported")
+    assert_ok("check", run)
+    assert_ok("report", run)
+    assert "resuming from step 1" in assert_ok("finetune", run, "max_steps=2")
+    assert recorded(started / OUTPUT) == before.replace("max_steps: 1", "max_steps: 2")
+    record = read_record(started / STORE)
+    assert record is not None and record.run == str(started / OUTPUT)
+    assert str(started / STORE) in assert_ok("finetune", "../outputs/a", "max_steps=3")
+    monkeypatch.chdir(started)
+    shown = assert_ok("finetune", "run.yaml", "max_steps=4")
+    assert f"remains in {STORE}; `ratel clean {OUTPUT}`" in shown and "resuming from step 3" in shown
+    monkeypatch.chdir(started / OUTPUT)
+    assert_ok("finetune", ".", "max_steps=5")
+    assert recorded(started / OUTPUT) == before.replace("max_steps: 1", "max_steps: 5")
+    monkeypatch.chdir(started / "conf")
+    assert_ok("clean", run, "--output", "--yes")
+    assert not (started / STORE).exists() and not (started / OUTPUT).exists()
+
+
+def test_a_step_of_it_begins_another_run(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(started / "conf")
+    text = (started / "run.yaml").read_text().replace("models/base", "../models/base").replace("rows", "../rows")
+    Path("b.yaml").write_text(text.replace(str(OUTPUT), "b"))
+    assert_ok("finetune", "b.yaml", "max_steps=2", "--from", "../outputs/a")
+    monkeypatch.chdir(started)
+    assert_ok("finetune", "conf/b", "max_steps=3")
+    ended = ratel("finetune", "run.yaml", "output_dir=c", "dtype=bfloat16", "max_steps=2", "--from", "conf/b")
+    assert_rejected(ended, 2, "that run trains another model: dtype was float32, is now bfloat16")
+
+
+def test_storage_paths_that_are_relative(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = ["storage.paths=[s, t]", "storage.snapshot.path=u", "storage.snapshot.every=1", "output_dir=b"]
+    assert_ok("finetune", "run.yaml", *storage)
+    monkeypatch.chdir(started / "conf")
+    before = recorded(started / "b")
+    assert_ok("verify", "../b")
+    assert_ok("finetune", "../b", "max_steps=2")
+    assert recorded(started / "b") == before.replace("max_steps: 1", "max_steps: 2")
+    assert_ok("clean", "../b", "--output", "--yes")
+    assert not [*started.glob("[stub]/**/ratel.store"), *started.glob("b")]
+
+
+def test_paths_of_overrides_begin_here(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(started / "conf")
+    assert_ok("finetune", "../outputs/a", "storage.paths=s", "--resume", "no")
+    [store] = Path("s").iterdir()
+    assert str(store.absolute()) in recorded(started / OUTPUT)
+    monkeypatch.chdir(started)
+    assert_ok("verify", OUTPUT)
+
+
+def test_an_output_that_moved_alone(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found from where it was started. What it records then is true at its new place."""
+    OUTPUT.rename("renamed")
+    monkeypatch.chdir(started / "conf")
+    assert_rejected(ratel("clean", "../renamed", "--yes"), 2, "there is no store in outputs/a.store")
+    assert_rejected(ratel("finetune", "../renamed"), 2, "rows.jsonl: no such file", num_errors=2)
+    monkeypatch.chdir(started)
+    assert "resuming from step 1" in assert_ok("finetune", started / "renamed", "max_steps=2")
+    assert "output_dir: renamed\n" in recorded(started / "renamed")
+    monkeypatch.chdir(started / "models")
+    assert "resuming from step 2" in assert_ok("finetune", "../renamed", "max_steps=3")
+    assert_ok("clean", "../renamed", "--yes", "--output")
+    assert not (started / STORE).exists()
+
+
+def test_clean_keeps_the_records_of_a_store_that_it_does_not_find(
+    started: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(started / "conf")
+    assert_ok(
+        "finetune", "../run.yaml", "base_model=../models/base", "datasets.0.path=../rows.jsonl", "output_dir=../b"
+    )
+    monkeypatch.chdir(started)
+    before = tree(started)
+    assert_rejected(ratel("clean", "b", "--yes", "--output"), 2, "there is no store in ../b.store", "b/run/config.yaml")
+    ended = ratel("verify", "b")
+    assert ended.code == 0 and "use the directory where the run was started" in " ".join(ended.stderr.split())
+    ended = ratel("eval", "b", "rows.jsonl")
+    assert ended.code == 0 and "use the directory where the run was started" in " ".join(ended.stderr.split())
+    assert tree(started) == before
+    Path("b/run/plan.json").unlink()  # as the hint says
+    assert_ok("clean", "b", "--yes", "--output")
+    assert not Path("b").exists()
+
+
+@pytest.mark.parametrize("missing", [["s"], ["s", "t"]])
+def test_clean_misses_a_drive(started: Path, missing: list[str]) -> None:
+    paths = [str(started / "s"), str(started / "t")]
+    assert_ok("finetune", "run.yaml", f"storage.paths={paths}", "output_dir=b")
+    for name in missing:
+        Path(name).rename(f"{name}-unplugged")
+    before = tree(started)
+    ended = ratel("clean", "b", "--yes")
+    assert_rejected(ended, 2, "nothing was deleted: there is no store in", *(str(started / name) for name in missing))
+    assert "connect the drive" in ended.stderr and tree(started) == before
+
+
+def test_clean_goes_on_where_it_was_stopped(started: Path) -> None:
+    (OUTPUT / "run" / "plan.json").unlink()
+    shutil.rmtree(STORE)
+    assert_ok("clean", OUTPUT, "--yes")
+    assert not (OUTPUT / "run").exists()
+
+
+def test_a_copy_of_an_output_does_not_train_the_store(started: Path) -> None:
+    copy = Path(shutil.copytree(OUTPUT, "outputs/copy"))
+    before = tree(started)
+    for arguments in ([], ["--resume", "no"], ["--resume", "1"], ["--dry-run"]):
+        ended = ratel("finetune", copy, "max_steps=2", *arguments)
+        assert_rejected(ended, 2, f"{STORE} holds the store of the run a (step 1", str(started / OUTPUT))
+        assert tree(started) == before
+    assert_rejected(ratel("check", copy), 2, "holds the store of the run a")
+    assert f"`ratel finetune {started / OUTPUT}`" in ended.stderr
+    hinted = ended.stderr.partition("or add `")[2].partition("`")[0].split()
+    shown = assert_ok("finetune", copy, "max_steps=2", *hinted)
+    assert "remains in outputs/copy.store; `ratel clean outputs/copy`" in shown
+    assert (OUTPUT / "run" / "metrics.jsonl").read_text().count("\n") == 1
+    assert_ok("finetune", started / OUTPUT, "max_steps=3")
+    assert_ok("clean", "outputs/copy", "--yes")
+    assert not Path("outputs/copy.store").exists() and STORE.exists()
+
+
+def test_a_copy_may_replace_the_store_if_it_insists(started: Path) -> None:
+    copy = Path(shutil.copytree(OUTPUT, "outputs/copy"))
+    assert_ok("finetune", copy, "--resume", "no", "--overwrite-store")
+    record = read_record(STORE)
+    assert record is not None and record.run == str(started / copy)
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_an_output_and_its_store_elsewhere(started: Path, is_copied: bool) -> None:
+    """Moved or copied together, they are a run."""
+    other = started.with_name("other")
+    shutil.copytree(started, other)
+    if not is_copied:
+        shutil.rmtree(OUTPUT)
+        shutil.rmtree(STORE)
+    assert "resuming from step 1" in assert_ok("finetune", other / OUTPUT, "max_steps=2")
+    record = read_record(other / STORE)
+    assert record is not None and record.run == str(other / OUTPUT)
+    if is_copied:
+        assert "resuming from step 1" in assert_ok("finetune", OUTPUT, "max_steps=2")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_run_in_use(started: Path) -> None:
+    with open_queue("threads", notice=pytest.fail) as queue, Store.open([STORE], queue=queue, identity=None):
+        for arguments in (
+            ["eval", OUTPUT, "rows.jsonl"],
+            ["verify", OUTPUT],
+            ["clean", OUTPUT, "--yes"],
+            ["finetune", OUTPUT],
+        ):
+            ended = ratel(*arguments)
+            assert_rejected(ended, 3, "is in use by process")
+            assert "hint: wait until that process ends, or stop it\n" in ended.stderr
+    assert_ok("finetune", OUTPUT)  # the fixture wants a wait of ten seconds
+
+
+def test_reading_needs_no_permission_to_write(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really_open = os.open
+
+    def opened(path: str | Path, flags: int, *mode: int, dir_fd: int | None = None) -> int:
+        if Path(path).name.startswith("ratel.") and flags & (os.O_RDWR | os.O_WRONLY):
+            raise PermissionError(13, "Permission denied", str(path))
+        return really_open(path, flags, *mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", opened)
+    assert_ok("verify", OUTPUT)
+    assert "no store" not in assert_ok("eval", OUTPUT, "rows.jsonl")
+    assert "no store" not in assert_ok("generate", OUTPUT, "Which", "--max-new-tokens", "2")
+    ended = ratel("finetune", OUTPUT, "max_steps=2")
+    assert_rejected(ended, 3, "cannot be opened for writing: Permission denied")
+    assert "hint: set storage.paths to directories you may write to" in ended.stderr
