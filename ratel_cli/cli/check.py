@@ -29,7 +29,7 @@ def run(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
     else:
         from ratel_cli.run.check import check_run
 
-        report = check_run(reading, path=path)
+        report = check_run(reading, path=path, overrides=overrides)
     if as_json:
         sys.stdout.write(json.dumps(report.to_json(), indent=2) + "\n")
     _raise(report)

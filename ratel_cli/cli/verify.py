@@ -15,8 +15,8 @@ from pathlib import Path
 
 from ratel_cli.console import RunLog
 from ratel_cli.report.verify import check_lines, checks_to_json, raise_if_wrong
+from ratel_cli.run.output import has_own_store, no_store
 from ratel_cli.run.run_directory import find_run, is_output_of_run
-from ratel_cli.run.settings import place_of, store_hint
 
 
 def run(path: Path, *, as_json: bool) -> None:
@@ -24,14 +24,12 @@ def run(path: Path, *, as_json: bool) -> None:
     log = RunLog()
     config = None if os.path.isdir(path) and not is_output_of_run(path) else find_run(path, log)
     from ratel_cli.run.verify import verify_directory, verify_run
-    from ratel_cli.store.store import Store
 
     if config is None:
         checks = verify_directory(path, log)
-    elif os.path.isdir(path) and not Store.exists(config.storage.paths):
-        log.notice(
-            f"there is no store in {place_of(config)}; only the export is verified; for the store, {store_hint(config)}"
-        )
+    elif os.path.isdir(path) and not has_own_store(config):
+        why = no_store(config)
+        log.notice(f"{why.message}; only the export is verified; for the store, {why.hint}")
         checks = verify_directory(path, log)
     else:
         checks = verify_run(config, log)

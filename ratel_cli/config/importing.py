@@ -30,6 +30,13 @@ _SIGNS: Mapping[str, str] = {
     "transformers": "adafactor logging_dir dataloader_num_workers fp16_full_eval log_level_replica label_names",
 }
 """By tool: keys that others hardly have."""
+_ONLY_OURS = frozenset(
+    {
+        "tokens_per_step", "storage", "limits", "activations", "head_chunk", "optimizer_overlap", "dtype",
+        "gradient_dtype", "random_init", "deterministic", "trace",
+    }
+)  # fmt: skip
+"""Keys that only Ratel has."""
 _TRAINER_DEFAULTS: Mapping[str, Scalar] = {
     "micro_batch_size": 8,
     "num_epochs": 3,
@@ -88,8 +95,8 @@ def import_config(path: Path) -> Imported:
         for key in ("lr_scheduler", "lr_scheduler_type")
     )
     dialect.translate(TOP, root)
-    if "base_model" in root.content and all(outcome.fate == "kept" for outcome in dialect.outcomes):
-        tool = "Ratel"  # axolotl shares many keys, but hardly a whole config
+    if root.content.keys() & _ONLY_OURS and all(outcome.fate == "kept" for outcome in dialect.outcomes):
+        tool = "Ratel"  # axolotl shares the other keys
     has_warmup = tool in ("torchtune", "Ratel") or not is_constant
     steps = root.content.get("warmup_steps")
     if steps is not None and steps.value.content and "warmup_ratio" in root.content:

@@ -26,7 +26,7 @@ _FORM = "write key=value, for example learning_rate=1e-4"
 def is_override(argument: str) -> bool:
     """Whether an argument looks like `key=value`: what is before the sign could be a key."""
     key, equals, _ = argument.partition("=")
-    return bool(equals) and all(part.isidentifier() or part.isdigit() for part in key.strip().split("."))
+    return bool(equals) and all(part.isidentifier() or part.isdigit() for part in key.split("."))
 
 
 def apply_override(root: Marked, argument: str, number: int, dialect: Dialect) -> None:

@@ -24,6 +24,8 @@ from ratel_cli.io.files import sync_path
 from ratel_cli.json_fields import JsonFields, checked_text
 
 MARKER_NAME: Final = "ratel.files"
+NEW_MARKER_NAME: Final = f"{MARKER_NAME}.new"
+"""A marker that is being written. A process that is killed meanwhile leaves it, perhaps in a directory that it made."""
 _FORMAT_VERSION: Final = 1
 _PART_BYTES: Final = 8 << 20
 _ALWAYS_READ_BYTES: Final = 64 << 20
@@ -75,20 +77,24 @@ def read_marker(directory: Path) -> Marker | None:
 
 def write_marker(directory: Path, marker: Marker) -> None:
     """Replace the directory's marker, durably. Raises OSError."""
-    new = directory / f"{MARKER_NAME}.new"
+    new = directory / NEW_MARKER_NAME
     new.unlink(missing_ok=True)
-    with open(new, "x", encoding="utf-8") as file:
-        file.write(json.dumps({"format_version": _FORMAT_VERSION, **asdict(marker)}, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, directory / MARKER_NAME)
+    try:
+        with open(new, "x", encoding="utf-8") as file:
+            file.write(json.dumps({"format_version": _FORMAT_VERSION, **asdict(marker)}, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, directory / MARKER_NAME)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
     sync_path(directory)
 
 
 def check_output(output_dir: Path, *, overwrite: bool, option: str) -> None:
     """Raise BadInput if `output_dir` is a file, or if it has files in it and Ratel did not make it."""
     try:
-        is_empty = not any(output_dir.iterdir()) if output_dir.exists() else True
+        is_empty = not output_dir.exists() or all(path.name == NEW_MARKER_NAME for path in output_dir.iterdir())
     except NotADirectoryError as error:
         raise BadInput(f"{option}: {output_dir} is not a directory") from error
     except OSError as error:

@@ -35,8 +35,8 @@ _DECIDES_ABOUT_ROWS = frozenset(
 """Keys that decide which rows can be used."""
 
 
-def check_run(reading: Reading, *, path: Path) -> CheckReport:
-    """Check what a config says. `path` is its file, or the output directory of the run that has left it.
+def check_run(reading: Reading, *, path: Path, overrides: Sequence[str]) -> CheckReport:
+    """Check what a config says, read with `overrides`. `path` is its file, or the output directory of its run.
 
     Raises RatelError for what is neither in the input nor a lack of the machine.
     """
@@ -46,7 +46,7 @@ def check_run(reading: Reading, *, path: Path) -> CheckReport:
     config, is_right = reading.config, not reading.findings
     found: list[RatelError] = []
     if config is not None and is_right:
-        found = _errors_of(lambda: _run_dry(_of_its_run(config, path), log))
+        found = _errors_of(lambda: _run_dry(_of_its_run(config, path, overrides), log))
     elif config is not None:
         found = _errors_of(lambda: _read_rest(config, reading, log))
         found = [each for each in found if each.key[:1] not in {(key,) for key in reading.left_out}]
@@ -59,8 +59,8 @@ def check_run(reading: Reading, *, path: Path) -> CheckReport:
     )
 
 
-def _of_its_run(config: RunConfig, path: Path) -> RunConfig:
-    return with_own_store(config) if config_file(path) == path else as_of_run(config, path)
+def _of_its_run(config: RunConfig, path: Path, overrides: Sequence[str]) -> RunConfig:
+    return with_own_store(config) if config_file(path) == path else as_of_run(config, path, overrides)
 
 
 def _run_dry(config: RunConfig, log: RunLog) -> None:

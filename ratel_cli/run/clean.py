@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ratel_cli.commands import command
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.config.values import TRACKERS
 from ratel_cli.data.file_names import CACHE_FILE_NAMES, REJECTS_NAME, TEST_REJECTS_NAME
 from ratel_cli.errors import BadInput, EnvironmentFailure, RatelError
-from ratel_cli.model.marker import MARKER_NAME, is_unchanged, read_marker
+from ratel_cli.model.marker import MARKER_NAME, NEW_MARKER_NAME, is_unchanged, read_marker
 from ratel_cli.run.origin import ORIGIN_NAME
-from ratel_cli.run.output import is_own_place, is_own_record, is_run_output
+from ratel_cli.run.output import is_of_other_run, is_own_place, is_run_output
 from ratel_cli.run.run_directory import (
     CONFIG_NAME,
     HARDWARE_NAME,
@@ -33,10 +34,11 @@ from ratel_cli.run.run_directory import (
     REPORT_NAME,
     TOKENS_NAME,
     TRACE_NAME,
-    is_output_of_run,
+    recorded_config,
     run_directory,
+    same_places,
 )
-from ratel_cli.run.settings import store_hint
+from ratel_cli.run.settings import place_of, store_hint
 from ratel_cli.run.trackers import EVENTS_NAME, EVENTS_SUFFIX, log_name, record_name
 from ratel_cli.store.headers import read_header
 from ratel_cli.store.lock import DATA_FILE_NAME, OWNER_FILE_NAME, StoreLock
@@ -98,7 +100,7 @@ def find_left_files(config: RunConfig, *, with_export: bool) -> LeftFiles:
         changed = {file.name for file in marker.files} - names.keys()
         present = sorted(name for name in changed if os.path.lexists(config.output_dir / name))
         kept += [f"{config.output_dir / name} was changed since Ratel wrote it" for name in present]
-        files += _regular(config.output_dir, (MARKER_NAME,))
+        files += _regular(config.output_dir, (NEW_MARKER_NAME, MARKER_NAME))
         folders += [(config.output_dir / name).parent for name in names]
         folders += [config.output_dir]
     return LeftFiles(files=tuple(files), stores=tuple(stores), folders=tuple(dict.fromkeys(folders)), kept=tuple(kept))
@@ -106,9 +108,18 @@ def find_left_files(config: RunConfig, *, with_export: bool) -> LeftFiles:
 
 def _reject_lost_store(config: RunConfig) -> None:
     """Raise BadInput if the run has made a store that is not there: without its records nobody would find it again."""
-    run = run_directory(config.output_dir)
-    missing = [path for path in config.storage.paths if not os.path.lexists(path / DATA_FILE_NAME)]
-    if missing and is_output_of_run(config.output_dir) and any(_regular(run, _SHOWS_A_STORE)):
+    run, paths = run_directory(config.output_dir), config.storage.paths
+    recorded = recorded_config(config.output_dir)
+    if recorded is None or not any(_regular(run, _SHOWS_A_STORE)):
+        return
+    if not same_places(recorded.storage.paths, paths):
+        raise BadInput(
+            f"nothing was deleted: the store of the run in {config.output_dir} is in {place_of(recorded)}, "
+            f"not in {place_of(config)}",
+            f"name the run by its output directory: {command('clean', config.output_dir)}",
+        )
+    missing = [path for path in paths if not os.path.lexists(path / DATA_FILE_NAME)]
+    if missing:
         raise BadInput(
             f"nothing was deleted: there is no store in {', '.join(map(str, missing))}, "
             f"where {run / CONFIG_NAME} says that it is",
@@ -134,7 +145,7 @@ def delete(left: LeftFiles) -> None:
 def _own_stores(config: RunConfig, kept: list[str]) -> Iterator[Path]:
     """The directories of the run's store and of its snapshot. Those of other runs go into `kept`."""
     paths = config.storage.paths
-    if is_own_place(config) or _is_recorded(config, paths):
+    if _is_recorded(config, paths) or (read_record(paths[0]) is None and is_own_place(config)):
         yield from paths
     elif any(map(_is_store, paths)):
         kept.append(f"the store in {', '.join(map(str, paths))} belongs to another run")
@@ -152,7 +163,7 @@ def _own_stores(config: RunConfig, kept: list[str]) -> Iterator[Path]:
 def _is_recorded(config: RunConfig, paths: Sequence[Path]) -> bool:
     """Whether the record says that the store is this run's."""
     record = read_record(paths[0])
-    return record is not None and is_own_record(record, config)
+    return record is not None and not is_of_other_run(config, paths[0], record)
 
 
 def _is_store(directory: Path) -> bool:

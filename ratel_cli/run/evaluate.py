@@ -29,7 +29,7 @@ from ratel_cli.report.evaluation import EvaluationReport
 from ratel_cli.run.base_model import prepare_process
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.inputs import check_positions, load_data, read_fitting_tokenizer
-from ratel_cli.run.named_model import NamedModel, with_data
+from ratel_cli.run.named_model import NamedModel, overrides_for_data, with_data
 from ratel_cli.run.streamed import (
     BlockMemory,
     StreamedModel,
@@ -61,7 +61,7 @@ def _rejects_shown_by(named: NamedModel, data: str, overrides: tuple[str, ...]) 
     """The command that lists bad rows of `data`; None for a model that no run has made, which has no data."""
     if named.run is None:
         return None
-    return command("data", named.run, *overrides, f"datasets.0.path={data}", "--bad")
+    return command("data", named.run, *overrides_for_data(named.config, data, overrides), "--bad")
 
 
 def _read_rows(

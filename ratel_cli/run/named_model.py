@@ -15,9 +15,8 @@ from ratel_cli.config.load import config_from
 from ratel_cli.config.schema import DatasetConfig, RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
+from ratel_cli.run.output import has_own_store, no_store
 from ratel_cli.run.run_directory import check_exists, find_run, is_output_of_run
-from ratel_cli.run.settings import place_of, store_hint
-from ratel_cli.store.lock import DATA_FILE_NAME
 
 _OF_THE_PLACE = ("split", "name", "max_samples", "weight")
 """Keys of a dataset that are about its rows, not about what a row is."""
@@ -43,24 +42,33 @@ def find_model(path: Path, log: RunLog, overrides: Sequence[str]) -> NamedModel:
     if os.path.isdir(path) and not is_output_of_run(path):  # Path.is_dir raises for names that are too long
         return _of_directory(path, log, overrides)
     config = find_run(path, log, overrides)
-    if os.path.isfile(config.storage.paths[0] / DATA_FILE_NAME) or not _holds_model(config.output_dir):
+    if has_own_store(config) or not _holds_model(config.output_dir):
         return NamedModel(config=config, directory=None, given=None, run=path)
-    log.notice(
-        f"there is no store in {place_of(config)}; using the exported model in {config.output_dir}; for the store, "
-        f"{store_hint(config)}"
-    )
+    why = no_store(config)
+    log.notice(f"{why.message}; using the exported model in {config.output_dir}; for the store, {why.hint}")
     exported = config.model_copy(update={"base_model": str(config.output_dir), "random_init": False})
     return NamedModel(config=exported, directory=config.output_dir, given=None, run=path)
 
 
 def with_data(config: RunConfig, data: str, overrides: Sequence[str]) -> RunConfig:
     """The config with the rows of `data` in place of its own, read as those of its first dataset, in their order."""
-    given = {override.partition("=")[0].strip() for override in overrides}
-    defaults = DatasetConfig(path=data)
-    reset = {key: getattr(defaults, key) for key in _OF_THE_PLACE if f"datasets.0.{key}" not in given}
-    rows = config.datasets[0].model_copy(update={"path": data, **reset})
+    rows = config.datasets[0].model_copy(update={"path": data, **_reset(overrides)})
     unused = {"test_datasets": (), "val_set_size": 0, "streaming": False, "shuffle": False}
     return config.model_copy(update={"datasets": (rows,), **unused})
+
+
+def overrides_for_data(config: RunConfig, data: str, overrides: Sequence[str]) -> list[str]:
+    """`overrides`, and those with which the first dataset of the run's config is the one that `with_data` makes."""
+    changed = {key: value for key, value in _reset(overrides).items() if getattr(config.datasets[0], key) != value}
+    words = [f"datasets.0.{key}={'null' if value is None else value}" for key, value in changed.items()]
+    return [*overrides, f"datasets.0.path={data}", *words]
+
+
+def _reset(overrides: Sequence[str]) -> dict[str, object]:
+    """What does not hold for rows from another place."""
+    given = {override.partition("=")[0].strip() for override in overrides}
+    defaults = DatasetConfig(path=os.devnull)
+    return {key: getattr(defaults, key) for key in _OF_THE_PLACE if f"datasets.0.{key}" not in given}
 
 
 def _of_directory(path: Path, log: RunLog, overrides: Sequence[str]) -> NamedModel:

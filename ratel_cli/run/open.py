@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
-from ratel_cli.errors import BadInput
 from ratel_cli.model.export_weights import export_model
 from ratel_cli.run.base_model import (
     Base,
@@ -21,8 +20,7 @@ from ratel_cli.run.base_model import (
 )
 from ratel_cli.run.card import card_of
 from ratel_cli.run.context import RunContext
-from ratel_cli.run.output import check_export_output, own_output, reject_overlap
-from ratel_cli.run.settings import place_of, store_hint
+from ratel_cli.run.output import check_export_output, has_own_store, no_store, own_output, reject_overlap
 from ratel_cli.run.tokenizer import tokenizer_files
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.store import Store
@@ -46,13 +44,13 @@ class OpenedRun:
 def open_run(context: RunContext) -> OpenedRun:
     """Open the config's run; the context closes it.
 
-    Raises BadInput if there is no store, or it was made for another model.
+    Raises BadInput if there is no store of this run, or it was made for another model.
     """
     prepare_process()
     config = context.config
     paths = config.storage.paths
-    if not Store.exists(paths):
-        raise BadInput(f"there is no store in {place_of(config)}", store_hint(config))
+    if not has_own_store(config):
+        raise no_store(config)
     base = read_base(_on_the_cpu(config) if context.device.type == "cpu" else config, context.log)
     store = context.open_store(paths, read_only=True)
     check_model(store, config, base.model.spec, paths[0])

@@ -14,7 +14,17 @@ from pathlib import Path
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.model.marker import Marker, check_output, read_marker, write_marker
-from ratel_cli.run.run_directory import METRICS_NAME, PLAN_NAME, is_output_of_run, run_directory, with_own_store
+from ratel_cli.run.run_directory import (
+    METRICS_NAME,
+    PLAN_NAME,
+    is_output_of_run,
+    recorded_config,
+    run_directory,
+    with_own_store,
+)
+from ratel_cli.run.settings import place_of, store_hint
+from ratel_cli.store.headers import stored_id
+from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.run_record import RunRecord, read_record
 
 _ELSEWHERE = "choose another output_dir, or replace it with --overwrite"
@@ -25,14 +35,26 @@ def own_output(config: RunConfig) -> str:
     return os.path.realpath(config.output_dir)
 
 
-def is_own_record(record: RunRecord, config: RunConfig) -> bool:
-    """Whether a store's record names the config's run: its output directory, or one that has moved since."""
-    return record.run == own_output(config) or not is_output_of_run(Path(record.run))
-
-
 def is_own_place(config: RunConfig) -> bool:
     """Whether the directories in `storage.paths` are those that the config's run itself makes its store in."""
     return with_own_store(config).storage.paths == config.storage.paths
+
+
+def is_of_other_run(config: RunConfig, directory: Path, record: RunRecord) -> bool:
+    """Whether the store in `directory`, with this record, belongs to another run than the config's.
+
+    It does if that run exists, unless it has this very store in another place: then this one was copied with the
+    config's run.
+    """
+    run = Path(record.run)
+    if os.path.realpath(run) == own_output(config) or not is_output_of_run(run):
+        return False
+    theirs, store_id = recorded_config(run), stored_id(directory)
+    if theirs is None or store_id is None:
+        return True
+    snapshot = theirs.storage.snapshot
+    places = {os.path.realpath(path) for path in (theirs.storage.paths[0], *((snapshot.path,) if snapshot else ()))}
+    return os.path.realpath(directory) in places or store_id not in map(stored_id, map(Path, places))
 
 
 def other_owner(config: RunConfig) -> RunRecord | None:
@@ -40,8 +62,26 @@ def other_owner(config: RunConfig) -> RunRecord | None:
 
     A store without a record, of an earlier version, counts as this run's.
     """
-    record = read_record(config.storage.paths[0])
-    return None if record is None or is_own_record(record, config) or is_own_place(config) else record
+    path = config.storage.paths[0]
+    record = read_record(path)
+    return record if record is not None and is_of_other_run(config, path, record) else None
+
+
+def has_own_store(config: RunConfig) -> bool:
+    """Whether the run's store is in `storage.paths`."""
+    is_there = all(os.path.isfile(path / DATA_FILE_NAME) for path in config.storage.paths)
+    return is_there and other_owner(config) is None
+
+
+def no_store(config: RunConfig) -> BadInput:
+    """The error for a run without a store in `storage.paths`."""
+    owner = other_owner(config)
+    if owner is None:
+        return BadInput(f"there is no store in {place_of(config)}", store_hint(config))
+    return BadInput(
+        f"the store in {place_of(config)} belongs to the run in {owner.run}",
+        f"name that run by its output directory, {owner.run}",
+    )
 
 
 def check_run_output(config: RunConfig, *, overwrite: bool) -> None:

@@ -1,8 +1,9 @@
 """Relative paths in the config that a run has recorded: they begin in the directory where the run was started.
 
-No file names that directory. It follows from the place of the run: a run that recorded `output_dir: outputs/a` and is
-in `/data/outputs/a` was started in `/data`, also if all of `/data` has moved there since. If the place says nothing,
-since the output directory was renamed or `output_dir` leads up with `..`, paths begin in the current directory.
+No file names that directory. It is the current one if `output_dir`, as the run has recorded it, leads from here to the
+run. If not, it follows from the place of the run: a run that recorded `output_dir: outputs/a` and is in
+`/data/outputs/a` was started in `/data`, also if all of `/data` has moved there since. If the place says nothing, paths
+begin in the current directory: the output directory was renamed, or `output_dir` is absolute or leads up with `..`.
 
 Invariant: in the directory where a run was started its config has the paths as they were written. Elsewhere they are
 absolute, and `as_written` turns them back, so that hashes and what is recorded do not depend on the current directory.
@@ -12,25 +13,27 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.store.lock import DATA_FILE_NAME
 
 
-def located(config: RunConfig, recorded: RunConfig, directory: Path) -> RunConfig:
-    """`config` for the current directory: what the run in `directory` has `recorded`, perhaps with overrides.
+def located(config: RunConfig, recorded: RunConfig, directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """`config` for the current directory: what the run in `directory` has `recorded`, with `overrides`.
 
     The paths of overrides begin in the current directory.
     """
     base, here = _started_in(recorded, directory), Path.cwd()
     if _is_here(base):
         return config
-    paths, texts = set(_paths(recorded)), set(_texts(recorded))
+    given = _words_of(overrides)
+    paths, texts = set(map(str, _paths(recorded))) - given, set(_texts(recorded)) - given
     return _replaced(
         config,
-        {path: (base if path in paths else here) / path for path in _paths(config)},
+        {path: (base if str(path) in paths else here) / path for path in _paths(config)},
         {text: _located_text(text, base if text in texts else here) for text in _texts(config)},
     )
 
@@ -38,19 +41,17 @@ def located(config: RunConfig, recorded: RunConfig, directory: Path) -> RunConfi
 def as_written(config: RunConfig, recorded: RunConfig) -> RunConfig:
     """The config with its paths as the run in its `output_dir` writes them, which has `recorded` its config before.
 
-    That is relative where it has recorded the same path so, and absolute otherwise.
+    That is as it has recorded the same path, and absolute otherwise.
     """
     directory = config.output_dir
     base, here = _started_in(recorded, directory), Path.cwd()
     if not _is_here(base):
-        paths = {base / path: path for path in _paths(recorded)}
-        texts = {_located_text(text, base): text for text in _texts(recorded)}
-        places = {path: here / path for path in _paths(config)}
-        located_texts = {text: _located_text(text, here) for text in _texts(config)}
+        paths = {_place_of(base / path): path for path in _paths(recorded)}
+        texts = {_place_of(_located_text(text, base)): text for text in _texts(recorded)}
         config = _replaced(
             config,
-            {path: paths.get(place, place) for path, place in places.items()},
-            {text: texts.get(place, place) for text, place in located_texts.items()},
+            {path: paths.get(_place_of(here / path), here / path) for path in _paths(config)},
+            {text: texts.get(_place_of(text), _located_text(text, here)) for text in _texts(config)},
         )
     place, above = os.path.realpath(directory), os.path.realpath(base)
     if os.path.realpath(base / recorded.output_dir) == place:
@@ -60,14 +61,24 @@ def as_written(config: RunConfig, recorded: RunConfig) -> RunConfig:
     return config.model_copy(update={"output_dir": output_dir})
 
 
+def _words_of(overrides: Sequence[str]) -> set[str]:
+    """What may be a path in the values of overrides, as `_paths` and `_texts` have it."""
+    values = [override.partition("=")[2].strip() for override in overrides]
+    words = {word for value in values for word in (value, *re.split(r"[\s,\[\]{}\"']+|:\s", value)) if word}
+    return words | {str(Path(word)) for word in words}
+
+
 def _started_in(recorded: RunConfig, directory: Path) -> Path:
-    """Where the paths begin that the run in `directory` has recorded: of several answers, the one with its store."""
+    """Where the paths begin that the run in `directory` has recorded: of several places, the one with its store."""
+    here = Path.cwd()
+    if os.path.realpath(here / recorded.output_dir) == os.path.realpath(directory):
+        return here
     above = [_above(place, recorded.output_dir) for place in _places(directory)]
-    bases = [*(base for base in above if base is not None), Path.cwd()]
+    bases = [base for base in above if base is not None]
     for base in bases:
         if all(os.path.isfile(base / path / DATA_FILE_NAME) for path in recorded.storage.paths):
             return base
-    return bases[0]
+    return bases[0] if bases else here
 
 
 def _places(directory: Path) -> Iterator[Path]:
@@ -86,6 +97,11 @@ def _above(place: Path, output_dir: Path) -> Path | None:
         return None
     base = Path(*place.parts[:num_above])
     return base if os.path.isdir(base) else None
+
+
+def _place_of(path: str | Path) -> str:
+    """The path without links, to compare it; what is no path stays different from all others."""
+    return os.path.realpath(path) if "\0" not in str(path) else str(path)
 
 
 def _is_here(base: Path) -> bool:

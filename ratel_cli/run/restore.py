@@ -5,8 +5,8 @@
     3. if a store will be replaced, read and check every byte of the snapshot first
     4. create the new store, copy the snapshot into it, checking every byte, and commit it as the first generation
 
-Invariants: a store is replaced only by a snapshot that is whole, and, unless `overwrite` is set, newer. Until the last
-byte is copied the new store counts as unfinished, and no run resumes from it.
+Invariants: a store of another run is never replaced; one of this run only by a snapshot that is whole, and, unless
+`overwrite` is set, newer. Until the last byte is copied the new store counts as unfinished, and no run resumes from it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ratel_cli.io.files import nearest_existing
 from ratel_cli.run.base_model import check_model, prepare_process, read_base
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.settings import new_geometry, place_of
-from ratel_cli.run.store import prepare_store
+from ratel_cli.run.store import prepare_store, reject_restoring_over_other_run
 from ratel_cli.store.copy import copy_generation
 from ratel_cli.store.store import Store
 
@@ -33,6 +33,7 @@ def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog)
     """Copy the snapshot in `directory` to the config's storage. Returns its step. Raises RatelError."""
     prepare_process()
     _reject_same_directory(config, directory)
+    reject_restoring_over_other_run(config)
     if not Store.exists([directory]):
         raise BadInput(f"there is no snapshot in {directory}", "give its directory: --from DIR")
     base = read_base(config, log)

@@ -93,11 +93,11 @@ def read_config(path: Path, log: RunLog, overrides: Sequence[str] = ()) -> RunCo
     name_run(path, overrides)
     file = config_file(path)
     config = _load(file, log, overrides)
-    return with_own_store(config) if file == path else as_of_run(config, path)
+    return with_own_store(config) if file == path else as_of_run(config, path, overrides)
 
 
-def as_of_run(config: RunConfig, path: Path) -> RunConfig:
-    """The config that the run in the directory `path` has left, perhaps with overrides, for that directory.
+def as_of_run(config: RunConfig, path: Path, overrides: Sequence[str]) -> RunConfig:
+    """The config that the run in the directory `path` has left, with `overrides`, for that directory.
 
     Relative paths that the run has recorded begin where it was started. Raises BadInput if the overrides name another
     output directory.
@@ -110,8 +110,17 @@ def as_of_run(config: RunConfig, path: Path) -> RunConfig:
             f"a new run needs a config file; {file} is the one of this run, with its storage.paths",
         )
     is_own = config.storage.paths == recorded.storage.paths
-    config = located(config, recorded, path).model_copy(update={"output_dir": path})
+    config = located(config, recorded, path, overrides).model_copy(update={"output_dir": path})
     return config if is_own else with_own_store(config)
+
+
+def recorded_config(directory: Path) -> RunConfig | None:
+    """The config that the run in `directory` has left, for the current directory; None if it cannot be read."""
+    try:
+        recorded = load_config(run_directory(directory) / CONFIG_NAME).config
+    except RatelError:
+        return None
+    return located(recorded, recorded, directory)
 
 
 def as_recorded_by_run(config: RunConfig) -> RunConfig:
@@ -190,12 +199,8 @@ def _has_store_of_older_version(config: RunConfig) -> bool:
     first = config.storage.paths[0]
     if not os.path.isfile(first / DATA_FILE_NAME) or read_record(first) is not None:
         return False
-    try:
-        recorded = load_config(run_directory(config.output_dir) / CONFIG_NAME).config
-    except RatelError:
-        return False
-    recorded = located(recorded, recorded, config.output_dir)
-    return list(map(os.path.realpath, recorded.storage.paths)) == list(map(os.path.realpath, config.storage.paths))
+    recorded = recorded_config(config.output_dir)
+    return recorded is not None and same_places(recorded.storage.paths, config.storage.paths)
 
 
 class CachedProfile:
@@ -225,3 +230,8 @@ class CachedProfile:
         """The content of the file, with `profile` if there is one."""
         recorded = {} if profile is None else {"profile": {"made_for": self._made_for, **profile.to_json()}}
         return {**spec.to_json(), **recorded}
+
+
+def same_places(paths: Sequence[Path], others: Sequence[Path]) -> bool:
+    """Whether these are the same directories, perhaps by other names."""
+    return list(map(os.path.realpath, paths)) == list(map(os.path.realpath, others))

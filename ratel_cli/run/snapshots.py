@@ -17,7 +17,7 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.report.run import snapshot_line
 from ratel_cli.run.context import RunContext
-from ratel_cli.run.output import is_own_record
+from ratel_cli.run.output import is_of_other_run
 from ratel_cli.run.settings import SNAPSHOT_SLOTS, SnapshotSpace, place_of
 from ratel_cli.run.store import describe_store, prepare_store, reject_replacing
 from ratel_cli.store.layout import Geometry
@@ -132,7 +132,7 @@ def start_snapshots(
 def _reject_other_run(config: RunConfig, path: Path) -> None:
     """Raise BadInput if the snapshot there is that of another run. Without a record, the store's identity decides."""
     record = read_record(path) if Store.exists([path]) else None
-    if record is None or is_own_record(record, config):
+    if record is None or not is_of_other_run(config, path, record):
         return
     raise BadInput(
         f"storage.snapshot.path: {path} holds {describe_store(config, [path], what='snapshot')}",

@@ -19,7 +19,7 @@ from ratel_cli.console import RunLog
 from ratel_cli.errors import RatelError
 from ratel_cli.model.marker import Marker, read_marker
 from ratel_cli.report.status import RunState, RunStatus
-from ratel_cli.run.output import other_owner
+from ratel_cli.run.output import has_own_store
 from ratel_cli.run.run_directory import METRICS_NAME, find_run, is_output_of_run, run_directory
 from ratel_cli.store.lock import DATA_FILE_NAME, StoreUse, find_use
 from ratel_cli.store.open import stored_step
@@ -86,9 +86,7 @@ def status_of(config: RunConfig) -> RunStatus:
 
 def store_paths(config: RunConfig) -> Sequence[Path] | None:
     """The directories of the run's store; None if it is not there, or belongs to another run."""
-    paths = config.storage.paths
-    is_there = all(os.path.isfile(path / DATA_FILE_NAME) for path in paths)
-    return paths if is_there and other_owner(config) is None else None
+    return config.storage.paths if has_own_store(config) else None
 
 
 def _status_below(directory: Path) -> RunStatus:

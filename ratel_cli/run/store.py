@@ -23,7 +23,7 @@ from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs import Inputs, changed_settings
 from ratel_cli.run.origin import write_origin
 from ratel_cli.run.output import other_owner, own_output
-from ratel_cli.run.run_directory import CONFIG_NAME, default_store, run_directory
+from ratel_cli.run.run_directory import CONFIG_NAME, default_store, run_directory, same_places
 from ratel_cli.run.settings import (
     DECIDES_THE_LENGTH,
     as_recorded,
@@ -36,7 +36,7 @@ from ratel_cli.run.settings import (
 from ratel_cli.store.layout import Geometry, record_layout
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.open import REPLACE_STORE, StoreMismatch, stored_identity, stored_step
-from ratel_cli.store.run_record import hand_over, read_record, write_records
+from ratel_cli.store.run_record import RunRecord, hand_over, read_record, write_records
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.units import counted
 
@@ -84,13 +84,26 @@ def _reject_store_of_other_run(config: RunConfig) -> None:
     owner = other_owner(config)
     if owner is None or not Store.exists(config.storage.paths):
         return
-    own = shlex.join([f"storage.paths={default_store(config)}", "--resume", "no", "--from", owner.run])
+    own = default_store(config)
+    if same_places([own], config.storage.paths):
+        other = "set another output_dir for a new run"
+    else:
+        words = shlex.join([f"storage.paths={own}", "--resume", "no", "--from", owner.run])
+        other = f"add `{words}`, so that this run gets a store of its own, which begins where that run is now"
+    raise _of_other_run(config, owner, f"resume that run with {command('finetune', owner.run)}; or {other}")
+
+
+def reject_restoring_over_other_run(config: RunConfig) -> None:
+    """Raise BadInput if the store that `ratel restore` would replace belongs to another run."""
+    owner = other_owner(config)
+    if owner is not None:
+        other = "or add `storage.paths=DIR` to restore into other directories"
+        raise _of_other_run(config, owner, f"that run is restored with {command('restore', owner.run)}; {other}")
+
+
+def _of_other_run(config: RunConfig, owner: RunRecord, hint: str) -> BadInput:
     store = describe_store(config, config.storage.paths)
-    raise BadInput(
-        f"{place_of(config)} holds {store}, whose output directory is {owner.run}",
-        f"resume that run with {command('finetune', owner.run)}; or add `{own}`, so that this run gets a store of its "
-        "own, which begins where that run is now",
-    )
+    return BadInput(f"{place_of(config)} holds {store}, whose output directory is {owner.run}", hint)
 
 
 def reject_replacing(config: RunConfig, paths: Sequence[Path], identity: StoreIdentity) -> None:

@@ -20,6 +20,7 @@ from ratel_cli.errors import BadInput, EnvironmentFailure, RatelError
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.barrier import Barrier
 from ratel_cli.store.layout import HEADER_BYTES, IDENTIFICATION_OFFSET, NUM_MANIFESTS
+from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.manifest import (
     EMPTY_PAGE,
     FORMAT_VERSION,
@@ -81,6 +82,15 @@ def read_header(path: Path) -> Header:
             for page, magic in zip(pages, (MANIFEST_MAGIC, MANIFEST_MAGIC, _MAGIC), strict=True)
         ),
     )
+
+
+def stored_id(directory: Path) -> bytes | None:
+    """The id of the store that has its first file in a directory. A copy has the id too. None if there is none."""
+    try:
+        found = read_header(directory / DATA_FILE_NAME).identification
+    except RatelError:
+        return None
+    return None if found is None else found.store_id
 
 
 def existing_store(headers: Sequence[Header]) -> str | None:

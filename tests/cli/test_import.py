@@ -246,7 +246,8 @@ def test_reasons_are_true_of_the_value() -> None:
     assert "#   load_in_8bit: false   (it is off or empty)\n" in text
 
 
-OURS = "base_model: m\ndatasets: [{path: a.jsonl}]\nsequence_len: 64\nmicro_batch_size: 2\nsample_packing: true\n"
+SHARED = "base_model: m\ndatasets: [{path: a.jsonl}]\nmicro_batch_size: 2\nval_set_size: 0.1\n"
+OURS = f"{SHARED}sequence_len: 64\nsample_packing: true\ndtype: float32\n"
 
 
 def test_a_config_of_ratel_is_recognised(capsys: pytest.CaptureFixture[str]) -> None:
@@ -256,6 +257,8 @@ def test_a_config_of_ratel_is_recognised(capsys: pytest.CaptureFixture[str]) -> 
     assert "a config of Ratel already; nothing needs a translation" in captured.err
     assert "the default of" not in captured.out
     assert import_config(write(f"{OURS}load_in_8bit: false\n")).tool == "axolotl"
+    shared = import_config(write(SHARED))
+    assert shared.tool == "axolotl" and "sequence_len: 512" in shared.text, "its defaults are written out"
 
 
 def test_the_config_of_a_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

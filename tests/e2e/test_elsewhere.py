@@ -198,6 +198,101 @@ def test_an_output_and_its_store_elsewhere(started: Path, is_copied: bool) -> No
         assert "resuming from step 1" in assert_ok("finetune", OUTPUT, "max_steps=2")
 
 
+def test_another_project_with_the_same_paths(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No command about this run touches the store of that one."""
+    other = Path(shutil.copytree(started, started.with_name("other")))
+    monkeypatch.chdir(other)
+    snapshot = ["storage.snapshot.path=snapshot", "storage.snapshot.every=1"]
+    assert_ok("finetune", "run.yaml", *snapshot, "max_steps=2", "--resume", "no")
+    shutil.rmtree(started / STORE)
+    before, run = tree(other), Path("..") / started.name / OUTPUT
+    assert_rejected(ratel("clean", run, "--yes"), 2, "nothing was deleted: there is no store in", str(started / STORE))
+    assert_rejected(ratel("finetune", run, "max_steps=3"), 2, "its store is gone")
+    assert_rejected(ratel("export", run, "-o", "D"), 2, f"there is no store in {started / STORE}")
+    assert_ok("restore", run, "--from", "snapshot")
+    assert tree(other) == before
+    record = read_record(started / STORE)
+    assert record is not None and record.run == str(started / OUTPUT)
+
+
+def test_a_store_that_was_handed_over(started: Path) -> None:
+    """A run was renamed and resumed. Its store, still where the first name puts it, is not the first name's."""
+    OUTPUT.rename("outputs/b")
+    assert_ok("finetune", "outputs/b", "max_steps=2")
+    before = tree(started)
+    hint = f"hint: resume that run with `ratel finetune {started / 'outputs/b'}`; or set another output_dir"
+    for arguments in ([], ["--resume", "no"]):
+        ended = ratel("finetune", "run.yaml", "max_steps=3", *arguments)
+        assert_rejected(ended, 2, f"{STORE} holds the store of the run b (step 2")
+        assert hint in ended.stderr
+    assert "belongs to another run" in assert_ok("clean", "run.yaml", "--yes")
+    assert tree(started) == before
+    assert "resuming from step 2" in assert_ok("finetune", "outputs/b", "max_steps=3")
+
+
+def test_restore_replaces_no_store_of_another_run(started: Path) -> None:
+    storage = ["storage.snapshot.path=snapshot", "storage.snapshot.every=2"]
+    assert_ok("finetune", "run.yaml", *storage, "max_steps=3", "output_dir=b")
+    shutil.copytree("b", "c")
+    before = tree(started)
+    for arguments in ([], ["--overwrite"]):
+        ended = ratel("restore", "c", *arguments)
+        assert_rejected(ended, 2, "b.store holds the store of the run b (step 3")
+        assert f"hint: that run is restored with `ratel restore {started / 'b'}`" in ended.stderr
+    assert tree(started) == before
+    assert_ok("restore", "c", "storage.paths=own")
+    assert_ok("restore", "b", "--overwrite")
+
+
+def test_a_copy_has_no_store_to_read(started: Path) -> None:
+    copy = Path(shutil.copytree(OUTPUT, "outputs/copy"))
+    words = f"the store in {STORE} belongs to the run in {started / OUTPUT}"
+    shown = " ".join(assert_ok("eval", copy, "rows.jsonl").split())
+    assert f"{words}; using the exported model in {copy}" in shown
+    assert words in " ".join(assert_ok("verify", copy).split())
+    assert_rejected(ratel("export", copy, "-o", "exported"), 2, words)
+
+
+@pytest.mark.parametrize("is_renamed", [False, True])
+def test_an_output_behind_a_link(started: Path, is_renamed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = f"storage.paths={started / 'nvme'}"
+    assert_ok("finetune", "run.yaml", paths, "output_dir=b")
+    if is_renamed:  # all of it has moved, and a link is where it was
+        place = started.rename(started.with_name("moved"))
+        started.symlink_to(place)
+        monkeypatch.chdir(place)
+        assert_ok("finetune", "b", "max_steps=2")
+    else:
+        Path("elsewhere").mkdir()
+        Path("b").rename("elsewhere/b")
+        Path("b").symlink_to("elsewhere/b")
+        assert "resuming from step 1" in assert_ok("finetune", "b", "max_steps=2")
+        assert "resuming from step 2" in assert_ok("finetune", "elsewhere/b", "max_steps=3")
+    assert_ok("clean", "b", "--yes")
+    assert not [*started.glob("nvme/*")]
+
+
+def test_a_copy_of_all_of_it(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_ok("finetune", "run.yaml", "storage.paths=[stores]", "output_dir=b")
+    other = Path(shutil.copytree(started, started.with_name("other")))
+    before = tree(started)
+    monkeypatch.chdir(other)
+    assert "resuming from step 1" in assert_ok("finetune", "b", "max_steps=2")
+    monkeypatch.chdir(other / "conf")
+    assert "resuming from step 2" in assert_ok("finetune", "../b", "max_steps=3")
+    assert tree(started) == before
+
+
+def test_clean_of_a_config_with_other_storage_paths(started: Path) -> None:
+    settings = yaml.safe_load((started / "run.yaml").read_text())
+    (started / "other.yaml").write_text(yaml.safe_dump({**settings, "storage": {"paths": ["other"]}}))
+    before = tree(started)
+    ended = ratel("clean", "other.yaml", "--yes")
+    assert_rejected(ended, 2, f"nothing was deleted: the store of the run in {OUTPUT} is in {STORE}, not in other/")
+    assert f"hint: name the run by its output directory: `ratel clean {OUTPUT}`\n" in ended.stderr
+    assert tree(started) == before
+
+
 @pytest.mark.usefixtures("impatient")
 def test_a_run_in_use(started: Path) -> None:
     with open_queue("threads", notice=pytest.fail) as queue, Store.open([STORE], queue=queue, identity=None):

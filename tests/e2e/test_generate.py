@@ -204,7 +204,7 @@ def test_a_signal_ends_it(plain_run: Path, signal_at: SignalAt) -> None:
 
 
 def test_a_prompt_and_a_file_with_prompts_exclude_each_other(base: Path, questions: Path) -> None:
-    for prompt in ("hi", "What is 1=1?"):
+    for prompt in ("hi", "What is 1=1?", "x = y?"):
         ended = ratel("generate", base, prompt, "--prompts", questions)
         assert_rejected(ended, 2, "arguments 'PROMPT' and '--prompts': both name prompts")
     assert ratel("generate", base, "seed=3", "--prompts", questions, "--max-new-tokens", 1, "--raw").code == 0

@@ -64,6 +64,29 @@ def test_a_folder_of_the_users_is_refused(make_config: MakeConfig, saved: Path, 
     assert not store_of(config).exists() and not mine.with_name("mine.store").exists()
 
 
+def test_a_claim_that_was_cut_short(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output directory that a stopped or killed process has made is not taken for one of the user's."""
+    config = make_config()
+    output = output_of(config)
+
+    def interrupted(descriptor: int) -> None:
+        assert [path.name for path in output.iterdir()] == ["ratel.files.new"]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", interrupted)
+        assert finetune(config).code == 130
+    assert list(output.iterdir()) == []
+    (output / "ratel.files.new").write_text('{"format_ver')
+    (output / "notes").write_text("mine")
+    assert_rejected(finetune(config), 2, f"{output} has files in it, and Ratel did not make it")
+    (output / "notes").unlink()
+    succeed(config)
+    (output / "ratel.files.new").write_text('{"format_ver')
+    assert ratel("clean", config, "--output", "--yes").code == 0
+    assert not output.exists()
+
+
 def test_overwrite_replaces_only_the_models_names(make_config: MakeConfig, saved: Path, mine: Path) -> None:
     before = tree(mine)
     config = make_config(max_steps=1, output_dir=str(mine))

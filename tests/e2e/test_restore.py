@@ -89,7 +89,7 @@ def copied(ended_run: Path, tmp_path: Path) -> Path:
     """A run like `ended_run`, which a test may change: a copy that knows nothing of the place it comes from."""
     shutil.copytree(ended_run.parent, tmp_path / "copied")
     config = tmp_path / "copied" / "run.yaml"
-    for file in (config, *config.parent.rglob(RECORD_FILE_NAME)):
+    for file in (config, config.parent / "out/run/config.yaml", *config.parent.rglob(RECORD_FILE_NAME)):
         file.write_text(file.read_text().replace(str(ended_run.parent), str(config.parent)))
     return config
 

@@ -102,11 +102,62 @@ def test_a_place_that_says_nothing(started: Path, monkeypatch: pytest.MonkeyPatc
     assert find("../deep/out").storage.paths == (Path("s"),)
 
 
-def test_of_two_places_the_one_with_the_store_counts(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_in_the_current_directory_does_not_count(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is another run's, with the same paths."""
+    other = started.with_name("other")
+    make_run(other / "deep" / "out")
+    (other / "s").mkdir()
+    (other / "s/ratel.store").write_text("")
+    monkeypatch.chdir(other)
+    assert find("../x/deep/out").storage.paths == (started / "s",)
+    assert find("deep/out").storage.paths == (Path("s"),)
+
+
+def test_where_it_was_started_an_output_directory_may_be_elsewhere(
+    started: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its link leads there. The current directory has what was recorded; above the output there is nothing."""
+    big = tmp_path / "big" / "deep"
+    (started / "deep").rename(tmp_path / "deep")
+    (tmp_path / "big").mkdir()
+    (tmp_path / "deep").rename(big)
+    (started / "deep").symlink_to(big)
+    for path in ("deep/out", big / "out"):
+        config = find(path)
+        assert (config.base_model, config.storage.paths) == ("m", (Path("s"),))
+        assert as_recorded_by_run(config).base_model == "m"
     monkeypatch.chdir(started / "elsewhere")
-    Path("s").mkdir()
-    Path("s/ratel.store").write_text("")
-    assert find("../deep/out").storage.paths == (Path("s"),)
+    config = find("../deep/out")
+    assert config.base_model == str(started / "m") and as_recorded_by_run(config).base_model == "m"
+
+
+def test_what_has_not_moved_with_the_run_begins_here(started: Path) -> None:
+    (started / "archive").mkdir()
+    (started / "deep").rename(started / "archive/deep")
+    config = find("archive/deep/out")
+    assert (config.base_model, config.storage.paths) == ("m", (started / "archive/s",))
+    written = as_recorded_by_run(config)
+    assert (written.base_model, written.storage.paths, written.output_dir) == ("m", (Path("s"),), Path("deep/out"))
+
+
+@pytest.mark.parametrize("override", ["base_model=m", "datasets.0.path=d.jsonl", "datasets=[{path: d.jsonl}]"])
+def test_overrides_that_are_spelled_as_what_is_recorded(
+    started: Path, monkeypatch: pytest.MonkeyPatch, override: str
+) -> None:
+    here = started / "elsewhere"
+    (here / "m").mkdir()
+    (here / "d.jsonl").write_text("")
+    monkeypatch.chdir(here)
+    config = find("../deep/out", override)
+    is_data = "d.jsonl" in override
+    assert config.datasets[0].path == str((here if is_data else started) / "d.jsonl")
+    assert config.base_model == str((started if is_data else here) / "m")
+
+
+def test_other_names_of_what_is_recorded(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(started / "elsewhere")
+    config = find("../deep/out", "base_model=../m", "storage.paths=[../elsewhere/../s]")
+    assert as_recorded_by_run(config).base_model == "m"
 
 
 def test_a_config_file_begins_here(started: Path, monkeypatch: pytest.MonkeyPatch) -> None:
