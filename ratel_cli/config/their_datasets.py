@@ -100,7 +100,8 @@ def _one_dataset(entries: Entries, report: Report) -> None:
         if isinstance(content, str):
             names = [replace(entry.value, content=name.strip()) for name in content.split(",") if name.strip()]
             if written != "dataset_name":
-                names = [_looked_up(entry, name, directory, report, is_text=is_text) for name in names]
+                found = [_looked_up(entry, name, directory, report, is_text=is_text) for name in names]
+                names = [name for name in found if name is not None]
             entry = replace(entry, value=replace(entry.value, content=names))
         entries[ours] = entry
         report.read_as(entry, ours)
@@ -109,8 +110,11 @@ def _one_dataset(entries: Entries, report: Report) -> None:
     _add_to_datasets(entries, given, report)
 
 
-def _looked_up(entry: Entry, name: Marked, directory: Entry | None, report: Report, *, is_text: bool) -> Marked:
-    """The set that a name stands for in dataset_info.json; the name as a path if it is not there."""
+def _looked_up(entry: Entry, name: Marked, directory: Entry | None, report: Report, *, is_text: bool) -> Marked | None:
+    """The set that a name stands for in dataset_info.json; the name as a path if it is not there.
+
+    None if it cannot be used, with a finding: the name is no path then.
+    """
     named = None if directory is None else directory.value.content
     folder = Path(named if isinstance(named, str) else "data")
     try:
@@ -118,14 +122,14 @@ def _looked_up(entry: Entry, name: Marked, directory: Entry | None, report: Repo
     except (OSError, ValueError) as error:
         message = f"{folder / FILE_NAME}: cannot be read: {str(error).splitlines()[0]}"
         report.reject(Finding(where=entry.value.where, message=message), "datasets")
-        return name
+        return None
     if info is None or str(name.content) not in info:
         return name
     described = describe_set(info[str(name.content)], folder, is_text=is_text)
     if isinstance(described, str):
         message = f"`{entry.written}`: {show(name.content)} cannot be used: {described}"
         report.reject(Finding(where=entry.value.where, message=message), "datasets")
-        return name
+        return None
     return marked(described, name.where)
 
 

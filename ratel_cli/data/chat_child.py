@@ -28,6 +28,8 @@ from typing import cast
 
 MAX_RENDERED_CHARS = 64 << 20
 _STAND_IN = "TextOfOneAssistantTurn"
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message with what the assistant thought before it answered: each template knows at most one of them."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 ChatMessage = dict[str, object]
@@ -103,12 +105,15 @@ def find_words(render: Render, messages: list[ChatMessage], wanted: list[int]) -
 
 
 def lost_parts(messages: list[ChatMessage], tools: list[object] | None, text: str) -> list[str]:
-    """What the conversation has and its rendered text has not: words, tool calls, tools."""
+    """What the conversation has and its rendered text has not: words, reasoning, tool calls, tools."""
     lost = set()
     for message in messages:
         content = message.get("content")
         if isinstance(content, str) and not _stands_in(content, text):
             lost.add(f"text of {message.get('role')} messages")
+        reasoning = (message.get(key) for key in _REASONING_KEYS)
+        if any(isinstance(words, str) and not _stands_in(words, text) for words in reasoning):
+            lost.add(f"reasoning of {message.get('role')} messages")
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():
             if not _stands_in(_function_name(call), text):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from ratel_cli.errors import BadInput, first_line
+from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.model.directory import check_sidecars
 from ratel_cli.model.spec import check_depth
 from ratel_cli.sizes import DtypeName
@@ -48,7 +48,7 @@ def read_model_config(directory: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     except Exception as error:
         raise BadInput(
-            f"{directory / 'config.json'}: not a model configuration that transformers knows: {first_line(error)}",
+            f"{directory / 'config.json'}: not a model configuration that transformers knows: {_fact(error)}",
             "use a model that transformers supports by itself; a model's own code is never run",
         ) from error
     num_layers = getattr(config, "num_hidden_layers", None)
@@ -77,7 +77,7 @@ def build_skeleton(config: PretrainedConfig, *, dtype: DtypeName, attn_implement
     except Exception as error:
         raise BadInput(
             f"config.json: transformers cannot build a {config.model_type} language model from it: "
-            f"{type(error).__name__}: {first_line(error)}",
+            f"{type(error).__name__}: {_fact(error)}",
             "check the values in the model's config.json",
         ) from error
     _reject_empty_parameters(model)
@@ -107,6 +107,13 @@ def why_unsupported(config: PretrainedConfig, attention: str) -> str | None:
     except Exception:  # noqa: BLE001  if the config itself is wrong, building with eager reports it
         return f"{config.model_type} does not support {attention} attention"
     return None
+
+
+def _fact(error: Exception) -> str:
+    """What an error of transformers says, on one line: its validators put the fact below a line that ends in a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    end = next((at for at, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
+    return excerpt(" ".join(lines[: end + 1]), 300) or type(error).__name__
 
 
 def _reject_unsupported(config: PretrainedConfig) -> None:

@@ -247,14 +247,16 @@ HEADERLESS = (
 
 
 def test_what_the_template_does_is_said(load: Load, tmp_path: Path, notices: list[str]) -> None:
-    """A missing generation prompt, and words and calls that the template leaves out, once each and with counts."""
+    """A missing generation prompt, and words, reasoning and calls that the template leaves out, once each and with counts."""
     calls = {"role": "assistant", "content": "b", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    thinks = message("assistant", "b", reasoning_content="because of a")
     path = tmp_path / "rows.jsonl"
-    path.write_text(rows({"messages": [TWO_ROUNDS[0], calls]}, {"messages": TWO_ROUNDS}, {"messages": TWO_ROUNDS}))
+    path.write_text(rows({"messages": [TWO_ROUNDS[0], calls]}, *({"messages": [TWO_ROUNDS[0], thinks]},) * 2))
     for _ in range(2):  # the second time from the cache
         notices.clear()
         load(path, tokenizer=char_tokenizer(NO_PROMPT, eos="<|im_end|>"))
         assert notices[1:] == [
+            "the chat template leaves out reasoning of assistant messages in 2 of 3 conversations",
             "the chat template leaves out tool calls in 1 of 3 conversations",
             HEADERLESS,
         ]

@@ -207,3 +207,18 @@ def test_a_limit_that_the_machine_does_not_have(make_config: MakeConfig, limit: 
         ended = ratel(*command, f"limits.host_memory={limit}")
         assert ended.code == 0, ended.stderr
         assert ("warning: limits.host_memory is 400 TiB, but this machine has " in ended.stderr) == is_too_much
+
+
+def test_a_set_that_cannot_be_used_is_not_looked_for(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is one error about it, and none about the hub, where nothing of its name is."""
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    Path("data/dataset_info.json").write_text('{"pref": {"file_name": "pref.json", "ranking": true}}')
+    config = Path("run.yaml")
+    config.write_text(f"base_model: {base}\ndataset: pref\ndevice: cpu\noutput_dir: out\n")
+    found = json.loads(check(config, "--json").stdout)["errors"]
+    assert [each["message"] for each in found] == [
+        "`dataset`: 'pref' cannot be used: it has preferences (chosen and rejected answers), not answers to imitate"
+    ]
