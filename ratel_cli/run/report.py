@@ -6,7 +6,7 @@ Invariant: nothing of the run is changed, and nothing heavy is imported.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +18,15 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.report.recorded_plan import read_plan
 from ratel_cli.report.run_report import RunReport
 from ratel_cli.run.hardware_file import load_hardware
-from ratel_cli.run.run_directory import HARDWARE_NAME, METRICS_NAME, PLAN_NAME, run_directory
+from ratel_cli.run.run_directory import (
+    CONFIG_NAME,
+    HARDWARE_NAME,
+    METRICS_NAME,
+    PLAN_NAME,
+    as_recorded_by_run,
+    recorded_config,
+    run_directory,
+)
 from ratel_cli.run.status import status_of
 from ratel_cli.run.user_cache import ratel_version
 from ratel_cli.training.facts import read_facts
@@ -28,8 +36,13 @@ Value = TypeVar("Value")
 
 
 def report_of(config: RunConfig) -> RunReport:
-    """The report of the config's run, whatever of it is there."""
-    run_dir, status, notes = run_directory(config.output_dir), status_of(config), list[str]()
+    """The report of the run in the config's `output_dir`, whatever of it is there.
+
+    Its settings are those that it was started with last. If `config` has others, a note names their keys.
+    """
+    notes = list[str]()
+    config = _as_trained(config, notes)
+    run_dir, status = run_directory(config.output_dir), status_of(config)
     history = _history(run_dir / METRICS_NAME, notes)
     if status.state != "running":
         history = history.up_to(status.step)
@@ -50,6 +63,39 @@ def report_of(config: RunConfig) -> RunReport:
         made=datetime.now().astimezone(),
         version=ratel_version(),
     )
+
+
+def _as_trained(config: RunConfig, notes: list[str]) -> RunConfig:
+    """The config that the run has recorded. The one that was given, with a note, if that cannot be read."""
+    recorded = recorded_config(config.output_dir)
+    if recorded is None:
+        notes.append(f"run/{CONFIG_NAME} cannot be read; the settings shown are those of the config that was given.")
+        return config
+    trained = recorded.model_copy(update={"output_dir": config.output_dir})
+    given, own = (as_recorded_by_run(each).model_dump(mode="json") for each in (config, trained))
+    keys = _different_keys(given, own)
+    if config.is_split_planned:  # the plan's choice is recorded, and is no change
+        keys = [key for key in keys if key not in ("micro_batch_size", "gradient_accumulation_steps")]
+    if config.is_chunk_planned:
+        keys = [key for key in keys if key != "head_chunk"]
+    if keys:
+        notes.append(
+            f"The config that was given has other values for {', '.join(keys)}. This report shows the values that the "
+            f"run was trained with, from run/{CONFIG_NAME}."
+        )
+    return trained
+
+
+def _different_keys(given: Mapping[str, object], own: Mapping[str, object], within: str = "") -> list[str]:
+    """The dotted keys with other values, in the order of the config."""
+    found = []
+    for key, value in given.items():
+        other = own.get(key)
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            found += _different_keys(value, other, f"{within}{key}.")
+        elif value != other:
+            found.append(within + key)
+    return found
 
 
 def _history(path: Path, notes: list[str]) -> History:

@@ -127,6 +127,25 @@ def test_a_run_on_a_gpu(tmp_path: Path) -> None:
     assert "GPU memory" not in page(made_run(tmp_path / "cpu", steps(42))).text
 
 
+def test_the_settings_are_those_of_the_run(tmp_path: Path) -> None:
+    """A config that was changed after the run names the run, and says nothing about it."""
+    output = made_run(tmp_path, steps(3), keys="learning_rate: 0.001\nlimits: {host_memory: 20GiB}\nmax_steps: 100\n")
+    changed = tmp_path / "third.yaml"
+    text = (output / "run" / "config.yaml").read_text().replace("20GiB", "30GiB").replace("0.001", "0.5")
+    changed.write_text(f"{text}num_epochs: 33\n")
+    found = report(changed)
+    assert "learning_rate: 0.001" in found.config_text and "learning_rate: 0.001" in found.changed_keys
+    assert "num_epochs: 33" not in found.config_text + found.changed_keys
+    [note] = found.notes
+    names = note.removeprefix("The config that was given has other values for ").partition(". ")[0].split(", ")
+    assert sorted(names) == ["learning_rate", "limits.host_memory", "num_epochs"]
+    for same in (output, output / "run" / "config.yaml"):
+        assert report(same).notes == ()
+    (output / "run" / "config.yaml").write_text("nonsense: [")
+    [note] = report(changed).notes
+    assert "run/config.yaml cannot be read" in note
+
+
 def test_the_script_reads_the_steps_that_are_drawn(tmp_path: Path) -> None:
     for count in (1, 42, 4001):
         text = page_of(report(made_run(tmp_path / str(count), steps(count))))
