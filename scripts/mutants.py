@@ -220,6 +220,8 @@ MUTANTS = (
     Mutant("a warning at every retry", "training/metrics.py", "if self._has_warned or not metrics", "if not metrics", "one warning when torch looks for GPU memory", "training/test_metrics.py"),
     Mutant("wear for next to nothing", "planning/wear.py", "TIME_PER_WEAR: Final = 0.5", "TIME_PER_WEAR: Final = 0.05", "a percent of written bytes buys half a percent of time", "planning/test_wear.py"),
     Mutant("a level as good that writes more", "planning/choose.py", "return not writes_more and", "return", "what is written beyond the state buys time", "planning/test_wear.py"),
+    Mutant("more wear for a slower step", "planning/choose.py", "if sparing.time.total <= fastest.time.total:", "if sparing.time.total < 0:", "what is written beyond the state makes no step slower", "planning/test_wear.py"),
+    Mutant("one thread of AdamW beside a GPU", "planning/choose.py", "max(needed, memory), max(1, most // 2)", "needed, max(1, most // 2)", "AdamW keeps up with main memory where a GPU computes", "planning/test_choose.py"),
     Mutant("saving counts time first", "planning/wear.py", "BYTES_FIRST = Objective(excess_first=True)", "BYTES_FIRST = Objective()", "storage.wear: save writes the least", "planning/test_wear.py"),
     Mutant("the slowest depth", "planning/choose.py", "return min(\n        evaluations,", "return max(\n        evaluations,", "what is chosen is the fastest", "planning/test_choose.py"),
     Mutant("nearly as good is half as good", "planning/choose.py", "_AS_GOOD = 1.005", "_AS_GOOD = 1.5", "what is chosen is the fastest", "planning/test_choose.py"),

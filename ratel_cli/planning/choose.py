@@ -30,6 +30,7 @@ from math import ceil
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.activations import NOTHING_OFFLOADED
+from ratel_cli.planning.costs import ADAMW_MEMORY_BYTES
 from ratel_cli.planning.placement import GroupShape, Placement
 from ratel_cli.planning.problem import Evaluation, Problem, SpilledPrefix
 from ratel_cli.planning.wear import BYTES_FIRST, NO_CHOICE, TIME_ALONE, Cost, Objective, balanced
@@ -71,12 +72,12 @@ def weigh(problem: Problem) -> Choice:
     if fastest.traffic.written_bytes == problem.state_written_bytes:  # the best by every rule
         return Choice(best=fastest, sparing=fastest, fastest=fastest)
     sparing = _least_cost(problem, BYTES_FIRST)
+    if sparing.time.total <= fastest.time.total:  # fewer bytes, and no more time: within what counts as equal
+        return Choice(best=sparing, sparing=sparing, fastest=sparing)
     match problem.decisions.wear:
         case "ignore":
             best = fastest
         case "save":
-            best = sparing
-        case "balanced" if sparing.time.total <= fastest.time.total:  # fewer bytes, and no more time
             best = sparing
         case "balanced":
             objective = balanced(
@@ -103,10 +104,18 @@ def curve(problem: Problem, chosen: Evaluation) -> list[tuple[int, float]]:
 
 
 def adamw_threads(hardware: HardwareProfile) -> int:
-    """Number of AdamW threads: enough to keep up with the drives, at most one per core."""
+    """Number of AdamW threads: enough to keep up with the drives, at most one per core.
+
+    Where a GPU computes, the cores have little else to do, and states in host memory wait for no drive: then enough to
+    keep up with main memory, too, at most one for every second core.
+    """
     nvme, host = hardware.nvme, hardware.host
     needed = nvme.mixed_bytes_per_second / _STATE_BYTES_MOVED / host.adam_parameters_per_second
-    return max(1, min(host.num_cores, ceil(needed)))
+    most = host.num_cores
+    if hardware.link is not None:
+        memory = (host.memory_bytes_per_second or 0) / ADAMW_MEMORY_BYTES / host.adam_parameters_per_second
+        needed, most = max(needed, memory), max(1, most // 2)
+    return max(1, min(most, ceil(needed)))
 
 
 def shape_for(num_drives: int) -> GroupShape:

@@ -62,7 +62,7 @@ from ratel_cli.planning.placement import (
 from ratel_cli.planning.step_time import StageTime, StepTime, weighted_sum
 from ratel_cli.planning.traffic import Traffic
 
-_ADAMW_MEMORY_BYTES = 26
+ADAMW_MEMORY_BYTES = 26
 """Per parameter: gradient and states read, states written."""
 _ADDING_SPEED, _MOST_ADDING = 2.0, 8
 """Adding a gradient moves 10 bytes of main memory, where AdamW moves 26. Torch uses this many threads at most."""
@@ -331,7 +331,7 @@ class _Stages:
                 down_bytes=work.down_bytes + UNBOOKED * work.down_units_bytes,
             )
         read_bytes, written_bytes = work.read_bytes + spilled_read_bytes, work.written_bytes + spilled_written_bytes
-        moved_bytes = read_bytes + written_bytes + linked_bytes + _ADAMW_MEMORY_BYTES * num_updated
+        moved_bytes = read_bytes + written_bytes + linked_bytes + ADAMW_MEMORY_BYTES * num_updated
         memory = moved_bytes / memory_rate
         read, write = self._nvme(read_bytes, written_bytes)
         adding = work.num_added / (_ADDING_SPEED * host.adam_parameters_per_second * min(_MOST_ADDING, host.num_cores))

@@ -80,6 +80,16 @@ class Prediction:
         return self.workload.tokens / self.time.total
 
     @property
+    def unclipped_tokens_per_second(self) -> float | None:
+        """Tokens per second of a step that is not clipped; None where `unclipped_seconds` is."""
+        return None if self.unclipped_seconds is None else self.workload.tokens / self.unclipped_seconds
+
+    @property
+    def unclipped_tflops_model(self) -> float | None:
+        """`tflops_model` of a step that is not clipped; None where `unclipped_seconds` is."""
+        return None if self.unclipped_seconds is None else 3 * self.flops_forward / self.unclipped_seconds / 1e12
+
+    @property
     def tflops_model(self) -> float:
         """10^12 FLOPs of the model per second, recomputation not counted."""
         return 3 * self.flops_forward / self.time.total / 1e12
@@ -132,6 +142,8 @@ class Prediction:
             "tokens_per_second": self.tokens_per_second,
             "tflops_model": self.tflops_model,
             "tflops_hardware": self.tflops_hardware,
+            "unclipped_tokens_per_second": self.unclipped_tokens_per_second,
+            "unclipped_tflops_model": self.unclipped_tflops_model,
         }
 
     def curve_json(self) -> list[dict[str, object]]:

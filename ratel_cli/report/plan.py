@@ -199,12 +199,16 @@ def _trade(from_seconds: float, from_bytes: int, *, seconds: float, written_byte
 
 
 def _predicted(prediction: Prediction) -> str:
-    return (
+    fact = (
         f"{step_time(prediction)}; "
         f"{format_token_rate(prediction.tokens_per_second)}; "
         f"{format_flops(prediction.tflops_model * 1e12)}/s of the model, "
         f"{format_flops(prediction.tflops_hardware * 1e12)}/s with recomputation"
     )
+    tokens, tflops = prediction.unclipped_tokens_per_second, prediction.unclipped_tflops_model
+    if tokens is None or tflops is None:
+        return fact
+    return f"{fact}; not clipped: {format_token_rate(tokens)}, {format_flops(tflops * 1e12)}/s of the model"
 
 
 def _run(forecast: Forecast, *, has_data: bool) -> str:

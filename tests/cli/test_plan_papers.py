@@ -40,7 +40,7 @@ class Planned(TypedDict):
     """The parts of `ratel plan --json` that are looked at."""
 
     memory: dict[str, object]
-    throughput: dict[str, float]
+    throughput: dict[str, float | None]
 
 
 Plan = Callable[..., Planned]
@@ -67,9 +67,9 @@ def test_it_fits(plan: Plan, run: tuple[str, int, str]) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("model", "rows", "tflops"), TFLOPS)
 def test_it_is_predicted_to_be_as_fast_as_in_the_paper(plan: Plan, model: str, rows: int, tflops: float) -> None:
-    """Without clipping, as there."""
-    found = plan(model, rows, "paper-4090-12ssd", "max_grad_norm=null")
-    assert found["throughput"]["tflops_model"] >= tflops
+    """The paper clips no step: its figures are those of unclipped ones. Nothing but the batch is set."""
+    throughput = plan(model, rows, "paper-4090-12ssd")["throughput"]
+    assert (throughput["unclipped_tflops_model"] or throughput["tflops_model"]) >= tflops
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ from hypothesis import given
 
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile, Link
-from ratel_cli.planning.choose import curve, group_shape, weigh
+from ratel_cli.planning.choose import adamw_threads, curve, group_shape, weigh
 from ratel_cli.planning.gpu_memory import GpuMemory
 from ratel_cli.planning.placement import ActivationPolicy, GroupShape, Overlap, Placement, Workload
 from ratel_cli.planning.plan import make_plan
@@ -99,6 +99,21 @@ def problem_by_chance(choice: random.Random) -> Problem:
         ),
         process_bytes=0,
     )
+
+
+def test_threads_of_adamw_keep_up_with_the_drives_and_on_a_gpus_machine_with_main_memory() -> None:
+    computing_on_cpu = machine(adam_parameters_per_second=1e9, num_cores=8)
+    drives = replace(computing_on_cpu.nvme, mixed_bytes_per_second=22 * 2.5e9)
+    host = replace(computing_on_cpu.host, memory_bytes_per_second=26 * 5.5e9)
+    on_cpu = replace(computing_on_cpu, nvme=drives, host=host)
+    assert adamw_threads(on_cpu) == 3
+    assert adamw_threads(replace(on_cpu, host=replace(host, num_cores=2))) == 2
+    on_gpu = replace(on_cpu, link=machine().link)
+    assert on_gpu.link is not None
+    assert adamw_threads(replace(on_gpu, host=replace(host, num_cores=12))) == 6
+    assert adamw_threads(on_gpu) == 4
+    assert adamw_threads(replace(on_gpu, host=replace(host, num_cores=1))) == 1
+    assert adamw_threads(replace(on_gpu, host=replace(host, memory_bytes_per_second=None))) == 3
 
 
 def each_faster(hardware: HardwareProfile, factor: float) -> Iterator[HardwareProfile]:

@@ -305,6 +305,14 @@ def test_a_step_that_is_not_clipped_takes_the_time_of_a_run_without_clipping() -
     assert clipped.placement == free.placement
     assert clipped.unclipped_seconds == free.time.total < 0.99 * clipped.time.total
     assert free.unclipped_seconds is None
+    assert clipped.throughput_json() == {
+        "tokens_per_second": clipped.tokens_per_second,
+        "tflops_model": clipped.tflops_model,
+        "tflops_hardware": clipped.tflops_hardware,
+        "unclipped_tokens_per_second": free.tokens_per_second,
+        "unclipped_tflops_model": free.tflops_model,
+    }
+    assert free.throughput_json()["unclipped_tokens_per_second"] is None
 
 
 def test_where_no_block_is_updated_before_the_norm_is_known_all_steps_take_the_same_time() -> None:
