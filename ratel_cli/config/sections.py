@@ -119,7 +119,8 @@ class DatasetConfig(Section):
     messages, or another form of conversation, in the format of the model's chat template. `alpaca`: instruction, input
     and output. `tokens`: token ids. `auto`: decided by the columns of the first row, and printed."""
     split: str = Field(default="train", min_length=1)
-    """The split of a hub dataset. Local files have no splits."""
+    """The split of a hub dataset, and a part of its rows if you add one: `train[:20%]`, `train[100:200]`. Local files
+    have no splits, but such parts."""
     name: str | None = None
     """The configuration of a hub dataset that has several. Default: the dataset's own default."""
     field: Column = "text"

@@ -328,6 +328,7 @@ def _cache_key(
             {
                 "settings": source.source.described(),
                 "files": [[str(stamp.path), stamp.sha256] for stamp in source.files],
+                **({} if source.part is None else {"part": source.part.written}),
             }
             for source in sources
         ],

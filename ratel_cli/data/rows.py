@@ -13,12 +13,14 @@ import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Literal, cast
 
 from ratel_cli.data.csv_rows import read_csv
 from ratel_cli.data.drafts import TrainOnEos
 from ratel_cli.data.lines import Reject, Row, read_json, read_json_lines, read_text_file, read_text_lines
+from ratel_cli.data.splits import Part, parse_split
 from ratel_cli.errors import BadInput, EnvironmentFailure, excerpt, printable
 
 DatasetType = Literal["auto", "completion", "chat_template", "alpaca", "tokens"]
@@ -91,10 +93,19 @@ class RowSource:
     `read` yields all rows; each call starts again. It raises BadInput or EnvironmentFailure if a file cannot be read.
     """
 
-    def __init__(self, source: DatasetSource, files: tuple[FileStamp, ...], read: Callable[[], RowStream]) -> None:
+    def __init__(
+        self,
+        source: DatasetSource,
+        files: tuple[FileStamp, ...],
+        read: Callable[[], RowStream],
+        *,
+        part: Part | None = None,
+    ) -> None:
         self.source = source
         self.files = files
-        self.read = read
+        self.read = read if part is None else partial(_read_part, read, part)
+        self.part = part
+        """The rows of the files that are read; None: all of them."""
 
     def check_unchanged(self) -> None:
         """Raise BadInput if a file was written to since it was hashed."""
@@ -116,8 +127,7 @@ def open_source(source: DatasetSource, *, notice: Callable[[str], None], is_stre
     paths = _local_files(source.path)
     if paths is None:
         return _open_hub(source, is_stream=is_stream)
-    if source.split != "train":
-        notice(f"{printable(source.path)}: split {source.split!r} is ignored, because local files have no splits")
+    part = _part(source, is_stream=is_stream, notice=notice)
     if source.text_unit == "line" and any(path.suffix.lower() == ".txt" for path in paths):
         notice(f"{printable(source.path)}: each line of a text file is one sample; text_unit: file takes whole files")
     stamps = tuple(_stamp(path, is_stream=is_stream) for path in paths)
@@ -129,7 +139,7 @@ def open_source(source: DatasetSource, *, notice: Callable[[str], None], is_stre
             except OSError as error:
                 raise EnvironmentFailure(f"{printable(str(path))}: cannot be read: {error.strerror}") from error
 
-    return RowSource(source, stamps, read)
+    return RowSource(source, stamps, read, part=part)
 
 
 def is_hub_id(path: str) -> bool:
@@ -165,6 +175,28 @@ def _local_files(path_text: str) -> list[Path] | None:
     if not is_hub_id(path_text):
         raise BadInput(f"{label}: no such file or directory")
     return None
+
+
+def _part(source: DatasetSource, *, is_stream: bool, notice: Callable[[str], None]) -> Part | None:
+    """The part of the rows of local files that `split` names. Raises BadInput."""
+    label = printable(source.path)
+    try:
+        name, part = parse_split(source.split)
+    except ValueError as error:
+        raise BadInput(f"{label}: split {source.split!r} cannot be read: {error}") from error
+    if part is not None and part.needs_count and is_stream:
+        message = f"{label}: split {source.split!r} needs the number of rows, which `streaming` does not know"
+        raise BadInput(message, "write numbers of rows, as in train[:1000], or `max_samples`")
+    if name != "train":
+        rest = "" if part is None else f"; its part [{part.written}] is taken of all rows"
+        notice(f"{label}: split {name!r} is ignored, because local files have no splits{rest}")
+    return part
+
+
+def _read_part(read: Callable[[], RowStream], part: Part) -> RowStream:
+    """The rows of one part. Percent, and bounds from the end, need all rows to be counted before."""
+    first, end = part.of(sum(1 for _ in read())) if part.needs_count else (part.first or 0, part.end)
+    yield from islice(read(), first, end if end is None else max(first, end))
 
 
 def _is_visible_data(item: Path, root: Path) -> bool:

@@ -110,7 +110,7 @@ def why_unsupported(config: PretrainedConfig, attention: str) -> str | None:
 
 
 def _fact(error: Exception) -> str:
-    """What an error of transformers says, on one line: its validators put the fact below a line that ends in a colon."""
+    """What an error says, on one line. Its validators put the fact below a line that ends in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     end = next((at for at, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
     return excerpt(" ".join(lines[: end + 1]), 300) or type(error).__name__

@@ -69,6 +69,7 @@ def test_another_cache_is_made_when_anything_changes(
         lambda: load(path, tokenizer=counting(EOS_TOKEN), train_on_inputs=True),
         lambda: load(path, tokenizer=counting("<|im_end|>")),
         lambda: load(DatasetSource(path=str(path), max_samples=1), tokenizer=counting(EOS_TOKEN)),
+        lambda: load(DatasetSource(path=str(path), split="train[:1]"), tokenizer=counting(EOS_TOKEN)),
         lambda: load(path, path, tokenizer=counting(EOS_TOKEN)),
         lambda: load(write_rows(GOOD_ROW, {"text": "other"}), tokenizer=counting(EOS_TOKEN)),
     ]

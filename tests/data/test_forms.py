@@ -247,7 +247,7 @@ HEADERLESS = (
 
 
 def test_what_the_template_does_is_said(load: Load, tmp_path: Path, notices: list[str]) -> None:
-    """A missing generation prompt, and words, reasoning and calls that the template leaves out, once each and with counts."""
+    """A missing generation prompt, and what the template leaves out of conversations, once each and with counts."""
     calls = {"role": "assistant", "content": "b", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     thinks = message("assistant", "b", reasoning_content="because of a")
     path = tmp_path / "rows.jsonl"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pyarrow  # type: ignore[import-untyped]
 import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 
-from ratel_cli.data.lines import Row
+from ratel_cli.data.lines import Reject, Row
 from ratel_cli.data.rows import DatasetSource, is_hub_id, open_source
 from ratel_cli.errors import BadInput, EnvironmentFailure
 
@@ -104,9 +105,65 @@ def test_a_file_that_is_removed_before_it_is_read(tree: Path, notices: list[str]
         source.check_unchanged()
 
 
+@pytest.mark.parametrize(
+    ("split", "kept"),
+    [
+        ("train", range(10)),
+        ("train[:20%]", range(2)),
+        ("train[:25%]", range(2)),  # rounded as Python rounds, like `datasets`
+        ("train[26%:]", range(3, 10)),
+        ("train[-20%:]", range(8, 10)),
+        ("train[3:5]", range(3, 5)),
+        ("train[-3:-1]", range(7, 9)),
+        ("train[5:3]", range(0)),
+        ("train[:]", range(10)),
+        ("train[7:1_000]", range(7, 10)),
+        ("train[:0%]", range(0)),
+        ("train[100%:]", range(0)),
+    ],
+)
+def test_a_part_of_local_files(tmp_path: Path, split: str, kept: range, notices: list[str]) -> None:
+    """Over all files of a source; a row that cannot be read counts, as it does where rows are counted."""
+    lines = [json.dumps({"text": str(number)}) for number in range(10)]
+    lines[8] = "no JSON"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines[:4]) + "\n")
+    (tmp_path / "b.jsonl").write_text("\n".join(lines[4:]) + "\n")
+    source = open_source(DatasetSource(path=str(tmp_path), split=split), notice=notices.append)
+    for _ in range(2):
+        found = [8 if isinstance(row, Reject) else int(str(row.record["text"])) for row in source.read()]
+        assert found == list(kept)
+    assert notices == []
+
+
+@pytest.mark.parametrize(
+    ("split", "is_stream", "error"),
+    [
+        ("train[:20%", False, "it must be a name, or a name and a part like train"),
+        ("train[20%]", False, "it must be a name, or a name and a part like train"),
+        ("train[:10%]+train[-10%:]", False, "it must be a name, or a name and a part like train"),
+        ("train[10%:20]", False, "one bound is in percent and the other is not"),
+        ("train[:120%]", False, "a bound is more than 100 %"),
+        ("train[:20%]", True, "needs the number of rows, which `streaming` does not know"),
+        ("train[-5:]", True, "needs the number of rows, which `streaming` does not know"),
+    ],
+)
+def test_parts_that_cannot_be_read(tree: Path, split: str, is_stream: bool, error: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        open_source(DatasetSource(path=str(tree), split=split), notice=print, is_stream=is_stream)
+    assert error in caught.value.message
+
+
+def test_a_stream_has_a_part_by_numbers(tree: Path) -> None:
+    source = open_source(DatasetSource(path=str(tree / "b.jsonl"), split="train[:1]"), notice=print, is_stream=True)
+    assert len(list(source.read())) == 1
+
+
 def test_a_split_of_local_files_is_ignored_with_a_notice(tree: Path, notices: list[str]) -> None:
     open_source(DatasetSource(path=str(tree / "b.jsonl"), split="test"), notice=notices.append)
     assert notices == [f"{tree / 'b.jsonl'}: split 'test' is ignored, because local files have no splits"]
+    notices.clear()
+    open_source(DatasetSource(path=str(tree / "b.jsonl"), split="test[:50%]"), notice=notices.append)
+    assert notices[0].endswith("because local files have no splits; its part [:50%] is taken of all rows")
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
