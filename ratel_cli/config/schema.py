@@ -39,6 +39,7 @@ from ratel_cli.config.values import (
     Interval,
     TimesPerEpoch,
     TrackerNames,
+    TrainOnInputs,
     WarmupSteps,
 )
 from ratel_cli.sizes import DtypeName
@@ -92,8 +93,9 @@ class RunConfig(Section):
     special_tokens: dict[SpecialToken, Annotated[str, Field(min_length=1)]] | None = None
     """Other special tokens than the tokenizer's own, such as `{eos_token: "<|im_end|>"}`. `bos_token` and `eos_token`
     must be in its vocabulary; others that are not are ignored, with a notice. The exported tokenizer has them too."""
-    train_on_inputs: bool = False
-    """Also train on the tokens of the prompt. By default only the answer counts in the loss."""
+    train_on_inputs: TrainOnInputs = False
+    """Also train on the tokens of the prompt. By default only the answer counts in the loss. `conversations`: train on
+    all tokens of conversations, but not on a prompt that has a completion of its own; this is the default of TRL."""
     sequence_len: int = Field(default=1024, ge=2)
     """The most tokens in a sequence. Longer samples are truncated, except plain text (`completion`), which is split
     into several samples."""

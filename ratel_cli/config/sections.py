@@ -130,7 +130,8 @@ class DatasetConfig(Section):
     field_instruction: Column = "instruction"
     """The column with the instruction, for `alpaca`."""
     field_input: Column = "input"
-    """The column with further input, for `alpaca`. It may be empty or missing."""
+    """The column with further input, for `alpaca`. It may be empty or missing. If it is that of `field_instruction`,
+    there is no further input."""
     field_output: Column = "output"
     """The column with the answer, for `alpaca`."""
     max_samples: int | None = Field(default=None, ge=1)
@@ -143,6 +144,9 @@ class DatasetConfig(Section):
     field_system: Column | None = None
     """The column with a system prompt. `chat_template` puts it before the conversation; `alpaca` writes it in place of
     the first sentences of its prompt. Default: no column."""
+    system_prompt: Annotated[str, Field(min_length=1)] | None = None
+    """A system prompt for all rows, in place of their own. `chat_template` puts it before each conversation; `alpaca`
+    writes it in place of the first sentences of its prompt. Default: none."""
     field_history: Column | None = None
     """The column with earlier rounds, as pairs of question and answer, for `chat_template` with instruction and output.
     Default: no column."""

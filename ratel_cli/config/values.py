@@ -34,6 +34,12 @@ def _check_split(value: object) -> object:
     raise rejection("must be `auto` or a whole number of at least 1", hint)
 
 
+def _check_train_on_inputs(value: object) -> object:
+    if isinstance(value, bool) or value == "conversations":
+        return value
+    raise rejection(f"must be true, false or `conversations`, not {show(value)}")
+
+
 def _check_val_set_size(value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise rejection("must be a fraction below 1 or a whole number of samples")
@@ -95,6 +101,11 @@ ActivationPolicy = Annotated[
 CountOrAuto = Annotated[
     Literal["auto"] | int,
     BeforeValidator(_check_split, json_schema_input_type=Literal["auto"] | Annotated[int, Field(ge=1)]),
+]
+TrainOnInputs = Annotated[
+    bool | Literal["conversations"],
+    BeforeValidator(_check_train_on_inputs, json_schema_input_type=bool | Literal["conversations"]),
+    "true, false or `conversations`",
 ]
 FractionOrCount = Annotated[
     int | float, BeforeValidator(_check_val_set_size, json_schema_input_type=Annotated[float, Field(ge=0)])

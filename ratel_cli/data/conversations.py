@@ -31,6 +31,8 @@ class TurnOptions:
     """The column with the tools."""
     system: str | None = None
     """The column with a system prompt; None: no column."""
+    system_prompt: str | None = None
+    """The system prompt of all conversations, in place of their own; None: they have their own."""
     roles_to_train: tuple[str, ...] | None = None
     train_on_eos: TrainOnEos | None = None
     training_key: str | None = None
@@ -63,21 +65,27 @@ class TurnOptions:
 
 def conversation(record: dict[str, object], column: str, options: TurnOptions) -> ChatDraft:
     """The messages in one column, behind the system prompt in another, if there is one. Raises Unusable."""
-    turns = messages_in(record, column, options)
-    return options.draft([*_system(record, options, turns), *turns], tools_in(record, options.tools))
+    turns = with_system_prompt(record, options, messages_in(record, column, options))
+    return options.draft(turns, tools_in(record, options.tools))
 
 
 def instruction(record: dict[str, object], columns: tuple[str, ...], options: TurnOptions) -> ChatDraft:
     """Instruction and input as a user's turn, the output as the assistant's, behind earlier rounds. Raises Unusable.
 
     `columns`: those of instruction, input, output and, if there is one, history. As LLaMA-Factory reads its alpaca
-    format: input follows the instruction on a line of its own, and the history is a list of pairs.
+    format: input follows the instruction on a line of its own, and the history is a list of pairs. If the input is the
+    instruction's own column, there is no further input.
     """
     asked, answer = text_in(record, columns[0]), text_in(record, columns[2])
-    extra = "" if record.get(columns[1]) is None else text_in(record, columns[1])
+    extra = further_input(record, columns)
     earlier = _history(record, columns[3]) if len(columns) > 3 else []
     turns = [*earlier, _turn("user", f"{asked}\n{extra}" if extra else asked), _turn("assistant", answer)]
-    return options.draft([*_system(record, options, turns), *turns], tools_in(record, options.tools))
+    return options.draft(with_system_prompt(record, options, turns), tools_in(record, options.tools))
+
+
+def further_input(record: dict[str, object], columns: tuple[str, ...]) -> str:
+    """The text in the second of these columns: instruction, input, output. Empty if there is none. Raises Unusable."""
+    return "" if columns[1] == columns[0] or record.get(columns[1]) is None else text_in(record, columns[1])
 
 
 def prompt_and_completion(record: dict[str, object], columns: tuple[str, str], options: TurnOptions) -> ChatDraft:
@@ -85,7 +93,7 @@ def prompt_and_completion(record: dict[str, object], columns: tuple[str, str], o
     prompt, completion = (messages_in(record, column, options) for column in columns)
     if prompt[-1]["role"] == "assistant":
         raise Unusable(f"{printable(columns[0])!r} ends with an assistant turn, so there is nothing to answer")
-    messages = [*_system(record, options, prompt), *prompt]
+    messages = with_system_prompt(record, options, prompt)
     return ChatDraft(
         messages=[*messages, *completion], tools=tools_in(record, options.tools), completion_from=len(messages)
     )
@@ -178,12 +186,17 @@ def _parsed(text: str, what: str) -> object:
         raise Unusable(f"{what!r} is not JSON") from error
 
 
-def _system(record: dict[str, object], options: TurnOptions, turns: list[ChatMessage]) -> list[ChatMessage]:
-    """The system prompt of a column as a message; none if it is empty, or if the conversation begins with one."""
+def with_system_prompt(record: dict[str, object], options: TurnOptions, turns: list[ChatMessage]) -> list[ChatMessage]:
+    """The turns behind the system prompt of all rows, which takes the place of their own, or behind that of a column.
+
+    A column's is left out if it is empty, or if the conversation begins with one. Raises Unusable.
+    """
+    if options.system_prompt is not None:
+        return [_turn("system", options.system_prompt), *(turn for turn in turns if turn["role"] != "system")]
     if options.system is None or record.get(options.system) is None or turns[0]["role"] == "system":
-        return []
+        return turns
     prompt = text_in(record, options.system)
-    return [_turn("system", prompt)] if prompt.strip() else []
+    return [_turn("system", prompt), *turns] if prompt.strip() else turns
 
 
 def _history(record: dict[str, object], column: str) -> list[ChatMessage]:

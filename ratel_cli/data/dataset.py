@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ratel_cli.data.drafts import TrainOnInputs
 from ratel_cli.data.file_names import TEST_REJECTS_NAME
 from ratel_cli.data.ingest import Demand, load_token_cache
 from ratel_cli.data.packing import Integers, MicroBatch, Sequences, assemble, one_per_sequence, pack, random_order
@@ -211,7 +212,7 @@ def load_training_data(
     settings: DataSettings,
     *,
     tokenizer: Tokenizer,
-    train_on_inputs: bool,
+    train_on_inputs: TrainOnInputs,
     cache_dir: Path,
     rejects_path: Path | None,
     notice: Callable[[str], None],

@@ -14,6 +14,9 @@ from ratel_cli.data.chat_child import ChatMessage
 TrainOnEos = Literal["all", "turn", "last", "none"]
 """Which EOS tokens behind turns have loss: all, those of trained turns, the last of the conversation, or none."""
 
+TrainOnInputs = bool | Literal["conversations"]
+"""Whether prompts have loss too. `conversations`: all of a conversation has, unless it has a completion of its own."""
+
 
 class Unusable(Exception):
     """Why one row cannot be trained on."""

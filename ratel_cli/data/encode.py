@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ratel_cli.closing import Closing
 from ratel_cli.data.chat import ChatRenderer, RenderedChat, located_messages
 from ratel_cli.data.chat_child import has_generation_tag
-from ratel_cli.data.drafts import ChatDraft, Draft, TextDraft, TokensDraft, Unusable
+from ratel_cli.data.drafts import ChatDraft, Draft, TextDraft, TokensDraft, TrainOnInputs, Unusable
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer
 from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.sizes import IGNORED_TARGET
@@ -58,12 +58,12 @@ class SampleEncoder(Closing):
         tokenizer: Tokenizer,
         *,
         sequence_len: int,
-        train_on_inputs: bool,
+        train_on_inputs: TrainOnInputs,
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._tokenizer = tokenizer
         self._sequence_len = sequence_len
-        self._train_on_inputs = train_on_inputs
+        self.train_on_inputs = train_on_inputs
         self._notice = notice
         self._prefix = [] if isinstance(tokenizer, NoTokenizer) else opening_tokens(tokenizer)
         self._vocabulary = len(tokenizer)
@@ -114,7 +114,7 @@ class SampleEncoder(Closing):
                 tail.append(end)
             input_ids = np.array(head + tail, dtype=np.int32)
             labels = input_ids.copy()
-            if draft.prompt and not self._train_on_inputs:
+            if draft.prompt and self.train_on_inputs is not True:
                 labels[: len(head)] = IGNORED_TARGET
             yield self._split(input_ids, labels) if draft.splittable else self._truncate(input_ids, labels)
 
@@ -132,7 +132,7 @@ class SampleEncoder(Closing):
                 yield chat
 
     def _render(self, draft: ChatDraft) -> RenderedChat | Unusable:
-        if not (self._tokenizer.is_fast or self._train_on_inputs):
+        if not (self._tokenizer.is_fast or self._is_whole(draft)):
             raise BadInput(
                 "a fast tokenizer is needed to find the assistant turns, and this model has none",
                 hint="set train_on_inputs: true, or use a dataset of type tokens",
@@ -141,12 +141,18 @@ class SampleEncoder(Closing):
             variables = self._tokenizer.special_tokens_map
             self._renderer = ChatRenderer(self._tokenizer.get_chat_template(), variables, notice=self._notice)
         try:
-            return self._renderer.render(draft, locate=not self._train_on_inputs)
+            return self._renderer.render(draft, locate=not self._is_whole(draft))
         except Unusable as unusable:
             return unusable
 
+    def _is_whole(self, draft: ChatDraft) -> bool:
+        """Whether all tokens of a conversation have loss."""
+        if self.train_on_inputs == "conversations":
+            return draft.completion_from is None
+        return self.train_on_inputs
+
     def _encode_rendered(self, chats: list[tuple[ChatDraft, RenderedChat]]) -> Iterator[Encoded | Unusable]:
-        if self._train_on_inputs:
+        if all(self._is_whole(draft) for draft, _ in chats):
             for ids in self._tokenise([chat.text for _, chat in chats]):
                 input_ids = np.array(ids, dtype=np.int32)
                 yield self._truncate(input_ids, input_ids)
@@ -162,7 +168,9 @@ class SampleEncoder(Closing):
             input_ids = np.array(ids, dtype=np.int32)
             char_spans = np.array(offsets, dtype=np.int64).reshape(-1, 2)
             try:
-                if draft.trained is not None:
+                if self._is_whole(draft):
+                    labels = input_ids
+                elif draft.trained is not None:
                     labels = self._label_words(draft, chat, input_ids, char_spans)
                 else:
                     labels = _label_turns(chat, input_ids, char_spans, prefixes)
@@ -172,7 +180,8 @@ class SampleEncoder(Closing):
 
     def _prompts(self, draft: ChatDraft, chat: RenderedChat, *, has_marks: bool) -> list[str]:
         """What stands before each turn, where a prompt for that turn has to have the same tokens at inference."""
-        if draft.trained is not None or (has_marks and draft.completion_from is None):
+        is_whole = self._is_whole(draft)
+        if is_whole or draft.trained is not None or (has_marks and draft.completion_from is None):
             return []
         return [chat.text[: span[0]] for span in chat.spans if span is not None]
 

@@ -10,14 +10,17 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from ratel_cli.data.chat_child import ChatMessage
 from ratel_cli.data.conversations import (
     TurnOptions,
     conversation,
+    further_input,
     instruction,
     prompt_and_completion,
     text_in,
+    with_system_prompt,
 )
-from ratel_cli.data.drafts import Draft, TextDraft, TokensDraft, Unusable
+from ratel_cli.data.drafts import Draft, TextDraft, TokensDraft, TrainOnInputs, Unusable
 from ratel_cli.data.lines import json_name
 from ratel_cli.data.rows import DatasetSource
 from ratel_cli.errors import BadInput, printable
@@ -61,7 +64,7 @@ class RowFormat:
                 prompt, completion = self.columns
                 return TextDraft(prompt=text_in(record, prompt), answer=text_in(record, completion))
             case "alpaca":
-                return _alpaca(record, self.columns, system=self.turns.system)
+                return _alpaca(record, self.columns, self.turns)
             case "messages":
                 return conversation(record, self.columns[0], self.turns)
             case "chat_completion":
@@ -70,26 +73,32 @@ class RowFormat:
                 return instruction(record, self.columns, self.turns)
             case "question_answer":
                 question, answer = (text_in(record, column) for column in self.columns)
-                return self.turns.draft(
-                    [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], None
-                )
+                turns: list[ChatMessage] = [
+                    {"role": "user", "content": question},
+                    {"role": "assistant", "content": answer},
+                ]
+                return self.turns.draft(with_system_prompt(record, self.turns, turns), None)
             case "tokens":
                 return _tokens(record)
 
-    def describe(self) -> str:
+    def describe(self, *, train_on_inputs: TrainOnInputs = False) -> str:
         """What is read from which columns, and what has loss. For a notice."""
-        columns = [printable(column) for column in self.columns]
+        columns = [printable(column) for column in dict.fromkeys(self.columns)]
         first, last = columns[0], columns[-1]
-        return {
-            "completion": f"type completion: text from {first}, loss on all of it",
-            "prompt_completion": f"type completion: {first} followed by {last}, loss on {last}",
-            "alpaca": f"type alpaca: the Alpaca prompt with {', '.join(columns)}, loss on {last}",
-            "messages": f"type chat_template: conversations from {first}, loss on {self._trained_turns()}",
-            "chat_completion": f"type chat_template: conversations from {first} and {last}, loss on all of {last}",
-            "instruction": f"type chat_template: {', '.join(columns)} as turns, loss on {self._trained_turns()}",
-            "question_answer": f"type chat_template: {first} and {last} as two turns, loss on {last}",
-            "tokens": "type tokens: token ids from input_ids, and labels if there are any",
+        if self.kind == "tokens":
+            return "type tokens: token ids from input_ids, and labels if there are any"
+        what, loss = {
+            "completion": (f"type completion: text from {first}", "all of it"),
+            "prompt_completion": (f"type completion: {first} followed by {last}", last),
+            "alpaca": (f"type alpaca: the Alpaca prompt with {', '.join(columns)}", last),
+            "messages": (f"type chat_template: conversations from {first}", self._trained_turns()),
+            "chat_completion": (f"type chat_template: conversations from {first} and {last}", f"all of {last}"),
+            "instruction": (f"type chat_template: {', '.join(columns)} as turns", self._trained_turns()),
+            "question_answer": (f"type chat_template: {first} and {last} as two turns", last),
         }[self.kind]
+        has_prompt = self.kind in ("prompt_completion", "alpaca", "chat_completion")
+        is_whole = train_on_inputs is True or (train_on_inputs == "conversations" and not has_prompt)
+        return f"{what}, loss on {'all of it' if is_whole else loss}"
 
     def _trained_turns(self) -> str:
         if not self.turns.chooses_turns:
@@ -143,6 +152,7 @@ def _turn_options(source: DatasetSource) -> TurnOptions:
         roles={name: role for role, names in (source.roles or {}).items() for name in names},
         tools=source.field_tools,
         system=source.field_system,
+        system_prompt=source.system_prompt,
         roles_to_train=source.roles_to_train,
         train_on_eos=source.train_on_eos,
         training_key=source.message_field_training,
@@ -160,11 +170,14 @@ def _matching_format(source: DatasetSource, record: dict[str, object], *, has_ch
             history = (source.field_history,) if source.field_history is not None else ()
             turns = RowFormat(kind="instruction", columns=(*columns, *history))
             fallback = RowFormat(kind="messages", columns=(source.field_messages,))
+            named = (source.field_instruction, source.field_output) != _ALPACA_COLUMNS
+            has_turns = {source.field_instruction, source.field_output} <= names
             guesses = (
+                turns if named and has_turns else None,
                 _conversation(source, names),
                 _QUESTIONS if _asks(names) else None,
                 _chat_completion(record),
-                turns if {source.field_instruction, source.field_output} <= names else None,
+                turns if has_turns else None,
             )
             return next((guess for guess in guesses if guess is not None), fallback)
         case "alpaca":
@@ -185,6 +198,8 @@ def _matching_format(source: DatasetSource, record: dict[str, object], *, has_ch
 
 
 _TOKENS = RowFormat(kind="tokens", columns=("input_ids", "labels"))
+_ALPACA_COLUMNS = ("instruction", "output")
+"""The names of these columns by default. Others are the user's choice, and looked for before all else."""
 _QUESTIONS = RowFormat(kind="question_answer", columns=("question", "answer"))
 
 
@@ -219,12 +234,14 @@ def _plain_text(source: DatasetSource, names: AbstractSet[str]) -> RowFormat | N
     return None
 
 
-def _alpaca(record: dict[str, object], columns: tuple[str, ...], *, system: str | None) -> TextDraft:
-    instruction_column, extra, output = columns
-    asked, answer = text_in(record, instruction_column), text_in(record, output)
-    context = "" if record.get(extra) is None else text_in(record, extra)
+def _alpaca(record: dict[str, object], columns: tuple[str, ...], options: TurnOptions) -> TextDraft:
+    asked, answer = text_in(record, columns[0]), text_in(record, columns[2])
+    context = further_input(record, columns)
     form = _ALPACA_WITH_INPUT if context.strip() else _ALPACA
-    if system is not None and record.get(system) is not None and (prompt := text_in(record, system)).strip():
+    system, prompt = options.system, options.system_prompt or ""
+    if not prompt and system is not None and record.get(system) is not None:
+        prompt = text_in(record, system)
+    if prompt.strip():
         form = prompt.replace("{", "{{").replace("}", "}}") + form[form.index("\n\n") :]
     return TextDraft(prompt=form.format(instruction=asked, input=context), answer=answer)
 

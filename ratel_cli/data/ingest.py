@@ -15,7 +15,7 @@ from functools import partial
 from operator import sub
 from pathlib import Path
 
-from ratel_cli.data.drafts import Draft, Unusable
+from ratel_cli.data.drafts import Draft, TrainOnInputs, Unusable
 from ratel_cli.data.encode import Encoded, SampleEncoder
 from ratel_cli.data.formats import RowFormat, decide_format
 from ratel_cli.data.lines import MAX_ROW_BYTES, Reject, Row
@@ -36,7 +36,7 @@ def load_token_cache(
     *,
     tokenizer: Tokenizer,
     sequence_len: int,
-    train_on_inputs: bool,
+    train_on_inputs: TrainOnInputs,
     cache_dir: Path,
     rejects_path: Path | None,
     rejects_shown_by: str | None,
@@ -229,7 +229,8 @@ class _Ingestion:
         row_format = decide_format(source.source, row.record, has_chat_template=has_template)
         if missing is not None and row_format.kind != "tokens":
             raise missing.missing()
-        self._note(f"{printable(source.source.path)}: {row_format.describe()}")
+        what = row_format.describe(train_on_inputs=self._encoder.train_on_inputs)
+        self._note(f"{printable(source.source.path)}: {what}")
         if row_format.kind in ("completion", "prompt_completion", "alpaca") and not self._encoder.closes_texts:
             self._note("the tokenizer has no EOS token: the model will not learn where a text ends")
         return row_format
@@ -318,7 +319,7 @@ def _cache_key(
     *,
     tokenizer: Tokenizer,
     sequence_len: int,
-    train_on_inputs: bool,
+    train_on_inputs: TrainOnInputs,
     demand: Demand | None,
 ) -> str:
     """A hash of everything that decides the content of the cache and of its rejects."""

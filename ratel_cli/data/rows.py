@@ -53,6 +53,7 @@ class DatasetSource:
     text_unit: TextUnit = "line"
     weight: float = 1.0
     field_system: str | None = None
+    system_prompt: str | None = None
     field_history: str | None = None
     field_tools: str = "tools"
     message_property_mappings: Mapping[str, str] | None = None

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from ratel_cli.data.dataset import TrainingData
+from ratel_cli.data.drafts import TrainOnInputs
 from ratel_cli.data.lines import Reject, read_text_file
 from ratel_cli.data.rows import DatasetSource
 from tests.data.conftest import CHATML, Load
@@ -49,6 +50,7 @@ class Form:
     keys: Mapping[str, object] = field(default_factory=dict)
     name: str = "data.jsonl"
     template: str = CHATML
+    train_on_inputs: TrainOnInputs = False
 
 
 def rows(*records: object) -> str:
@@ -95,9 +97,54 @@ FORMS = {
         content=rows({"prompt": TWO_ROUNDS[:1], "completion": TWO_ROUNDS[1:]}),
         samples=(f"{U}a{END}\n{A}⟦b{END}\n{U}c{END}\n{A}d{END}\n⟧",),
     ),
-    "TRL: conversational language modelling": Form(
+    "messages": Form(
         content=rows({"messages": TWO_ROUNDS}),
         samples=(f"{U}a{END}\n{A}⟦b{END}\n⟧{U}c{END}\n{A}⟦d{END}\n⟧",),
+    ),
+    "TRL: conversational language modelling has loss on all of it": Form(
+        content=rows({"messages": TWO_ROUNDS}),
+        train_on_inputs="conversations",
+        samples=(f"⟦{U}a{END}\n{A}b{END}\n{U}c{END}\n{A}d{END}\n⟧",),
+    ),
+    "TRL: with the same settings, a completion has loss and its prompt has none": Form(
+        content=rows({"prompt": TWO_ROUNDS[:1], "completion": TWO_ROUNDS[1:2]}),
+        train_on_inputs="conversations",
+        samples=(f"{U}a{END}\n{A}⟦b{END}\n⟧",),
+    ),
+    "TRL: and so for texts": Form(
+        content=rows({"prompt": "Q: x", "completion": " y"}),
+        train_on_inputs="conversations",
+        samples=("Q: x⟦ y<eos>⟧",),
+    ),
+    "train_on_inputs: a prompt has loss too": Form(
+        content=rows({"prompt": TWO_ROUNDS[:1], "completion": TWO_ROUNDS[1:2]}),
+        train_on_inputs=True,
+        samples=(f"⟦{U}a{END}\n{A}b{END}\n⟧",),
+    ),
+    "a system prompt for all rows, in place of their own": Form(
+        content=rows({"messages": [message("system", "s"), *TWO_ROUNDS[:2]]}, {"messages": TWO_ROUNDS[:2]}),
+        keys={"system_prompt": "be kind", "field_system": "system"},
+        samples=(f"{S}be kind{END}\n{U}a{END}\n{A}⟦b{END}\n⟧",) * 2,
+    ),
+    "a system prompt before a prompt and its completion": Form(
+        content=rows({"prompt": TWO_ROUNDS[:1], "completion": TWO_ROUNDS[1:2]}),
+        keys={"system_prompt": "s"},
+        samples=(f"{S}s{END}\n{U}a{END}\n{A}⟦b{END}\n⟧",),
+    ),
+    "a system prompt before question and answer": Form(
+        content=rows({"question": "a", "answer": "b"}),
+        keys={"system_prompt": "s"},
+        samples=(f"{S}s{END}\n{U}a{END}\n{A}⟦b{END}\n⟧",),
+    ),
+    "a system prompt in place of Alpaca's first sentences": Form(
+        content=rows({"instruction": "do", "output": "done", "system": "x"}),
+        keys={"type": "alpaca", "field_system": "system", "system_prompt": "be {kind}"},
+        samples=("be {kind}\n\n### Instruction:\ndo\n\n### Response:\n⟦done<eos>⟧",),
+    ),
+    "columns that are named are read, whatever else a row has": Form(
+        content=rows({"q": "a", "x": "b", "messages": TWO_ROUNDS, "question": "e", "answer": "f", "input": "i"}),
+        keys={"type": "chat_template", "field_instruction": "q", "field_input": "q", "field_output": "x"},
+        samples=(f"{U}a{END}\n{A}⟦b{END}\n⟧",),
     ),
     "a template without a generation prompt: the header has no loss": Form(
         content=rows({"messages": TWO_ROUNDS}),
@@ -233,6 +280,7 @@ def test_tokens_and_mask(load: Load, tmp_path: Path, name: str) -> None:
         DatasetSource(path=str(path), **form.keys),  # type: ignore[arg-type]
         tokenizer=char_tokenizer(form.template, eos="<|im_end|>" if is_chat else "<eos>"),
         sequence_len=512,
+        train_on_inputs=form.train_on_inputs,
     )
     expected = []
     for text in form.samples:
