@@ -14,6 +14,7 @@ from ratel_cli.errors import BadInput
 from ratel_cli.run.origin import check_origin, find_origin
 from ratel_cli.run.output import check_run_output
 from ratel_cli.run.run_directory import read_config, reject_plan_only
+from ratel_cli.run.run_files import files_of_run
 from ratel_cli.run.trackers import check_trackers
 
 
@@ -40,7 +41,7 @@ def run(
     config = read_config(path, log, overrides)
     reject_plan_only(config, log.notice)
     check_trackers(config, notice=log.notice if dry_run else None)
-    check_run_output(config, overwrite=overwrite)
+    check_run_output(config, files_of_run(config, has_origin=origin is not None), overwrite=overwrite)
     start = None if origin is None else find_origin(origin, log, fresh_optimizer=fresh_optimizer)
     if start is not None:
         check_origin(config, start)

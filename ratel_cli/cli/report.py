@@ -16,14 +16,11 @@ from pathlib import Path
 
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.report.page import GENERATOR, page_of
+from ratel_cli.report.page import page_of
 from ratel_cli.run.new_file import check_place
-from ratel_cli.run.output import is_run_output
 from ratel_cli.run.report import report_of
 from ratel_cli.run.run_directory import REPORT_NAME, find_run, is_output_of_run, run_directory
-
-_HEAD_BYTES = 400
-"""A report says within these bytes that it is one."""
+from ratel_cli.run.run_files import is_report, is_run_output, list_run_files
 
 
 def run(path: Path, output: Path | None, *, in_terminal: bool, overwrite: bool) -> None:
@@ -48,31 +45,23 @@ def run(path: Path, output: Path | None, *, in_terminal: bool, overwrite: bool) 
         for line in report_lines(report, width=shutil.get_terminal_size().columns):
             page.say(line)
         return
-    _write(target, page_of(report))
+    _write(target, page_of(report), of_run=None if output is not None else config.output_dir)
     log.say(f"wrote {target}")
 
 
 def _check(target: Path, *, overwrite: bool) -> None:
     """Raise BadInput unless the report may be written to `target`."""
     check_place(target)
-    if os.path.lexists(target) and not overwrite and not _is_report(target):
+    if os.path.lexists(target) and not overwrite and not is_report(target):
         raise BadInput(f"{target} is there and is no report", "name another file, or replace it with --overwrite")
 
 
-def _is_report(path: Path) -> bool:
-    try:
-        if not os.path.isfile(path):
-            return False
-        with open(path, "rb") as file:
-            return f'<meta name="generator" content="{GENERATOR}">'.encode() in file.read(_HEAD_BYTES)
-    except OSError:
-        return False
-
-
-def _write(target: Path, text: str) -> None:
-    """Put the page in its place, whole. Raises EnvironmentFailure."""
+def _write(target: Path, text: str, *, of_run: Path | None) -> None:
+    """Put the page in its place, whole. `of_run`: the output directory whose file it is. Raises EnvironmentFailure."""
     made: Path | None = None
     try:
+        if of_run is not None:
+            list_run_files(of_run, [REPORT_NAME])
         with tempfile.NamedTemporaryFile("w", dir=target.parent, delete=False, encoding="utf-8") as file:
             made = Path(file.name)
             file.write(text)

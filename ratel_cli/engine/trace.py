@@ -53,7 +53,9 @@ class TraceFile(Closing):
         self._file: BinaryIO | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("wb")
+            # Never through a link: what it leads to is not the run's.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._file = os.fdopen(os.open(path, flags, 0o666), "wb")
         except OSError as error:
             self._give_up(error)
         self._append(b"[\n" + _lines(_tracks()))

@@ -1,7 +1,8 @@
 """The marker of a directory that Ratel writes to: whose model it holds, and which of its files Ratel wrote.
 
-It is the file `ratel.files`, JSON. A file there is Ratel's if the marker lists it and it still has the bytes that Ratel
-wrote. Everything else is the user's, and is neither replaced nor removed unless the user asks for it.
+It is the file `ratel.files`, JSON. A file of the model is Ratel's if the marker lists it and it still has the bytes
+that Ratel wrote. A file in `run/` is Ratel's if the marker lists it: some of these files grow, so they are listed by
+name. Everything else is the user's, and is neither replaced nor removed unless the user asks for it.
 
 Invariants: the marker is replaced by a rename, so it is never half written. A file of the user's is never listed:
 while an export is published, the marker lists the old files and the new ones, each with the hash of its content.
@@ -26,7 +27,9 @@ from ratel_cli.json_fields import JsonFields, checked_text
 MARKER_NAME: Final = "ratel.files"
 NEW_MARKER_NAME: Final = f"{MARKER_NAME}.new"
 """A marker that is being written. A process that is killed meanwhile leaves it, perhaps in a directory that it made."""
-_FORMAT_VERSION: Final = 1
+_FORMAT_VERSION: Final = 2
+_FIRST_VERSION: Final = 1
+"""Its markers did not list the files in `run/`."""
 _PART_BYTES: Final = 8 << 20
 _ALWAYS_READ_BYTES: Final = 64 << 20
 """Larger files with the size and the time of the marker count as unchanged without being read."""
@@ -52,24 +55,29 @@ class Marker:
     run: str
     """The output directory of the run that the model comes from, absolute."""
     is_run: bool
-    """Whether the directory is itself that output directory, so that `run/` in it is Ratel's."""
+    """Whether the directory is itself that output directory, so that Ratel has files in `run/`."""
     step: int | None = None
     """The step of the model; None: there is none yet."""
     files: tuple[WrittenFile, ...] = ()
     """The model's files. A name occurs twice where an export was being replaced."""
+    run_files: tuple[str, ...] | None = None
+    """Names of the files in `run/` that Ratel wrote. None: an earlier version made the directory, and listed none."""
 
 
 def read_marker(directory: Path) -> Marker | None:
     """The marker of a directory; None if there is none, or it cannot be read."""
     try:
         fields = JsonFields(json.loads((directory / MARKER_NAME).read_bytes()))
-        if fields.integer("format_version") != _FORMAT_VERSION:
+        version = fields.integer("format_version")
+        if version not in (_FIRST_VERSION, _FORMAT_VERSION):
             return None
+        has_run_files = version != _FIRST_VERSION and fields.value("run_files") is not None
         return Marker(
             run=fields.text("run"),
             is_run=fields.flag("is_run"),
             step=None if fields.value("step") is None else fields.integer("step"),
             files=tuple(_file(JsonFields(row)) for row in fields.items("files")),
+            run_files=tuple(fields.texts("run_files")) if has_run_files else None,
         )
     except (OSError, ValueError, RecursionError):
         return None
@@ -91,10 +99,15 @@ def write_marker(directory: Path, marker: Marker) -> None:
     sync_path(directory)
 
 
+def holds_nothing(directory: Path) -> bool:
+    """Whether the directory is missing or empty, apart from a marker that was being written. Raises OSError."""
+    return not directory.exists() or all(path.name == NEW_MARKER_NAME for path in directory.iterdir())
+
+
 def check_output(output_dir: Path, *, overwrite: bool, option: str) -> None:
     """Raise BadInput if `output_dir` is a file, or if it has files in it and Ratel did not make it."""
     try:
-        is_empty = not output_dir.exists() or all(path.name == NEW_MARKER_NAME for path in output_dir.iterdir())
+        is_empty = holds_nothing(output_dir)
     except NotADirectoryError as error:
         raise BadInput(f"{option}: {output_dir} is not a directory") from error
     except OSError as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from ratel_cli.commands import with_run_named
@@ -24,6 +25,7 @@ from ratel_cli.run.finetune import run_finetune
 from ratel_cli.run.inputs import find_data, read_inputs, read_model
 from ratel_cli.run.output import check_run_output
 from ratel_cli.run.run_directory import as_of_run, config_file, reject_plan_only, with_own_store
+from ratel_cli.run.run_files import files_of_run
 from ratel_cli.run.trackers import check_trackers
 
 _DECIDES_ABOUT_ROWS = frozenset(
@@ -68,7 +70,7 @@ def _run_dry(config: RunConfig, log: RunLog) -> None:
     reject_plan_only(config, log.notice)
     check_trackers(config, notice=log.notice)
     errors = ErrorList()
-    errors.attempt(("output_dir",), lambda: check_run_output(config, overwrite=False))
+    errors.attempt(("output_dir",), partial(_check_output, config))
     errors.attempt((), lambda: run_finetune(config, log, resume="auto", dry_run=True))
     errors.raise_all()
 
@@ -77,7 +79,7 @@ def _read_rest(config: RunConfig, reading: Reading, log: RunLog) -> None:
     """Read the inputs of a config that is not wholly right. Raises BadInput, EnvironmentFailure."""
     prepare_process()
     errors = ErrorList()
-    errors.attempt(("output_dir",), lambda: check_run_output(config, overwrite=False))
+    errors.attempt(("output_dir",), partial(_check_output, config))
     with ExitStack() as resources:
         if reading.doubtful & _DECIDES_ABOUT_ROWS:
             read_model(config, resources, log, errors)
@@ -85,6 +87,10 @@ def _read_rest(config: RunConfig, reading: Reading, log: RunLog) -> None:
         else:
             errors.attempt((), lambda: read_inputs(config, resources, log, dry_run=True))
     errors.raise_all()
+
+
+def _check_output(config: RunConfig) -> None:
+    check_run_output(config, files_of_run(config, has_origin=False), overwrite=False)
 
 
 def _errors_of(work: Callable[[], None]) -> list[RatelError]:

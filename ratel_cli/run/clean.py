@@ -1,7 +1,8 @@
 """`ratel clean`: which files a run has left, and their deletion, by name.
 
 They are the store's files on all drives, the snapshot's, those in `run/` of the output directory, and, if asked for,
-the export. A file counts only if it is this run's: a store by its place or its record, the rest by the marker.
+the export. A file counts only if it is this run's: a store by its place or its record, the rest by the marker. A token
+cache is known by its name, a hash, and a file of TensorBoard by the end of its name.
 
 Invariants: nothing is deleted that was not found first; a folder goes only if nothing is left in it; a store that a
 process uses is not touched. Nothing heavy is imported.
@@ -10,6 +11,7 @@ process uses is not touched. Nothing heavy is imported.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -23,13 +25,13 @@ from ratel_cli.config.values import TRACKERS
 from ratel_cli.data.file_names import CACHE_FILE_NAMES, REJECTS_NAME, TEST_REJECTS_NAME
 from ratel_cli.errors import BadInput, EnvironmentFailure, RatelError
 from ratel_cli.model.marker import MARKER_NAME, NEW_MARKER_NAME, is_unchanged, read_marker
-from ratel_cli.run.origin import ORIGIN_NAME
-from ratel_cli.run.output import is_of_other_run, is_own_place, is_run_output
+from ratel_cli.run.output import is_of_other_run, is_own_place
 from ratel_cli.run.run_directory import (
     CONFIG_NAME,
     HARDWARE_NAME,
     METRICS_NAME,
     MODEL_NAME,
+    ORIGIN_NAME,
     PLAN_NAME,
     REPORT_NAME,
     TOKENS_NAME,
@@ -38,6 +40,7 @@ from ratel_cli.run.run_directory import (
     run_directory,
     same_places,
 )
+from ratel_cli.run.run_files import forget_missing, is_run_output, own_run_files
 from ratel_cli.run.settings import place_of, store_hint
 from ratel_cli.run.trackers import EVENTS_NAME, EVENTS_SUFFIX, log_name, record_name
 from ratel_cli.store.headers import read_header
@@ -52,6 +55,8 @@ _RUN_FILES: Final = (
 )  # fmt: skip
 _SHOWS_A_STORE: Final = (PLAN_NAME,)
 """A run writes it when its store is made. It goes first, so that a run without it may have no store any more."""
+_CACHE: Final = re.compile(r"[0-9a-f]{32}(\.partial-\d+)?")
+"""The name of a token cache, or of one that a killed process has left."""
 _WAIT_SECONDS: Final = 0.5
 
 
@@ -67,6 +72,8 @@ class LeftFiles:
     """To remove afterwards where nothing is left in them, in this order."""
     kept: tuple[str, ...]
     """What stays although it might be expected to go, each with the reason."""
+    output_dir: Path
+    """The run's output directory."""
 
     @property
     def num_bytes(self) -> int:
@@ -80,18 +87,19 @@ def find_left_files(config: RunConfig, *, with_export: bool) -> LeftFiles:
         _reject_lost_store(config)
     kept: list[str] = []
     stores = [path for path in _own_stores(config, kept) if _is_store(path)]
-    files = _regular(run_directory(config.output_dir), _SHOWS_A_STORE) if is_run_output(config.output_dir) else []
+    files = _own(config, _SHOWS_A_STORE)
     files += [path for store in stores for path in _regular(store, (DATA_FILE_NAME, OWNER_FILE_NAME, RECORD_FILE_NAME))]
     folders = [store for store in stores if store.name.endswith(".store")]
     if is_run_output(config.output_dir):
         run = run_directory(config.output_dir)
-        caches = sorted(path for path in (run / TOKENS_NAME).glob("*") if path.is_dir() and not path.is_symlink())
-        files += [path for cache in caches for path in _regular(cache, CACHE_FILE_NAMES)]
-        files += [path for tracker in TRACKERS for path in _regular(run, (record_name(tracker), log_name(tracker)))]
+        caches = sorted(path for path in _in_folder(run / TOKENS_NAME, "*") if _CACHE.fullmatch(path.name))
+        files += [path for cache in caches if _is_folder(cache) for path in _regular(cache, CACHE_FILE_NAMES)]
+        files += [path for tracker in TRACKERS for path in _own(config, (record_name(tracker), log_name(tracker)))]
         events = run / EVENTS_NAME
-        files += _regular(events, sorted(path.name for path in events.glob(f"events.out.tfevents.*{EVENTS_SUFFIX}")))
+        written = sorted(path.name for path in _in_folder(events, f"events.out.tfevents.*{EVENTS_SUFFIX}"))
+        files += _regular(events, written)
         folders += [events]
-        files += _regular(run, _RUN_FILES)
+        files += _own(config, _RUN_FILES)
         folders += [*caches, run / TOKENS_NAME, run]
     marker = read_marker(config.output_dir)
     if with_export and marker is not None and marker.is_run:
@@ -103,14 +111,35 @@ def find_left_files(config: RunConfig, *, with_export: bool) -> LeftFiles:
         files += _regular(config.output_dir, (NEW_MARKER_NAME, MARKER_NAME))
         folders += [(config.output_dir / name).parent for name in names]
         folders += [config.output_dir]
-    return LeftFiles(files=tuple(files), stores=tuple(stores), folders=tuple(dict.fromkeys(folders)), kept=tuple(kept))
+    return LeftFiles(
+        files=tuple(files),
+        stores=tuple(stores),
+        folders=tuple(dict.fromkeys(folders)),
+        kept=tuple(kept),
+        output_dir=config.output_dir,
+    )
+
+
+def _own(config: RunConfig, names: Sequence[str]) -> list[Path]:
+    """Those of these files in `run/` that are Ratel's."""
+    run, own = run_directory(config.output_dir), own_run_files(config.output_dir)
+    return _regular(run, [name for name in names if name in own]) if _is_folder(run) else []
+
+
+def _in_folder(folder: Path, pattern: str) -> list[Path]:
+    """What matches the pattern in a folder of a run; nothing if the folder, or `run/` itself, is a link."""
+    return list(folder.glob(pattern)) if _is_folder(folder.parent) and _is_folder(folder) else []
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _reject_lost_store(config: RunConfig) -> None:
     """Raise BadInput if the run has made a store that is not there: without its records nobody would find it again."""
     run, paths = run_directory(config.output_dir), config.storage.paths
     recorded = recorded_config(config.output_dir)
-    if recorded is None or not any(_regular(run, _SHOWS_A_STORE)):
+    if recorded is None or not _own(config, _SHOWS_A_STORE):
         return
     if not same_places(recorded.storage.paths, paths):
         raise BadInput(
@@ -137,6 +166,7 @@ def delete(left: LeftFiles) -> None:
                 path.unlink(missing_ok=True)
             except OSError as error:
                 raise EnvironmentFailure(f"{path}: cannot be deleted: {error.strerror}") from error
+    forget_missing(left.output_dir, own_run_files(left.output_dir))
     for folder in left.folders:
         with suppress(OSError):
             folder.rmdir()

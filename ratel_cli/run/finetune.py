@@ -7,7 +7,8 @@
     4. training, step by step; every step is committed
     5. the export: a Hugging Face directory, uploaded to the hub if the config names a repository
 
-Invariant: nothing is written to a store before it is known that everything fits.
+Invariants: nothing is written to a store before it is known that everything fits, and a folder of the user's becomes
+the run's only when nothing can refuse the command any more.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ from ratel_cli.run.hub import upload_export
 from ratel_cli.run.inputs import Inputs, facts_of, identity_of, read_inputs
 from ratel_cli.run.length import check_length
 from ratel_cli.run.origin import Origin, check_same_origin, read_origin
-from ratel_cli.run.output import own_output, reject_lost_store
+from ratel_cli.run.output import claim_output, own_output, reject_lost_store
 from ratel_cli.run.planner import estimated_profile, make_planner
 from ratel_cli.run.profile_machine import measure_for_run
-from ratel_cli.run.run_directory import HARDWARE_NAME, MODEL_NAME, PLAN_NAME, CachedProfile, write_run_files
+from ratel_cli.run.run_directory import HARDWARE_NAME, MODEL_NAME, PLAN_NAME, CachedProfile
+from ratel_cli.run.run_files import files_of_training, forget_missing, write_run_files
 from ratel_cli.run.settings import SnapshotSpace, place_of, snapshot_space, taken_bytes, wear_limit
 from ratel_cli.run.snapshots import check_space, find_snapshot, make_snapshot, snapshot_rows, start_snapshots
 from ratel_cli.run.split import plan_split, report_better_split, shaped_by_plan
@@ -103,7 +105,8 @@ def run_finetune(
         if dry_run:
             return
 
-        context.listen()  # phase 3
+        claim_output(config)  # phase 3; from here on nothing is refused
+        context.listen()
         context.stop.must_resume = resume != "auto"
         target = snapshot or make_snapshot(context, planner.spec, identity, resume=resume)
         facts = _announce(context, facts_of(inputs, identity, first_step=first_step), is_new=store is None)
@@ -123,9 +126,7 @@ def run_finetune(
         )
         save_plan(plan, profile)  # phase 4
         snapshots = start_snapshots(context, store, target, hardware, is_new=snapshot is None)
-        trackers = resources.enter_context(
-            Trackers(config, log, committed_step=store.progress.step, is_stopping=lambda: context.stop.is_requested)
-        )
+        trackers = _open_trackers(context, store, resources)
         with Training(
             context, inputs, planner, store, snapshots=snapshots, trackers=trackers, save_plan=save_plan
         ) as training:
@@ -161,6 +162,21 @@ def _announce(context: RunContext, facts: RunFacts, *, is_new: bool) -> RunFacts
     if is_new:
         write_run_files(context.config, {FACTS_NAME: facts.to_json()}, log=context.log)
     return facts
+
+
+def _open_trackers(context: RunContext, store: Store, resources: ExitStack) -> Trackers:
+    """The trackers. Their files, and the others that grow while the run trains, are the run's from now on."""
+    config, names = context.config, files_of_training(context.config)
+    claim_output(config, names)
+    resources.callback(forget_missing, config.output_dir, names)
+    return resources.enter_context(
+        Trackers(
+            config,
+            context.log,
+            committed_step=store.progress.step,
+            is_stopping=lambda: context.stop.is_requested,
+        )
+    )
 
 
 def _save_plan(

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import shutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -39,8 +40,9 @@ from ratel_cli.model.marker import reject_files_of_others
 from ratel_cli.planning.head_chunk import CHUNK_BYTES
 from ratel_cli.run.base_model import Base, model_hash, open_weights, read_base
 from ratel_cli.run.length import num_steps
-from ratel_cli.run.output import claim_output, reject_overlap
+from ratel_cli.run.output import claim_output, is_claimed, may_claim_at_once, reject_overlap
 from ratel_cli.run.run_directory import TOKENS_NAME, as_recorded_by_run, run_directory
+from ratel_cli.run.run_files import forget_missing, list_rejects
 from ratel_cli.run.settings import (
     DECIDES_THE_BITS,
     DECIDES_THE_LENGTH,
@@ -79,7 +81,8 @@ def read_inputs(
     because any other run is over then.
 
     The tokens go to `run/` of the output directory; with `dry_run` into a temporary directory, which `resources`
-    removes. `overwrite`: the export may replace files of the output directory that Ratel did not write.
+    removes. They are removed, too, if `run/` is in a folder of the user's which the run has not claimed in the end.
+    `overwrite`: the export may replace files of the output directory that Ratel did not write.
 
     The data of a step that the plan has still to split comes in micro-batches of one sequence.
     """
@@ -151,15 +154,20 @@ def _read_data(
         name = base.config.model_type
         log.notice(f"{name} cannot separate packed samples; every sample gets a sequence of its own")
     records = _records(config, resources, dry_run=dry_run)
-    return load_data(
-        config,
-        tokenizer,
-        packing=config.sample_packing and base.model.packs,
-        cache_dir=records / TOKENS_NAME,
-        rejects_path=None if dry_run else records / REJECTS_NAME,
-        rejects_shown_by=SHOWS_REJECTS if dry_run else None,
-        notice=log.notice,
-    )
+    rejects = list_rejects(config) if is_claimed(config) and not dry_run else []
+    try:
+        return load_data(
+            config,
+            tokenizer,
+            packing=config.sample_packing and base.model.packs,
+            cache_dir=records / TOKENS_NAME,
+            rejects_path=records / REJECTS_NAME if rejects else None,
+            rejects_shown_by=None if rejects else SHOWS_REJECTS,
+            notice=log.notice,
+        )
+    finally:
+        if rejects:
+            forget_missing(config.output_dir, rejects)
 
 
 def load_data(
@@ -215,10 +223,30 @@ def _sources(datasets: Sequence[DatasetConfig]) -> list[DatasetSource]:
 
 def _records(config: RunConfig, resources: ExitStack, *, dry_run: bool) -> Path:
     """The directory for what the data becomes: the run's own; for a dry run a temporary one that can read the run's."""
-    if not dry_run:
+    if dry_run:
+        return temporary_records(config, resources)
+    if may_claim_at_once(config):
         claim_output(config)
-        return run_directory(config.output_dir)
-    return temporary_records(config, resources)
+    else:
+        resources.callback(_remove_unclaimed, config, frozenset(_caches(config)))
+    return run_directory(config.output_dir)
+
+
+def _caches(config: RunConfig) -> list[Path]:
+    return list((run_directory(config.output_dir) / TOKENS_NAME).glob("*"))
+
+
+def _remove_unclaimed(config: RunConfig, earlier: Collection[Path]) -> None:
+    """Remove the tokens that are new in a folder of the user's, unless the run has claimed it."""
+    if is_claimed(config):
+        return
+    for cache in _caches(config):
+        if cache not in earlier:
+            shutil.rmtree(cache, ignore_errors=True)
+    run = run_directory(config.output_dir)
+    for folder in (run / TOKENS_NAME, run):
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def identity_of(config: RunConfig, inputs: Inputs, *, starts_over: bool) -> StoreIdentity:

@@ -18,9 +18,8 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.json_fields import JsonFields
-from ratel_cli.run.run_directory import find_run, run_directory
-
-ORIGIN_NAME = "origin.json"
+from ratel_cli.run.run_directory import ORIGIN_NAME, find_run, run_directory
+from ratel_cli.run.run_files import forget_missing, is_users, list_run_files, write_run_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +103,8 @@ def check_same_origin(config: RunConfig, origin: Origin) -> None:
 
 def read_origin(config: RunConfig) -> OriginRecord | None:
     """What the config's run has recorded of its origin; None if it has none, or it cannot be read."""
+    if is_users(config.output_dir, ORIGIN_NAME):
+        return None
     try:
         fields = JsonFields(json.loads(_path(config).read_text(encoding="utf-8")))
         return OriginRecord(
@@ -116,12 +117,16 @@ def read_origin(config: RunConfig) -> OriginRecord | None:
 def write_origin(config: RunConfig, record: OriginRecord | None) -> None:
     """Record the origin of a new run; None: it begins with its base model. Raises EnvironmentFailure."""
     path = _path(config)
+    if record is None and is_users(config.output_dir, ORIGIN_NAME):
+        return
     try:
         if record is None:
             path.unlink(missing_ok=True)
+            forget_missing(config.output_dir, [ORIGIN_NAME])
             return
+        list_run_files(config.output_dir, [ORIGIN_NAME])
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(asdict(record), indent=2) + "\n", encoding="utf-8")
+        write_run_file(path, json.dumps(asdict(record), indent=2) + "\n")
     except OSError as error:
         raise EnvironmentFailure(
             f"output_dir: {path} cannot be written: {error.strerror}", "set output_dir to another directory"

@@ -1,7 +1,8 @@
 """A run's output directory and the directory of an export: may Ratel write there?
 
-A directory that has files in it must have Ratel's marker (`model.marker`). A run may write to its own output directory;
-an export may replace only an export of the same step of the same run. `--overwrite` insists.
+A directory that has files in it must have Ratel's marker (`model.marker`). A run may write to its own output directory,
+except over files of the user's; an export may replace only an export of the same step of the same run. `--overwrite`
+insists.
 
 Invariants: nothing is written before all of this is known; nothing heavy is imported.
 """
@@ -9,19 +10,20 @@ Invariants: nothing is written before all of this is known; nothing heavy is imp
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.model.marker import Marker, check_output, read_marker, write_marker
+from ratel_cli.model.marker import Marker, check_output, holds_nothing, read_marker, write_marker
 from ratel_cli.run.run_directory import (
     METRICS_NAME,
-    PLAN_NAME,
     is_output_of_run,
     recorded_config,
     run_directory,
     with_own_store,
 )
+from ratel_cli.run.run_files import is_of_older_version, own_run_files, reject_run_files_of_others
 from ratel_cli.run.settings import place_of, store_hint
 from ratel_cli.store.headers import stored_id
 from ratel_cli.store.lock import DATA_FILE_NAME
@@ -84,12 +86,17 @@ def no_store(config: RunConfig) -> BadInput:
     )
 
 
-def check_run_output(config: RunConfig, *, overwrite: bool) -> None:
-    """Raise BadInput unless the config's run may write to its output directory."""
+def check_run_output(config: RunConfig, run_files: Iterable[str], *, overwrite: bool) -> None:
+    """Raise BadInput unless the config's run may write to its output directory, and `run_files` to `run/` in it."""
     directory = config.output_dir
     _reject_local_overlap(config, directory, option="output_dir")
+    _check_directory(directory, overwrite=overwrite)
+    reject_run_files_of_others(config, run_files, overwrite=overwrite)
+
+
+def _check_directory(directory: Path, *, overwrite: bool) -> None:
     marker = read_marker(directory)
-    if marker is None and _is_of_older_version(directory):
+    if marker is None and is_of_older_version(directory):
         return
     check_output(directory, overwrite=overwrite, option="output_dir")
     if marker is None or marker.is_run or overwrite:
@@ -100,20 +107,43 @@ def check_run_output(config: RunConfig, *, overwrite: bool) -> None:
         raise BadInput(f"output_dir: Ratel did not make {run_directory(directory)}", _ELSEWHERE)
 
 
-def claim_output(config: RunConfig) -> None:
-    """Make the output directory, with the marker that says whose it is. Raises EnvironmentFailure."""
-    directory, run = config.output_dir, own_output(config)
+def may_claim_at_once(config: RunConfig) -> bool:
+    """Whether nobody would miss the claim if the command is refused after it.
+
+    The directory is new or Ratel made it, so that a command which is killed there can be run again. A folder of the
+    user's is claimed only when nothing can refuse the command any more.
+    """
+    directory = config.output_dir
     marker = read_marker(directory)
-    if marker is not None and marker.is_run and marker.run == run:
+    if marker is None:
+        return holds_nothing(directory) or is_of_older_version(directory)
+    return marker.is_run or (marker.step is None and not run_directory(directory).exists())
+
+
+def claim_output(config: RunConfig, run_files: Iterable[str] = ()) -> None:
+    """Make the output directory, with the marker that says whose it is, and that Ratel writes `run_files` in `run/`.
+
+    Raises EnvironmentFailure.
+    """
+    directory, run = config.output_dir, own_output(config)
+    marker, own, names = read_marker(directory), own_run_files(directory), frozenset(run_files)
+    if is_claimed(config) and names <= own:
         return
     step, files = (None, ()) if marker is None else (marker.step, marker.files)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        write_marker(directory, Marker(run=run, is_run=True, step=step, files=files))
+        listed = tuple(sorted(own | names))
+        write_marker(directory, Marker(run=run, is_run=True, step=step, files=files, run_files=listed))
     except OSError as error:
         raise EnvironmentFailure(
             f"output_dir: {directory} cannot be written: {error.strerror}", "set output_dir to another directory"
         ) from error
+
+
+def is_claimed(config: RunConfig) -> bool:
+    """Whether the marker says that the output directory is the config's run's."""
+    marker = read_marker(config.output_dir)
+    return marker is not None and marker.is_run and marker.run == own_output(config)
 
 
 def check_export_output(config: RunConfig, output: Path, *, step: int | None, overwrite: bool) -> None:
@@ -174,14 +204,3 @@ def _holds(directory: Path, marker: Marker) -> str:
     if marker.step is None:
         return f"{directory} is the output directory of the run {Path(marker.run).name}"
     return f"{directory} holds step {marker.step} of the run {Path(marker.run).name}"
-
-
-def is_run_output(directory: Path) -> bool:
-    """Whether the directory is the output directory of a run, so that the files of a run in `run/` are Ratel's."""
-    marker = read_marker(directory)
-    return _is_of_older_version(directory) if marker is None else marker.is_run
-
-
-def _is_of_older_version(directory: Path) -> bool:
-    """Whether a version of Ratel that wrote no marker has left a run here. Its export counts as the user's."""
-    return is_output_of_run(directory) and (run_directory(directory) / PLAN_NAME).is_file()

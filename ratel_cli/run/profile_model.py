@@ -37,7 +37,8 @@ from ratel_cli.planning.recorded import recorded_profile
 from ratel_cli.run.base_model import build_base, prepare_process
 from ratel_cli.run.output import check_run_output, claim_output
 from ratel_cli.run.profile_cache import REFRESHES
-from ratel_cli.run.run_directory import CachedProfile
+from ratel_cli.run.run_directory import MODEL_NAME, CachedProfile
+from ratel_cli.run.run_files import list_run_files, write_run_file
 from ratel_cli.run.settings import chunked_workload_of, decisions_of, state_bytes
 
 
@@ -59,19 +60,20 @@ def record_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *, r
     if profile is not None:
         log.say(f"the model's costs come from {cache.path}; {REFRESHES} measures again")
         return _costs(config, model.spec, hardware, profile)
-    check_run_output(config, overwrite=False)
+    check_run_output(config, [MODEL_NAME], overwrite=False)
     log.say("measuring the model, block by block")
     profile = _measured(config, model)
     claim_output(config)
-    _write(cache, model.spec, profile)
+    _write(config, cache, model.spec, profile)
     log.say(f"wrote {cache.path}; `ratel plan` and `ratel finetune` use it")
     return _costs(config, model.spec, hardware, profile)
 
 
-def _write(cache: CachedProfile, spec: ModelSpec, profile: ModelProfile) -> None:
+def _write(config: RunConfig, cache: CachedProfile, spec: ModelSpec, profile: ModelProfile) -> None:
     try:
+        list_run_files(config.output_dir, [MODEL_NAME])
         cache.path.parent.mkdir(parents=True, exist_ok=True)
-        cache.path.write_text(json.dumps(cache.content(spec, profile), indent=2) + "\n", encoding="utf-8")
+        write_run_file(cache.path, json.dumps(cache.content(spec, profile), indent=2) + "\n")
     except OSError as error:
         raise EnvironmentFailure(f"{cache.path}: cannot be written: {error.strerror}") from error
 

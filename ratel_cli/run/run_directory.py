@@ -15,6 +15,8 @@ They are in `run/` of the output directory:
     tokens/         the samples as tokens, so that a run with the same data finds them
     rejects.jsonl   the rows of the data that cannot be used; test-rejects.jsonl: those of `test_datasets`
 
+`run_files` knows which of them are Ratel's, and which are files of the user's with such a name.
+
 Invariant: this file imports nothing heavy, so a wrong path or a wrong config is answered at once.
 """
 
@@ -22,11 +24,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ratel_cli.commands import name_run
-from ratel_cli.config.load import load_config, to_yaml
+from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig, StorageConfig
 from ratel_cli.config.source import is_config_name, similar_path
 from ratel_cli.console import RunLog
@@ -46,6 +48,7 @@ PLAN_NAME = "plan.json"
 METRICS_NAME = "metrics.jsonl"
 REPORT_NAME = "report.html"
 TRACE_NAME = "trace.json"
+ORIGIN_NAME = "origin.json"
 TOKENS_NAME = "tokens"
 _MAX_NAME_CHARS = 60
 """Of `output_dir`, in the name of the store's directory. File systems take 255 bytes."""
@@ -173,18 +176,6 @@ def find_run(path: Path, log: RunLog, overrides: Sequence[str] = ()) -> RunConfi
     if config.base_model is None:
         raise BadInput(f"{path}: `model_shape` is only for `ratel plan`; no model was trained with this config")
     return config
-
-
-def write_run_files(config: RunConfig, contents: Mapping[str, object], *, log: RunLog) -> None:
-    """Write the config, and each of `contents` as JSON under its file name. Warns if that is not possible."""
-    directory = run_directory(config.output_dir)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / CONFIG_NAME).write_text(to_yaml(as_recorded_by_run(config)), encoding="utf-8")
-        for name, content in contents.items():
-            (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        log.warn(f"{directory}: cannot be written ({error.strerror}); training continues without it")
 
 
 def _load(path: Path, log: RunLog, overrides: Sequence[str]) -> RunConfig:

@@ -19,6 +19,9 @@ MORE_NAMES = (
     "ratel.schema.json", "page.html",
 )  # fmt: skip
 """The user's files where there are none of Ratel's with these names."""
+IN_RUN = ("", "trace.json", "rejects.jsonl", "origin.json", "metrics.jsonl")
+"""Names that a run may have in `run/`. One at a time is the user's, or none: a run is refused where it would write to
+it. The last one is a link to a file elsewhere."""
 
 
 class Tree:
@@ -42,7 +45,8 @@ class Tree:
         self.run, self.other_run = output_of(self.config), output_of(self.other)
         self.store = next(self.drive.glob("out-*.store"))  # of one of them; the other's is not touched either
         places = [
-            self.mine, self.mine / "run" / "tokens", self.models, self.drive, *self.drive.glob("*.store"), self.run,
+            self.mine, self.mine / "run", self.mine / "run" / "tokens", self.models, self.drive,
+            *self.drive.glob("*.store"), self.run,
             *(self.run / "run" / name for name in ("", "tokens", "tensorboard")),
             *(self.run / "run" / "tokens").glob("*"), self.cache / "ratel",
         ]  # fmt: skip
@@ -53,18 +57,26 @@ class Tree:
 
     def _plant(self, place: Path) -> None:
         (place / "deep" / "empty").mkdir(parents=True, exist_ok=True)
-        for name in (*NAMES, *(MORE_NAMES if place in (self.mine, self.models) else ())):
+        more = MORE_NAMES if place in (self.mine, self.models) else IN_RUN[1:] if place == self.mine / "run" else ()
+        for name in (*NAMES, *more):
             (place / name).write_text(f"my {name} in {place}")
         (place / "link").symlink_to(place / "notes.txt")
         for name in ("nowhere", "nowhere.svg"):
             (place / name).symlink_to(place / f"{NOTHING}-{name}")
 
-    def begin(self) -> None:
-        """Everything as it was, and the user in a folder of theirs."""
+    def begin(self, number: int = 0) -> None:
+        """Everything as it was, and the user in a folder of theirs. `number` decides about `IN_RUN`."""
         os.chdir(self.work.parent)
         shutil.rmtree(self.work)
         shutil.copytree(self._copy, self.work, symlinks=True)
         os.chdir(self.mine)
+        self._in_run = IN_RUN[number % len(IN_RUN)]
+        path, target = self.run / "run" / self._in_run, self.mine / "run" / self._in_run
+        if self._in_run == "metrics.jsonl":
+            path.replace(target)
+            path.symlink_to(target)
+        elif self._in_run:
+            shutil.copyfile(target, path)
 
     def contents(self) -> dict[str, Content]:
         """Everything in the tree, by its path."""
@@ -84,4 +96,4 @@ class Tree:
             if str(self.run) in (store / "ratel.run").read_text():
                 own |= {store / name for name in ("ratel.store", "ratel.run")}
         users = {Path(name).name for name in NAMES}
-        return {str(path) for path in own if path.name not in users}
+        return {str(path) for path in own if path.name not in users and path != self.run / "run" / self._in_run}

@@ -2,9 +2,10 @@
 
 One tree has a run, another run with a store on the same drive, a base model, a folder of the user's in which commands
 are called, the user's cache, and the user's files in every directory that the run has made. Each sequence begins with
-this tree and runs random commands, none of which insists (`--overwrite`, `--overwrite-store`). After each command every
-file that is not the run's own is what it was; after one that only reads, so is everything else. All commands and all
-their other options are drawn.
+this tree, most of them with one more file of the user's, which has the name of one of a run's files. It runs random
+commands, none of which insists (`--overwrite`, `--overwrite-store`). After each command every file that is not the
+run's own is what it was; after one that only reads, so is everything else. All commands and all their other options
+are drawn.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _in_the_tree(planted: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_they_survive_every_command_in_every_order(planted: Tree, group: int) -> None:
     codes = set()
     for number in range(NUM_SEQUENCES):
-        planted.begin()
+        planted.begin(group * NUM_SEQUENCES + number)
         own, now = planted.own_files(), planted.contents()
         before = {
             name: content
