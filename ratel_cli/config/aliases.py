@@ -1,13 +1,15 @@
 """The names of other trainers for our keys and values, and what to say about a key that nobody knows.
 
-Invariant: an alias never changes what a value means, except the INVERSE ones, whose booleans are inverted.
+Invariant: an alias never changes what a value means, except the INVERSE ones, whose booleans become other values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Literal, get_args, get_origin
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 from ratel_cli.config.foreign import foreign_key
 from ratel_cli.config.schema import (
@@ -72,8 +74,11 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     },
 }
 """By section: other names of our keys."""
-INVERSE = frozenset({"completion_only_loss", "assistant_only_loss"})
-"""Aliases whose `true` is our `false`."""
+INVERSE: Mapping[str, Mapping[bool, bool | str]] = {
+    "completion_only_loss": {True: False, False: True},
+    "assistant_only_loss": {True: False, False: "conversations"},
+}
+"""Aliases whose `true` is our `false`, and what their `false` is."""
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _EIGHT_BIT = "Ratel keeps its moments in fp32, on NVMe"
@@ -170,7 +175,9 @@ def _takes(section: str, key: str, value: Marked) -> bool:
         case int() | float():
             return bool(kinds & {"int", "float"})
         case str():
-            return bool(kinds & {"str", "Path"}) or key in ("datasets", "test_datasets")
+            words = _words(SECTIONS[section].model_fields[key].annotation)
+            others = VALUE_ALIASES.get(f"{section}.{key}" if section else key, {})
+            return key in ("datasets", "test_datasets") or words is None or value.content in {*words, *others}
         case None:
             return True
 
@@ -191,6 +198,19 @@ def _kinds(annotation: object) -> set[str]:
     if isinstance(annotation, type):
         return {"mapping"} if issubclass(annotation, Section) else {annotation.__name__}
     return set()
+
+
+def _words(annotation: object) -> set[str] | None:
+    """The texts that a type takes; None if it takes any."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _words(arguments[0])
+    if origin is Literal:
+        return {choice for choice in arguments if isinstance(choice, str)}
+    if origin in (Union, UnionType):
+        parts = [_words(each) for each in arguments]
+        return None if None in parts else set().union(*filter(None, parts))
+    return None if annotation in (str, Path) else set()
 
 
 def _elsewhere(section: str, written: str) -> str | None:

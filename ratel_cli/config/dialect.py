@@ -68,6 +68,10 @@ class Dialect:
         """Keys that a finding is about. If such a key is absent, that is no further finding."""
         self._forgiving = forgiving
         self._recorded: set[tuple[Where, str]] = set()
+        self._read: dict[Where, list[tuple[str, str, str]]] = {}
+        """By place: what is written there, what it is read as, and a remark."""
+        self._empty: dict[Where, tuple[str, str]] = {}
+        """By place: an empty key, and its default."""
         self._section = TOP
 
     def translate(self, section: str, marked: Marked) -> None:
@@ -119,7 +123,12 @@ class Dialect:
         marked.content = translated
 
     def finish(self) -> None:
-        """Add one notice for all keys that change nothing, and one for each reason why a key is not needed."""
+        """Add the notices: one for all keys that have our names or values, one for those that are empty, and one for
+        those that are ignored."""
+        for layer in sorted({where.layer for where in (*self._read, *self._empty)}):
+            read = {where: pairs for where, pairs in self._read.items() if where.layer == layer}
+            self._notice_of_readings(read)
+            self._notice_of_empty({where: words for where, words in self._empty.items() if where.layer == layer})
         quiet: dict[str, Where] = {}
         loud: dict[str, dict[str, Where]] = {}
         for outcome in self.outcomes:
@@ -127,26 +136,44 @@ class Dialect:
                 quiet.setdefault(outcome.written, outcome.where)
             elif outcome.fate in ("noted", "undecided"):
                 loud.setdefault(outcome.reason, {}).setdefault(outcome.written, outcome.where)
+        sentences = []
         if quiet:
-            self._notice_for(quiet, "changes nothing here", "change nothing here")
+            sentences.append(f"{_names(quiet)} {'changes' if len(quiet) == 1 else 'change'} nothing here")
         for reason, places in loud.items():
-            self._notice_for(places, f"is ignored: {reason}", f"are ignored: {reason}")
+            sentences.append(f"{_names(places)} {'is' if len(places) == 1 else 'are'} ignored: {reason}")
+        if sentences:
+            where = min([*quiet.values(), *(where for places in loud.values() for where in places.values())])
+            self.notices.append(Finding(where=where, message=". ".join(sentences)))
 
-    def _notice_for(self, places: Mapping[str, Where], one: str, several: str) -> None:
-        names = ", ".join(f"`{name}`" for name in places)
-        message = f"{names} {one if len(places) == 1 else several}"
-        self.notices.append(Finding(where=min(places.values()), message=message))
+    def _notice_of_readings(self, read: Mapping[Where, list[tuple[str, str, str]]]) -> None:
+        pairs = [pair for _, pairs in sorted(read.items()) for pair in pairs]
+        if pairs:
+            (written, ours, remark), *more = pairs
+            message = f"`{written}` is read as `{ours}`{remark}"
+            message += "".join(f", `{written}` as `{ours}`{remark}" for written, ours, remark in more)
+            self.notices.append(Finding(where=min(read), message=message))
+
+    def _notice_of_empty(self, empty: Mapping[Where, tuple[str, str]]) -> None:
+        names = ", ".join(f"`{written}`" for written, _ in empty.values())
+        defaults = ", ".join(default for _, default in empty.values())
+        if empty:
+            words = "is empty, so its default is used" if len(empty) == 1 else "are empty, so their defaults are used"
+            self.notices.append(Finding(where=min(empty), message=f"{names} {words}: {defaults}"))
 
     def read_as(self, entry: Entry, ours: str) -> None:
         """Report that the entry is read as these lines of ours."""
         value = _shown(entry.value)
         is_same = ours == f"{entry.written}: {value}"
         self._record(entry, "kept" if is_same else "translated", ours="" if is_same else ours)
-        self._note(entry, f"`{self._named(entry)}: {value}` is read as `{ours}`")
+        self._note(entry, f"{self._named(entry)}: {value}", ours)
 
     def drop(self, entry: Entry, reason: str, *, quietly: bool = True) -> None:
         """Report that the entry changes nothing, for this reason."""
         self._record(entry, "ignored" if quietly else "noted", reason=reason)
+
+    def decide(self, entry: Entry, reason: str) -> None:
+        """Report that the entry changes what is trained, and that the user must decide about it."""
+        self._record(entry, "undecided", reason=reason)
 
     def drop_empty(self, entry: Entry) -> None:
         """Report that the entry, of one of our keys, has no value, and the default that the key has instead."""
@@ -155,7 +182,7 @@ class Dialect:
             return
         key = canonical_key(TOP, entry.written)
         value = _OTHER_DEFAULTS.get(key) or f"`{key}: {describe_value(SECTIONS[TOP].model_fields[key].default)}`"
-        self._note(entry, f"`{entry.written}` is empty, so its default is used: {value}")
+        self._empty[entry.where] = (entry.written, value)
 
     def reject(self, finding: Finding, key: str) -> None:
         """Report that an entry is wrong; `key` is our name for it."""
@@ -164,30 +191,32 @@ class Dialect:
     def _translate_entry(self, section: str, key: str, entry: Entry) -> bool:
         """Translate one entry. False if it must be dropped."""
         value = entry.value
-        before, was = len(self.notices), _shown(value)
+        was, name = _shown(value), entry.written
         if entry.written in INVERSE:
             if not isinstance(value.content, bool):
                 message = f"`{entry.written}` must be true or false"
                 self._find(Finding(where=entry.where, message=message), section, key)
                 return False
-            inverted = not value.content
+            inverted = INVERSE[entry.written][value.content]
             written, read = (str(each).lower() for each in (value.content, inverted))
-            self._note(entry, f"`{entry.written}: {written}` is read as `{key}: {read}`")
+            self._note(entry, f"{entry.written}: {written}", f"{key}: {read}")
             self._record(entry, "translated", ours=f"{key}: {read}", value=was)
             value.content = inverted
-        elif entry.written != key and entry.written in ALIASES.get(section, {}):
-            self._note(entry, f"`{entry.written}` is read as `{key}`")
         ours = VALUE_ALIASES.get(f"{section}.{key}" if section else key, {})
-        if isinstance(value.content, str) and value.content in ours:
-            name, value.content = value.content, ours[value.content]
-            different = f"; {VALUE_NOTES[name]}" if name in VALUE_NOTES else ""
-            self._note(entry, f"`{entry.written}: {name}` is read as `{value.content}`{different}")
+        is_alias = name != key and name in ALIASES.get(section, {}) and name not in INVERSE
+        is_translated = isinstance(value.content, str) and value.content in ours
+        if is_translated:
+            assert isinstance(value.content, str)
+            remark = f" ({VALUE_NOTES[value.content]})" if value.content in VALUE_NOTES else ""
+            theirs, value.content = value.content, ours[value.content]
+            self._note(entry, f"{name}: {theirs}", f"{key}: {value.content}" if is_alias else value.content, remark)
+        elif is_alias:
+            self._note(entry, name, key)
         if section == "datasets" and key == "type" and self._forgiving and not is_dataset_type(value.content):
             self._record(entry, "undecided", reason="Ratel has no such form; the columns of the first row decide")
             return False
         if entry.written not in INVERSE:
-            changed = len(self.notices) > before
-            self._record_read(entry, key, value=was, changed=changed)
+            self._record_read(entry, key, value=was, changed=is_alias or is_translated)
         if section == "storage" and key == "paths" and isinstance(value.content, str):
             value.content = [replace(value)]
         inner = "datasets" if key == "test_datasets" else section_in(section, key)
@@ -224,8 +253,9 @@ class Dialect:
         self.findings.append(finding)
         self.doubtful.add((*filter(None, section.split(".")), key))
 
-    def _note(self, entry: Entry, message: str) -> None:
-        self.notices.append(Finding(where=entry.where, message=message))
+    def _note(self, entry: Entry, written: str, ours: str, remark: str = "") -> None:
+        """Note for the notice about readings what is written and what it is read as."""
+        self._read.setdefault(entry.where, []).append((written, ours, remark))
 
     def _named(self, entry: Entry) -> str:
         return f"{self._section}.{entry.written}" if self._section else entry.written
@@ -239,6 +269,10 @@ class Dialect:
         shown = _shown(entry.value) if value is None else value
         outcome = KeyOutcome(where=entry.where, written=written, value=shown, fate=fate, ours=ours, reason=reason)
         self.outcomes.append(outcome)
+
+
+def _names(places: Mapping[str, Where]) -> str:
+    return ", ".join(f"`{name}`" for name in places)
 
 
 def _shown(value: Marked) -> str:

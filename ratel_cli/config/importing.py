@@ -14,22 +14,11 @@ from ratel_cli.config.aliases import TOP
 from ratel_cli.config.dialect import Dialect, KeyOutcome
 from ratel_cli.config.json_schema import editor_line
 from ratel_cli.config.load import dump, validate
+from ratel_cli.config.other_tools import MASK, defaults_of, mask_of_sets, recognise, write_mask
 from ratel_cli.config.source import read_file
-from ratel_cli.config.torchtune import is_torchtune, translate_torchtune
+from ratel_cli.config.torchtune import translate_torchtune
 from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Scalar, Where, plain, raise_all, read_text
 
-_SIGNS: Mapping[str, str] = {
-    "axolotl": """base_model sequence_len micro_batch_size sample_packing dataset_prepared_path val_set_size strict
-        lr_scheduler optimizer num_epochs saves_per_epoch evals_per_epoch special_tokens pad_to_sequence_len
-        flash_attention load_in_8bit train_on_inputs pretraining_dataset plugins""",
-    "LLaMA-Factory": """stage finetuning_type dataset dataset_dir template cutoff_len overwrite_cache plot_loss
-        preprocessing_num_workers pure_bf16 val_size flash_attn enable_liger_kernel""",
-    "TRL": """dataset_name dataset_config dataset_mixture dataset_mixer dataset_train_split dataset_test_split
-        max_seq_length max_length packing assistant_only_loss completion_only_loss dataset_text_field model_revision
-        chat_template_path eos_token use_liger dataset_num_proc""",
-    "transformers": "adafactor logging_dir dataloader_num_workers fp16_full_eval log_level_replica label_names",
-}
-"""By tool: keys that others hardly have."""
 _ONLY_OURS = frozenset(
     {
         "tokens_per_step", "storage", "limits", "activations", "head_chunk", "optimizer_overlap", "dtype",
@@ -37,32 +26,6 @@ _ONLY_OURS = frozenset(
     }
 )  # fmt: skip
 """Keys that only Ratel has."""
-_TRAINER_DEFAULTS: Mapping[str, Scalar] = {
-    "micro_batch_size": 8,
-    "num_epochs": 3,
-    "lr_scheduler": "linear",
-    "warmup_ratio": 0,
-}
-_DEFAULTS: Mapping[str, Mapping[str, Scalar]] = {
-    "axolotl": {"sequence_len": 512, "sample_packing": False},
-    "LLaMA-Factory": {
-        **_TRAINER_DEFAULTS,
-        "learning_rate": 5e-5,
-        "sequence_len": 2048,
-        "sample_packing": False,
-        "dtype": "float32",
-    },
-    "TRL": {**_TRAINER_DEFAULTS, "sequence_len": 1024, "sample_packing": False},
-    "transformers": {**_TRAINER_DEFAULTS, "learning_rate": 5e-5, "sample_packing": False, "dtype": "float32"},
-    "torchtune": {
-        "sample_packing": False,
-        "lr_scheduler": "constant",
-        "warmup_ratio": 0,
-        "weight_decay": 0.01,
-        "max_grad_norm": 0,
-    },
-}
-"""By tool: its defaults, where Ratel's are others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +51,9 @@ def import_config(path: Path) -> Imported:
         message = "this is the config of a model, not of a training"
         raise Finding(where=root.where, message=message, hint=hint).as_error()
     tool = recognise(root)
+    defaults = dict(defaults_of(tool, root))
+    if tool == "axolotl":
+        _clip_by_default(root, dialect)
     if tool == "torchtune":
         root.content = translate_torchtune(root.content, dialect)
     is_constant = any(
@@ -101,12 +67,11 @@ def import_config(path: Path) -> Imported:
     steps = root.content.get("warmup_steps")
     if steps is not None and steps.value.content and "warmup_ratio" in root.content:
         dialect.drop(root.content.pop("warmup_ratio"), "`warmup_steps` decides, as it does there")
-    _add_defaults(root, tool, has_warmup=has_warmup)
+    _add_defaults(root, defaults, has_warmup=has_warmup)
+    _write_masks(root, tool, dialect)
     missing = _missing(root)
     _check(root, missing, dialect)
     raise_all(findings)
-    if tool == "TRL" and "train_on_inputs" not in root.content:
-        dialect.outcomes.append(_undecided("train_on_inputs", root.where))
     outcomes = tuple(sorted(dialect.outcomes, key=lambda outcome: outcome.where))
     return Imported(
         tool=tool,
@@ -123,24 +88,31 @@ def _is_of_a_model(root: Marked) -> bool:
     return "architectures" in root.content or ("model_type" in root.content and recognise(root) == "Ratel")
 
 
-def recognise(root: Marked) -> str:
-    """The tool that a config is for, by its keys; `Ratel` if it has none of another tool's."""
-    if is_torchtune(root):
-        return "torchtune"
+def _clip_by_default(root: Marked, dialect: Dialect) -> None:
+    """An empty `max_grad_norm` is the trainer's default there; here it would turn clipping off."""
     assert isinstance(root.content, dict)
-    counts = {tool: len(root.content.keys() & set(signs.split())) for tool, signs in _SIGNS.items()}
-    best = max(counts, key=lambda tool: counts[tool])
-    if counts[best]:
-        return best
-    trainer = ("per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type", "model_name_or_path")
-    return "transformers" if any(key in root.content for key in trainer) else "Ratel"
+    entry = root.content.get("max_grad_norm")
+    if entry is not None and entry.value.content is None:
+        dialect.read_as(entry, "max_grad_norm: 1.0, the trainer's default")
+        entry.value = replace(entry.value, content=1.0)
 
 
-def _add_defaults(root: Marked, tool: str, *, has_warmup: bool) -> None:
+def _write_masks(root: Marked, tool: str, dialect: Dialect) -> None:
+    """Write out which tokens the tool has its loss on, where the config does not say it."""
+    for key, each, entry in list(mask_of_sets(tool, root)):
+        written = f"{key}.{entry.written}"
+        dialect.outcomes = [row for row in dialect.outcomes if (row.where, row.written) != (entry.where, written)]
+        value = str(entry.value.content)
+        ours = f"type: chat_template, {MASK}, the default of {tool}"
+        row = KeyOutcome(where=entry.where, written=written, value=value, fate="translated", ours=ours)
+        dialect.outcomes.append(row)
+        write_mask(each)
+
+
+def _add_defaults(root: Marked, defaults: dict[str, Scalar], *, has_warmup: bool) -> None:
     """Write out the tool's defaults. A rate that is `constant` there has no warm-up."""
     content = root.content
     assert isinstance(content, dict)
-    defaults = dict(_DEFAULTS.get(tool, {}))
     if not has_warmup:
         for key in ("warmup_steps", "warmup_ratio"):
             content.pop(key, None)
@@ -179,7 +151,6 @@ def _undecided(key: str, where: Where) -> KeyOutcome:
 _MISSING: Mapping[str, str] = {
     "base_model": "which model to train: a directory or hub id",
     "datasets": "what to train on: files or hub ids",
-    "train_on_inputs": "TRL has loss on whole conversations and texts by default; set it to true for that",
 }
 
 

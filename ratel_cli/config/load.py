@@ -23,6 +23,7 @@ from ratel_cli.commands import command
 from ratel_cli.config.aliases import SECTIONS, TOP
 from ratel_cli.config.dialect import Dialect
 from ratel_cli.config.messages import contradictions_in, finding_of
+from ratel_cli.config.other_tools import other_mask, recognise_surely
 from ratel_cli.config.overrides import apply_override
 from ratel_cli.config.schema import RunConfig, doubtful_keys
 from ratel_cli.config.source import Location, is_written, keys_by_place, locate, place_of_keys, read_file
@@ -117,10 +118,13 @@ def examine_text(text: str, path: Path, overrides: Sequence[str] = ()) -> Readin
         hint = f"translate it: {command('import', path, '-o', 'run.yaml')}"
         raise Finding(where=root.where, message="this is a config of torchtune", hint=hint).as_error()
     keys = keys_by_place(root)
+    tool = recognise_surely(root)
     dialect.translate(TOP, root)
     for number, argument in enumerate(overrides, start=1):
         apply_override(root, argument, number, dialect)
     dialect.finish()
+    mask = other_mask(tool, root)
+    dialect.notices += [] if mask is None else [mask]
     config, left_out = validate(root, dialect), frozenset[str]()
     if findings:
         config, left_out = _usable_part(root)

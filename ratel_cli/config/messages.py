@@ -37,6 +37,10 @@ _KEY_HINTS = {
 _CHAT_HINT = "use `chat_template` for lists of messages with `role` and `content`; `field_messages` names their column"
 _VALUE_HINTS: Mapping[str, str] = {
     **dict.fromkeys(("oasst", "input_output"), _CHAT_HINT),
+    "rex": "the nearest is `polynomial` with `lr_scheduler_kwargs: {power: 0.6}`",
+    "one_cycle": "the nearest is `cosine` with `warmup_ratio: 0.3`",
+    "reduce_lr_on_plateau": "the nearest is `cosine`; no schedule of Ratel looks at the loss",
+    "stable_adamw": "the nearest is `adamw` with `max_grad_norm`: stable_adamw clips updates, Ratel clips gradients",
     **dict.fromkeys(
         (
             "adafactor",
@@ -53,6 +57,11 @@ _VALUE_HINTS: Mapping[str, str] = {
         "Ratel has AdamW; with its states on NVMe there is no need to make them smaller",
     ),
 }
+_CHOICE_HINTS: Mapping[str, str] = {
+    "optimizer": "Ratel has AdamW: write `adamw`, with a learning rate that suits it",
+    "lr_scheduler": "the nearest is one of these: `cosine` and `linear` suit most runs",
+}
+"""By our key: what to choose where no value is close."""
 
 
 def finding_of(error: ErrorDetails, root: Marked, *, default: object = None) -> Finding:
@@ -84,7 +93,8 @@ def _explain(error: ErrorDetails, key: str, default: object) -> tuple[str, str |
         hint = context["hint"]
         return f"`{key}` {context['words']}", hint if isinstance(hint, str) else None
     if kind == "literal_error":
-        return _explain_literal(str(context["expected"]), value, key)
+        ours = str(error["loc"][-1]) if error["loc"] else key
+        return _explain_literal(str(context["expected"]), value, key, _CHOICE_HINTS.get(ours))
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
         bound = context[name]
@@ -97,7 +107,8 @@ def _explain(error: ErrorDetails, key: str, default: object) -> tuple[str, str |
     return f"`{key}` is not accepted: {error['msg'][:1].lower()}{error['msg'][1:]}", None
 
 
-def _explain_literal(expected: str, value: object, key: str) -> tuple[str, str | None]:
+def _explain_literal(expected: str, value: object, key: str, otherwise: str | None) -> tuple[str, str | None]:
+    """`otherwise`: the hint if no choice is close."""
     choices = [choice.strip("' ") for choice in expected.replace(" or ", ", ").split(",")]
     named = [f"`{choice}`" for choice in choices]
     listed = " or ".join(filter(None, (", ".join(named[:-1]), named[-1])))
@@ -105,7 +116,7 @@ def _explain_literal(expected: str, value: object, key: str) -> tuple[str, str |
     if not isinstance(value, str):
         return message, None
     close = get_close_matches(value, choices, n=1)
-    return message, _VALUE_HINTS.get(value) or (f"did you mean `{close[0]}`?" if close else None)
+    return message, _VALUE_HINTS.get(value) or (f"did you mean `{close[0]}`?" if close else otherwise)
 
 
 def _hint_for_type(kind: str, value: object, key: str) -> str | None:

@@ -22,6 +22,9 @@ class Report(Protocol):
     def drop(self, entry: Entry, reason: str, *, quietly: bool = True) -> None:
         """The entry changes nothing, for this reason."""
 
+    def decide(self, entry: Entry, reason: str) -> None:
+        """The entry changes what is trained, and the user must decide about it."""
+
     def drop_empty(self, entry: Entry) -> None:
         """The entry, of one of our keys, has no value, so that key has its default."""
 

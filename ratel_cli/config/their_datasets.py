@@ -10,19 +10,26 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from ratel_cli.config.aliases import canonical_key
 from ratel_cli.config.dataset_info import FILE_NAME, describe_set, read_dataset_info
 from ratel_cli.config.reporting import Entries, Report, made
+from ratel_cli.config.sections import DatasetConfig
 from ratel_cli.config.yaml_marks import Entry, Finding, Marked, marked, plain, show
 
 
 def translate_datasets(entries: Entries, report: Report) -> None:
     """Rewrite the entries of a config's top level that are about data."""
+    _reject_several(entries, report)
     _nested_datasets(entries, report)
     _one_dataset(entries, report)
 
 
 def translate_dataset(entries: Entries, report: Report) -> None:
     """Rewrite the entries of one dataset: the names that TRL and axolotl have for files and messages."""
+    for key in [key for key, entry in entries.items() if entry.value.content is None and entry.where.layer == 0]:
+        field = DatasetConfig.model_fields.get(canonical_key("datasets", key))
+        if field is None or field.default is not None:  # otherwise nothing is what it has by default
+            report.drop(entries.pop(key), "it is empty")
     files = entries.get("data_files")
     path = entries.get("path")
     names = None if files is None else plain(files.value)
@@ -60,6 +67,21 @@ def _custom_prompt(entries: Entries, report: Report) -> None:
     report.read_as(entry, "type: alpaca")
 
 
+def _reject_several(entries: Entries, report: Report) -> None:
+    """Several keys that name the data: one of them would be lost."""
+    for names in (("datasets", *_NAMES_OF_DATA), ("test_datasets", "eval_dataset")):
+        given = [key for key in names if key in entries and entries[key].value.content not in (None, "")]
+        if given and names[0] not in given:
+            entries.pop(names[0], None)  # it is empty
+        for key in given[1:]:
+            entry = entries.pop(key)
+            message = f"`{key}` and `{given[0]}` are both set, and both name the data"
+            report.reject(Finding(where=entry.where, message=message, hint=f"name all of it in `{names[0]}`"), key)
+
+
+_NAMES_OF_DATA = ("dataset_mixture", "dataset_mixer", "pretraining_dataset", "dataset_name", "dataset")
+
+
 def _nested_datasets(entries: Entries, report: Report) -> None:
     """`dataset_mixture` of the alignment handbook, `dataset_mixer` before it, and axolotl's `pretraining_dataset`."""
     mixture = entries.get("dataset_mixture")
@@ -83,7 +105,25 @@ def _nested_datasets(entries: Entries, report: Report) -> None:
     pretraining = entries.get("pretraining_dataset")
     if pretraining is not None and pretraining.value.content and "datasets" not in entries:
         entries["datasets"] = entries.pop("pretraining_dataset")
-        report.read_as(pretraining, "datasets")
+        steps, streaming = entries.get("max_steps"), entries.get("streaming")
+        is_stream = steps is not None and steps.value.content not in (None, -1) and streaming is None
+        if is_stream:
+            entries["streaming"] = made(pretraining, True)
+        _as_texts(pretraining.value)
+        report.read_as(pretraining, "datasets, streaming: true" if is_stream else "datasets")
+
+
+def _as_texts(value: Marked) -> None:
+    """The sets of axolotl's `pretraining_dataset` are plain texts, whose column has a key of its own."""
+    sets = value.content if isinstance(value.content, list) else [value]
+    for each in sets:
+        if isinstance(each.content, str):
+            each.content = {"path": Entry(where=each.where, written="path", value=replace(each))}
+        if isinstance(each.content, dict):
+            texts = Marked(where=each.where, content="completion")
+            each.content.setdefault("type", Entry(where=each.where, written="type", value=texts))
+            if "text_column" in each.content:
+                each.content.setdefault("field", replace(each.content.pop("text_column"), written="text_column"))
 
 
 def _one_dataset(entries: Entries, report: Report) -> None:
@@ -96,7 +136,7 @@ def _one_dataset(entries: Entries, report: Report) -> None:
         entry = entries.pop(written, None)
         if entry is None or entry.value.content in (None, "") or ours in entries:
             continue
-        content = entry.value.content
+        content, as_written = entry.value.content, entry
         if isinstance(content, str):
             names = [replace(entry.value, content=name.strip()) for name in content.split(",") if name.strip()]
             if written != "dataset_name":
@@ -104,7 +144,7 @@ def _one_dataset(entries: Entries, report: Report) -> None:
                 names = [name for name in found if name is not None]
             entry = replace(entry, value=replace(entry.value, content=names))
         entries[ours] = entry
-        report.read_as(entry, ours)
+        report.read_as(as_written, ours)
     if directory is not None:
         report.drop(directory, "`datasets` has the paths of the files")
     _add_to_datasets(entries, given, report)

@@ -277,6 +277,17 @@ def _no_adapter(entries: Entries, report: Report) -> None:
         report.drop(entries.pop(key), "there is no adapter")
 
 
+def _two_losses(entries: Entries, report: Report) -> None:
+    """TRL's two keys about the loss. That a completion alone has loss is the default, whatever conversations have."""
+    completion, assistant = (entries.get(key) for key in ("completion_only_loss", "assistant_only_loss"))
+    if completion is None or assistant is None:
+        return
+    if completion.value.content is True:
+        report.drop(entries.pop("completion_only_loss"), "a prompt has no loss then, as without it")
+    elif completion.value.content is False and assistant.value.content is False:
+        report.drop(entries.pop("assistant_only_loss"), "`completion_only_loss: false` trains all tokens")
+
+
 def _template(entries: Entries, report: Report) -> None:
     """A chat template that is written out, TRL's names for a template's file and for the EOS token, and axolotl's old
     name for special tokens."""
@@ -314,7 +325,7 @@ _MAY_BE_EMPTY = (
     "num_train_epochs", "epochs", "learning_rate", "lr", "lr_scheduler", "lr_scheduler_type", "warmup_steps",
     "warmup_ratio", "optimizer", "optim", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
     "attn_implementation", "save_total_limit", "val_set_size", "val_size", "logging_steps", "seed", "train_on_prompt",
-    "completion_only_loss", "assistant_only_loss", "output_dir",
+    "completion_only_loss", "assistant_only_loss", "output_dir", "streaming",
 )  # fmt: skip
 
 _TRANSLATIONS: tuple[Callable[[Entries, Report], None], ...] = (
@@ -330,6 +341,7 @@ _TRANSLATIONS: tuple[Callable[[Entries, Report], None], ...] = (
     _hub,
     _attention,
     _no_adapter,
+    _two_losses,
     _template,
     translate_datasets,
 )

@@ -139,7 +139,41 @@ def test_the_defaults_of_the_tool_are_written_out() -> None:
     assert imported.tool == "TRL"
     assert (config.num_epochs, config.micro_batch_size, config.lr_scheduler) == (3.0, 8, "linear")
     assert (config.warmup_ratio, config.sample_packing, config.sequence_len) == (0.0, False, 64)
-    assert [each.written for each in imported.outcomes if each.fate == "undecided"] == ["train_on_inputs"]
+    assert config.train_on_inputs == "conversations"
+    assert "train_on_inputs: conversations  # the default of TRL\n" in imported.text
+    assert not [each for each in imported.outcomes if each.fate == "undecided"]
+
+
+def test_the_mask_of_axolotl_is_written_out(capsys: pytest.CaptureFixture[str]) -> None:
+    sets = "{path: b.jsonl, type: sharegpt, roles_to_train: [user]}, {path: c.jsonl, type: sharegpt}"
+    path = write(AXOLOTL.replace("{path: a.jsonl, type: alpaca}", "{path: a.jsonl, type: chat_template}, " + sets))
+    assert main(["import", "theirs.yaml", "-o", "run.yaml"]) == 0
+    rows = [line for line in capsys.readouterr().err.splitlines() if "datasets.type" in line]
+    ours = "type: chat_template, roles_to_train: [assistant], train_on_eos: turn, the default of axolotl"
+    assert f"translated  datasets.type: chat_template  ->  {ours}" in rows
+    config = load_config(Path("run.yaml")).config
+    expected = [(("assistant",), "turn"), (("user",), None), (("assistant",), "turn")]
+    assert [(each.roles_to_train, each.train_on_eos) for each in config.datasets] == expected
+    assert load_config(Path("run.yaml")).notices == (), "and it says nothing more about masks"
+    assert path.read_text()
+
+
+def test_an_empty_norm_is_the_default_of_axolotl() -> None:
+    """In a config of ours, and as an argument of other trainers, nothing turns clipping off."""
+    imported = import_config(write(f"{AXOLOTL}max_grad_norm:\n"))
+    row = next(each for each in imported.outcomes if each.written == "max_grad_norm")
+    assert (row.fate, row.ours) == ("translated", "max_grad_norm: 1.0, the trainer's default")
+    Path("run.yaml").write_text(imported.text)
+    assert load_config(Path("run.yaml")).config.max_grad_norm == 1.0
+    Path("run.yaml").write_text(import_config(write(f"{TRL}max_grad_norm:\n")).text)
+    assert load_config(Path("run.yaml")).config.max_grad_norm is None
+
+
+@pytest.mark.parametrize(("stage", "packing"), [("pt", True), ("sft", False), ("pt\npacking: false", False)])
+def test_llama_factory_packs_plain_texts_by_default(stage: str, packing: bool) -> None:
+    text = f"model_name_or_path: m\ndataset: a.jsonl\ntemplate: qwen\nstage: {stage}\n"
+    Path("run.yaml").write_text(import_config(write(text)).text)
+    assert load_config(Path("run.yaml")).config.sample_packing == packing
 
 
 def test_the_steps_of_the_warm_up_win_over_its_ratio() -> None:

@@ -160,12 +160,28 @@ def test_model_aliases(load: Load) -> None:
         assert load(f"{alias}: m\ndatasets: d\n").config.base_model == "m"
 
 
-@pytest.mark.parametrize(("written", "read"), [("true", "false"), ("false", "true")])
-@pytest.mark.parametrize("alias", ["completion_only_loss", "assistant_only_loss"])
-def test_an_inverse_alias_is_inverted(load: Load, alias: str, written: str, read: str) -> None:
-    loaded = load(MINIMAL + f"{alias}: {written}\n")
-    assert loaded.config.train_on_inputs is (read == "true")
-    assert loaded.notices == (f"run.yaml:3:1: `{alias}: {written}` is read as `train_on_inputs: {read}`",)
+@pytest.mark.parametrize(
+    ("line", "read"),
+    [
+        ("completion_only_loss: true", "false"),
+        ("completion_only_loss: false", "true"),
+        ("assistant_only_loss: true", "false"),
+        ("assistant_only_loss: false", "conversations"),
+    ],
+)
+def test_an_inverse_alias_is_inverted(load: Load, line: str, read: str) -> None:
+    loaded = load(f"{MINIMAL}{line}\n")
+    assert str(loaded.config.train_on_inputs).lower() == read
+    assert loaded.notices == (f"run.yaml:3:1: `{line}` is read as `train_on_inputs: {read}`",)
+
+
+@pytest.mark.parametrize(
+    ("completion", "assistant", "expected"),
+    [("true", "true", False), ("true", "false", "conversations"), ("false", "false", True)],
+)
+def test_both_keys_of_trl_about_the_loss(load: Load, completion: str, assistant: str, expected: object) -> None:
+    config = load(f"{MINIMAL}completion_only_loss: {completion}\nassistant_only_loss: {assistant}\n").config
+    assert config.train_on_inputs == expected
 
 
 def test_alias_values(load: Load) -> None:
@@ -175,12 +191,10 @@ def test_alias_values(load: Load) -> None:
         "adamw",
         "constant",
     )
-    assert loaded.notices == (
-        "run.yaml:3:1: `torch_dtype` is read as `dtype`",
-        "run.yaml:3:1: `torch_dtype: bf16` is read as `bfloat16`",
-        "run.yaml:4:1: `optim` is read as `optimizer`",
-        "run.yaml:4:1: `optim: adamw_torch` is read as `adamw`",
-        "run.yaml:5:1: `lr_scheduler: constant_with_warmup` is read as `constant`",
+    (notice,) = loaded.notices
+    assert notice == (
+        "run.yaml:3:1: `torch_dtype: bf16` is read as `dtype: bfloat16`, `optim: adamw_torch` as `optimizer: adamw`, "
+        "`lr_scheduler: constant_with_warmup` as `constant`"
     )
 
 
@@ -218,12 +232,53 @@ def test_what_is_empty_or_off_is_ignored(load: Load, key: str, value: str) -> No
 
 def test_there_is_one_notice_for_all_that_changes_nothing(load: Load) -> None:
     text = "adapter:\nbf16: auto\ntf32: true\nstage: sft\nsave_total_limit:\nmax_steps: -1\ndeepspeed: x\nfsdp: [a]\n"
-    assert load(MINIMAL + text).notices == (
-        "run.yaml:3:1: `bf16`, `max_steps`, `adapter`, `tf32`, `stage` change nothing here",
-        "run.yaml:7:1: `save_total_limit` is empty, so its default is used: `save_total_limit: 1`",
-        "run.yaml:9:1: `deepspeed` is ignored: Ratel has an engine of its own; see `storage` and `limits`",
-        "run.yaml:10:1: `fsdp` is ignored: Ratel streams the model through one device and needs no sharding",
+    ignored, empty = load(MINIMAL + text).notices
+    assert ignored == (
+        "run.yaml:3:1: `bf16`, `max_steps`, `adapter`, `tf32`, `stage` change nothing here. "
+        "`deepspeed` is ignored: Ratel has an engine of its own; see `storage` and `limits`. "
+        "`fsdp` is ignored: Ratel streams the model through one device and needs no sharding"
     )
+    assert empty == "run.yaml:7:1: `save_total_limit` is empty, so its default is used: `save_total_limit: 1`"
+
+
+def test_a_config_of_another_trainer_has_few_notices(load: Load) -> None:
+    """Whatever it has of other names, of keys that change nothing, and of empty keys."""
+    text = "model_name_or_path: m\ndataset: a,b\ntemplate: qwen\ncutoff_len: 64\nmax_samples: 9\nstage: sft\n"
+    text += "finetuning_type: full\ndeepspeed: x\noverwrite_output_dir: true\nplot_loss: true\nbf16: true\n"
+    text += "per_device_train_batch_size: 1\nnum_train_epochs: 3\nlr_scheduler_type: cosine\nseed:\nlearning_rate:\n"
+    read, ignored, empty = load(text).notices
+    assert read.startswith("run.yaml:1:1: `model_name_or_path` is read as `base_model`, `dataset: a,b` as `datasets`, ")
+    assert read.count(" as `") == 8
+    assert ignored.startswith(
+        "run.yaml:3:1: `stage`, `finetuning_type`, `plot_loss` change nothing here. `template` is"
+    )
+    defaults = "`seed: 42`, `learning_rate: 2e-5`"
+    assert empty == f"run.yaml:15:1: `seed`, `learning_rate` are empty, so their defaults are used: {defaults}"
+
+
+MASK = "Ratel trains a turn to the end of its last mark, axolotl to the EOS token; for that mask write "
+MASK += "`roles_to_train: [assistant], train_on_eos: turn` into the dataset"
+WHOLE = "Ratel trains the answers in conversations, TRL all of their tokens; for that write "
+WHOLE += "`train_on_inputs: conversations`"
+
+
+@pytest.mark.parametrize(
+    ("text", "notice"),
+    [
+        ("datasets: [{path: a, type: chat_template}, {path: b, type: sharegpt}]\nstrict: false\n", f"2:22: {MASK}"),
+        ("datasets: [{path: a, type: chat_template, train_on_eos: turn}]\nstrict: false\n", None),
+        ("datasets: [{path: a, type: alpaca}]\nstrict: false\n", None),
+        ("datasets: [{path: a, type: chat_template}]\n", None),
+        ("dataset_name: a\n", f"2:1: {WHOLE}"),
+        ("dataset_name: a\nassistant_only_loss: true\n", None),
+        ("dataset_name: a\ncompletion_only_loss: false\n", None),
+        ("datasets: a\npacking: true\n", None),
+        ("dataset: a\nstage: sft\n", None),
+    ],
+)
+def test_another_mask_by_default_is_said_once(load: Load, text: str, notice: str | None) -> None:
+    found = [each for each in load(f"base_model: m\n{text}").notices if "Ratel trains" in each]
+    assert found == ([] if notice is None else [f"run.yaml:{notice}"])
 
 
 @pytest.mark.parametrize(
@@ -296,6 +351,9 @@ _B = ("b", "train", None, 7)
             [("a", "train", None, 3), ("b", "train", None, 7)],
         ),
         ("pretraining_dataset: {path: c4, name: en}", [("c4", "train", "en", None)]),
+        ("datasets: [{path: a, type:, split: , name: }]", [("a", "train", None, None)]),
+        ("datasets:\ndataset: a", [("a", "train", None, None)]),
+        ("datasets: a\ndataset: ", [("a", "train", None, None)]),
         ("dataset_mixer: {org/set: 1.0}\ndataset_splits: [train]", [("org/set", "train", None, None)]),
         ("datasets: {path: json, data_files: [x.jsonl], ds_type: json}", [("x.jsonl", "train", None, None)]),
         (
@@ -307,6 +365,26 @@ _B = ("b", "train", None, 7)
 def test_datasets_of_other_trainers(load: Load, text: str, expected: list[tuple[object, ...]]) -> None:
     datasets = load("base_model: m\n" + text + "\n").config.datasets
     assert [(each.path, each.split, each.name, each.max_samples) for each in datasets] == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "streaming"),
+    [
+        ("max_steps: 9", True),
+        ("max_steps: 9\nstreaming:", True),
+        ("max_steps: 9\nstreaming: false", False),
+        ("", False),
+    ],
+)
+def test_what_is_for_pretraining_is_streamed(load: Load, line: str, streaming: bool) -> None:
+    """As axolotl does it, where `max_steps` is required for it."""
+    text = "base_model: m\npretraining_dataset: [{path: c4, text_column: body}, b]\n"
+    config = load(f"{text}{line}\n").config
+    assert config.streaming == streaming
+    assert [(each.path, each.type, each.field) for each in config.datasets] == [
+        ("c4", "completion", "body"),
+        ("b", "completion", "text"),
+    ]
 
 
 INFO = {

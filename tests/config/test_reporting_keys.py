@@ -37,12 +37,11 @@ def test_trackers(load: Load, lines: str, trackers: tuple[str, ...], project: st
 
 def test_what_is_left_out_is_said(load: Load) -> None:
     assert load(MINIMAL + "report_to: [wandb, comet_ml]\nwandb_entity: team\n").notices == (
-        f"run.yaml:3:1: `report_to` is ignored: {UNKNOWN}",
-        f"run.yaml:4:1: `wandb_entity` is ignored: {ELSEWHERE}",
+        f"run.yaml:3:1: `report_to` is ignored: {UNKNOWN}. `wandb_entity` is ignored: {ELSEWHERE}",
     )
     assert load(MINIMAL + "report_to: wandb\nwandb_mode: offline\n").notices[0] == (
         "run.yaml:3:1: `report_to` is ignored: `wandb_mode` turns it off; to use it without a network, set WANDB_MODE "
-        "in the environment instead"
+        f"in the environment instead. `wandb_mode` is ignored: {ELSEWHERE}"
     )
     assert load(MINIMAL + "wandb_project: p\n").notices == (f"run.yaml:3:1: `wandb_project` is ignored: {ELSEWHERE}",)
     assert load(MINIMAL + "report_to: wandb\nwandb_project: p\n").notices == (

@@ -1,0 +1,124 @@
+"""Other trainers: by which keys a config is recognised as theirs, and which of their defaults are not ours.
+
+Invariant: with a tool's defaults written out, a config trains here what it trains there; where that needs a key of a
+dataset, `mask_of_sets` has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+
+from ratel_cli.config.aliases import ALIASES, TOP
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.config.torchtune import is_torchtune
+from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Scalar
+
+_SIGNS: Mapping[str, str] = {
+    "axolotl": """base_model sequence_len micro_batch_size sample_packing dataset_prepared_path val_set_size strict
+        lr_scheduler optimizer num_epochs saves_per_epoch evals_per_epoch special_tokens pad_to_sequence_len
+        flash_attention load_in_8bit train_on_inputs pretraining_dataset plugins""",
+    "LLaMA-Factory": """stage finetuning_type dataset dataset_dir template cutoff_len overwrite_cache plot_loss
+        preprocessing_num_workers pure_bf16 val_size flash_attn enable_liger_kernel""",
+    "TRL": """dataset_name dataset_config dataset_mixture dataset_mixer dataset_train_split dataset_test_split
+        max_seq_length max_length packing assistant_only_loss completion_only_loss dataset_text_field model_revision
+        chat_template_path eos_token use_liger dataset_num_proc""",
+    "transformers": "adafactor logging_dir dataloader_num_workers fp16_full_eval log_level_replica label_names",
+}
+"""By tool: keys that others hardly have."""
+_TRAINER_DEFAULTS: Mapping[str, Scalar] = {
+    "micro_batch_size": 8,
+    "num_epochs": 3,
+    "lr_scheduler": "linear",
+    "warmup_ratio": 0,
+}
+_DEFAULTS: Mapping[str, Mapping[str, Scalar]] = {
+    "axolotl": {"sequence_len": 512, "sample_packing": False},
+    "LLaMA-Factory": {
+        **_TRAINER_DEFAULTS,
+        "learning_rate": 5e-5,
+        "sequence_len": 2048,
+        "sample_packing": False,
+        "dtype": "float32",
+    },
+    "TRL": {
+        **_TRAINER_DEFAULTS,
+        "sequence_len": 1024,
+        "sample_packing": False,
+        "train_on_inputs": "conversations",
+    },
+    "transformers": {**_TRAINER_DEFAULTS, "learning_rate": 5e-5, "sample_packing": False, "dtype": "float32"},
+    "torchtune": {
+        "sample_packing": False,
+        "lr_scheduler": "constant",
+        "warmup_ratio": 0,
+        "weight_decay": 0.01,
+        "max_grad_norm": 0,
+    },
+}
+"""By tool: its defaults, where Ratel's are others."""
+_MASK_KEYS = ("roles_to_train", "train_on_eos", "message_field_training")
+
+
+def recognise(root: Marked, *, without: AbstractSet[str] = frozenset()) -> str:
+    """The tool that a config is for, by its keys but those `without`; `Ratel` if it has none of another tool's."""
+    if is_torchtune(root):
+        return "torchtune"
+    assert isinstance(root.content, dict)
+    counts = {tool: len((root.content.keys() & set(signs.split())) - without) for tool, signs in _SIGNS.items()}
+    best = max(counts, key=lambda tool: counts[tool])
+    if counts[best]:
+        return best
+    trainer = ("per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type", "model_name_or_path")
+    return "transformers" if any(key in root.content for key in trainer) else "Ratel"
+
+
+def recognise_surely(root: Marked) -> str:
+    """The tool that a config is for, by keys that a config of Ratel's own hardly has."""
+    return recognise(root, without=RunConfig.model_fields.keys() | ALIASES[TOP].keys())
+
+
+def defaults_of(tool: str, theirs: Marked) -> Mapping[str, Scalar]:
+    """The defaults of a tool for a config with its keys, where Ratel's are others."""
+    assert isinstance(theirs.content, dict)
+    stage = theirs.content.get("stage")
+    is_pretraining = tool == "LLaMA-Factory" and stage is not None and stage.value.content == "pt"
+    return {**_DEFAULTS.get(tool, {}), **({"sample_packing": True} if is_pretraining else {})}
+
+
+def mask_of_sets(tool: str, root: Marked) -> Iterator[tuple[str, Marked, Entry]]:
+    """The sets of conversations that the tool trains with a mask of its own, because no key says another one.
+
+    For each the key that it is in, the set, and its `type`. `root` has our names.
+    """
+    assert isinstance(root.content, dict)
+    for key in ("datasets", "test_datasets"):
+        sets = root.content[key].value.content if tool == "axolotl" and key in root.content else None
+        for each in sets if isinstance(sets, list) else ():
+            keys = each.content if isinstance(each.content, dict) else {}
+            if "type" in keys and keys["type"].value.content == "chat_template" and not keys.keys() & set(_MASK_KEYS):
+                yield key, each, keys["type"]
+
+
+def write_mask(each: Marked) -> None:
+    """Write axolotl's defaults of a mask into a set: the words of the assistant, and the EOS token behind them."""
+    assert isinstance(each.content, dict)
+    role = Marked(where=each.where, content="assistant")
+    for key, content in (("roles_to_train", [role]), ("train_on_eos", "turn")):
+        each.content[key] = Entry(where=each.where, written="", value=Marked(where=each.where, content=content))
+
+
+MASK = "roles_to_train: [assistant], train_on_eos: turn"
+"""What `write_mask` writes."""
+
+
+def other_mask(tool: str, root: Marked) -> Finding | None:
+    """A notice if the tool would have its loss on other tokens than Ratel, because no key says which."""
+    assert isinstance(root.content, dict)
+    for _, _, entry in mask_of_sets(tool, root):
+        message = "Ratel trains a turn to the end of its last mark, axolotl to the EOS token; for that mask write"
+        return Finding(where=entry.where, message=f"{message} `{MASK}` into the dataset")
+    if tool == "TRL" and "train_on_inputs" not in root.content and "datasets" in root.content:
+        message = "Ratel trains the answers in conversations, TRL all of their tokens; for that write"
+        return Finding(where=root.content["datasets"].where, message=f"{message} `train_on_inputs: conversations`")
+    return None
