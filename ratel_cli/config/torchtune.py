@@ -13,19 +13,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ratel_cli.config.reporting import Entries, Report, made
-from ratel_cli.config.yaml_marks import Entry, Finding, Marked, plain, show
+from ratel_cli.config.torchtune_data import translate_sets
+from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Plain, plain, show
 
 _READ: Mapping[str, str] = {
     "checkpointer.checkpoint_dir": "base_model",
     "tokenizer.max_seq_len": "sequence_len",
-    "dataset.packed": "sample_packing",
-    "dataset.train_on_input": "train_on_inputs",
-    "dataset.split": "datasets.split",
-    "dataset.source": "datasets.path",
-    "dataset.data_files": "datasets.path",
-    "dataset.name": "datasets.name",
-    "dataset.column": "datasets.field",
-    "dataset.conversation_column": "datasets.field_messages",
     "optimizer.lr": "learning_rate",
     "optimizer.weight_decay": "weight_decay",
     "optimizer.eps": "adam_epsilon",
@@ -42,34 +35,43 @@ _READ: Mapping[str, str] = {
     "output_dir": "output_dir",
     "log_every_n_steps": "logging_steps",
     "save_every_n_steps": "save_steps",
+    "run_val_every_n_steps": "eval_steps",
 }
 """By dotted key: our key."""
-_HUB_SETS: Mapping[str, tuple[str, str]] = {
-    "alpaca_dataset": ("tatsu-lab/alpaca", "alpaca"),
-    "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", "alpaca"),
-    "slimorca_dataset": ("Open-Orca/SlimOrca-Dedup", "chat_template"),
-    "wikitext_dataset": ("EleutherAI/wikitext_document_level", "completion"),
-    "cnn_dailymail_articles_dataset": ("ccdv/cnn_dailymail", "completion"),
-}
-_TYPES: Mapping[str, str] = {
-    "text_completion_dataset": "completion",
-    "chat_dataset": "chat_template",
-    "instruct_dataset": "alpaca",
-}
 _DROPPED = (
-    "model", "tokenizer", "checkpointer", "loss", "metric_logger", "profiler", "resume_from_checkpoint", "compile",
-    "enable_activation_checkpointing", "enable_activation_offloading", "log_peak_memory_stats", "log_level",
-    "max_steps_per_epoch", "optimizer_in_bwd", "custom_sharded_layers", "fsdp_cpu_offload",
-    "fsdp_reshard_after_forward",
-    "tensor_parallel_dim", "tensor_parallel_plan", "data_parallel_shard_dim", "data_parallel_replicate_dim",
-    "context_parallel_dim", "memory_efficient_fsdp_wrap", "fsdp_sharding_strategy", "ac_mode", "ac_option",
-    "activation_offloading_use_streams", "cudnn_deterministic_mode", "run_val_every_n_steps", "dataset_val",
-    "batch_size_val", "mixed_precision", "enable_async_checkpointing", "low_cpu_ram", "save_adapter_weights_only",
-    "keep_last_n_checkpoints", "use_grouped_mm", "moe_router_topk", "full_finetune", "grad_accum", "nproc_per_node",
-    "float8_recipe_name", "enable_fp8_training", "fp8_recipe_name", "root_dir", "base_dir", "model_dir", "log_dir",
-    "collate_fn", "prompt_template", "name",
+    "metric_logger", "profiler", "resume_from_checkpoint", "compile", "enable_activation_checkpointing",
+    "enable_activation_offloading", "log_peak_memory_stats", "log_level", "optimizer_in_bwd", "custom_sharded_layers",
+    "fsdp_cpu_offload", "cpu_offload", "fsdp_reshard_after_forward", "tensor_parallel_dim", "tensor_parallel_plan",
+    "data_parallel_shard_dim", "data_parallel_replicate_dim", "context_parallel_dim", "memory_efficient_fsdp_wrap",
+    "fsdp_sharding_strategy", "ac_mode", "ac_option", "activation_offloading_use_streams", "cudnn_deterministic_mode",
+    "batch_size_val", "enable_async_checkpointing", "low_cpu_ram", "save_adapter_weights_only",
+    "keep_last_n_checkpoints", "use_grouped_mm", "full_finetune", "nproc_per_node", "float8_recipe_name",
+    "fp8_recipe_name", "root_dir", "base_dir", "model_dir", "log_dir", "name", "enable_torch_profiler",
+    "output_file_path", "checkpointer",
 )  # fmt: skip
-"""Keys that have no meaning here, with whatever they contain."""
+"""Keys about files, speed and memory, which change no number, with whatever they contain."""
+_HARMLESS = (
+    "tokenizer.path", "tokenizer.merges_file", "tokenizer.vocab_path", "tokenizer.special_tokens_path",
+    "loss.num_output_chunks", "optimizer.fused", "optimizer.foreach", "optimizer.capturable",
+    "optimizer.differentiable", "optimizer.is_paged", "optimizer.optim_bits", "optimizer.min_8bit_size",
+    "optimizer.block_wise",
+)  # fmt: skip
+"""The same for keys inside other keys."""
+_UNDECIDED: Mapping[str, str] = {
+    "model": "Ratel takes the model as its config.json describes it",
+    "tokenizer": "Ratel takes the tokenizer, and its chat template, as its files describe it",
+    "prompt_template": "Ratel takes the tokenizer, and its chat template, as its files describe it",
+    "loss": "Ratel has the cross entropy without settings",
+    "collate_fn": "Ratel puts samples together by itself",
+    "mixed_precision": "Ratel computes in `dtype`",
+    "moe_router_topk": "Ratel takes the model as its config.json describes it",
+}
+"""By the first part of a key: why it is left to the user."""
+_WRITES_TURNS = ("llama3", "phi3", "phi4", "qwen2", "qwen3")
+"""Beginnings of the names of tokenizers whose turns have headers; those of others are plain texts."""
+_KEY = re.compile(r"\$\{([\w.]+)\}")
+_NO_KEY = "Ratel has no such key"
+_SETS = {"dataset": "datasets", "dataset_val": "test_datasets"}
 
 
 def is_torchtune(marked: Marked) -> bool:
@@ -81,45 +83,103 @@ def is_torchtune(marked: Marked) -> bool:
 
 
 def translate_torchtune(entries: Entries, report: Report) -> Entries:
-    """The entries with names of ours. torchtune's defaults are written out."""
+    """The entries with names of ours."""
     flat = {name: replace(entry, written=name) for name, entry in _flat(entries)}
-    _interpolate(flat)
+    _interpolate(flat, flat)
     translated: Entries = {}
-    dataset: Entries = {}
+    types = _translate_data(entries, flat, translated, report)
     for name, entry in flat.items():
+        if name.partition(".")[0] in _SETS:
+            continue
         if name.endswith("_component_") and name.count(".") < 2:
-            _component(name, entry, translated, dataset, report)
+            _component(name, entry, translated, report, types)
+        elif name == "max_steps_per_epoch":
+            _steps_per_epoch(entry, flat.get("epochs"), translated, report)
+        elif name == "optimizer.betas":
+            _betas(entry, translated, report)
         elif name not in _READ:
             _leftover(name, entry, report)
+        elif name == "tokenizer.max_seq_len" and entry.value.content is None and "sequence_len" not in translated:
+            report.decide(entry, "torchtune truncates nothing then, Ratel at `sequence_len`")
         elif entry.value.content is None:
-            is_length = name == "tokenizer.max_seq_len"
-            reason = "torchtune truncates nothing then, Ratel at `sequence_len`" if is_length else "it is empty"
-            report.drop(entry, reason, quietly=not is_length)
+            report.drop(entry, "it is empty")
         else:
-            _read(name, entry, translated, dataset, report)
-    betas = flat.get("optimizer.betas")
-    if betas is not None and isinstance(betas.value.content, list):
-        for key, value in zip(("adam_beta1", "adam_beta2"), betas.value.content, strict=False):
-            translated[key] = replace(betas, value=value)
-    if dataset:
-        first = next(iter(dataset.values()))
-        translated["datasets"] = replace(first, written="dataset", value=Marked(where=first.where, content=dataset))
+            _read(name, entry, translated, report)
     return translated
 
 
-def _read(name: str, entry: Entry, translated: Entries, dataset: Entries, report: Report) -> None:
+def _translate_data(entries: Entries, flat: Entries, translated: Entries, report: Report) -> set[Plain]:
+    """Put the sets into `translated`, and what they say about all data. Returns the types of the sets."""
+    types: set[Plain] = set()
+    for key, ours in _SETS.items():
+        if key not in entries:
+            continue
+        if entries[key].value.content is None:
+            report.drop(entries[key], "it is empty")
+        found = translate_sets(list(_sets_in(key, entries[key], flat)), report)
+        types |= {plain(each.content["type"].value) for each in found.sets if isinstance(each.content, dict)}
+        if found.sets:
+            where = entries[key].where
+            translated[ours] = replace(entries[key], value=Marked(where=where, content=list(found.sets)))
+        if key == "dataset":
+            for name, entry in (
+                ("train_on_inputs", found.trains_on_input),
+                ("sample_packing", found.packed),
+                ("sequence_len", found.length),
+            ):
+                if entry is not None:
+                    translated[name] = entry
+                if entry is not None and name != "train_on_inputs":
+                    report.read_as(entry, f"{name}: {show(plain(entry.value))}")
+    return types
+
+
+def _sets_in(key: str, entry: Entry, flat: Entries) -> Iterator[Entries]:
+    """The arguments of each set, flat and with their values filled in."""
+    content = entry.value.content
+    several = isinstance(content, list)
+    for number, each in enumerate(content if isinstance(content, list) else [entry.value]):
+        if isinstance(each.content, dict):
+            prefix = f"{key}.{number}." if several else f"{key}."
+            arguments = {name: replace(one, written=prefix + name) for name, one in _flat(each.content)}
+            _interpolate(arguments, flat)
+            yield arguments
+
+
+def _steps_per_epoch(entry: Entry, epochs: Entry | None, translated: Entries, report: Report) -> None:
+    """torchtune ends each epoch after so many steps; with one epoch that is the end of the run."""
+    steps, number = entry.value.content, None if epochs is None else epochs.value.content
+    if steps is None:
+        report.drop(entry, "it is empty")
+    elif number == 1:
+        translated["max_steps"] = entry
+        report.read_as(entry, f"max_steps: {steps}")
+    else:
+        is_known = isinstance(number, int) and isinstance(steps, int)
+        several = number * steps if isinstance(number, int) and isinstance(steps, int) else None
+        total = f"`max_steps: {several}`" if is_known else "`max_steps` to this times `num_epochs`"
+        report.decide(entry, f"torchtune ends each epoch after these steps, and Ratel only the run: set {total}")
+
+
+def _betas(entry: Entry, translated: Entries, report: Report) -> None:
+    values = entry.value.content
+    if isinstance(values, list) and len(values) == 2:
+        for key, value in zip(("adam_beta1", "adam_beta2"), values, strict=True):
+            translated[key] = replace(entry, value=value)
+        first, second = map(plain, values)
+        report.read_as(entry, f"adam_beta1: {first}, adam_beta2: {second}")
+    elif values is not None:
+        report.decide(entry, "two numbers are expected")
+
+
+def _read(name: str, entry: Entry, translated: Entries, report: Report) -> None:
     """Put an entry where its key of ours belongs."""
     ours, content = _READ[name], entry.value.content
     section, _, key = ours.rpartition(".")
     if name == "device" and content != "cpu":
         report.drop(entry, "`device: auto` takes the GPU if there is one")
         return
-    if section == "datasets":
-        if name == "dataset.source" and content in ("json", "csv", "parquet", "text"):
-            report.drop(entry, "`data_files` names the files")
-            return
-        dataset[key] = entry
-    elif section:
+    if section:
         translated[section] = replace(entry, value=Marked(where=entry.where, content={key: entry}))
     else:
         translated[ours] = entry
@@ -131,35 +191,42 @@ def _flat(entries: Entries, prefix: str = "") -> Iterator[tuple[str, Entry]]:
     """The leaves of nested mappings, by dotted names. What is dropped whole stays whole."""
     for key, entry in entries.items():
         content = entry.value.content
-        is_whole = not prefix and key in _DROPPED and key not in ("model", "tokenizer", "checkpointer", "loss")
+        is_whole = not prefix and key in _DROPPED and key != "checkpointer"
         if isinstance(content, dict) and content and not is_whole:
             yield from _flat(content, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", entry
 
 
-def _interpolate(flat: Entries) -> None:
+def _interpolate(entries: Entries, values: Entries) -> None:
     """Replace `${key}` by the value of that key, as OmegaConf does."""
     for _ in range(5):
-        for name, entry in flat.items():
-            content = entry.value.content
-            if isinstance(content, str) and "${" in content:
-                text = re.sub(r"\$\{([\w.]+)\}", lambda match: _text_of(flat, match), content)
-                flat[name] = replace(entry, value=replace(entry.value, content=text))
+        for name, entry in entries.items():
+            entries[name] = replace(entry, value=_filled(entry.value, values))
 
 
-def _text_of(flat: Entries, match: re.Match[str]) -> str:
-    found = flat.get(match[1])
+def _filled(value: Marked, values: Entries) -> Marked:
+    content = value.content
+    if isinstance(content, list):
+        return replace(value, content=[_filled(each, values) for each in content])
+    if not isinstance(content, str) or "${" not in content:
+        return value
+    alone = values.get(content[2:-1]) if content.startswith("${") and content.endswith("}") else None
+    if alone is not None:
+        return replace(value, content=alone.value.content)
+    return replace(value, content=_KEY.sub(lambda match: _text_of(values, match), content))
+
+
+def _text_of(values: Entries, match: re.Match[str]) -> str:
+    found = values.get(match[1])
     return match[0] if found is None or isinstance(found.value.content, dict | list) else str(found.value.content)
 
 
-def _component(name: str, entry: Entry, translated: Entries, dataset: Entries, report: Report) -> None:
+def _component(name: str, entry: Entry, translated: Entries, report: Report, types: set[Plain]) -> None:
     """Read the name of a Python object."""
     path = str(entry.value.content)
     last = path.rpartition(".")[2]
     match name.partition(".")[0]:
-        case "dataset":
-            _dataset(last, entry, translated, dataset, report)
         case "optimizer":
             translated["optimizer"] = made(entry, "adamw" if "AdamW" in last else last)
             report.read_as(entry, f"optimizer: {'adamw' if 'AdamW' in last else last}")
@@ -167,47 +234,44 @@ def _component(name: str, entry: Entry, translated: Entries, dataset: Entries, r
             name_of_ours = last.removeprefix("get_").removesuffix("_schedule_with_warmup")
             translated["lr_scheduler"] = made(entry, name_of_ours)
             report.read_as(entry, f"lr_scheduler: {name_of_ours}")
+        case "tokenizer":
+            _tokenizer(last, entry, translated, report, types)
         case "model" if last.startswith(("lora_", "qlora_", "dora_")):
             _impossible(entry, f"`{path}` trains an adapter", "remove it; Ratel trains every weight", report)
         case "quantizer":
             _impossible(entry, f"`{path}` quantises the model", "remove it; Ratel trains in full precision", report)
         case "loss" if "CrossEntropy" not in last and "CE" not in last:
             _impossible(entry, f"`{path}` is another loss", "remove it; Ratel has the cross entropy", report)
-        case _:
+        case "model" | "checkpointer" | "loss":
             report.drop(entry, "Ratel takes the model as its directory describes it")
+        case _:
+            _leftover(name, entry, report)
 
 
-def _dataset(last: str, entry: Entry, translated: Entries, dataset: Entries, report: Report) -> None:
-    if last in _HUB_SETS:
-        path, kind = _HUB_SETS[last]
-        dataset.setdefault("path", made(entry, path))
-        dataset["type"] = made(entry, kind)
-        if kind == "alpaca":
-            translated.setdefault("train_on_inputs", made(entry, True))
-    elif last in _TYPES:
-        dataset["type"] = made(entry, _TYPES[last])
-    elif any(word in last for word in ("preference", "multimodal", "stack_exchange", "hh_rlhf", "cauldron", "llava")):
-        _impossible(entry, f"`{last}` is no text to imitate", "use data with prompts and answers", report)
-        return
-    else:
-        report.drop(entry, "Ratel does not know this set; name its files in `datasets`", quietly=False)
-        return
-    report.read_as(entry, f"datasets.type: {dataset['type'].value.content}")
+def _tokenizer(last: str, entry: Entry, translated: Entries, report: Report, types: set[Plain]) -> None:
+    """The tokenizers of torchtune write the turns of a conversation by themselves, without a chat template."""
+    if last.startswith("llama3") and "chat_template" in types:
+        translated["chat_template"] = made(entry, "llama3")
+        report.read_as(entry, "chat_template: llama3")
+    if last.startswith(_WRITES_TURNS) and "alpaca" in types:
+        report.decide(entry, "torchtune writes the Alpaca prompt as a turn of this tokenizer; here it is plain text")
+    elif "chat_template" not in translated:
+        report.drop(entry, "Ratel takes the tokenizer, and its chat template, as its files describe it")
 
 
 def _leftover(name: str, entry: Entry, report: Report) -> None:
-    top, _, rest = name.partition(".")
-    known = top in _DROPPED
-    if name == "max_steps_per_epoch" and entry.value.content is not None:
-        report.drop(entry, "set `max_steps` to this times `num_epochs`", quietly=False)
-    elif name == "enable_fp8_training" and entry.value.content:
+    """Report a key that has no counterpart: what may change what is trained is left to the user."""
+    top, content = name.partition(".")[0], entry.value.content
+    if content is None or content is False:
+        report.drop(entry, "it is off or empty")
+    elif name == "enable_fp8_training":
         report.drop(entry, "Ratel computes in `dtype`, which is more exact", quietly=False)
-    elif known or rest:
-        report.drop(
-            entry, "it changes nothing in a run of Ratel", quietly=name.startswith(("dataset.", "optimizer.")) < 1
-        )
+    elif top in _DROPPED or name in _HARMLESS:
+        report.drop(entry, "it changes nothing in a run of Ratel")
+    elif name.endswith("._component_") and top == "mixed_precision":
+        report.drop(entry, "`mixed_precision.enabled` decides")
     else:
-        report.drop(entry, "Ratel has no such key", quietly=False)
+        report.decide(entry, _UNDECIDED.get(top, _NO_KEY))
 
 
 def _impossible(entry: Entry, message: str, hint: str, report: Report) -> None:

@@ -28,19 +28,6 @@ model_name_or_path: org/name
 dataset_name: org/set
 max_length: 64
 """
-TORCHTUNE = """\
-output_dir: out
-model: {_component_: torchtune.models.llama3.llama3_8b}
-checkpointer:
-  _component_: torchtune.training.FullModelHFCheckpointer
-  checkpoint_dir: base
-  output_dir: "${output_dir}"
-dataset: {_component_: torchtune.datasets.alpaca_dataset, packed: true}
-optimizer: {_component_: torch.optim.AdamW, lr: 1e-5, betas: [0.8, 0.95]}
-lr_scheduler: {_component_: torchtune.training.get_cosine_schedule_with_warmup, num_warmup_steps: 7}
-batch_size: 4
-epochs: 2
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -232,45 +219,6 @@ def test_a_constant_rate_has_no_warm_up_there() -> None:
     for name, ratio in (("constant", 0.0), ("constant_with_warmup", 0.1)):
         Path("run.yaml").write_text(import_config(write(text + name)).text)
         assert load_config(Path("run.yaml")).config.warmup_ratio == ratio
-
-
-def test_torchtune() -> None:
-    imported = import_config(write(TORCHTUNE))
-    Path("run.yaml").write_text(imported.text)
-    config = load_config(Path("run.yaml")).config
-    assert (config.base_model, config.output_dir, config.micro_batch_size, config.num_epochs) == (
-        "base",
-        Path("out"),
-        4,
-        2,
-    )
-    assert (config.learning_rate, config.adam_beta1, config.adam_beta2, config.weight_decay) == (1e-5, 0.8, 0.95, 0.01)
-    assert (config.lr_scheduler, config.warmup_steps, config.max_grad_norm) == ("cosine", 7, None)
-    assert (config.datasets[0].path, config.datasets[0].type) == ("tatsu-lab/alpaca", "alpaca")
-    assert (config.sample_packing, config.train_on_inputs) == (True, True)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "error"),
-    [
-        ("llama3.llama3_8b", "llama3.lora_llama3_8b", "`torchtune.models.llama3.lora_llama3_8b` trains an adapter"),
-        ("alpaca_dataset", "stack_exchange_paired_dataset", "`stack_exchange_paired_dataset` is no text to imitate"),
-        ("torch.optim.AdamW", "torch.optim.SGD", "`optimizer._component_` must be `adamw`, not 'SGD'"),
-        ("batch_size: 4", "loss: {_component_: a.DPOLoss}", "`a.DPOLoss` is another loss"),
-        ("batch_size: 4", "quantizer: {_component_: a.Int8Quantizer}", "`a.Int8Quantizer` quantises the model"),
-    ],
-)
-def test_what_is_impossible_in_torchtune(old: str, new: str, error: str) -> None:
-    with pytest.raises(BadInput, match=r"theirs\.yaml") as caught:
-        import_config(write(TORCHTUNE.replace(old, new)))
-    assert error in caught.value.message
-
-
-def test_finetune_says_what_to_do_with_a_config_of_torchtune() -> None:
-    with pytest.raises(BadInput) as caught:
-        load_config(write(TORCHTUNE))
-    assert caught.value.message == "theirs.yaml:1:1: this is a config of torchtune"
-    assert caught.value.hint == "translate it: `ratel import theirs.yaml -o run.yaml`"
 
 
 def test_reasons_are_true_of_the_value() -> None:
