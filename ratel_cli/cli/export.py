@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ratel_cli.console import RunLog
-from ratel_cli.run.output import check_export_output
+from ratel_cli.run.output import check_export_output, finish_export
 from ratel_cli.run.run_directory import find_run
 
 
@@ -17,6 +17,7 @@ def run(path: Path, step: int | None, output: Path, *, overwrite: bool) -> None:
     log = RunLog()
     config = find_run(path, log)
     check_export_output(config, output, step=step, overwrite=overwrite)
+    finish_export(output, log, option="-o")
     from ratel_cli.run.context import open_context
     from ratel_cli.run.open import open_run, write_export
 

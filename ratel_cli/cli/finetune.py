@@ -12,7 +12,7 @@ from ratel_cli.cli.arguments import check_option
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.run.origin import check_origin, find_origin
-from ratel_cli.run.output import check_run_output
+from ratel_cli.run.output import check_run_output, finish_export
 from ratel_cli.run.run_directory import read_config, reject_plan_only
 from ratel_cli.run.run_files import files_of_run
 from ratel_cli.run.trackers import check_trackers
@@ -45,6 +45,8 @@ def run(
     start = None if origin is None else find_origin(origin, log, fresh_optimizer=fresh_optimizer)
     if start is not None:
         check_origin(config, start)
+    if not dry_run:
+        finish_export(config.output_dir, log, option="output_dir")
     from ratel_cli.run.finetune import run_finetune
 
     run_finetune(

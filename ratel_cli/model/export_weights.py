@@ -20,6 +20,7 @@ from ratel_cli.model.card import Card, plain_card
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.import_weights import WEIGHT_GROUP_ELEMENTS
 from ratel_cli.model.marker import check_output
+from ratel_cli.model.publishing import renamed_notice
 from ratel_cli.model.shards import ShardWriter, TensorSpec, file_bytes
 from ratel_cli.model.sidecars import add_sidecars, sidecar_names
 from ratel_cli.model.skeleton import DTYPES
@@ -63,8 +64,11 @@ def export_model(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     group_elements: int = WEIGHT_GROUP_ELEMENTS,
     progress: Callable[[], None] = lambda: None,
-) -> None:
+) -> list[str]:
     """Replace the model in `output_dir` by the weights of `generation`. Other files there stay.
+
+    Returns a sentence about each file of the user's that got another name, because with it the directory would load
+    other weights: only with `overwrite`.
 
     `run` is the output directory of the run that the weights come from; the marker of `output_dir` names it. A file
     that Ratel did not write is replaced only with `overwrite`. `option` is what named `output_dir`, for messages.
@@ -100,7 +104,8 @@ def export_model(
             num_updates=generation.progress.updates,
             replaced=replaced_sidecars or {},
         )
-        staging.publish(step=generation.progress.step)
+        renamed = [*staging.renamed, *staging.publish(step=generation.progress.step)]
+    return [renamed_notice(path, spare) for path, spare in renamed]
 
 
 def export_names(

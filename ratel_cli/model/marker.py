@@ -4,8 +4,8 @@ It is the file `ratel.files`, JSON. A file of the model is Ratel's if the marker
 that Ratel wrote. A file in `run/` is Ratel's if the marker lists it: some of these files grow, so they are listed by
 name. Everything else is the user's, and is neither replaced nor removed unless the user asks for it.
 
-Invariants: the marker is replaced by a rename, so it is never half written. A file of the user's is never listed:
-while an export is published, the marker lists the old files and the new ones, each with the hash of its content.
+Invariants: the marker is replaced by a rename, so it is never half written. A file of the user's is never listed,
+except while an export is being published that replaces it because the user insists.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -30,6 +30,8 @@ NEW_MARKER_NAME: Final = f"{MARKER_NAME}.new"
 _FORMAT_VERSION: Final = 2
 _FIRST_VERSION: Final = 1
 """Its markers did not list the files in `run/`."""
+STAGING_NAME: Final = ".export-in-progress"
+"""The folder in which an export is made, and from which it is published."""
 _PART_BYTES: Final = 8 << 20
 _ALWAYS_READ_BYTES: Final = 64 << 20
 """Larger files with the size and the time of the marker count as unchanged without being read."""
@@ -45,7 +47,7 @@ class WrittenFile:
     modified_ns: int
     """When its content was written, in nanoseconds since 1970."""
     xxh3_128: str
-    """The hash of its content."""
+    """The hash of its content; empty for a file of the user's, whose size and time count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +61,13 @@ class Marker:
     step: int | None = None
     """The step of the model; None: there is none yet."""
     files: tuple[WrittenFile, ...] = ()
-    """The model's files. A name occurs twice where an export was being replaced."""
+    """The model's files. In the marker of an earlier version a name occurs twice where an export was being replaced."""
     run_files: tuple[str, ...] | None = None
     """Names of the files in `run/` that Ratel wrote. None: an earlier version made the directory, and listed none."""
+    replaced: tuple[WrittenFile, ...] = ()
+    """The files that `files` replace while an export is being published."""
+    is_publishing: bool = False
+    """Whether some of `files` may still be in the staging directory; see `publishing`."""
 
 
 def read_marker(directory: Path) -> Marker | None:
@@ -78,6 +84,8 @@ def read_marker(directory: Path) -> Marker | None:
             step=None if fields.value("step") is None else fields.integer("step"),
             files=tuple(_file(JsonFields(row)) for row in fields.items("files")),
             run_files=tuple(fields.texts("run_files")) if has_run_files else None,
+            replaced=tuple(_file(JsonFields(row)) for row in _items(fields, "replaced")),
+            is_publishing=fields.optional("is_publishing") is True,
         )
     except (OSError, ValueError, RecursionError):
         return None
@@ -115,7 +123,8 @@ def check_output(output_dir: Path, *, overwrite: bool, option: str) -> None:
     if not is_empty and not overwrite and read_marker(output_dir) is None:
         raise BadInput(
             f"{option}: {output_dir} has files in it, and Ratel did not make it",
-            "choose a new directory; or with --overwrite files of the same names as the model's are replaced there",
+            "choose a new directory; or with --overwrite files of the same names as the model's are replaced there, "
+            "and an index of other weights is renamed",
         )
 
 
@@ -139,7 +148,10 @@ def is_unchanged(directory: Path, file: WrittenFile) -> bool:
         found = path.lstat()
         if not stat.S_ISREG(found.st_mode) or found.st_size != file.num_bytes:
             return False
-        is_same_time = found.st_mtime_ns == file.modified_ns and file.num_bytes > _ALWAYS_READ_BYTES
+        is_same_time = found.st_mtime_ns == file.modified_ns
+        if not file.xxh3_128:
+            return is_same_time
+        is_same_time = is_same_time and file.num_bytes > _ALWAYS_READ_BYTES
         return is_same_time or _digest_of(path) == file.xxh3_128
     except (OSError, ValueError):
         return False
@@ -148,7 +160,7 @@ def is_unchanged(directory: Path, file: WrittenFile) -> bool:
 def files_of_others(directory: Path, names: Iterable[str]) -> list[str]:
     """Which of these names are taken in the directory by something that is not as Ratel wrote it."""
     marker = read_marker(directory)
-    listed = marker.files if marker is not None else ()
+    listed = (*marker.files, *marker.replaced) if marker is not None else ()
     return [
         name
         for name in names
@@ -160,8 +172,13 @@ def files_of_others(directory: Path, names: Iterable[str]) -> list[str]:
     ]
 
 
-def reject_files_of_others(directory: Path, names: Iterable[str], *, option: str) -> None:
-    """Raise BadInput if one of these names is taken by a file of the user's; `option` is what named the directory."""
+def reject_files_of_others(
+    directory: Path, names: Sequence[str], *, option: str, misleading: Sequence[str] = ()
+) -> None:
+    """Raise BadInput if one of these names is taken by a file of the user's; `option` is what named the directory.
+
+    `misleading`: names of files that lead a loader to other weights, if the model itself has none of them.
+    """
     found = files_of_others(directory, names)
     if found:
         others = f" ({len(found)} such files)" if len(found) > 1 else ""
@@ -169,6 +186,13 @@ def reject_files_of_others(directory: Path, names: Iterable[str], *, option: str
             f"{option}: {printable(str(directory / found[0]))} would be replaced, but Ratel did not write it, or it "
             f"was changed since{others}",
             f"choose another {option}, move the file away, or replace it with --overwrite",
+        )
+    found = [name for name in files_of_others(directory, misleading) if not (directory / name).is_dir()]
+    if found:
+        raise BadInput(
+            f"{option}: {printable(str(directory / found[0]))} would lead to other weights than the model's, and Ratel "
+            "did not write it, or it was changed since",
+            f"choose another {option}, or move the file away; with --overwrite it is renamed to {found[0]}.old",
         )
 
 
@@ -184,6 +208,11 @@ def _digest_of(path: Path) -> str:
         while part := file.read(_PART_BYTES):
             digest.update(part)
     return digest.hexdigest()
+
+
+def _items(fields: JsonFields, key: str) -> list[object]:
+    """A list; empty if the key is missing."""
+    return [] if fields.optional(key) is None else fields.items(key)
 
 
 def _file(row: JsonFields) -> WrittenFile:

@@ -1,11 +1,10 @@
 """Replaces the model in a directory as close to atomically as a file system allows.
 
 Files are written into a staging directory inside the output directory, hence on the same file system, and are
-published by renames. Invariants: until `publish` the files of the output directory are unchanged. Afterwards the
-staging directory is gone, whatever happened. A crash between the renames leaves a directory that does not load, never
-a mix of two models: the file by which a loader finds the weights (the index, or the only file of weights) is removed
-first and comes back last. A file of the user's is not touched (`marker` says which these are), unless the user asks
-to overwrite what has the name of a file of the export.
+published by renames (`publishing`). Invariants: until `publish` the files of the output directory are unchanged. If
+a process ends after that, the next command publishes the rest. A file of the user's is not touched (`marker` says which
+these are), unless the user asks to overwrite what has the name of a file of the export; what only leads a loader to
+other weights is renamed then.
 """
 
 from __future__ import annotations
@@ -13,17 +12,19 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterable
+import stat
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from ratel_cli.closing import Closing
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.io.files import nearest_existing, sync_path
-from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.marker import (
     MARKER_NAME,
+    STAGING_NAME,
     Marker,
+    WrittenFile,
     check_output,
     is_unchanged,
     read_marker,
@@ -31,11 +32,9 @@ from ratel_cli.model.marker import (
     write_marker,
     written_file,
 )
+from ratel_cli.model.publishing import ENTRY_NAMES, finish_publishing
 from ratel_cli.model.shards import write_failure
 from ratel_cli.units import format_bytes
-
-_STAGING_NAME = ".export-in-progress"
-_ENTRY_NAMES = (INDEX_NAME, WEIGHTS_NAME)
 
 
 def require_space(output_dir: Path, num_bytes: int, *, option: str) -> None:
@@ -63,12 +62,17 @@ class Staging(Closing):
         """
         check_output(output_dir, overwrite=overwrite, option=option)
         self.output_dir = output_dir
-        self.path = output_dir / _STAGING_NAME
+        self.path = output_dir / STAGING_NAME
         self._overwrite = overwrite
         self._option = option
         self._digests: dict[str, str] = {}
         self._made = [folder for folder in (output_dir, *output_dir.parents) if not folder.exists()]
         """Folders that did not exist, the innermost first."""
+        try:
+            self.renamed = finish_publishing(output_dir)
+            """The user's files that were in the way of an earlier export, each with its new name."""
+        except OSError as error:
+            raise write_failure(output_dir, error) from error
         marker = read_marker(output_dir)
         self._has_new_marker = marker is None
         self._marker = marker or Marker(run=run, is_run=False)
@@ -85,7 +89,10 @@ class Staging(Closing):
             raise write_failure(output_dir, error) from error
 
     def close(self) -> None:
-        """Remove everything that was not published. Idempotent."""
+        """Remove everything that was not published and never will be. Idempotent."""
+        marker = read_marker(self.output_dir)
+        if marker is not None and marker.is_publishing:
+            return
         with contextlib.suppress(OSError):
             self._remove()
         if self._has_new_marker:
@@ -95,10 +102,10 @@ class Staging(Closing):
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
-    def reject_files_of_others(self, names: Iterable[str]) -> None:
+    def reject_files_of_others(self, names: Sequence[str]) -> None:
         """Raise BadInput if publishing files with these names would replace a file of the user's."""
         if not self._overwrite:
-            reject_files_of_others(self.output_dir, [*names, *_ENTRY_NAMES], option=self._option)
+            reject_files_of_others(self.output_dir, names, option=self._option, misleading=ENTRY_NAMES)
         for name in names:
             if (self.output_dir / name).is_dir():
                 raise BadInput(
@@ -134,38 +141,34 @@ class Staging(Closing):
         """Take a file that was written into the staging directory, and the hash of its content."""
         self._digests[name] = xxh3_128
 
-    def publish(self, *, step: int) -> None:
-        """Move every file to its place and remove the earlier export. In phases:
+    def publish(self, *, step: int) -> list[tuple[Path, Path]]:
+        """Replace the earlier export by the files, as the model of `step`. In phases:
 
             1. check that no file of the user's has one of the names
-            2. list the new files in the marker, next to the earlier ones
-            3. remove the earlier export, the file by which a loader finds the weights first
-            4. move the new files to their places, the file by which a loader finds the weights last
-            5. list only the new files in the marker, as the model of `step`; by then all of them are on the drive
+            2. make the files durable in the staging directory, and list them in the marker as being published
+            3. move them to their places; `publishing` does it, now or in a later command
 
-        Raises BadInput in phase 1.
+        Returns the user's files that were renamed, each with its new name: only with `overwrite`. Raises BadInput in
+        phase 1. After an error in phase 3 the next command goes on.
         """
         names = [str(path.relative_to(self.path)) for path in sorted(self.path.rglob("*")) if path.is_file()]
         self.reject_files_of_others(names)
+        output = self.output_dir
         try:
             new = tuple(written_file(self.path, name, digest=self._digests.get(name)) for name in names)
-            earlier = [file for file in self._marker.files if is_unchanged(self.output_dir, file)]
-            self._made, self._has_new_marker = [], False
-            write_marker(self.output_dir, replace(self._marker, files=(*earlier, *new)))
-            for name in _ENTRY_NAMES:
-                (self.output_dir / name).unlink(missing_ok=True)
-            for file in earlier:
-                (self.output_dir / file.name).unlink(missing_ok=True)
-            for name in sorted(names, key=lambda name: name in _ENTRY_NAMES):
-                destination = self.output_dir / name
-                destination.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(self.path / name, destination)
-            for folder in {(self.output_dir / name).parent for name in names}:
+            marker = read_marker(output) or self._marker  # another command may have changed it meanwhile
+            earlier = [file for file in marker.files if is_unchanged(output, file)]
+            insisted = [name for name in names if name not in {file.name for file in earlier}]
+            users = [file for name in insisted if (file := _users_file(output, name)) is not None]
+            for folder in {(self.path / name).parent for name in names}:
                 sync_path(folder)
-            remove_empty_folders(self.output_dir, [file.name for file in earlier])
-            write_marker(self.output_dir, replace(self._marker, run=self._run, step=step, files=new))
+            self._made, self._has_new_marker = [], False
+            replaced = (*earlier, *users)
+            published = replace(marker, run=self._run, step=step, files=new, replaced=replaced, is_publishing=True)
+            write_marker(output, published)
+            return finish_publishing(output)
         except OSError as error:
-            raise write_failure(self.output_dir, error) from error
+            raise write_failure(output, error) from error
 
     def _reject_leftover(self) -> None:
         """Raise BadInput if there is something with the staging directory's name in a directory without a marker."""
@@ -179,10 +182,12 @@ class Staging(Closing):
             shutil.rmtree(self.path)
 
 
-def remove_empty_folders(directory: Path, names: Iterable[str]) -> None:
-    """Remove the folders of these files in the directory, where nothing is left in them."""
-    for name in names:
-        for folder in PurePosixPath(name).parents:
-            if folder.name:
-                with contextlib.suppress(OSError):
-                    (directory / folder).rmdir()
+def _users_file(directory: Path, name: str) -> WrittenFile | None:
+    """The entry for a file of the user's that gives way to one of the model. It is not read: it may be large."""
+    try:
+        found = (directory / name).lstat()
+    except OSError:
+        return None
+    if not stat.S_ISREG(found.st_mode):
+        return None
+    return WrittenFile(name=name, num_bytes=found.st_size, modified_ns=found.st_mtime_ns, xxh3_128="")

@@ -24,7 +24,7 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.config.values import TRACKERS
 from ratel_cli.data.file_names import CACHE_FILE_NAMES, REJECTS_NAME, TEST_REJECTS_NAME
 from ratel_cli.errors import BadInput, EnvironmentFailure, RatelError
-from ratel_cli.model.marker import MARKER_NAME, NEW_MARKER_NAME, is_unchanged, read_marker
+from ratel_cli.model.marker import MARKER_NAME, NEW_MARKER_NAME, STAGING_NAME, is_unchanged, read_marker
 from ratel_cli.run.output import is_of_other_run, is_own_place
 from ratel_cli.run.run_directory import (
     CONFIG_NAME,
@@ -103,7 +103,12 @@ def find_left_files(config: RunConfig, *, with_export: bool) -> LeftFiles:
         folders += [*caches, run / TOKENS_NAME, run]
     marker = read_marker(config.output_dir)
     if with_export and marker is not None and marker.is_run:
-        names = dict.fromkeys(file.name for file in marker.files if is_unchanged(config.output_dir, file))
+        begun = config.output_dir / STAGING_NAME
+        parts = sorted(begun.rglob("*"), reverse=True) if _is_folder(begun) else []
+        files += filter(_is_regular, parts)
+        folders += [*filter(_is_folder, parts), begun]
+        left = [*marker.files, *(file for file in marker.replaced if file.xxh3_128)]
+        names = dict.fromkeys(file.name for file in left if is_unchanged(config.output_dir, file))
         files += [config.output_dir / name for name in names]
         changed = {file.name for file in marker.files} - names.keys()
         present = sorted(name for name in changed if os.path.lexists(config.output_dir / name))

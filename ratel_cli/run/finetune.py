@@ -139,7 +139,7 @@ def run_finetune(
 def _export(context: RunContext, inputs: Inputs, store: Store, *, overwrite: bool) -> None:
     config, log = context.config, context.log
     context.stop.check()
-    export_model(
+    notices = export_model(
         inputs.model.spec,
         store.current(),
         context.pool,
@@ -153,6 +153,8 @@ def _export(context: RunContext, inputs: Inputs, store: Store, *, overwrite: boo
         replaced_sidecars=tokenizer_files(config, inputs.base_dir),
         progress=context.stop.check,
     )
+    for text in notices:
+        log.notice(text)
     log.remark(f"exported the model to {config.output_dir}; load it with transformers' from_pretrained")
     log.remark(f"the training state remains in {place_of(config)}; {command('clean', config.output_dir)} deletes it")
 

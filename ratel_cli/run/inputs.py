@@ -312,7 +312,7 @@ def read_fitting_tokenizer(config: RunConfig, base: Base, log: RunLog) -> Tokeni
 
 def _check_names(config: RunConfig, names: Sequence[str]) -> None:
     """Raise BadInput if the export would replace a file that Ratel did not write."""
-    reject_files_of_others(config.output_dir, [*names, WEIGHTS_NAME, INDEX_NAME], option="output_dir")
+    reject_files_of_others(config.output_dir, names, option="output_dir", misleading=(INDEX_NAME, WEIGHTS_NAME))
 
 
 def _check_ids(num_tokens: int, model: DecoderModel) -> None:

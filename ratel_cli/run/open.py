@@ -74,7 +74,7 @@ def write_export(run: OpenedRun, generation: Generation, output: Path, *, overwr
     check_export_output(context.config, output, step=step, overwrite=overwrite)
     with ExitStack() as resources:
         _, buffers = open_weights(context.config, run.base, resources)
-        export_model(
+        notices = export_model(
             run.base.model.spec,
             generation,
             context.pool,
@@ -89,4 +89,6 @@ def write_export(run: OpenedRun, generation: Generation, output: Path, *, overwr
             replaced_sidecars=tokenizer_files(context.config, run.base.directory),
             progress=context.stop.check,
         )
+    for text in notices:
+        context.log.notice(text)
     return step

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
+from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.model.marker import Marker, check_output, holds_nothing, read_marker, write_marker
 from ratel_cli.run.run_directory import (
@@ -138,6 +139,28 @@ def claim_output(config: RunConfig, run_files: Iterable[str] = ()) -> None:
         raise EnvironmentFailure(
             f"output_dir: {directory} cannot be written: {error.strerror}", "set output_dir to another directory"
         ) from error
+
+
+def finish_export(directory: Path, log: RunLog, *, option: str) -> None:
+    """Publish the rest of an export whose process was killed, if there is one. Raises EnvironmentFailure.
+
+    `option` named the directory.
+    """
+    marker = read_marker(directory)
+    if marker is None or not marker.is_publishing:
+        return
+    from ratel_cli.model.publishing import finish_publishing, renamed_notice
+
+    try:
+        renamed = finish_publishing(directory)
+    except OSError as error:
+        raise EnvironmentFailure(
+            f"{option}: the export that was begun in {directory} cannot be finished: {error.strerror}",
+            "make its files writable and run this again; until then the directory holds no whole model",
+        ) from error
+    log.notice(f"{directory}: finished the export of step {marker.step}, which was interrupted")
+    for path, spare in renamed:
+        log.notice(renamed_notice(path, spare))
 
 
 def is_claimed(config: RunConfig) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 from pathlib import Path
@@ -13,7 +14,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ratel_cli.io.queue import open_queue
 from ratel_cli.store.store import Store
 from tests.e2e.conftest import MakeConfig, SignalAt
-from tests.e2e.runs import assert_rejected, file_hash, output_of, ratel, store_of, succeed, write_config
+from tests.e2e.runs import (
+    assert_rejected,
+    file_hash,
+    finetune,
+    output_of,
+    ratel,
+    store_of,
+    succeed,
+    write_config,
+)
 
 SAVING: dict[str, object] = {"max_steps": 6, "save_steps": 2, "save_total_limit": 2, "dtype": "bfloat16"}
 WEIGHTS = "model.safetensors"
@@ -142,3 +152,72 @@ def test_a_signal_leaves_the_earlier_export(
     assert (ended.code, ended.stderr.splitlines()[-1]) == (code, "Stopped. Run the same command again.")
     assert {path.name: file_hash(path) for path in out.iterdir() if path.is_file()} == before
     assert not (out / ".export-in-progress").exists()
+
+
+def failing_at(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on no file of this name can be put into place."""
+    move = os.replace
+
+    def fail(source: Path, destination: Path) -> None:
+        if Path(destination).name == name:
+            raise PermissionError(13, "Permission denied")
+        move(source, destination)
+
+    monkeypatch.setattr(os, "replace", fail)
+
+
+@pytest.mark.parametrize("name", ["README.md", WEIGHTS])
+def test_an_export_that_broke_off_is_finished_without_being_asked(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    out = tmp_path / "out"
+    assert ratel("export", saved, "--step", 4, "-o", out).code == 0
+    (out / "notes.txt").write_text("mine")
+    with monkeypatch.context() as broken:
+        failing_at(name, broken)
+        assert_rejected(ratel("export", saved, "-o", out, "--overwrite"), 3, "cannot be written")
+        assert_rejected(ratel("export", saved, "-o", out), 3, "the export that was begun", "cannot be finished")
+    assert_rejected(ratel("export", saved, "--step", 4, "-o", out), 2, "holds step 6")
+    ended = ratel("export", saved, "-o", out)
+    assert ended.code == 0 and f"{out}: finished the export of step 6, which was interrupted" in ended.stderr
+    assert file_hash(out / WEIGHTS) == file_hash(output_of(saved) / WEIGHTS)
+    assert (out / "notes.txt").read_text() == "mine" and not (out / ".export-in-progress").exists()
+
+
+def test_a_run_finishes_its_export(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(max_steps=1)
+    succeed(config)
+    with monkeypatch.context() as broken:
+        failing_at("README.md", broken)
+        assert finetune(config, "max_steps=2").code == 3
+    assert not (output_of(config) / WEIGHTS).exists()
+    before = sorted(output_of(config).rglob("*"))
+    succeed(config, "max_steps=3", "--dry-run")
+    assert sorted(output_of(config).rglob("*")) == before
+    assert "finished the export of step 2" in succeed(config, "max_steps=3")
+    assert not (output_of(config) / ".export-in-progress").exists()
+
+
+def test_what_broke_off_is_cleaned(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(max_steps=1)
+    succeed(config)
+    with monkeypatch.context() as broken:
+        failing_at(WEIGHTS, broken)
+        assert finetune(config, "max_steps=2").code == 3
+    assert ratel("clean", config, "--output", "--yes").code == 0
+    assert not output_of(config).exists()
+
+
+def test_an_index_of_the_users_is_renamed(saved: Path, tmp_path: Path) -> None:
+    """It would lead a loader to other weights than the single file of the export."""
+    out, index = tmp_path / "out", "model.safetensors.index.json"
+    out.mkdir()
+    (out / index).write_text("mine")
+    ended = ratel("export", saved, "-o", out, "--overwrite")
+    assert ended.code == 0 and f"{out / index} was in the way of the model, and is now {index}.old" in ended.stderr
+    assert (out / f"{index}.old").read_text() == "mine" and not (out / index).exists()
+    (out / index).write_text("mine")
+    ended = ratel("export", saved, "-o", out)
+    assert_rejected(ended, 2, f"{out / index} would lead to other weights")
+    assert f"with --overwrite it is renamed to {index}.old" in ended.stderr
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
