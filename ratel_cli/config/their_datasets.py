@@ -6,7 +6,7 @@ without a report.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +52,23 @@ def translate_dataset(entries: Entries, report: Report) -> None:
         value = Marked(where=first.value.where, content=dict(given))
         entries["message_property_mappings"] = replace(first, value=value)
         report.read_as(first, "message_property_mappings")
+    _thinking(entries, report)
+
+
+def _thinking(entries: Entries, report: Report) -> None:
+    """axolotl's keys of a message for its reasoning: that of the rows, and that of the template."""
+    field, key = entries.pop("field_thinking", None), entries.pop("template_thinking_key", None)
+    named, read = ("reasoning_content" if each is None else each.value.content for each in (field, key))
+    for entry in filter(None, (field, key)):
+        if named == read or not isinstance(read, str):
+            report.drop(entry, "the template gets every key of a message")
+            continue
+        mapping = entries.get("message_property_mappings")
+        content = mapping.value.content if mapping is not None else None
+        inner = {**(content if isinstance(content, dict) else {}), read: made(entry, str(named))}
+        value = Marked(where=entry.value.where, content=inner)
+        entries["message_property_mappings"] = replace(entry, value=value)
+        report.read_as(entry, f"message_property_mappings: {{{read}: {named}}}")
 
 
 def _custom_prompt(entries: Entries, report: Report) -> None:
@@ -96,12 +113,11 @@ def _nested_datasets(entries: Entries, report: Report) -> None:
     mixer = entries.get("dataset_mixer")
     if mixer is not None and isinstance(mixer.value.content, dict) and "datasets" not in entries:
         del entries["dataset_mixer"]
-        paths = [replace(mixer.value, content=name) for name in mixer.value.content]
-        entries["datasets"] = replace(mixer, value=replace(mixer.value, content=list(paths)))
+        sets = [_mixed(mixer, name, share) for name, share in mixer.value.content.items()]
+        for key, ours in (("dataset_splits", "split"), ("dataset_configs", "name")):
+            _one_each(entries, key, ours, sets, report)
+        entries["datasets"] = replace(mixer, value=replace(mixer.value, content=list(sets)))
         report.read_as(mixer, "datasets")
-        for key in ("dataset_splits", "dataset_configs"):
-            if key in entries:
-                report.drop(entries.pop(key), "the sets are read as `datasets`", quietly=False)
     pretraining = entries.get("pretraining_dataset")
     if pretraining is not None and pretraining.value.content and "datasets" not in entries:
         entries["datasets"] = entries.pop("pretraining_dataset")
@@ -111,6 +127,28 @@ def _nested_datasets(entries: Entries, report: Report) -> None:
             entries["streaming"] = made(pretraining, True)
         _as_texts(pretraining.value)
         report.read_as(pretraining, "datasets, streaming: true" if is_stream else "datasets")
+
+
+def _mixed(mixer: Entry, name: str, share: Entry) -> Marked:
+    """A set of `dataset_mixer`: its name, and the share of it that an epoch has."""
+    content: Entries = {"path": replace(share, written="path", value=replace(share.value, content=name))}
+    if share.value.content != 1:
+        content["weight"] = replace(share, written="weight")
+    return Marked(where=mixer.value.where, content=content)
+
+
+def _one_each(entries: Entries, key: str, ours: str, sets: Sequence[Marked], report: Report) -> None:
+    """A key with one value for each set of `dataset_mixer`."""
+    entry = entries.get(key)
+    values = None if entry is None else entry.value.content
+    if entry is None or not isinstance(values, list) or len(values) != len(sets):
+        return
+    del entries[key]
+    for each, value in zip(sets, values, strict=True):
+        assert isinstance(each.content, dict)
+        if value.content is not None:
+            each.content[ours] = replace(entry, value=value)
+    report.read_as(entry, f"datasets: - {ours}: {', '.join(show(plain(value)) for value in values)}")
 
 
 def _as_texts(value: Marked) -> None:

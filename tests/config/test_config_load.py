@@ -367,6 +367,32 @@ def test_datasets_of_other_trainers(load: Load, text: str, expected: list[tuple[
     assert [(each.path, each.split, each.name, each.max_samples) for each in datasets] == expected
 
 
+def test_the_sets_of_a_mixer(load: Load) -> None:
+    """Their shares are weights, and the lists next to them have one value for each."""
+    text = "base_model: m\ndataset_mixer: {a: 1.0, b: 0.5}\ndataset_splits: [train, sft]\ndataset_configs: [x, null]\n"
+    found = load(text).config.datasets
+    assert [(each.path, each.weight, each.split, each.name) for each in found] == [
+        ("a", 1.0, "train", "x"),
+        ("b", 0.5, "sft", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ("field_thinking: thinking, template_thinking_key: thinking", None),
+        ("field_thinking: thought", {"reasoning_content": "thought"}),
+        (
+            "field_thinking: a, template_thinking_key: b, message_field_role: from",
+            {"b": "a", "role": "from"},
+        ),
+    ],
+)
+def test_the_reasoning_of_axolotl(load: Load, keys: str, expected: dict[str, str] | None) -> None:
+    text = f"base_model: m\ndatasets: [{{path: a, type: chat_template, {keys}}}]\n"
+    assert load(text).config.datasets[0].message_property_mappings == expected
+
+
 @pytest.mark.parametrize(
     ("line", "streaming"),
     [

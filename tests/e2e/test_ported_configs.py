@@ -1,6 +1,6 @@
-"""Configs of other trainers run: as they are or through `ratel import`, with a tiny model and tiny data in their place.
+"""Configs of other trainers become what they mean there, and run, with a tiny model and tiny data in their place.
 
-A config that asks for something impossible ends with the line that says so.
+A config that asks for something impossible ends with the line that says so. `ported_meanings` has what the others mean.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from transformers import AutoTokenizer, LlamaForCausalLM, TrainingArguments
 
 from ratel_cli.config.importing import import_config
 from ratel_cli.config.load import dump, load_config
+from ratel_cli.config.schema import RunConfig
 from ratel_cli.config.yaml_marks import Plain
 from tests.e2e.ported_configs import IMPOSSIBLE, PORTED
+from tests.e2e.ported_meanings import MEANINGS, Meaning, Set
 from tests.e2e.runs import Ended, finetune, ratel, save_base
 from tests.tiers import sample
 
@@ -89,9 +91,51 @@ def test_a_config_of_another_trainer_runs(
     assert ended.code == 0, ended.stderr
 
 
+def meaning_of(config: RunConfig, unknown: frozenset[str]) -> Meaning:
+    """What a config of Ratel trains."""
+    options = config.lr_scheduler_kwargs
+    keys = [field.name for field in dataclasses.fields(Set)]
+    return Meaning(
+        sets=[Set(**{key: getattr(each, key) for key in keys}) for each in config.datasets],
+        learning_rate=config.learning_rate,
+        schedule=config.lr_scheduler,
+        least_rate=None if options is None else options.min_lr_rate,
+        warmup=(config.warmup_steps, config.warmup_ratio),
+        epochs=config.num_epochs,
+        max_steps=config.max_steps,
+        step=config.split,
+        length=config.sequence_len,
+        packing=config.sample_packing,
+        betas=(config.adam_beta1, config.adam_beta2),
+        epsilon=config.adam_epsilon,
+        decay=config.weight_decay,
+        clip=config.max_grad_norm,
+        trains_on_inputs=config.train_on_inputs,
+        dtype=config.dtype,
+        streaming=config.streaming,
+        held_out=config.val_set_size,
+        chat_template=config.chat_template,
+        unknown=unknown,
+    )
+
+
+@pytest.mark.parametrize("name", MEANINGS)
+def test_it_means_what_it_means_there(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.yaml").write_text(dump(json.loads(json.dumps(PORTED[name]))))
+    imported = import_config(Path("theirs.yaml"))
+    unknown = {row.written for row in imported.outcomes if row.fate == "undecided" and "has no such key" in row.reason}
+    Path("run.yaml").write_text(imported.text)
+    found, expected = meaning_of(load_config(Path("run.yaml")).config, frozenset(unknown)), MEANINGS[name]
+    fields = {field.name: getattr(expected, field.name) for field in dataclasses.fields(Meaning)}
+    fields["sets"] = list(expected.sets)
+    assert {key: getattr(found, key) for key in fields} == fields
+
+
 def test_there_are_enough_and_nearly_all_run() -> None:
     assert len(PORTED) >= LEAST
-    assert IMPOSSIBLE.keys() <= PORTED.keys()
+    assert IMPOSSIBLE.keys() | MEANINGS.keys() == PORTED.keys()
+    assert not IMPOSSIBLE.keys() & MEANINGS.keys()
     assert len(PORTED) - len(IMPOSSIBLE) >= LEAST_SHARE * len(PORTED)
 
 
