@@ -1,0 +1,386 @@
+"""Loading configs of other trainers: their names, keys that we do not have, their data, and the notices about them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.config.config_loading import MINIMAL, Complain, Load
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "value"),
+    [
+        ("lr: 1e-3", "learning_rate", 1e-3),
+        ("cutoff_len: 64", "sequence_len", 64),
+        ("max_length: 64", "sequence_len", 64),
+        ("max_seq_length: 64", "sequence_len", 64),
+        ("packing: false", "sample_packing", False),
+        ("per_device_train_batch_size: 2", "micro_batch_size", 2),
+        ("num_train_epochs: 3.0", "num_epochs", 3.0),
+        ("epochs: 2", "num_epochs", 2.0),
+        ("lr_scheduler_type: linear", "lr_scheduler", "linear"),
+        ("clip_grad_norm: 0.5", "max_grad_norm", 0.5),
+        ("train_on_prompt: true", "train_on_inputs", True),
+    ],
+)
+def test_an_alias_is_accepted_with_one_notice(load: Load, line: str, key: str, value: object) -> None:
+    loaded = load(MINIMAL + line + "\n")
+    assert getattr(loaded.config, key) == value
+    assert loaded.notices == (f"run.yaml:3:1: `{line.split(':', maxsplit=1)[0]}` is read as `{key}`",)
+
+
+def test_model_aliases(load: Load) -> None:
+    for alias in ("model_name_or_path", "model"):
+        assert load(f"{alias}: m\ndatasets: d\n").config.base_model == "m"
+
+
+@pytest.mark.parametrize(
+    ("line", "read"),
+    [
+        ("completion_only_loss: true", "false"),
+        ("completion_only_loss: false", "true"),
+        ("assistant_only_loss: true", "false"),
+        ("assistant_only_loss: false", "conversations"),
+    ],
+)
+def test_an_inverse_alias_is_inverted(load: Load, line: str, read: str) -> None:
+    loaded = load(f"{MINIMAL}{line}\n")
+    assert str(loaded.config.train_on_inputs).lower() == read
+    assert loaded.notices == (f"run.yaml:3:1: `{line}` is read as `train_on_inputs: {read}`",)
+
+
+@pytest.mark.parametrize(
+    ("completion", "assistant", "expected"),
+    [("true", "true", False), ("true", "false", "conversations"), ("false", "false", True)],
+)
+def test_both_keys_of_trl_about_the_loss(load: Load, completion: str, assistant: str, expected: object) -> None:
+    config = load(f"{MINIMAL}completion_only_loss: {completion}\nassistant_only_loss: {assistant}\n").config
+    assert config.train_on_inputs == expected
+
+
+def test_alias_values(load: Load) -> None:
+    loaded = load(MINIMAL + "torch_dtype: bf16\noptim: adamw_torch\nlr_scheduler: constant_with_warmup\n")
+    assert (loaded.config.dtype, loaded.config.optimizer, loaded.config.lr_scheduler) == (
+        "bfloat16",
+        "adamw",
+        "constant",
+    )
+    (notice,) = loaded.notices
+    assert notice == (
+        "run.yaml:3:1: `torch_dtype: bf16` is read as `dtype: bfloat16`, `optim: adamw_torch` as `optimizer: adamw`, "
+        "`lr_scheduler: constant_with_warmup` as `constant`"
+    )
+
+
+REJECTED = """
+    load_in_4bit load_in_8bit adapter lora_r lora_alpha qlora_rank batch_size stage neftune_noise_alpha rope_scaling
+    galore_rank unfrozen_parameters label_smoothing_factor reward_model <<
+"""
+IGNORED = """
+    deepspeed fsdp fsdp_config wandb_project gradient_checkpointing flash_attention trust_remote_code
+    resume_from_checkpoint template push_to_hub dataloader_num_workers strict tf32 ddp_timeout plot_loss
+"""
+
+
+@pytest.mark.parametrize("key", REJECTED.split())
+def test_a_key_of_another_trainer_that_changes_the_training_is_rejected(complain: Complain, key: str) -> None:
+    for value in ("true", "{a: b}"):
+        [error] = complain(MINIMAL + f"{key}: {value}\n")
+        assert error.startswith(f"run.yaml:3:1: `{key}` is not a key of Ratel: ")
+        assert " | " in error
+
+
+@pytest.mark.parametrize("key", IGNORED.split())
+def test_a_key_that_changes_nothing_is_ignored(load: Load, key: str) -> None:
+    for value in ("true", "{a: b}"):
+        (notice,) = load(MINIMAL + f"{key}: {value}\n").notices
+        assert notice.startswith((f"run.yaml:3:1: `{key}` changes nothing here", f"run.yaml:3:1: `{key}` is ignored: "))
+
+
+@pytest.mark.parametrize("key", [*REJECTED.split(), *IGNORED.split()])
+@pytest.mark.parametrize("value", ["", "null", "false", "[]", "{}", '""'])
+def test_what_is_empty_or_off_is_ignored(load: Load, key: str, value: str) -> None:
+    loaded = load(MINIMAL + f"{key}: {value}\n") if key != "<<" else load(MINIMAL)
+    assert all(notice == f"run.yaml:3:1: `{key}` changes nothing here" for notice in loaded.notices)
+
+
+def test_there_is_one_notice_for_all_that_changes_nothing(load: Load) -> None:
+    text = "adapter:\nbf16: auto\ntf32: true\nstage: sft\nsave_total_limit:\nmax_steps: -1\ndeepspeed: x\nfsdp: [a]\n"
+    ignored, empty = load(MINIMAL + text).notices
+    assert ignored == (
+        "run.yaml:3:1: `bf16`, `max_steps`, `adapter`, `tf32`, `stage` change nothing here. "
+        "`deepspeed` is ignored: Ratel has an engine of its own; see `storage` and `limits`. "
+        "`fsdp` is ignored: Ratel streams the model through one device and needs no sharding"
+    )
+    assert empty == "run.yaml:7:1: `save_total_limit` is empty, so its default is used: `save_total_limit: 1`"
+
+
+def test_a_config_of_another_trainer_has_few_notices(load: Load) -> None:
+    """Whatever it has of other names, of keys that change nothing, and of empty keys."""
+    text = "model_name_or_path: m\ndataset: a,b\ntemplate: qwen\ncutoff_len: 64\nmax_samples: 9\nstage: sft\n"
+    text += "finetuning_type: full\ndeepspeed: x\noverwrite_output_dir: true\nplot_loss: true\nbf16: true\n"
+    text += "per_device_train_batch_size: 1\nnum_train_epochs: 3\nlr_scheduler_type: cosine\nseed:\nlearning_rate:\n"
+    read, ignored, empty = load(text).notices
+    assert read.startswith("run.yaml:1:1: `model_name_or_path` is read as `base_model`, `dataset: a,b` as `datasets`, ")
+    assert read.count(" as `") == 8
+    assert ignored.startswith(
+        "run.yaml:3:1: `stage`, `finetuning_type`, `plot_loss` change nothing here. `template` is"
+    )
+    defaults = "`seed: 42`, `learning_rate: 2e-5`"
+    assert empty == f"run.yaml:15:1: `seed`, `learning_rate` are empty, so their defaults are used: {defaults}"
+
+
+MASK = "Ratel trains a turn to the end of its last mark, axolotl to the EOS token; for that mask write "
+MASK += "`roles_to_train: [assistant], train_on_eos: turn` into the dataset"
+WHOLE = "Ratel trains the answers in conversations, TRL all of their tokens; for that write "
+WHOLE += "`train_on_inputs: conversations`"
+
+
+@pytest.mark.parametrize(
+    ("text", "notice"),
+    [
+        ("datasets: [{path: a, type: chat_template}, {path: b, type: sharegpt}]\nstrict: false\n", f"2:22: {MASK}"),
+        ("datasets: [{path: a, type: chat_template, train_on_eos: turn}]\nstrict: false\n", None),
+        ("datasets: [{path: a, type: alpaca}]\nstrict: false\n", None),
+        ("datasets: [{path: a, type: chat_template}]\n", None),
+        ("dataset_name: a\n", f"2:1: {WHOLE}"),
+        ("dataset_name: a\nassistant_only_loss: true\n", None),
+        ("dataset_name: a\ncompletion_only_loss: false\n", None),
+        ("datasets: a\npacking: true\n", None),
+        ("dataset: a\nstage: sft\n", None),
+    ],
+)
+def test_another_mask_by_default_is_said_once(load: Load, text: str, notice: str | None) -> None:
+    found = [each for each in load(f"base_model: m\n{text}").notices if "Ratel trains" in each]
+    assert found == ([] if notice is None else [f"run.yaml:{notice}"])
+
+
+@pytest.mark.parametrize(
+    ("lines", "dtype"),
+    [
+        ("bf16: true", "bfloat16"),
+        ("bf16: auto", "bfloat16"),
+        ("bf16: auto\nfp16:", "bfloat16"),
+        ("bf16: false", "float32"),
+        ("bf16: false\nfp16: false", "float32"),
+        ("fp16: false", "bfloat16"),
+        ("fp16: true", "float16"),
+        ("bf16: false\nfp16: true", "float16"),
+        ("bf16: false\npure_bf16: true", "bfloat16"),
+        ("torch_dtype: float32\nbf16: true", "bfloat16"),
+        ("torch_dtype: auto", "bfloat16"),
+        ("torch_dtype: auto\nfp16: true", "float16"),
+        ("torch_dtype: bfloat16\nbf16: true", "bfloat16"),
+        ("torch_dtype: float16\nbf16: false", "float16"),
+        ("dtype: float32\nbf16: auto", "float32"),
+    ],
+)
+def test_the_precision_of_other_trainers(load: Load, lines: str, dtype: str) -> None:
+    assert load(MINIMAL + lines + "\n").config.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("lines", "save", "evaluate"),
+    [
+        ("save_strategy: no\nsave_steps: 5", None, None),
+        ("save_strategy: epoch\nsave_steps: 500\neval_strategy: epoch\nnum_epochs: 4", 25, 25),
+        ("save_strategy: steps\nsave_steps: 5\nevaluation_strategy: steps\neval_steps: 7", 5, 7),
+        ("eval_strategy: 'no'\neval_steps: 7", None, None),
+        ("save_strategy: best\nsave_steps: 5", 5, None),
+    ],
+)
+def test_strategies(load: Load, lines: str, save: int | None, evaluate: int | None) -> None:
+    config = load(MINIMAL + lines + "\n").config
+    assert (config.save_interval(100), config.eval_interval(100)) == (save, evaluate)
+
+
+@pytest.mark.parametrize("name", ["adamw_torch_fused", "adamw_8bit", "paged_adamw_8bit", "adamw_bnb_8bit", "AdamW"])
+def test_adamw_under_another_name(load: Load, name: str) -> None:
+    loaded = load(MINIMAL + f"optim: {name}\n")
+    assert loaded.config.optimizer == "adamw"
+    assert ("moments in fp32" in loaded.notices[-1]) == ("8bit" in name)
+
+
+def test_the_device_of_the_trainer(load: Load) -> None:
+    assert load(MINIMAL + "use_cpu: true\n").config.device == "cpu"
+    assert load(MINIMAL + "use_cpu: false\nno_cuda: false\n").config.device == "auto"
+
+
+def test_the_least_rate_of_axolotl(load: Load) -> None:
+    config = load(MINIMAL + "lr_scheduler: cosine\ncosine_min_lr_ratio: 0.1\n").config
+    assert config.lr_scheduler == "cosine_with_min_lr"
+    assert config.lr_scheduler_kwargs is not None and config.lr_scheduler_kwargs.min_lr_rate == 0.1
+
+
+_B = ("b", "train", None, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("dataset: a,b\nmax_samples: 7", [("a", "train", None, 7), ("b", "train", None, 7)]),
+        ("dataset_name: org/set\ndataset_config: all\ndataset_train_split: sft", [("org/set", "sft", "all", None)]),
+        (
+            "datasets: [{path: a, max_samples: 3}, b]\nmax_samples: 7",
+            [("a", "train", None, 3), ("b", "train", None, 7)],
+        ),
+        ("pretraining_dataset: {path: c4, name: en}", [("c4", "train", "en", None)]),
+        ("datasets: [{path: a, type:, split: , name: }]", [("a", "train", None, None)]),
+        ("datasets:\ndataset: a", [("a", "train", None, None)]),
+        ("datasets: a\ndataset: ", [("a", "train", None, None)]),
+        ("dataset_mixer: {org/set: 1.0}\ndataset_splits: [train]", [("org/set", "train", None, None)]),
+        ("datasets: {path: json, data_files: [x.jsonl], ds_type: json}", [("x.jsonl", "train", None, None)]),
+        (
+            "dataset_mixture: {datasets: [{id: org/set, config: d, split: sft, columns: [messages]}]}",
+            [("org/set", "sft", "d", None)],
+        ),
+    ],
+)
+def test_datasets_of_other_trainers(load: Load, text: str, expected: list[tuple[object, ...]]) -> None:
+    datasets = load("base_model: m\n" + text + "\n").config.datasets
+    assert [(each.path, each.split, each.name, each.max_samples) for each in datasets] == expected
+
+
+def test_the_sets_of_a_mixer(load: Load) -> None:
+    """Their shares are weights, and the lists next to them have one value for each."""
+    text = "base_model: m\ndataset_mixer: {a: 1.0, b: 0.5}\ndataset_splits: [train, sft]\ndataset_configs: [x, null]\n"
+    found = load(text).config.datasets
+    assert [(each.path, each.weight, each.split, each.name) for each in found] == [
+        ("a", 1.0, "train", "x"),
+        ("b", 0.5, "sft", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ("field_thinking: thinking, template_thinking_key: thinking", None),
+        ("field_thinking: thought", {"reasoning_content": "thought"}),
+        (
+            "field_thinking: a, template_thinking_key: b, message_field_role: from",
+            {"b": "a", "role": "from"},
+        ),
+    ],
+)
+def test_the_reasoning_of_axolotl(load: Load, keys: str, expected: dict[str, str] | None) -> None:
+    text = f"base_model: m\ndatasets: [{{path: a, type: chat_template, {keys}}}]\n"
+    assert load(text).config.datasets[0].message_property_mappings == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "streaming"),
+    [
+        ("max_steps: 9", True),
+        ("max_steps: 9\nstreaming:", True),
+        ("max_steps: 9\nstreaming: false", False),
+        ("", False),
+    ],
+)
+def test_what_is_for_pretraining_is_streamed(load: Load, line: str, streaming: bool) -> None:
+    """As axolotl does it, where `max_steps` is required for it."""
+    text = "base_model: m\npretraining_dataset: [{path: c4, text_column: body}, b]\n"
+    config = load(f"{text}{line}\n").config
+    assert config.streaming == streaming
+    assert [(each.path, each.type, each.field) for each in config.datasets] == [
+        ("c4", "completion", "body"),
+        ("b", "completion", "text"),
+    ]
+
+
+INFO = {
+    "demo": {"file_name": "demo.json"},
+    "mine": {
+        "file_name": "mine.json",
+        "columns": {"prompt": "ask", "query": "more", "response": "say", "system": "sys", "history": "before"},
+        "num_samples": 9,
+    },
+    "chats": {
+        "hf_hub_url": "org/chats",
+        "subset": "en",
+        "split": "sft",
+        "formatting": "sharegpt",
+        "columns": {"messages": "turns"},
+        "tags": {"role_tag": "who", "content_tag": "what", "user_tag": "me", "assistant_tag": "you"},
+    },
+    "shared": {"file_name": "shared.json", "formatting": "sharegpt"},
+    "ranked": {"file_name": "ranked.json", "ranking": True},
+    "nowhere": {"columns": {}},
+}
+
+
+def test_the_sets_of_llama_factory(load: Load) -> None:
+    Path("sets").mkdir()
+    Path("sets/dataset_info.json").write_text(json.dumps(INFO))
+    text = "base_model: m\ndataset_dir: sets\neval_dataset: shared\nmax_samples: 5\n"
+    text += "dataset: demo, mine,chats,other.jsonl\n"
+    config = load(text).config
+    demo, mine, chats, other = config.datasets
+    assert (demo.path, demo.type, demo.max_samples) == ("sets/demo.json", "chat_template", 5)
+    assert (mine.field_instruction, mine.field_input, mine.field_output) == ("ask", "more", "say")
+    assert (mine.field_system, mine.field_history, mine.max_samples) == ("sys", "before", 9)
+    assert (chats.path, chats.name, chats.split, chats.field_messages) == ("org/chats", "en", "sft", "turns")
+    assert chats.message_property_mappings == {"role": "who", "content": "what"}
+    assert chats.roles == {"user": ("me",), "assistant": ("you",), "function_call": ("function_call",)}
+    assert (other.path, other.type) == ("other.jsonl", "auto")
+    (shared,) = config.test_datasets
+    assert (shared.field_messages, shared.message_property_mappings) == (
+        "conversations",
+        {"role": "from", "content": "value"},
+    )
+    (text_set,) = load("base_model: m\ndataset_dir: sets\nstage: pt\ndataset: mine\n").config.datasets
+    assert (text_set.type, text_set.field) == ("completion", "ask")
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("ranked", "`dataset`: 'ranked' cannot be used: it has preferences (chosen and rejected answers), not answers"),
+        ("nowhere", "`dataset`: 'nowhere' cannot be used: it names no file and no hub id"),
+    ],
+)
+def test_a_set_of_llama_factory_that_cannot_be_used(complain: Complain, name: str, error: str) -> None:
+    Path("data").mkdir()
+    Path("data/dataset_info.json").write_text(json.dumps(INFO))
+    (found,) = complain(f"base_model: m\ndataset: {name}\n")
+    assert found.startswith(f"run.yaml:2:10: {error}")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": 1}'])
+def test_a_dataset_info_that_cannot_be_read(complain: Complain, text: str) -> None:
+    Path("sets").mkdir()
+    Path("sets/dataset_info.json").write_text(text)
+    (found,) = complain("base_model: m\ndataset: a\ndataset_dir: sets\n")
+    assert found.startswith("run.yaml:2:10: sets/dataset_info.json: cannot be read: ")
+
+
+def test_the_columns_of_a_prompt_of_axolotl(load: Load) -> None:
+    text = "base_model: m\ndatasets: [{path: a, type: {field_instruction: ask, field_output: say}}]\n"
+    (found,) = load(text).config.datasets
+    assert (found.type, found.field_instruction, found.field_output) == ("alpaca", "ask", "say")
+
+
+@pytest.mark.parametrize("switch", ["adapter:", "use_peft: false", "finetuning_type: full"])
+def test_an_adapter_that_is_off_has_settings_that_change_nothing(load: Load, switch: str) -> None:
+    notices = load(MINIMAL + f"{switch}\nlora_r: 64\nlora_target_modules: [q_proj]\npeft_use_dora: true\n").notices
+    assert len(notices) == 1 and "`lora_r`, `lora_target_modules`, `peft_use_dora`" in notices[0]
+
+
+def test_an_adapter_that_is_on(complain: Complain) -> None:
+    assert len(complain(MINIMAL + "adapter: lora\nlora_r: 64\n")) == 2
+    assert len(complain(MINIMAL + "lora_r: 64\n")) == 1
+
+
+def test_templates_and_tokens_of_other_trainers(load: Load) -> None:
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    config = load(MINIMAL + f"chat_template: {json.dumps(template)}\neos_token: <|im_end|>\n").config
+    assert (config.chat_template, config.chat_template_jinja) == (None, template)
+    assert config.special_tokens == {"eos_token": "<|im_end|>"}
+    assert load(MINIMAL + "chat_template_path: a.jinja\n").config.chat_template_jinja == "a.jinja"
+
+
+def test_the_template_of_another_tokenizer(complain: Complain) -> None:
+    (found,) = complain(MINIMAL + "chat_template_path: org/name\n")
+    assert found.endswith("| write it into a file: `chat_template_jinja: FILE`")
