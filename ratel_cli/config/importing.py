@@ -99,7 +99,12 @@ def _clip_by_default(root: Marked, dialect: Dialect) -> None:
 
 def _write_masks(root: Marked, tool: str, dialect: Dialect) -> None:
     """Write out which tokens the tool has its loss on, where the config does not say it."""
-    for key, each, entry in list(mask_of_sets(tool, root)):
+    assert isinstance(root.content, dict)
+    sets, whole = list(mask_of_sets(tool, root)), root.content.get("train_on_inputs")
+    if sets and whole is not None and whole.value.content is True:
+        dialect.decide(whole, "axolotl then trains the words of all turns and their EOS tokens, Ratel all tokens")
+        return
+    for key, each, entry in sets:
         written = f"{key}.{entry.written}"
         dialect.outcomes = [row for row in dialect.outcomes if (row.where, row.written) != (entry.where, written)]
         value = str(entry.value.content)

@@ -75,7 +75,8 @@ def _section(name: str, made: JsonObject) -> JsonObject:
         assert isinstance(ours, dict)
         words: JsonObject = {"description": f"Another name of `{key}`. {ours['description']}", "deprecated": True}
         if alias in INVERSE:
-            words["description"] = f"The inverse of `{key}`."
+            off = str(INVERSE[alias][False]).lower()
+            words["description"] = f"`true` is `{key}: false`, and `false` is `{key}: {off}`."
             properties[alias] = {"type": "boolean", **words}
         else:
             properties[alias] = {**ours, **words}

@@ -145,6 +145,15 @@ def test_the_mask_of_axolotl_is_written_out(capsys: pytest.CaptureFixture[str]) 
     assert path.read_text()
 
 
+def test_axolotl_trains_the_words_of_all_turns() -> None:
+    path = write(AXOLOTL.replace("type: alpaca", "type: chat_template") + "train_on_inputs: true\n")
+    reasons = {each.written: each.reason for each in import_config(path).outcomes if each.fate == "undecided"}
+    assert reasons["train_on_inputs"].startswith("axolotl then trains the words of all turns")
+    Path("run.yaml").write_text(import_config(path).text)
+    config = load_config(Path("run.yaml")).config
+    assert (config.train_on_inputs, config.datasets[0].roles_to_train) == (True, None)
+
+
 def test_an_empty_norm_is_the_default_of_axolotl() -> None:
     """In a config of ours, and as an argument of other trainers, nothing turns clipping off."""
     imported = import_config(write(f"{AXOLOTL}max_grad_norm:\n"))
