@@ -71,6 +71,7 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
         "conversations": "field_messages",
         "message_field": "field_messages",
         "num_samples": "max_samples",
+        "train_on_split": "split",
     },
 }
 """By section: other names of our keys."""
@@ -155,11 +156,21 @@ def explain_unknown(
         return Finding(where=where, message=message, hint=belongs), None
     if not close:
         similar = get_close_matches(written, known, n=3, cutoff=0.6)
+        similar = [each for each in similar if _differs_little(written, each)]
         close = [each for each in similar if value is None or _takes(section, canonical_key(section, each), value)][:1]
     if close:
         hint = f"did you mean `{close[0]}`?"
         return Finding(where=where, message=message, hint=hint), canonical_key(section, close[0])
     return Finding(where=where, message=message), None
+
+
+def _differs_little(written: str, known: str) -> bool:
+    """Whether two names are also close without the words that they share: `train_on_mask` is not `train_on_eos`."""
+    ours, theirs = known.split("_"), written.split("_")
+    for at in (0, -1):
+        while ours and theirs and ours[at] == theirs[at]:
+            del ours[at], theirs[at]
+    return not ours or not theirs or bool(get_close_matches("_".join(theirs), ["_".join(ours)], cutoff=0.6))
 
 
 def _takes(section: str, key: str, value: Marked) -> bool:

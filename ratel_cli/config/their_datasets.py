@@ -88,8 +88,8 @@ def _reject_several(entries: Entries, report: Report) -> None:
     """Several keys that name the data: one of them would be lost."""
     for names in (("datasets", *_NAMES_OF_DATA), ("test_datasets", "eval_dataset")):
         given = [key for key in names if key in entries and entries[key].value.content not in (None, "")]
-        if given and names[0] not in given:
-            entries.pop(names[0], None)  # it is empty
+        if given and names[0] not in given and names[0] in entries:
+            report.drop(entries.pop(names[0]), "it is empty")
         for key in given[1:]:
             entry = entries.pop(key)
             message = f"`{key}` and `{given[0]}` are both set, and both name the data"
@@ -110,6 +110,8 @@ def _nested_datasets(entries: Entries, report: Report) -> None:
             report.read_as(mixture, "datasets")
         if "test_split_size" in inner and "val_set_size" not in entries:
             entries["val_set_size"] = replace(inner["test_split_size"], written="test_split_size")
+        for key in [key for key in inner if key not in ("datasets", "test_split_size")]:
+            report.drop(replace(inner[key], written=f"dataset_mixture.{key}"), "Ratel mixes all data with `seed`")
     mixer = entries.get("dataset_mixer")
     if mixer is not None and isinstance(mixer.value.content, dict) and "datasets" not in entries:
         del entries["dataset_mixer"]
@@ -170,9 +172,13 @@ def _one_dataset(entries: Entries, report: Report) -> None:
     is_text = "stage" in entries and entries["stage"].value.content == "pt"
     companions = {key: entries.pop(key) for key in _COMPANIONS if key in entries}
     given = {key: entry for key, entry in companions.items() if entry.value.content is not None}
+    for key in [key for key in companions if key not in given]:
+        report.drop(companions[key], "it is empty")
     for written, ours in (("dataset_name", "datasets"), ("dataset", "datasets"), ("eval_dataset", "test_datasets")):
         entry = entries.pop(written, None)
-        if entry is None or entry.value.content in (None, "") or ours in entries:
+        if entry is None or entry.value.content in (None, ""):
+            if entry is not None:
+                report.drop(entry, "it is empty")
             continue
         content, as_written = entry.value.content, entry
         if isinstance(content, str):

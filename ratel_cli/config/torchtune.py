@@ -9,7 +9,7 @@ Invariant: every key of the file is either read or reported.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ratel_cli.config.reporting import Entries, Report, made
@@ -121,17 +121,23 @@ def _translate_data(entries: Entries, flat: Entries, translated: Entries, report
         if found.sets:
             where = entries[key].where
             translated[ours] = replace(entries[key], value=Marked(where=where, content=list(found.sets)))
+        if key == "dataset" and found.trains_on_input is not None:
+            translated["train_on_inputs"] = found.trains_on_input
         if key == "dataset":
-            for name, entry in (
-                ("train_on_inputs", found.trains_on_input),
-                ("sample_packing", found.packed),
-                ("sequence_len", found.length),
-            ):
-                if entry is not None:
-                    translated[name] = entry
-                if entry is not None and name != "train_on_inputs":
-                    report.read_as(entry, f"{name}: {show(plain(entry.value))}")
+            _of_all_sets(found.packed, "sample_packing", translated, report)
+            _of_all_sets(found.lengths, "sequence_len", translated, report)
     return types
+
+
+def _of_all_sets(entries: Sequence[Entry], name: str, translated: Entries, report: Report) -> None:
+    """A key that every set has there, and all data here."""
+    for entry in entries:
+        value, first = plain(entry.value), plain(entries[0].value)
+        if value == first:
+            translated[name] = entry
+            report.read_as(entry, f"{name}: {show(value)}")
+        else:
+            report.decide(entry, f"the sets differ in this; Ratel has one `{name}` for all of them")
 
 
 def _sets_in(key: str, entry: Entry, flat: Entries) -> Iterator[Entries]:
@@ -242,7 +248,9 @@ def _component(name: str, entry: Entry, translated: Entries, report: Report, typ
             _impossible(entry, f"`{path}` quantises the model", "remove it; Ratel trains in full precision", report)
         case "loss" if "CrossEntropy" not in last and "CE" not in last:
             _impossible(entry, f"`{path}` is another loss", "remove it; Ratel has the cross entropy", report)
-        case "model" | "checkpointer" | "loss":
+        case "loss":
+            report.drop(entry, "it is the cross entropy, as here")
+        case "model" | "checkpointer":
             report.drop(entry, "Ratel takes the model as its directory describes it")
         case _:
             _leftover(name, entry, report)

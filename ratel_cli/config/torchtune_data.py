@@ -83,17 +83,18 @@ class TranslatedSets:
     sets: list[Marked]
     trains_on_input: Entry | None
     """`train_on_inputs`; None: not, or the sets differ."""
-    packed: Entry | None
-    length: Entry | None
-    """The most tokens of a sample, where a set has it and not the tokenizer."""
+    packed: list[Entry]
+    """`sample_packing`, of each set that says it."""
+    lengths: list[Entry]
+    """The most tokens of a sample, of each set that says it."""
 
 
 def translate_sets(written: Sequence[Entries], report: Report) -> TranslatedSets:
     """Translate the arguments of some sets: flat, each entry with the name under which it is reported."""
     sets: list[Marked] = []
     trained: list[tuple[Entry, bool]] = []
-    packed: Entry | None = None
-    length: Entry | None = None
+    packed: list[Entry] = []
+    lengths: list[Entry] = []
     for arguments in written:
         if not arguments:
             continue
@@ -101,12 +102,12 @@ def translate_sets(written: Sequence[Entries], report: Report) -> TranslatedSets
         builder = _builder(arguments.pop("_component_", None), report)
         trains = _trains_on_input(arguments, builder, first, report)
         trained += [] if builder.kind == "text" else [trains]
-        packed = _given(arguments.pop("packed", None), report) or packed
-        length = _given(arguments.pop("max_seq_len", None), report) or length
+        packed += _given(arguments.pop("packed", None), report)
+        lengths += _given(arguments.pop("max_seq_len", None), report)
         content = _translated(arguments, builder, first, report)
         if builder.kind != "unknown" or "path" in content:
             sets += _for_each_file(content, first)
-    return TranslatedSets(sets=sets, trains_on_input=_for_all(trained, report), packed=packed, length=length)
+    return TranslatedSets(sets=sets, trains_on_input=_for_all(trained, report), packed=packed, lengths=lengths)
 
 
 def _builder(component: Entry | None, report: Report) -> _Builder:
@@ -140,6 +141,10 @@ def _trains_on_input(arguments: Entries, builder: _Builder, first: Entry, report
     return first, builder.trains_on_input
 
 
+_SAYS = ("train_on_input", "masking_strategy")
+"""Ends of keys that say whether prompts have loss."""
+
+
 def _for_all(trained: Sequence[tuple[Entry, bool]], report: Report) -> Entry | None:
     """`train_on_inputs` for all sets."""
     if not trained:
@@ -148,19 +153,20 @@ def _for_all(trained: Sequence[tuple[Entry, bool]], report: Report) -> Entry | N
     if len({each for _, each in trained}) > 1:
         report.decide(entry, "the sets differ in this; Ratel has one `train_on_inputs` for all of them")
         return None
-    is_said = entry.written.endswith(("train_on_input", "masking_strategy"))
+    is_said = any(each.written.endswith(_SAYS) for each, _ in trained)
     if not is_said and not value:
         return None
-    if is_said:
-        report.read_as(entry, f"train_on_inputs: {str(value).lower()}")
+    for each, _ in trained:
+        if each.written.endswith(_SAYS):
+            report.read_as(each, f"train_on_inputs: {str(value).lower()}")
     return made(entry, value)
 
 
-def _given(entry: Entry | None, report: Report) -> Entry | None:
+def _given(entry: Entry | None, report: Report) -> list[Entry]:
     if entry is not None and entry.value.content is None:
         report.drop(entry, "it is empty")
-        return None
-    return entry
+        return []
+    return [] if entry is None else [entry]
 
 
 def _translated(arguments: Entries, builder: _Builder, first: Entry, report: Report) -> Entries:

@@ -149,9 +149,11 @@ def test_sets_of_torchtune(name: str) -> None:
 
 def test_a_list_of_sets_of_torchtune() -> None:
     """Each is a dataset, of each of its files, with values that stand elsewhere."""
-    one = "{_component_: torchtune.datasets.chat_dataset, source: json, data_files: ['${output_dir}/a.json', b.json]}"
-    path = with_set(f"[{one}, {{_component_: torchtune.datasets.instruct_dataset, source: org/set}}]")
+    one = "{_component_: a.chat_dataset, source: json, data_files: ['${output_dir}/a.json', b.json], packed: true}"
+    path = with_set(f"[{one}, {{_component_: torchtune.datasets.instruct_dataset, source: org/set, packed: true}}]")
     assert undecided(path) == {}, "nothing of them is left out"
+    rows = [each.written for each in import_config(path).outcomes]
+    assert {f"dataset.{number}.packed" for number in (0, 1)} <= set(rows)
     Path("run.yaml").write_text(import_config(path).text)
     found = load_config(Path("run.yaml")).config.datasets
     assert [each.path for each in found] == ["out/a.json", "b.json", "org/set"]
@@ -176,6 +178,11 @@ def test_sets_for_evaluation_in_torchtune() -> None:
         (
             "[{_component_: a.alpaca_dataset}, {_component_: a.chat_dataset, source: a}]",
             "dataset.1._component_",
+            "the sets differ in this",
+        ),
+        (
+            "[{_component_: a.alpaca_dataset, packed: true}, {_component_: a.alpaca_dataset, packed: false}]",
+            "dataset.1.packed",
             "the sets differ in this",
         ),
         ("{_component_: a.alpaca_dataset}\nmax_steps_per_epoch: 5", "max_steps_per_epoch", "torchtune ends each epoch"),

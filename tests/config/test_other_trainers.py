@@ -229,6 +229,7 @@ _B = ("b", "train", None, 7)
         ),
         ("pretraining_dataset: {path: c4, name: en}", [("c4", "train", "en", None)]),
         ("datasets: [{path: a, type:, split: , name: }]", [("a", "train", None, None)]),
+        ("datasets: [{path: a, train_on_split: dev}]", [("a", "dev", None, None)]),
         ("datasets:\ndataset: a", [("a", "train", None, None)]),
         ("datasets: a\ndataset: ", [("a", "train", None, None)]),
         ("dataset_mixer: {org/set: 1.0}\ndataset_splits: [train]", [("org/set", "train", None, None)]),

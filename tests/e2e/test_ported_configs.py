@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,27 @@ def test_it_means_what_it_means_there(name: str, tmp_path: Path, monkeypatch: py
     fields = {field.name: getattr(expected, field.name) for field in dataclasses.fields(Meaning)}
     fields["sets"] = list(expected.sets)
     assert {key: getattr(found, key) for key in fields} == fields
+
+
+def leaves(content: Mapping[str, Plain], prefix: str = "") -> Iterator[str]:
+    """The dotted keys of a config, without the numbers of lists."""
+    for key, value in content.items():
+        yield prefix + key
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, dict):
+                yield from leaves(each, f"{prefix}{key}.")
+
+
+@pytest.mark.parametrize("name", MEANINGS)
+def test_no_key_vanishes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each key of the file has a row, or the key around it has one, or those inside it."""
+    monkeypatch.chdir(tmp_path)
+    content: dict[str, Plain] = json.loads(json.dumps(PORTED[name]))
+    Path("theirs.yaml").write_text(dump(content))
+    rows = {row.written for row in import_config(Path("theirs.yaml")).outcomes}
+    parts = {".".join(row.split(".")[:size]) for row in rows for size in range(1, row.count(".") + 2)}
+    lost = {key for key in leaves(content) if key not in parts}
+    assert not {key for key in lost if not any(key.startswith(f"{row}.") for row in rows)}
 
 
 def test_there_are_enough_and_nearly_all_run() -> None:
