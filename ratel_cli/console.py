@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from threading import Event, RLock, Thread
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Self, TextIO
 
 from rich.cells import cell_len
@@ -37,6 +37,12 @@ _LEAST_COLUMNS = 20
 """Text is not folded into less."""
 _MOST_COUNTED = 100_000
 """The largest total that a bar counts in plain numbers."""
+_SETTLED_SECONDS = 0.5
+"""After this time a terminal has reported its new size: tmux keeps one back for 0.25 s."""
+_SIZE_SECONDS = 0.02
+"""How often the size is read."""
+_MOST_UNSETTLED_SECONDS = 3.0
+"""A command does not wait longer at its end for a terminal whose size changes all the time."""
 
 Lines = Callable[[int], Sequence[Text]]
 """The lines to show, each at most as wide as the number of columns that it is called with."""
@@ -207,6 +213,12 @@ class _LiveLines(Closing, RenderHook):
     Each drawing is one write, and covers the one before without erasing it first, so that nothing flickers. The cursor
     stays visible, below the lines: a process that is killed leaves a terminal that works.
 
+    Rows are erased one by one: a terminal such as tmux keeps what "erase to the end of the screen" removes, if the
+    cursor is at the top, and a panel that fills the screen would pile up in its history.
+
+    A terminal that becomes narrower wraps what it shows, and may do so before it reports its new size. So nothing is
+    written while the size changes; what is printed then appears `_SETTLED_SECONDS` after the last change.
+
     Invariant: between two writes the cursor is at the beginning of the line below the lines.
     """
 
@@ -217,7 +229,13 @@ class _LiveLines(Closing, RenderHook):
         self._stream = stream
         self._lines = lines
         self._shown: list[Text] = []
-        self._drawn_at = (0, 0)
+        self._printed: list[ConsoleRenderable] = []
+        """What is to appear above the lines when the size has settled."""
+        self._size = _size(console, stream)
+        """Columns and rows of the terminal when they were read last."""
+        self._changed_at = -_SETTLED_SECONDS
+        """When they changed."""
+        self._drawn_at = self._size
         """Columns and rows when the lines were drawn last."""
         self.lock = RLock()
         """Held while something is printed, so that two threads do not draw at once."""
@@ -243,23 +261,38 @@ class _LiveLines(Closing, RenderHook):
         self._ends.set()
         self._thread.join()
         sys.stdout, sys.stderr = self._stdout, self._stderr
-        self._console.pop_render_hook()
-        self._console.print(self._to_start("\x1b[J"))
+        last_wait_at = perf_counter() + _MOST_UNSETTLED_SECONDS
+        while not self._is_settled() and perf_counter() < last_wait_at:
+            sleep(_SIZE_SECONDS)
+        self._lines, self._drawn_at = lambda _width: [], (0, 0)
+        try:
+            self._console.print(_NOTHING)
+        finally:
+            self._console.pop_render_hook()
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         """What rich prints instead of `renderables`: they take the place of the lines, which follow below them."""
-        if renderables == [_NOTHING]:
-            width, height = size = _size(self._console, self._stream)
-            # Rows that a narrower terminal has wrapped stay joined for it until they are erased.
-            start = self._to_start("" if size == self._drawn_at else "\x1b[J")
-            self._drawn_at = size
-            self._shown = list(self._lines(width - 1))[: height - 1]
-            return [start, *self._drawn(), _control("\x1b[J")]
-        return [self._to_start("\x1b[J"), *renderables, *self._drawn()]
+        self._printed += [] if renderables == [_NOTHING] else renderables
+        if not self._is_settled() and not self._ends.is_set():
+            return []
+        printed, self._printed = self._printed, []
+        has_new_size = self._drawn_at != self._size
+        before = self._erased() if printed or has_new_size else self._to_start()
+        if not printed or has_new_size:
+            width, height = self._size
+            lines = list(self._lines(width - 1))[: height - 1]
+            before = self._erased() if len(lines) < len(self._shown) else before
+            self._shown, self._drawn_at = lines, self._size
+        return [before, *printed, *self._drawn()]
 
     def _run(self) -> None:
-        while self.failure is None and not self._ends.wait(1 / DRAWS_PER_SECOND):
-            self._draw()
+        drawn_at = perf_counter()
+        while self.failure is None and not self._ends.wait(_SIZE_SECONDS):
+            with self.lock:
+                self._is_settled()  # notes a change, even one that is undone before the next drawing
+            if perf_counter() >= drawn_at + 1 / DRAWS_PER_SECOND:
+                self._draw()
+                drawn_at = perf_counter()
 
     def _draw(self) -> None:
         try:
@@ -268,17 +301,33 @@ class _LiveLines(Closing, RenderHook):
         except Exception as error:  # noqa: BLE001 - the work goes on without its display
             self.failure = str(error) or type(error).__name__
 
-    def _to_start(self, then: str = "") -> Segments:
-        """To the beginning of the first line. A terminal that has become narrower has wrapped what was drawn."""
-        width, _ = _size(self._console, self._stream)
-        height = sum(max(1, -(-line.cell_len // width)) for line in self._shown)
-        return _control(f"\r\x1b[{height}A{then}" if height else f"\r{then}")
+    def _is_settled(self) -> bool:
+        """Whether the terminal has had the size that it has now for a while."""
+        size, now = _size(self._console, self._stream), perf_counter()
+        if size != self._size:
+            self._size, self._changed_at = size, now
+        return now - self._changed_at >= _SETTLED_SECONDS
+
+    def _height(self) -> int:
+        """The rows that the lines take. A terminal that has become narrower has wrapped what was drawn."""
+        width, _ = self._size
+        return sum(max(1, -(-line.cell_len // width)) for line in self._shown)
+
+    def _to_start(self) -> Segments:
+        """To the beginning of the first line."""
+        height = self._height()
+        return _control(f"\r\x1b[{height}A" if height else "\r")
+
+    def _erased(self) -> Segments:
+        """To the beginning of the first line, and nothing is left of all lines."""
+        return _control("\r\x1b[K" + "\x1b[A\x1b[2K" * self._height())
 
     def _drawn(self) -> Iterator[Segments]:
         for line in self._shown:
             style = self._console.get_style(line.style)
             yield Segments(Segment.apply_style(line.render(self._console), style))
             yield _control("\x1b[K\n")
+        yield _control("\x1b[K")  # the terminal shows Ctrl-C, and what else is typed, where the cursor is
 
 
 def _control(text: str) -> Segments:

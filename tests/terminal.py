@@ -95,16 +95,14 @@ class Screen:
             self._row = max(top, self._row - int(numbers or 1))
         elif command == "K" and numbers in ("", "0", "2"):
             self._cut(0 if numbers == "2" else self._column)
-        elif command == "J" and numbers in ("", "0"):
-            self._cut(self._column)
-            del self._lines[self._row + 1 :]
-            self._goes_on = {row for row in self._goes_on if row < self._row}
-        else:
+        else:  # nor J: a terminal may keep what it erases, as tmux does
             raise AssertionError(f"not a known sequence: {numbers}{command}")
 
     def _cut(self, column: int) -> None:
         self._lines[self._row] = self._lines[self._row][:column]
         self._goes_on.discard(self._row)
+        if not column:
+            self._goes_on.discard(self._row - 1)
 
     def _put(self, char: str) -> None:
         if self._column == self.columns:

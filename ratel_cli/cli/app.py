@@ -207,7 +207,7 @@ def _report_stop(message: str) -> None:
     """Print without `error:`, because the user asked for it."""
     from ratel_cli.console import RunLog
 
-    RunLog().say(message)
+    RunLog().remark(message)
 
 
 def _report_error(error: RatelError) -> None:

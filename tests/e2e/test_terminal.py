@@ -129,6 +129,11 @@ def panels(running: Session) -> list[list[str]]:
     return found
 
 
+def state_of(process: int) -> str:
+    """The letter by which the kernel names what a process does."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0]
+
+
 def assert_no_panel(lines: list[str]) -> None:
     """Nothing of the panel and of a bar is left."""
     assert [line for line in lines if "\u2500" in line or "\u2501" in line or line.startswith("CPU compute")] == []
@@ -173,16 +178,20 @@ def test_a_resumed_run_counts_the_steps_of_the_run(make_config: MakeConfig) -> N
     assert_no_panel(resumed.screen.lines)
 
 
-def test_ctrl_c(make_config: MakeConfig) -> None:
+@pytest.mark.parametrize("columns", sample((60, 80), every=2))
+def test_ctrl_c(make_config: MakeConfig, columns: int) -> None:
     config = make_config(max_steps=100_000)
-    with session(config) as running:
+    with session(config, columns=columns) as running:
         running.wait_for(lambda lines: any(line.startswith("step 1") and "/100000 " in line for line in lines))
         os.kill(running.process.pid or 0, signal.SIGINT)
         assert running.end() == 130
     lines = running.screen.lines
     step = metrics(config)[-1]["step"]
-    assert lines[-1] == f"Stopped at step {step} (saved). Run the same command to continue."
-    assert lines[-2].startswith(f"step {step}/100000  loss ")
+    number = next(number for number, line in enumerate(lines) if line.startswith("Stopped at "))
+    said = " ".join(line.strip() for line in lines[number:])
+    assert said == f"Stopped at step {step} (saved). Run the same command to continue."
+    assert max(map(len, lines[number:])) < columns
+    assert lines[number - 1].startswith(f"step {step}/100000  loss ")
     assert_no_panel(lines)
 
 
@@ -191,8 +200,12 @@ def test_ctrl_c_twice(make_config: MakeConfig) -> None:
     config = make_config(max_steps=100_000)
     with session(config) as running:
         running.wait_for(lambda lines: any(re.match(r"step [1-9]\d*/100000 ", line) for line in lines))
-        for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
-            os.kill(running.process.pid or 0, number)
+        process = running.process.pid or 0
+        os.kill(process, signal.SIGSTOP)
+        while state_of(process) != "T":  # the signal takes effect when each of its threads has seen it
+            time.sleep(0.001)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
+            os.kill(process, number)
         assert running.end() == 143
     lines = running.screen.lines
     assert lines[-1] == "Ended at once. Every committed step is saved."
