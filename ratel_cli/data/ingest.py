@@ -28,7 +28,7 @@ from ratel_cli.json_fields import hash_of
 _GROUP_ROWS = 256
 _GROUP_CHARS = 1 << 20  # a tokenizer takes about 120 bytes of RAM for each
 _MAX_REJECTED_SHARE = 0.01
-_MAX_SHOWN_REJECTS = 5
+MAX_SHOWN_REJECTS = 5
 
 
 def load_token_cache(
@@ -247,23 +247,25 @@ class _Ingestion:
     def _reject(self, reject: Reject) -> None:
         self._num_rows += 1
         self._writer.reject(reject)
-        if len(self._first_rejects) < _MAX_SHOWN_REJECTS:
+        if len(self._first_rejects) < MAX_SHOWN_REJECTS:
             self._first_rejects.append(reject)
 
     def _check_rejects(self, sources: Sequence[RowSource]) -> None:
         """Raise BadInput if too many rows are rejected, or if no sample is left."""
-        num_rejected = self._writer.num_rejected
-        shown = tuple(BadInput(str(reject)) for reject in self._first_rejects)
-        if num_rejected > _MAX_REJECTED_SHARE * self._num_rows:
-            shown_by = self._rejects_shown_by
-            raise BadInput(
-                f"rejected {num_rejected} of {self._num_rows} rows; at most 1 % may be bad",
-                hint="repair or remove these rows" + (f"; {shown_by} lists them with the reasons" if shown_by else ""),
-                others=shown,
-            )
+        reject_too_many(self._writer.num_rejected, self._num_rows, self._first_rejects, shown_by=self._rejects_shown_by)
         if self._writer.num_samples == 0:
             paths = ", ".join(printable(source.source.path) for source in sources)
             raise BadInput(f"there is no sample: {f'no rows in {paths}' if paths else 'no dataset is given'}")
+
+
+def reject_too_many(num_rejected: int, num_rows: int, first: Sequence[Reject], *, shown_by: str | None) -> None:
+    """Raise BadInput, with the `first` of the rejected rows, if these are too many. `shown_by`: what shows them all."""
+    if num_rejected > _MAX_REJECTED_SHARE * num_rows:
+        raise BadInput(
+            f"rejected {num_rejected} of {num_rows} rows; at most 1 % may be bad",
+            hint="repair or remove these rows" + (f"; {shown_by} lists them with the reasons" if shown_by else ""),
+            others=tuple(BadInput(str(reject)) for reject in first),
+        )
 
 
 class _Supply:

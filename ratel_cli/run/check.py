@@ -2,6 +2,7 @@
 
     1. a config without errors is run dry: phases 1 and 2 of `run.finetune`
     2. of a config with errors, the inputs that it names rightly are read, as in phase 1 of a run
+    3. what the machine lacks is looked for where these did not come to it: memory and space each on its own
 
 Invariants: a config passes exactly if its dry run does. Nothing is written but temporary files and, of what a config
 names on the hub, the hub's cache.
@@ -12,17 +13,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from io import StringIO
 from pathlib import Path
 
 from ratel_cli.commands import with_run_named
 from ratel_cli.config.load import Reading
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.errors import BadInput, EnvironmentFailure, ErrorList, RatelError
+from ratel_cli.errors import BadInput, DoesNotFit, EnvironmentFailure, ErrorList, RatelError
 from ratel_cli.report.check import CheckReport, ReportedError
 from ratel_cli.run.base_model import prepare_process
 from ratel_cli.run.finetune import run_finetune
 from ratel_cli.run.inputs import find_data, read_inputs, read_model
+from ratel_cli.run.machine_check import check_machine
 from ratel_cli.run.output import check_run_output
 from ratel_cli.run.run_directory import as_of_run, config_file, reject_plan_only, with_own_store
 from ratel_cli.run.run_files import files_of_run
@@ -35,6 +38,16 @@ _DECIDES_ABOUT_ROWS = frozenset(
     }
 )  # fmt: skip
 """Keys that decide which rows can be used."""
+_DECIDES_ABOUT_TYPES = frozenset({"datasets", "test_datasets", "streaming"})
+"""Those of them that decide what a row is, whatever the tokenizer is."""
+_DECIDES_ABOUT_MACHINE = frozenset(
+    {
+        "base_model", "random_init", "model_shape", "sequence_len", "micro_batch_size", "gradient_accumulation_steps",
+        "tokens_per_step", "max_grad_norm", "dtype", "gradient_dtype", "attn_implementation", "head_chunk",
+        "activations", "optimizer_overlap", "device", "storage", "limits", "output_dir",
+    }
+)  # fmt: skip
+"""Keys that decide how much memory and space a run takes."""
 
 
 def check_run(reading: Reading, *, path: Path, overrides: Sequence[str]) -> CheckReport:
@@ -51,7 +64,9 @@ def check_run(reading: Reading, *, path: Path, overrides: Sequence[str]) -> Chec
         found = _errors_of(lambda: _run_dry(_of_its_run(config, path, overrides), log))
     elif config is not None:
         found = _errors_of(lambda: _read_rest(config, reading, log))
-        found = [each for each in found if each.key[:1] not in {(key,) for key in reading.left_out}]
+    if config is not None and (found or not is_right) and not reading.doubtful & _DECIDES_ABOUT_MACHINE:
+        found += _errors_of(lambda: _find_lacks(_of_its_run(config, path, overrides), found))
+    found = [each for each in found if each.key[:1] not in {(key,) for key in reading.left_out}]
     exit_code = min((each.exit_code for each in found), default=0) if is_right else BadInput.exit_code
     return CheckReport(
         errors=_in_order_of_the_file(reading, found),
@@ -83,7 +98,8 @@ def _read_rest(config: RunConfig, reading: Reading, log: RunLog) -> None:
     with ExitStack() as resources:
         if reading.doubtful & _DECIDES_ABOUT_ROWS:
             read_model(config, resources, log, errors)
-            find_data(config, errors)
+            knows_types = not reading.doubtful & _DECIDES_ABOUT_TYPES
+            find_data(config, errors, reads_rows=True, knows_types=knows_types)
         else:
             errors.attempt((), lambda: read_inputs(config, resources, log, dry_run=True))
     errors.raise_all()
@@ -91,6 +107,27 @@ def _read_rest(config: RunConfig, reading: Reading, log: RunLog) -> None:
 
 def _check_output(config: RunConfig) -> None:
     check_run_output(config, files_of_run(config, has_origin=False), overwrite=False)
+
+
+def _find_lacks(config: RunConfig, found: Sequence[RatelError]) -> None:
+    """Look for what the machine lacks that a dry run with the errors `found` did not come to.
+
+    Raises EnvironmentFailure.
+    """
+    does_not_fit = any(isinstance(each, DoesNotFit) for each in found)
+    if not does_not_fit and any(isinstance(each, EnvironmentFailure) and not each.key for each in found):
+        return  # it came to all of it
+    if config.base_model is None:
+        return
+    errors = ErrorList()
+    with ExitStack() as resources:
+        model = read_model(config, resources, RunLog(StringIO()), ErrorList())
+        if model.base is None or model.device is None:
+            return
+        base, device = model.base, model.device
+        check = partial(check_machine, config, base.model, device, errors, with_memory=not does_not_fit)
+        errors.attempt(("storage",), check)
+    errors.raise_all()
 
 
 def _errors_of(work: Callable[[], None]) -> list[RatelError]:

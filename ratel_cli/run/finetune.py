@@ -20,7 +20,6 @@ from functools import partial
 from ratel_cli.commands import command
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.hardware.gpu import set_determinism
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.export_weights import export_model
@@ -35,6 +34,7 @@ from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.hub import upload_export
 from ratel_cli.run.inputs import Inputs, facts_of, identity_of, read_inputs
 from ratel_cli.run.length import check_length
+from ratel_cli.run.machine_check import check_store_space
 from ratel_cli.run.origin import Origin, check_same_origin, read_origin
 from ratel_cli.run.output import claim_output, own_output, reject_lost_store
 from ratel_cli.run.planner import estimated_profile, make_planner
@@ -50,7 +50,6 @@ from ratel_cli.run.trackers import Trackers
 from ratel_cli.run.train import Training
 from ratel_cli.store.store import Store
 from ratel_cli.training.facts import FACTS_NAME, RunFacts
-from ratel_cli.units import format_bytes
 
 
 def run_finetune(
@@ -295,11 +294,6 @@ def _check_space(
 
     Each directory is checked again when its file is made.
     """
-    available_bytes = hardware.nvme.free_bytes + taken_bytes(config)
-    if not has_store and plan.nvme_bytes > available_bytes:
-        raise EnvironmentFailure(
-            f"not enough space for the store: it needs {format_bytes(plan.nvme_bytes)} in {place_of(config)}, "
-            f"{format_bytes(available_bytes)} available",
-            "free some space, set storage.paths to other directories, or halve the need with storage.durability: none",
-        )
+    if not has_store:
+        check_store_space(config, plan.nvme_bytes, hardware)
     check_space(snapshot)

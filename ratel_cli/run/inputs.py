@@ -24,9 +24,10 @@ from ratel_cli import _native
 from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import DatasetConfig, RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.data.dataset import DataSettings, TrainingData, load_training_data, open_sources
+from ratel_cli.data.dataset import DataSettings, TrainingData, load_training_data
 from ratel_cli.data.file_names import REJECTS_NAME
-from ratel_cli.data.rows import DatasetSource
+from ratel_cli.data.row_check import check_rows
+from ratel_cli.data.rows import DatasetSource, open_source
 from ratel_cli.data.token_cache import TokenCache
 from ratel_cli.data.tokenizer import Tokenizer
 from ratel_cli.errors import BadInput, ErrorList, RatelError
@@ -40,6 +41,7 @@ from ratel_cli.model.marker import reject_files_of_others
 from ratel_cli.planning.head_chunk import CHUNK_BYTES
 from ratel_cli.run.base_model import Base, model_hash, open_weights, read_base
 from ratel_cli.run.length import num_steps
+from ratel_cli.run.machine_check import check_writable
 from ratel_cli.run.output import claim_output, is_claimed, may_claim_at_once, reject_overlap
 from ratel_cli.run.run_directory import TOKENS_NAME, as_recorded_by_run, run_directory
 from ratel_cli.run.run_files import forget_missing, list_rejects
@@ -91,7 +93,7 @@ def read_inputs(
     model = read_model(config, resources, log, errors, overwrite=overwrite)
     base, tokenizer = model.base, model.tokenizer
     if base is None or tokenizer is None or (errors and not dry_run):
-        find_data(config, errors)
+        find_data(config, errors, reads_rows=dry_run)
     else:
         data = errors.attempt(
             ("datasets",), lambda: _read_data(config, base, tokenizer, resources, log, dry_run=dry_run)
@@ -126,6 +128,7 @@ def read_model(
 ) -> ModelInputs:
     """Read and check the model, its tokenizer, and the device. What is wrong goes to `errors`."""
     device = errors.attempt(("device",), lambda: compute_device(config.device))
+    errors.attempt(("output_dir",), lambda: check_writable(config.output_dir))
     base = errors.attempt(("base_model",), lambda: read_base(config, log))
     if base is None:
         return ModelInputs(device=device, base=None)
@@ -139,11 +142,17 @@ def read_model(
     return ModelInputs(device=device, base=base, weights=weights, tokenizer=tokenizer)
 
 
-def find_data(config: RunConfig, errors: ErrorList) -> None:
-    """Find the files of all datasets, without reading them. What is wrong goes to `errors`."""
+def find_data(config: RunConfig, errors: ErrorList, *, reads_rows: bool = False, knows_types: bool = True) -> None:
+    """Find the files of all datasets. What is wrong goes to `errors`.
+
+    `reads_rows`: also what is wrong with local rows whatever the tokenizer is, and with `knows_types` by their types.
+    """
     for key, datasets in (("datasets", config.datasets), ("test_datasets", config.test_datasets)):
-        find = partial(open_sources, _sources(datasets), key_of_sources=key, notice=lambda text: None, is_stream=True)
-        errors.attempt((key,), find)
+        for number, source in enumerate(_sources(datasets)):
+            find = partial(open_source, source, notice=lambda text: None, is_stream=True)
+            found = errors.attempt((key, number, "path"), find)
+            if found is not None and reads_rows and not config.streaming:
+                errors.attempt((key, number, "path"), partial(check_rows, found, knows_type=knows_types))
 
 
 def _read_data(

@@ -1,0 +1,76 @@
+"""What this machine lacks for a run: each thing on its own, so that `ratel check` reports all of them at once.
+
+Invariant: nothing is written but temporary files, which are removed.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import torch
+
+from ratel_cli.config.schema import RunConfig
+from ratel_cli.console import RunLog
+from ratel_cli.errors import EnvironmentFailure, ErrorList
+from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.io.files import nearest_existing
+from ratel_cli.model.blocks import DecoderModel
+from ratel_cli.planning.plan import Plan
+from ratel_cli.run.context import RunContext, open_context
+from ratel_cli.run.output import has_own_store
+from ratel_cli.run.planner import estimated_profile, make_planner
+from ratel_cli.run.profile_machine import measure_for_run
+from ratel_cli.run.settings import new_geometry, place_of, taken_bytes
+from ratel_cli.units import format_bytes
+
+
+def check_machine(
+    config: RunConfig, model: DecoderModel, device: torch.device, errors: ErrorList, *, with_memory: bool
+) -> None:
+    """Check the space of the store and, `with_memory`, the memory of a step. What is lacking goes to `errors`."""
+    with open_context(config, RunLog(StringIO()), device=device) as context:
+        has_store = has_own_store(config)
+        hardware = errors.attempt(("storage",), lambda: measure_for_run(context, has_store=has_store))
+        if hardware is None:
+            return
+        plan = None
+        if with_memory:
+            plan = errors.attempt(("limits", "host_memory"), lambda: _plan(context, model, hardware))
+        if not has_store:
+            geometry = new_geometry(config, model.spec.block_elements, weights=hardware.nvme.weights)
+            need_bytes = sum(geometry.file_bytes()) if plan is None else plan.nvme_bytes
+            errors.attempt(("storage", "paths"), lambda: check_store_space(config, need_bytes, hardware))
+
+
+def check_store_space(config: RunConfig, need_bytes: int, hardware: HardwareProfile) -> None:
+    """Raise EnvironmentFailure unless store and scratch files of a new run fit together."""
+    available_bytes = hardware.nvme.free_bytes + taken_bytes(config)
+    if need_bytes > available_bytes:
+        raise EnvironmentFailure(
+            f"not enough space for the store: it needs {format_bytes(need_bytes)} in {place_of(config)}, "
+            f"{format_bytes(available_bytes)} available",
+            "free some space, set storage.paths to other directories, or halve the need with storage.durability: none",
+        )
+
+
+def check_writable(output_dir: Path) -> None:
+    """Raise EnvironmentFailure unless the output directory can be made, or files in it if it is there."""
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".ratel-", dir=nearest_existing(output_dir)))
+    except OSError as error:
+        raise EnvironmentFailure(
+            f"output_dir: {output_dir} cannot be written: {error.strerror}", "set output_dir to another directory"
+        ) from error
+
+
+def _plan(context: RunContext, model: DecoderModel, hardware: HardwareProfile) -> Plan:
+    """A plan that fits, whatever split and chunks the config leaves to it. Raises DoesNotFit."""
+    config = context.config
+    if config.is_split_planned:
+        context = replace(context, config=config.split_by(1))
+    planner = make_planner(context, model.spec, hardware)
+    return planner.plan(estimated_profile(planner, model))
