@@ -120,11 +120,11 @@ class Panel:
         lines = [
             Text(),
             self._progress(width),
-            self._pace(width),
+            *self._pace(width),
             *self._losses(width),
             *self._resources(width),
             self._stalls(width),
-            self._memory(width),
+            *self._memory(width),
             self._drives(width),
         ]
         for line in lines:
@@ -137,7 +137,7 @@ class Panel:
         title, percent = f"step {step}/{num_steps} ", f" {share * 100:3.0f} %"
         return Text.assemble((title, "bold"), *self._meter(share, width - len(title) - len(percent), "cyan"), percent)
 
-    def _pace(self, width: int) -> Text:
+    def _pace(self, width: int) -> list[Text]:
         """When the run ends, and how far the step is that runs; or what happens instead."""
         now = self._clock()
         steps = self._steps
@@ -147,11 +147,7 @@ class Panel:
             words = f"of about {format_seconds(expected)}" if elapsed <= expected else f"not {format_seconds(expected)}"
             step = f"step {steps.step + 1}: {format_wait(elapsed)} {words}"
         if self._is_stopping():
-            after = "after this step" if self._doing is None else "soon"
-            words = f"stopping {after}; Ctrl-C again ends at once"
-            if len(words) > width:
-                words = "stopping; Ctrl-C again ends at once"
-            return Text(fitted([words, *filter(None, [step])], width), "yellow")
+            return self._stopping(width)
         left = steps.seconds_left(now)
         ends = self._local_time() + timedelta(seconds=min(left, _MOST_SECONDS))
         when = f"{ends:%H:%M}" if left < _DAY_SECONDS else f"{ends:%a %d %b %H:%M}"
@@ -162,7 +158,16 @@ class Panel:
             f"ends {when}" if left < _MOST_SECONDS else "",
             "" if step or self._doing else f"{format_seconds(expected)} per step",
         ]
-        return Text(fitted([part for part in parts if part], width))
+        return [Text(fitted([part for part in parts if part], width))]
+
+    def _stopping(self, width: int) -> list[Text]:
+        """Confirms a request to stop, in one line or in two."""
+        steps, how = self._steps, "Ctrl-C again ends at once"
+        what = "stopping soon"
+        if self._doing is None and steps.step < steps.num_steps:
+            what = f"stopping at the next block; resume repeats step {steps.step + 1}"
+        both = f"{what}; {how}"
+        return [Text(words, "yellow") for words in ([both] if len(both) <= width else [what, how])]
 
     def _losses(self, width: int) -> list[Text]:
         """The curve of the loss, and the numbers of the last step."""
@@ -203,14 +208,15 @@ class Panel:
             fitted([f"stalled {total * 100:.0f} %", *causes], width), "yellow" if total >= _MUCH_STALLED else ""
         )
 
-    def _memory(self, width: int) -> Text:
+    def _memory(self, width: int) -> list[Text]:
+        """Memory at the peak and its limit; no line before the first step, as the peak is not known."""
         facts, last = self._facts, self._steps.last
-        peak = last.host_peak_bytes if last else 0
-        parts = [f"RAM {format_bytes(peak)} of {format_bytes(facts.host_limit_bytes)}"]
+        if last is None:
+            return []
+        parts = [f"RAM {format_bytes(last.host_peak_bytes)} of {format_bytes(facts.host_limit_bytes)}"]
         if facts.gpu_limit_bytes is not None:
-            gpu_peak = last.gpu_peak_bytes if last else 0
-            parts.append(f"GPU {format_bytes(gpu_peak)} of {format_bytes(facts.gpu_limit_bytes)}")
-        return Text(fitted(parts, width))
+            parts.append(f"GPU {format_bytes(last.gpu_peak_bytes)} of {format_bytes(facts.gpu_limit_bytes)}")
+        return [Text(fitted(parts, width))]
 
     def _drives(self, width: int) -> Text:
         facts = self._facts

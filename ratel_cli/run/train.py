@@ -89,12 +89,12 @@ class Training(Closing):
 
     def run(self, plan: Plan, profile: ModelProfile) -> None:
         """Run all steps that are left; record the first of them if the profile is an estimate."""
+        panel = self._open_panel(plan)  # with the time of the whole run, not of the step that is recorded
         if profile.source == "analytic":
             self._estimate = profile
             plan = self._planner.plan_recording(profile)
         else:
             self._adaptation = Adaptation(self._planner, plan, profile)
-        panel = self._open_panel(plan)
         try:
             with self._log.live(panel.lines):
                 self._steps(plan, panel, recording=StepRecording() if profile.source == "analytic" else None)

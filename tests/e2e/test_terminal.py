@@ -159,10 +159,21 @@ def test_a_run(make_config: MakeConfig, columns: int) -> None:
     assert len(last) <= columns
     assert panels(running)
     for panel in panels(running):
-        assert len(panel) == 12, panel
+        assert len(panel) == (11 if panel[1].startswith("step 0/") else 12), panel
         assert all(len(line) < columns for line in panel), panel
         assert panel[0] == "" and "/6 " in panel[1]
         assert [line.split("  ")[0] for line in panel[5:9]] == ["CPU compute", "NVMe read", "NVMe write", "optimizer"]
+
+
+def test_the_panel_begins_with_the_prediction_of_the_run(make_config: MakeConfig) -> None:
+    """Not with that of the step that is recorded, which offloads nothing."""
+    with session(make_config(), columns=140) as running:
+        assert running.end() == 0
+    opening = " ".join(" ".join(running.screen.lines).split())
+    predicted = re.search(r" predicted ([\d.]+ m?s) per step", opening)
+    first = re.search(r"([\d.]+ m?s)( per step|  ends)", panels(running)[0][2])
+    assert panels(running)[0][1].startswith("step 0/4 ")
+    assert predicted and first and first[1] == predicted[1], panels(running)[0]
 
 
 def test_a_resumed_run_counts_the_steps_of_the_run(make_config: MakeConfig) -> None:

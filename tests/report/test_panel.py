@@ -87,6 +87,7 @@ def test_before_the_first_step() -> None:
     assert lines[3:5] == ["loss  ", "tokens/s after the first step"]
     assert Made(earlier=(2.0, 1.0)).lines()[3] == "loss  \u2588\u2581"
     assert len(lines) == len(Made(WITH_GPU).lines()) - 2
+    assert not [line for each in (FACTS, WITH_GPU) for line in Made(each).lines() if "RAM" in line or "GiB of" in line]
 
 
 def test_a_step_that_takes_longer_than_expected() -> None:
@@ -122,12 +123,17 @@ def test_evaluations_stay_on_the_panel() -> None:
 
 
 def test_a_request_to_stop_is_confirmed() -> None:
+    """The step that is computed does not count: the run stops within it."""
     made = Made()
     made.is_stopping = True
-    assert made.lines()[2] == "stopping after this step; Ctrl-C again ends at once"
-    assert made.lines(40)[2] == "stopping; Ctrl-C again ends at once", "what it does is not cut off"
-    assert made.lines(80)[2].endswith("  step 3: 0 s of about 5.00 s")
+    both = ["stopping at the next block; resume repeats step 3", "Ctrl-C again ends at once"]
+    assert made.lines(80)[2] == "; ".join(both)
+    for width in (50, 60):
+        assert made.lines(width)[2:4] == both, "nothing is cut off"
     made.panel.show_work("evaluating after step 2")
+    assert made.lines()[2] == "stopping soon; Ctrl-C again ends at once"
+    made.panel.show_work(None)
+    made.step(20)
     assert made.lines()[2] == "stopping soon; Ctrl-C again ends at once"
 
 
@@ -224,6 +230,6 @@ def test_the_panel_costs_a_step_next_to_nothing() -> None:
 @pytest.mark.parametrize("width", [60, 80, 140])
 def test_the_height_does_not_depend_on_the_width(width: int) -> None:
     made = Made(WITH_GPU)
-    assert len(made.lines(width)) == 14
+    assert len(made.lines(width)) == 13, "no memory before the first step"
     made.step(3)
     assert len(made.lines(width)) == 14
