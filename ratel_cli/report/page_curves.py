@@ -108,14 +108,14 @@ def step_figures(report: RunReport) -> list[str]:
             name="Speed",
             unit="tokens/s",
             value=lambda each: each.tokens_per_second,
-            last=format_rate_number(last.tokens_per_second),
+            last=f"last step {format_rate_number(last.tokens_per_second)}",
             from_zero=True,
         ),
         _Curve(
             name="Step time",
             unit="seconds",
             value=lambda each: each.step_seconds,
-            last=format_seconds(last.step_seconds),
+            last=f"last step {format_seconds(last.step_seconds)}",
             second=lambda each: each.predicted_seconds,
             second_name="predicted",
             from_zero=True,
@@ -168,7 +168,7 @@ def resource_figure(report: RunReport) -> str:
             )
         return share_rows(rows, x=_steps_scale(steps), width=width, title="shares of each step by resource")
 
-    keys = [_key("busy", "busy"), _key("stalled", "computing waited for it")]
+    keys = [_key("busy", "busy"), _key("stalled", "stalled")]
     caption = _caption("Resources", "share of each step, 0 to 100 %; they overlap", "", keys)
     note = _mean_note(len(steps), _MOST_WIDE)
     return _full_figure(

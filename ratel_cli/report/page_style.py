@@ -100,7 +100,10 @@ overflow-wrap:anywhere}
 .figures{grid-template-columns:repeat(2,minmax(0,1fr))}.figures dd{font-size:17px}
 .facts{grid-template-columns:1fr;gap:0}.facts dd{margin-bottom:6px}.bars{width:14%;min-width:36px}
 th,td{padding-right:8px;white-space:normal}td{white-space:nowrap}
-td.left{white-space:normal}th:first-child{overflow-wrap:anywhere}.key i{width:8px}}
+td.left{white-space:normal}th:first-child{overflow-wrap:break-word}
+.operators tr{display:grid;grid-template-columns:repeat(4,minmax(0,1fr));border-bottom:1px solid var(--hair)}
+.operators th,.operators td{border-bottom:none}.operators th:first-child{grid-column:1/-1;padding-bottom:0}
+.key i{width:8px}}
 @media print{#readout{display:none!important}main{max-width:none}}
 """
 

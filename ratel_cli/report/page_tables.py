@@ -5,18 +5,19 @@ Invariant: every text that comes from a file is escaped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from html import escape
+from math import isclose, isfinite
+from statistics import median
 
 from ratel_cli.planning.prediction import SwappedOperator
 from ratel_cli.planning.step_time import Resource
-from ratel_cli.report.plan import percent
+from ratel_cli.report.plan import benefit, percent
 from ratel_cli.report.recorded_plan import RecordedPlan
-from ratel_cli.report.run_report import RunReport
-from ratel_cli.training.history import finite_mean
+from ratel_cli.report.run_report import RunReport, planned_words
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.units import (
-    GIB,
     counted,
     format_bytes,
     format_count,
@@ -46,42 +47,52 @@ _CASES = {
 
 
 def predicted_table(report: RunReport) -> str:
-    """Each part of the mean step: what the plan predicts, what was measured, and the ratio. Empty without both."""
-    plan, steps = report.plan, report.typical_steps
+    """Each part of a step: what the plan predicts, what was measured, and the ratio. Empty without both.
+
+    Every row has the median of the same steps against the same plan, so that the rows go together.
+    """
+    plan, steps = report.plan, report.planned_steps
     if plan is None or not steps:
         return ""
-    longest = max(plan.step_seconds, _mean(steps, "step_seconds"), 1e-9)
-    step = finite_mean(each.predicted_seconds for each in steps) or plan.step_seconds
+    step, forward, backward = plan.step_seconds, plan.forward_seconds, plan.backward_seconds
+    if plan.unclipped_seconds is not None and not steps[-1].clipped:
+        step, forward, backward = plan.unclipped_seconds, 0.0, 0.0  # these are known of a step that is clipped
+    longest = max(step, _median(steps, lambda each: each.step_seconds), 1e-9)
     rows = [
-        _time_row("step", step, _mean(steps, "step_seconds"), longest),
-        _time_row("forward", plan.forward_seconds, _mean(steps, "forward_seconds"), longest),
-        _time_row("head and backward", plan.backward_seconds, _mean(steps, "backward_seconds"), longest),
+        _time_row("step", step, _median(steps, lambda each: each.step_seconds), longest),
+        _time_row("forward", forward, _median(steps, lambda each: each.forward_seconds), longest),
+        _time_row("head and backward", backward, _median(steps, lambda each: each.backward_seconds), longest),
     ]
-    busy: tuple[tuple[str, str, tuple[Resource, ...]], ...] = (
-        ("compute busy", "compute", ("compute",)),
-        ("upload busy", "up", ("up",)),
-        ("download busy", "down", ("down",)),
-        ("optimizer busy", "optimizer", ("optimizer",)),
+    busy: tuple[tuple[str, Resource], ...] = (
+        ("compute busy", "compute"),
+        ("upload busy", "up"),
+        ("download busy", "down"),
+        ("optimizer busy", "optimizer"),
     )
-    for name, key, resources in busy:
-        measured = sum(sum(each.busy_seconds[resource] for each in steps) for resource in resources) / len(steps)
-        if plan.busy_seconds[key] or measured:
-            rows.append(_time_row(name, plan.busy_seconds[key], measured, longest))
+    for name, resource in busy:
+        measured = _busy(steps, resource)
+        if plan.busy_seconds[resource] or measured:
+            rows.append(_time_row(name, plan.busy_seconds[resource], measured, longest))
     rows.append(_nvme_row(plan, steps))
-    rows.append(_byte_row("read from NVMe", plan.read_bytes, _mean(steps, "nvme_read_bytes")))
-    rows.append(_byte_row("written to NVMe", plan.written_bytes, _mean(steps, "nvme_written_bytes")))
+    rows.append(_byte_row("read from NVMe", plan.read_bytes, _median(steps, lambda each: each.nvme_read_bytes)))
+    rows.append(_byte_row("written to NVMe", plan.written_bytes, _median(steps, lambda each: each.nvme_written_bytes)))
     predicted_head, measured_head = (
         f'<th><span class="key"><i class="{kind}"></i>{name}</span></th>'
         for kind, name in (("second", "predicted"), ("line", "measured"))
     )
     head = f"<th>part of a step</th>{predicted_head}{measured_head}<th>ratio</th><th class='bars'></th>"
-    which = f"mean of {counted(len(steps), 'step')}"
-    which += ", without the first (warm-up)" if len(steps) < len(report.steps) else ""
-    note = (
-        f"Measured: {which}. Predicted: the plan that the run ended with; the whole step, as it was predicted at each "
-        "step. Resources overlap, so their times add up to more than the step."
-    )
-    return _table(head, rows, kind="compare") + f'<p class="note">{escape(note)}</p>'
+    return _table(head, rows, kind="compare") + f'<p class="note">{escape(_comparison(plan, steps))}</p>'
+
+
+def _comparison(plan: RecordedPlan, steps: Sequence[StepMetrics]) -> str:
+    """What the table holds against what, in words."""
+    kind = ""
+    if plan.unclipped_seconds is not None:
+        kind = " that were clipped" if steps[-1].clipped else " that were not clipped"
+    note = f"Measured: the median of {planned_words(steps)}{kind}. Predicted: the plan that the run ended with. "
+    if not any(isclose(each, steps[-1].predicted_seconds) for each in (plan.step_seconds, plan.unclipped_seconds or 0)):
+        note += "It was made from these steps, which were predicted otherwise. "
+    return f"{note}Resources overlap, so their times add up to more than the step."
 
 
 def swap_table(plan: RecordedPlan) -> str:
@@ -90,11 +101,13 @@ def swap_table(plan: RecordedPlan) -> str:
         return ""
     head = "<th>operator</th><th>in</th><th>offloaded</th><th>saves</th><th>benefit</th>"
     rows = [_swap_row(each) for each in plan.swapped]
-    shown = _table(head, rows[:_SHOWN_OPERATORS])
+    shown = _table(head, rows[:_SHOWN_OPERATORS], kind="operators")
     if len(rows) <= _SHOWN_OPERATORS:
         return shown
     rest = _table(head, rows[_SHOWN_OPERATORS:])
-    return f"{shown}<details><summary>{len(rows) - _SHOWN_OPERATORS} more operators</summary>{rest}</details>"
+    return (
+        f"{shown}<details><summary>{counted(len(rows) - _SHOWN_OPERATORS, 'more operator')}</summary>{rest}</details>"
+    )
 
 
 def plan_facts(plan: RecordedPlan) -> list[tuple[str, str]]:
@@ -149,10 +162,10 @@ def wear_facts(report: RunReport) -> list[tuple[str, str]]:
         written = sum(each.nvme_written_bytes for each in steps)
         facts.append(("steps so far", f"{format_traffic(written)} written in {counted(len(steps), 'step')}"))
     if plan is not None:
-        facts.append(("a step", f"{format_traffic(plan.written_bytes)} written, as predicted"))
+        facts.append(("a step", f"{format_traffic(plan.written_bytes)} predicted"))
         if status.num_steps is not None:
             written = plan.written_bytes * status.num_steps
-            words = f"{format_traffic(written)} written, as predicted"
+            words = f"{format_traffic(written)} predicted"
             if report.endurance_tb:
                 words += f": {percent(written / 1e12 / report.endurance_tb)} of the drives' rated endurance"
             facts.append((f"all {status.num_steps} steps", words))
@@ -176,7 +189,9 @@ def machine_facts(report: RunReport) -> list[tuple[str, str]]:
         facts.append(("host", f"{counted(host.num_cores, 'core')}, {format_bytes(host.memory_bytes)} of RAM"))
     if report.facts is not None:
         facts.append(("software", report.facts.software))
-        facts.append(("started", report.facts.started))
+        resumed = report.facts.first_step
+        when = ("started", "") if not resumed else ("last resumed", f", after step {resumed}")
+        facts.append((when[0], report.facts.started + when[1]))
         data = f"{counted(report.facts.num_samples, 'sample')}, {format_count(report.facts.num_tokens)} tokens"
         facts.append(("data", data))
     return facts
@@ -200,9 +215,7 @@ def _time_row(name: str, predicted: float, measured: float, longest: float) -> s
 
 def _nvme_row(plan: RecordedPlan, steps: Sequence[StepMetrics]) -> str:
     """The prediction counts both directions together, the measurement each: no ratio follows."""
-    read, write = (
-        sum(each.busy_seconds[resource] for each in steps) / len(steps) for resource in ("nvme read", "nvme write")
-    )
+    read, write = _busy(steps, "nvme read"), _busy(steps, "nvme write")
     measured = ", ".join(
         f"{format_seconds(seconds) if seconds else 'no'} {name}" for seconds, name in ((read, "read"), (write, "write"))
     )
@@ -219,12 +232,13 @@ def _byte_row(name: str, predicted: int, measured: float) -> str:
 
 
 def _swap_row(each: SwappedOperator) -> str:
-    saves = format_flops(each.flops) if each.seconds is None else format_seconds(each.seconds)
-    benefit = f"{each.benefit:.0f} FLOP/B"
-    if each.seconds is not None and each.bytes:
-        benefit = f"{each.seconds / each.bytes * GIB:.3g} s/GiB"
-    cells = (counted(each.blocks, "layer"), format_bytes(each.bytes), saves, benefit)
-    return f"<tr><th>{escape(each.operator)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    cells = (counted(each.blocks, "layer"), format_bytes(each.bytes), *benefit(each))
+    return f"<tr><th>{_breakable(each.operator)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+
+
+def _breakable(name: str) -> str:
+    """A name that a narrow page breaks after a dot, a slash, a dash or an underscore, and nowhere else."""
+    return re.sub(r"([._/:-]+)", r"\1<wbr/>", escape(name))
 
 
 def _memory_row(name: str, num_bytes: int, limit: int, *, kind: str = "") -> str:
@@ -243,5 +257,11 @@ def _table(head: str, rows: Sequence[str], *, kind: str = "") -> str:
     )
 
 
-def _mean(steps: Sequence[StepMetrics], field: str) -> float:
-    return finite_mean(float(getattr(each, field)) for each in steps) or 0.0
+def _busy(steps: Sequence[StepMetrics], resource: Resource) -> float:
+    return _median(steps, lambda each: each.busy_seconds[resource])
+
+
+def _median(steps: Sequence[StepMetrics], value: Callable[[StepMetrics], float]) -> float:
+    """The median of the values that are finite; 0 if there are none."""
+    finite = [number for number in map(value, steps) if isfinite(number)]
+    return median(finite) if finite else 0.0

@@ -14,6 +14,7 @@ from ratel_cli.planning.prediction import Prediction, SwappedOperator
 from ratel_cli.planning.step_time import StageTime
 from ratel_cli.units import (
     GIB,
+    KIB,
     counted,
     format_bytes,
     format_count,
@@ -75,7 +76,7 @@ def swap_lines(prediction: Prediction) -> list[str]:
             each.operator,
             counted(each.blocks, "layer"),
             format_bytes(each.bytes),
-            *_benefit(each),
+            *benefit(each),
         )
         for each in prediction.swapped
     ]
@@ -94,6 +95,16 @@ def advice_lines(advices: Sequence[Advice]) -> list[str]:
     )
 
 
+def benefit(swapped: SwappedOperator) -> tuple[str, str]:
+    """What swapping saves, in all and by the byte: time if it was measured, else FLOPs."""
+    if swapped.seconds is None:
+        return format_flops(swapped.flops), f"{swapped.benefit:.0f} FLOP/B"
+    per_gib = swapped.seconds / max(1, swapped.bytes) * GIB
+    # Seconds have at most three digits before the point; tiny activations are worth more per byte.
+    by_byte = f"{format_seconds(per_gib)}/GiB" if per_gib < 99.5 else f"{format_seconds(per_gib / KIB)}/MiB"
+    return format_seconds(swapped.seconds), by_byte
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns two spaces apart: the first and the last to the left, numbers between them to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -105,13 +116,6 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
-
-
-def _benefit(swapped: SwappedOperator) -> tuple[str, str]:
-    """What swapping saves, in all and by the byte: time if it was measured, else FLOPs."""
-    if swapped.seconds is None:
-        return format_flops(swapped.flops), f"{swapped.benefit:.0f} FLOP/B"
-    return format_seconds(swapped.seconds), f"{swapped.seconds / swapped.bytes * GIB:.3g} s/GiB"
 
 
 def _estimate(prediction: Prediction) -> str:

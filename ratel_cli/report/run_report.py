@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from math import isfinite
+from statistics import median
 
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.step_time import RESOURCES, Resource
@@ -16,7 +17,7 @@ from ratel_cli.report.plan import RESOURCE_NAMES, percent
 from ratel_cli.report.recorded_plan import RecordedPlan
 from ratel_cli.report.status import RunStatus
 from ratel_cli.training.facts import RunFacts
-from ratel_cli.training.history import History, recent_rate, recent_seconds
+from ratel_cli.training.history import History
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.units import (
     counted,
@@ -66,6 +67,24 @@ class RunReport:
         """The steps without the first of the run, which is a warm-up, unless it is the only one."""
         return tuple(each for each in self.steps if each.step > 1) or self.steps
 
+    @property
+    def planned_steps(self) -> tuple[StepMetrics, ...]:
+        """The steps that are held against the plan: the last ones that were predicted alike, without a warm-up.
+
+        A plan may predict a step that is clipped otherwise than one that is not. Then they are those of the commoner
+        kind.
+        """
+        predicted: dict[bool, float] = {}
+        chosen: list[StepMetrics] = []
+        for each in reversed(self.typical_steps):
+            if predicted.setdefault(each.clipped, each.predicted_seconds) != each.predicted_seconds:
+                break
+            chosen.append(each)
+        if len(set(predicted.values())) > 1:
+            is_clipped = 2 * sum(each.clipped for each in chosen) >= len(chosen)
+            chosen = [each for each in chosen if each.clipped == is_clipped]
+        return tuple(reversed(chosen))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
@@ -104,9 +123,9 @@ def key_figures(report: RunReport) -> list[Figure]:
     steps = report.steps
     if not steps:
         return []
-    typical, last, status = report.typical_steps, steps[-1], report.status
-    seconds, rate = recent_seconds(steps), recent_rate(steps)
-    predicted = last.predicted_seconds
+    typical, planned, last, status = report.typical_steps, report.planned_steps, steps[-1], report.status
+    seconds, predicted = median(each.step_seconds for each in planned), planned[-1].predicted_seconds
+    rate = sum(each.tokens for each in planned) / sum(each.step_seconds for each in planned)
     of = "" if status.num_steps is None else f"of {status.num_steps}"
     figures = [
         Figure(name="steps", value=str(last.step), context=of),
@@ -121,12 +140,15 @@ def key_figures(report: RunReport) -> list[Figure]:
         )
     figures += [
         Figure(
-            name="speed", value=format_token_rate(rate or 0), context=f"{last.tflops_model:.3g} TFLOP/s of the model"
+            name="speed",
+            value=format_token_rate(rate),
+            context=f"{median(each.tflops_model for each in planned):.3g} TFLOP/s of the model",
         ),
         Figure(
             name="step time",
-            value=format_seconds(seconds or 0.0),
-            context=f"predicted {format_seconds(predicted)}" if isfinite(predicted) and predicted > 0 else "",
+            value=format_seconds(seconds),
+            context=f"median of {planned_words(planned)}"
+            + (f"; predicted {format_seconds(predicted)}" if isfinite(predicted) and predicted > 0 else ""),
         ),
         _stall_figure(typical),
         Figure(
@@ -138,6 +160,12 @@ def key_figures(report: RunReport) -> list[Figure]:
         _written_figure(report),
     ]
     return figures
+
+
+def planned_words(planned: Sequence[StepMetrics]) -> str:
+    """Which steps are held against the plan."""
+    first, last = planned[0].step, planned[-1].step
+    return f"steps {first} to {last}" if last > first else f"step {first}"
 
 
 def busy_shares(steps: Sequence[StepMetrics]) -> list[tuple[Resource, float, float]]:
@@ -186,7 +214,7 @@ def _stall_figure(steps: Sequence[StepMetrics]) -> Figure:
     shares = busy_shares(steps)
     stalled = sum(share for _, _, share in shares)
     cause, _, most = max(shares, key=lambda each: each[2], default=("compute", 0.0, 0.0))
-    context = f"mostly on {RESOURCE_NAMES[cause]}" if most > LEAST_SHARE else "of the step"
+    context = f"mostly on {RESOURCE_NAMES[cause]}; all steps" if most > LEAST_SHARE else "of all steps"
     return Figure(name="stalled", value=share_words(stalled), context=context)
 
 

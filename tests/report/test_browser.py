@@ -1,6 +1,6 @@
 """The report in a real browser, without a network, at the width of a desktop and of a phone, light and dark.
 
-The pictures stay in the temporary directory of a test that fails.
+The pictures stay in the temporary directory of a test that fails. `RATEL_KEEP_RECORDINGS` keeps all of them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.recordings import keep
 from tests.report.recorded import FACTS, steps
 from tests.report.test_page import SECTIONS, made_run, page_of, report
 
@@ -27,16 +28,25 @@ FLAGS = (
 DARK = ("--force-dark-mode", "--blink-settings=preferredColorScheme=0")
 WIDTHS = {"desktop": 1280, "tablet": 800, "phone": 390}
 HEIGHT = 4000
+OPERATORS = (
+    "self_attn.o_proj",
+    "self_attn/aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "mlp.shared_expert_gate_up_projection/aten._to_copy.default",
+)
+"""Two of them are long."""
 MEASURE = """<script>
 var svgs=[].filter.call(document.querySelectorAll('svg'),function(svg){return svg.getBoundingClientRect().width>0});
 var scales=svgs.map(function(svg){return svg.getBoundingClientRect().width/svg.viewBox.baseVal.width});
 var out=[].filter.call(document.querySelectorAll('main *'),function(each){var box=each.getBoundingClientRect();
 return box.width>0&&(box.right>innerWidth+1||box.left<-1)&&!each.closest('.scroll')});
 var scrolled=[].filter.call(document.querySelectorAll('.scroll'),function(e){return e.scrollWidth>e.clientWidth+1});
+var broken=[].concat.apply([],[].map.call(document.querySelectorAll('.operators th'),function(each){
+return[].filter.call(each.childNodes,function(part){var range=document.createRange();range.selectNodeContents(part);
+return range.getClientRects().length>1}).map(function(part){return part.textContent})}));
 svgs[0].dispatchEvent(new PointerEvent('pointermove',{clientX:innerWidth/2,clientY:0}));
 parent.postMessage(JSON.stringify({inner:innerWidth,wide:document.documentElement.scrollWidth,
 out:out.map(function(each){return each.outerHTML.slice(0,80)}),
-scrolled:scrolled.map(function(each){return each.scrollWidth+' of '+each.clientWidth}),charts:svgs.length,
+broken:broken,scrolled:scrolled.map(function(each){return each.scrollWidth+' of '+each.clientWidth}),charts:svgs.length,
 least:Math.min.apply(null,scales),most:Math.max.apply(null,scales),
 sections:[].map.call(document.querySelectorAll('section'),function(each){return each.id}),
 crosses:document.querySelectorAll('.cross').length,readout:document.getElementById('readout').textContent}),'*');
@@ -79,6 +89,12 @@ def place(tmp_path: Path, device: str) -> Path:
     """A directory with the report of a long run, in a frame of the device's width."""
     made = steps(600, eval_every=50)
     output = made_run(tmp_path, made, facts=replace(FACTS, num_steps=600), exported_step=600)
+    content = json.loads((output / "run" / "plan.json").read_text())
+    content["activations"]["swap_set"] = [
+        {"operator": name, "blocks": 32, "bytes": 1 << 30, "flops": 1 << 40, "seconds": 0.4, "benefit": 1024.0}
+        for name in OPERATORS
+    ]
+    (output / "run" / "plan.json").write_text(json.dumps(content))
     (tmp_path / "report.html").write_text(page_of(report(output)).replace("</body>", f"{MEASURE}</body>"))
     (tmp_path / "frame.html").write_text(FRAME.format(width=WIDTHS[device], height=HEIGHT))
     return tmp_path
@@ -92,7 +108,7 @@ def test_it_fits_the_screen(browser: str, place: Path, device: str) -> None:
     assert match is not None, document[-2000:]
     found = json.loads(unescape(match[1]))
     assert (found["inner"], found["wide"]) == (WIDTHS[device], WIDTHS[device])
-    assert (found["out"], found["scrolled"]) == ([], [])
+    assert (found["out"], found["scrolled"], found["broken"]) == ([], [], [])
     least = 0.6 if device == "tablet" else 0.9  # its wide charts have larger letters
     assert found["charts"] == 9 and least <= found["least"] and found["most"] <= 1.1
     assert found["sections"] == SECTIONS
@@ -113,5 +129,6 @@ def test_a_picture_of_it(browser: str, place: Path, device: str, theme: str) -> 
     picture = place / f"{device}-{theme}.png"
     size = f"--window-size={max(500, WIDTHS[device])},{HEIGHT}"
     run(browser, place, size, f"--screenshot={picture}", *(DARK if theme == "dark" else ()))
+    keep(f"report-{picture.name}", picture.read_bytes())
     assert picture.stat().st_size > 20_000
     assert (max(first_pixel(picture.read_bytes())) < 40) == (theme == "dark")

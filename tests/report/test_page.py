@@ -17,14 +17,17 @@ from ratel_cli.cli.app import main
 from ratel_cli.console import RunLog
 from ratel_cli.model.marker import MARKER_NAME
 from ratel_cli.report.page import page_of
-from ratel_cli.report.run_report import RunReport, state_words
+from ratel_cli.report.page_tables import predicted_table
+from ratel_cli.report.run_report import RunReport, key_figures, state_words
 from ratel_cli.report.status import STATES
 from ratel_cli.report.terminal import report_lines
 from ratel_cli.run.report import report_of
 from ratel_cli.run.run_directory import find_run
 from ratel_cli.training.metrics import StepMetrics
+from ratel_cli.units import format_seconds
 from tests.hardware.profiles import WITH_GPU
 from tests.report.recorded import FACTS, steps, write_metrics, write_run
+from tests.report.test_run import plan
 from tests.tiers import rotating
 
 SECTIONS = ["curves", "resources", "predicted", "plan", "memory", "wear", "machine", "config"]
@@ -40,6 +43,7 @@ class Page(HTMLParser):
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.texts: list[str] = []
         self._open: list[str] = []
+        self._joins = False
         self.feed(text)
         self.close()
         assert self._open == []
@@ -51,13 +55,17 @@ class Page(HTMLParser):
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
+        self._joins = tag == "wbr"
 
     def handle_endtag(self, tag: str) -> None:
         assert self._open.pop() == tag
 
     def handle_data(self, data: str) -> None:
         if self._open and self._open[-1] not in ("style", "script"):
+            if self._joins:  # a name that may be broken there
+                data = self.texts.pop() + data
             self.texts.append(data)
+        self._joins = False
 
     @property
     def text(self) -> str:
@@ -146,6 +154,61 @@ def test_the_settings_are_those_of_the_run(tmp_path: Path) -> None:
     assert "run/config.yaml cannot be read" in note
 
 
+def test_predicted_and_measured_go_together(tmp_path: Path) -> None:
+    """Steps of an earlier plan, which took otherwise, count nowhere: every figure is of the same steps."""
+    made = steps(30)
+    slow = plan()
+    predicted = slow.time.total
+    made = [
+        replace(
+            each,
+            clipped=True,
+            step_seconds=8.0 + 0.1 * (each.step % 3) if each.step > 10 else 2.0,
+            forward_seconds=3.0 + 0.1 * (each.step % 3) if each.step > 10 else 1.0,
+            backward_seconds=5.0 if each.step > 10 else 1.0,
+            predicted_seconds=predicted if each.step > 10 else 2.5,
+        )
+        for each in made
+    ]
+    found = report(made_run(tmp_path, made, made_plan=slow))
+    assert [each.step for each in found.planned_steps] == list(range(11, 31))
+    [step_time] = [each for each in key_figures(found) if each.name == "step time"]
+    assert step_time.value == "8.10 s" and step_time.context.startswith("median of steps 11 to 30; predicted ")
+    table = Page(predicted_table(found)).text.split("\n")
+    rows = {name: table[table.index(name) + 1 : table.index(name) + 3] for name in ("step", "forward")}
+    assert rows["step"] == [format_seconds(predicted), "8.10 s"] and rows["forward"][1] == "3.10 s"
+    assert any(
+        "the median of steps 11 to 30. Predicted: the plan that the run ended with. Res" in each for each in table
+    )
+    assert "8.10 s" in page_of(found)
+
+
+def test_clipped_and_unclipped_steps_are_not_mixed(tmp_path: Path) -> None:
+    made = [
+        replace(each, clipped=not each.step % 4, step_seconds=9.0 if not each.step % 4 else 5.0) for each in steps(20)
+    ]
+    made = [replace(each, predicted_seconds=8.0 if each.clipped else 4.0) for each in made]
+    found = report(made_run(tmp_path, made))
+    assert {each.clipped for each in found.planned_steps} == {False}
+    assert "that were not clipped" in Page(predicted_table(found)).text
+
+
+def test_the_words_of_the_tables(tmp_path: Path) -> None:
+    operators = [
+        {"operator": f"aten.op_{number}", "blocks": 1, "bytes": 1 << 10, "flops": 1, "seconds": 0.026, "benefit": 1.0}
+        for number in range(13)
+    ]
+    output = made_run(tmp_path, steps(3), facts=replace(FACTS, first_step=2))
+    path = output / "run" / "plan.json"
+    content = json.loads(path.read_text())
+    content["activations"]["swap_set"] = operators
+    path.write_text(json.dumps(content))
+    shown = page(output).text
+    assert "1 more operator\n" in shown and "26.6 s/MiB" in shown and "e+" not in shown
+    assert "last resumed" in shown and f"{FACTS.started}, after step 2" in shown
+    assert "waited for it" not in shown and "as predicted\n" not in shown
+
+
 def test_the_script_reads_the_steps_that_are_drawn(tmp_path: Path) -> None:
     for count in (1, 42, 4001):
         text = page_of(report(made_run(tmp_path / str(count), steps(count))))
@@ -160,12 +223,12 @@ def test_the_script_reads_the_steps_that_are_drawn(tmp_path: Path) -> None:
 def test_names_of_the_users_are_text(tmp_path: Path) -> None:
     hostile = "</script><script>alert(1)</script><b onload='x'>&amp;"
     output = made_run(tmp_path / "<i>&", steps(3), keys=f"chat_template_jinja: {json.dumps(hostile)}\n")
-    plan = json.loads((output / "run" / "plan.json").read_text())
-    plan["model"]["name"] = hostile
-    plan["activations"]["swap_set"] = [
+    content = json.loads((output / "run" / "plan.json").read_text())
+    content["model"]["name"] = hostile
+    content["activations"]["swap_set"] = [
         {"operator": hostile, "blocks": 1, "bytes": 1, "flops": 1, "seconds": None, "benefit": 1.0}
     ]
-    (output / "run" / "plan.json").write_text(json.dumps(plan))
+    (output / "run" / "plan.json").write_text(json.dumps(content))
     text = page_of(report(output))
     found = Page(text)
     assert len(list(found.every("script"))) == 2 and not list(found.every("i onload")) and hostile not in text
