@@ -347,7 +347,8 @@ MUTANTS = (
     Mutant("readers must write", "store/lock.py", "if not read_only or exc.errno not in _MAY_NOT_WRITE:", "if True:", "reading a run needs no permission to write", "e2e/test_elsewhere.py"),
     Mutant("runs below count", "run/status.py", "if not is_output_of_run(Path(name) / folder)", "if True", "a run does not count the files of a run below it", "run/test_status.py"),
     Mutant("any store is replaced", "run/store.py", 'if resume == "no" and not overwrite_store:', "if False:", "a store of other settings is replaced only if the user insists", "e2e/test_resume.py"),
-    Mutant("no nearest key", "config/aliases.py", "cutoff=0.6", "cutoff=0.99", "a mistyped key is recognised", "config/test_overrides.py"),
+    Mutant("names that only share words", "config/aliases.py", "similar = [each for each in similar if _differs_little(written, each)]", "similar = list(similar)", "a name is suggested if it is close without shared words", "config/test_rejections.py"),
+    Mutant("no nearest key", "config/aliases.py", "n=3, cutoff=0.6", "n=3, cutoff=0.99", "a mistyped key is recognised", "config/test_overrides.py"),
     Mutant("at least is more than", "config/messages.py", '("ge", "at least")', '("ge", "more than")', "a message says what a value must be", "config/test_hardware_file.py"),
 )
 # fmt: on
