@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -167,8 +168,38 @@ def in_memory(directory: Path) -> PreTrainedModel:
     return model
 
 
-def test_eval_stays_inside_limits(large: Path, rows: Path, one_thread: None) -> None:
-    model, wanted_logits, total = in_memory(large), [], 0.0
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, rows: Path) -> tuple[Path, Path]:
+    """The config of a run that has only its store, and what it had exported: the same weights as files."""
+    place = tmp_path_factory.mktemp("trained")
+    base, output, exported = save_large(place / "base", num_layers=24), place / "run", place / "exported"
+    add_tokenizer(base)
+    settings = {
+        "base_model": str(base),
+        "datasets": [{"path": str(rows), "type": "tokens"}],
+        "sequence_len": 128,
+        "max_steps": 1,
+        "learning_rate": 1e-3,
+        "device": "cpu",
+        "storage": {"paths": [str(place / "store")], "durability": "none"},
+        "output_dir": str(output),
+    }
+    config = place / "run.yaml"
+    config.write_text(json.dumps(settings))
+    ended = run("finetune", config)
+    assert ended.code == 0, ended.stderr
+    shutil.copytree(output, exported, ignore=shutil.ignore_patterns("run"))
+    for path in (*output.glob("*.safetensors"), *base.glob("*.safetensors")):
+        path.unlink()  # so that nothing but the store has the weights
+    return config, exported
+
+
+@pytest.mark.parametrize("is_run", [False, True], ids=["directory", "store"])
+def test_eval_stays_inside_limits(
+    large: Path, rows: Path, one_thread: None, is_run: bool, request: pytest.FixtureRequest
+) -> None:
+    named, weights = request.getfixturevalue("trained") if is_run else (large, large)
+    model, wanted_logits, total = in_memory(weights), [], 0.0
     for row in ROWS:
         ids = torch.tensor([row])
         with torch.no_grad():
@@ -177,8 +208,8 @@ def test_eval_stays_inside_limits(large: Path, rows: Path, one_thread: None) -> 
         wanted_logits.append(logits)
     wanted = total / sum(len(row) - 1 for row in ROWS)
     del model
-    arguments = ("eval", large, rows, "sample_packing=false", "device=cpu", "--json")
-    least_bytes = just_enough(*arguments, model_bytes=weights_bytes(large))
+    arguments = ("eval", named, rows, "sample_packing=false", "device=cpu", "--json")
+    least_bytes = just_enough(*arguments, model_bytes=weights_bytes(weights))
     for more_mib in MORE_MIB:
         limit_bytes = least_bytes + more_mib * MIB
         ended = run(*arguments, f"limits.host_memory={limit_bytes}")
@@ -188,20 +219,31 @@ def test_eval_stays_inside_limits(large: Path, rows: Path, one_thread: None) -> 
         assert_same_bits(ended.logits, wanted_logits)
 
 
+@pytest.mark.parametrize("is_run", [False, True], ids=["directory", "store"])
 @pytest.mark.parametrize("prompts", [[[5, 9, 200, 17], [7] * 30], [[5, 9, 200, 17]]], ids=["padded", "not padded"])
-def test_generate_stays_inside_limits(large: Path, one_thread: None, tmp_path: Path, prompts: list[list[int]]) -> None:
-    add_tokenizer(large)
+def test_generate_stays_inside_limits(
+    large: Path,
+    one_thread: None,
+    tmp_path: Path,
+    prompts: list[list[int]],
+    is_run: bool,
+    request: pytest.FixtureRequest,
+) -> None:
+    """And the greedy text is the same."""
+    if not is_run:
+        add_tokenizer(large)
+    named, weights = request.getfixturevalue("trained") if is_run else (large, large)
     width = max(map(len, prompts))
     (tmp_path / "prompts.txt").write_text("\n".join(" ".join(f"t{each}" for each in ids) for ids in prompts))
     ids = torch.tensor([[0] * (width - len(each)) + each for each in prompts])
     mask = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in prompts])
-    model, wanted_logits = in_memory(large), list[torch.Tensor]()
+    model, wanted_logits = in_memory(weights), list[torch.Tensor]()
     model.register_forward_hook(lambda module, arguments, output: wanted_logits.append(output.logits.clone()))
     wanted = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)  # type: ignore[operator]
     del model
     assert len(wanted_logits) == 8
-    arguments = ("generate", large, "--prompts", tmp_path / "prompts.txt", "--raw", "--max-new-tokens", 8, "--json")
-    least_bytes = just_enough(*arguments, "device=cpu", model_bytes=weights_bytes(large))
+    arguments = ("generate", named, "--prompts", tmp_path / "prompts.txt", "--raw", "--max-new-tokens", 8, "--json")
+    least_bytes = just_enough(*arguments, "device=cpu", model_bytes=weights_bytes(weights))
     for more_mib in MORE_MIB:
         limit_bytes = least_bytes + more_mib * MIB
         ended = run(*arguments, "device=cpu", f"limits.host_memory={limit_bytes}")
