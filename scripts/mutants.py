@@ -251,7 +251,7 @@ MUTANTS = (
     Mutant("wear is counted a step late", "training/wear_limit.py", "// self.slot_bytes - 1", "// self.slot_bytes", "a run never writes more than it may", "training/test_loop.py"),
     Mutant("every bad step is divergence", "training/divergence.py", "if not is_repeated:", "if False:", "a fault of the machine is no divergence", "training/test_divergence.py"),
     Mutant("a report replaces anything", "cli/report.py", "if os.path.lexists(target) and not overwrite and not is_report(target)", "if False", "a report replaces only a report", "report/test_page.py"),
-    Mutant("a report is not escaped", "report/page_tables.py", "<tr><th>{escape(each.operator)}</th>", "<tr><th>{each.operator}</th>", "text of files is text in the report", "report/test_page.py"),
+    Mutant("a report is not escaped", "report/page_tables.py", r'r"\1<wbr/>", escape(name))', r'r"\1<wbr/>", name)', "text of files is text in the report", "report/test_page.py"),
     Mutant("a report may load things", "report/page.py", "default-src 'none'; style-src", "default-src *; style-src", "a report loads nothing", "report/test_page.py"),
     Mutant("a cut log goes unsaid", "training/history.py", "is_cut_short=bool(rest.strip())", "is_cut_short=False", "a report says that the log is cut short", "training/test_history.py"),
     Mutant("status counts lost steps", "run/status.py", "if committed_step is not None and not is_training:", "if False:", "the step of a killed run is the committed one", "e2e/test_resume.py"),

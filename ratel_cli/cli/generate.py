@@ -17,6 +17,9 @@ from ratel_cli.errors import BadInput
 from ratel_cli.report.completions import completion_lines, completions_to_json, cost_line
 from ratel_cli.run.named_model import find_model
 
+_OPTIONS = {"temperature": "--temperature", "max_new_tokens": "--max-new-tokens", "step": "--step"}
+"""What people write as keys of the config, and is an option."""
+
 
 def run(
     path: Path,
@@ -38,8 +41,13 @@ def run(
     if prompts_file is None and not (prompt or "").strip():
         raise BadInput(
             "there is no prompt" if prompt is None else "the prompt is empty",
-            'write it behind the model: ratel generate DIR "..."; or name a file with --prompts',
+            'write it after the model: ratel generate DIR "..."; or name a file with --prompts',
         )
+    for override in overrides:
+        name, _, value = override.partition("=")
+        option = _OPTIONS.get(name.strip())
+        if option is not None:
+            raise BadInput(f"argument '{override}': this is no key of a config", f"write {option} {value.strip()}")
     log = RunLog()
     named = find_model(path, log, overrides)
     from ratel_cli.run.generate import GenerationRequest, generate

@@ -1,4 +1,4 @@
-"""`ratel init MODEL`: writes a config to begin with.
+"""`ratel init [MODEL]`: writes a config to begin with. Without a model, but with data, the model's place is kept.
 
 Invariants: a file that exists is not replaced unless the user insists; nothing heavy is imported before that is known.
 """
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ratel_cli.commands import command, name_run
+from ratel_cli.config.overrides import is_override
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.run.new_file import check_new, write_new
@@ -28,8 +29,11 @@ _NEXT = (
 def run(model: str | None, data: Sequence[str], output: Path, overrides: Sequence[str], *, overwrite: bool) -> None:
     """Write the config. Raises RatelError."""
     check_new(output, overwrite=overwrite)
-    if model is None:
-        raise _which_model()
+    if model is not None and is_override(model) and not os.path.isdir(model):
+        overrides, model = [model, *overrides], None
+    found = sorted(_models_here()) if model is None else []
+    if model is None and (not data or len(found) == 1) and not any(_names_model(each) for each in overrides):
+        raise _which_model(found)
     name_run(output)
     log = RunLog()
     from ratel_cli.run.init import starting_config
@@ -43,8 +47,11 @@ def run(model: str | None, data: Sequence[str], output: Path, overrides: Sequenc
         log.say(f"  {command(name, output).strip('`')}{' ' * (width - len(name))}  {words}")
 
 
-def _which_model() -> BadInput:
-    found = sorted(_models_here())
+def _names_model(override: str) -> bool:
+    return override.partition("=")[0].strip() == "base_model"
+
+
+def _which_model(found: Sequence[str]) -> BadInput:
     hint = "name a directory with config.json and safetensors files, or a hub id: ratel init Qwen/Qwen3-8B"
     if found:
         hint = f"found here: {', '.join(found[:_MOST_MODELS])}; or name a hub id such as Qwen/Qwen3-8B"

@@ -53,7 +53,9 @@ def _check(target: Path, *, overwrite: bool) -> None:
     """Raise BadInput unless the report may be written to `target`."""
     check_place(target)
     if os.path.lexists(target) and not overwrite and not is_report(target):
-        raise BadInput(f"{target} is there and is no report", "name another file, or replace it with --overwrite")
+        raise BadInput(
+            f"{target}: the file exists, and it is not a report", "name another file, or replace it with --overwrite"
+        )
 
 
 def _write(target: Path, text: str, *, of_run: Path | None) -> None:

@@ -108,16 +108,19 @@ def _first_sentence(meaning: str) -> str:
 def _closest(key: str) -> str | None:
     """A hint with the keys that may be meant: with a similar name in this section, with this name in others, or else.
 
-    None if no key is close.
+    Else: with a name like it, or with a word of their names like it. None if no key is close.
     """
     keys, last = all_keys(), _last(key)
     close = get_close_matches(key, keys, n=_MOST_CLOSE, cutoff=0.8)
     close += [each for each in keys if _last(each) == last]
     if not close:
+        words = {word for each in keys for word in _last(each).split("_")}
+        word = last if last in words else next(iter(get_close_matches(last, sorted(words), n=1, cutoff=0.8)), None)
         names = get_close_matches(last, sorted({_last(each) for each in keys}), n=1, cutoff=0.7)
-        close = [each for each in keys if _last(each) in names]
-    words = [f"`{each}`" for each in dict.fromkeys(close)][:_MOST_CLOSE]
-    return f"did you mean {' or '.join(words)}?" if words else None
+        close = [each for each in keys if word in _last(each).split("_") or _last(each) in names]
+        close = [each for each in close if each.removesuffix(_last(each)) == key.removesuffix(last)] or close
+    meant = [f"`{each}`" for each in dict.fromkeys(close)][:_MOST_CLOSE]
+    return f"did you mean {' or '.join(meant)}?" if meant else None
 
 
 def _last(key: str) -> str:
@@ -223,3 +226,12 @@ def describe_value(value: object) -> str:
         mantissa, _, exponent = f"{value:g}".partition("e")
         return f"{mantissa}e{int(exponent)}" if exponent else str(value)
     return str(value)
+
+
+def changed_value(value: object) -> str:
+    """A value of a key, to be compared with another one: whole numbers without a point."""
+    if value is None:
+        return "not set"
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return describe_value(value) if isinstance(value, float) else str(value)

@@ -43,6 +43,7 @@ from ratel_cli.units import counted, format_bytes, format_count, format_seconds,
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 _PLACEHOLDER = "train.jsonl"
+_MODEL_PLACEHOLDER = "OWNER/NAME"
 _LEAST_LENGTH, _GREATEST_LENGTH = 512, 4096
 _SPLIT_LENGTH = 2048
 """The sequence length for plain texts, which are split."""
@@ -71,17 +72,26 @@ class _Model:
     spec: ModelSpec
 
 
-def starting_config(model: str, data: Sequence[str], output: Path, overrides: Sequence[str], log: RunLog) -> Start:
-    """A config to begin with, for the file `output`. Raises BadInput for a model or data that cannot be used."""
+def starting_config(
+    model: str | None, data: Sequence[str], output: Path, overrides: Sequence[str], log: RunLog
+) -> Start:
+    """A config to begin with, for the file `output`. Raises BadInput for a model or data that cannot be used.
+
+    Without a model its place is a commented line.
+    """
     silence_transformers()
     datasets: list[Plain] = [{"path": path} for path in data or [_PLACEHOLDER]]
-    text = StartingText(output, overrides, {"base_model": model, "datasets": datasets})
+    text = StartingText(output, overrides, {"base_model": model or _MODEL_PLACEHOLDER, "datasets": datasets})
+    is_open = model is None and "base_model" not in text.given
+    if is_open:
+        text.choose("base_model", _MODEL_PLACEHOLDER, "remove the #, and name a directory or a hub id")
     if not gpu_names():
         text.choose("dtype", "float32", "fastest on most CPUs; for a GPU remove it (bfloat16)")
     text.choose("output_dir", str(_new_directory(Path("outputs") / output.stem)))
-    found = _look_at_model(text.config, log)
+    found = None if is_open else _look_at_model(text.config, log)
     sketches = [] if found is None else _look_at_data(text, data, found, log)
-    rows = [("model", model if found is None else _model_words(found))]
+    missing = f"not given; put it where {output} has {_MODEL_PLACEHOLDER}" if is_open else text.config.base_model
+    rows = [("model", missing or "" if found is None else _model_words(found))]
     rows += [("data", f"{sketch.described}; {_rows_words(sketch)}") for sketch in sketches]
     if not data:
         rows.append(("data", f"not given; put its path where {output} has {_PLACEHOLDER}"))
@@ -91,7 +101,10 @@ def starting_config(model: str, data: Sequence[str], output: Path, overrides: Se
     _choose_epochs(text, sketches)
     rows.append(("plan", _choose_step(text, found, sketches, log)))
     text.choose("learning_rate", 1e-5, "usual for a whole model: 5e-6 to 2e-5")
-    return Start(text=text.text(), rows=tuple(rows))
+    written = text.text()
+    if is_open:
+        written = written.replace(f"\nbase_model: {_MODEL_PLACEHOLDER}", f"\n# base_model: {_MODEL_PLACEHOLDER}", 1)
+    return Start(text=written, rows=tuple(rows))
 
 
 def _new_directory(wanted: Path) -> Path:

@@ -21,6 +21,7 @@ import transformers
 from transformers import PretrainedConfig
 
 from ratel_cli import _native
+from ratel_cli.config.describe import changed_value
 from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import DatasetConfig, RunConfig
 from ratel_cli.console import RunLog
@@ -308,7 +309,7 @@ def changed_settings(config: RunConfig, started_with: Path) -> list[str]:
         old["tokens_per_step"] = before.sequences_per_step * before.sequence_len
     # A store of an earlier version belongs to a run of one length.
     found = [key for key in keys if old[key] != new[key]] or [key for key in DECIDES_THE_LENGTH if old[key] != new[key]]
-    return [f"{key} was {old[key]}, is now {new[key]}" for key in found]
+    return [f"{key} was {changed_value(old[key])}, is now {changed_value(new[key])}" for key in found]
 
 
 def read_fitting_tokenizer(config: RunConfig, base: Base, log: RunLog) -> Tokenizer:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from ratel_cli.config.describe import changed_value
 from ratel_cli.config.load import load_config
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.errors import BadInput, RatelError
@@ -103,4 +104,8 @@ def _before(config: RunConfig) -> RunConfig | None:
 def _changes(before: RunConfig, config: RunConfig) -> str:
     """The keys of the length that differ, each with both values; empty if none does."""
     old, new = (each.model_dump(mode="json", include=set(DECIDES_THE_LENGTH)) for each in (before, config))
-    return ", ".join(f"{key} was {old[key]}, is now {new[key]}" for key in DECIDES_THE_LENGTH if old[key] != new[key])
+    return ", ".join(
+        f"{key} was {changed_value(old[key])}, is now {changed_value(new[key])}"
+        for key in DECIDES_THE_LENGTH
+        if old[key] != new[key]
+    )

@@ -215,11 +215,12 @@ def reject_lost_store(config: RunConfig, place: str) -> None:
         found = f"{directory} holds the records of a run"
     else:
         return
+    restore = "`ratel restore CONFIG` brings a store back from its snapshot; "
     raise BadInput(
         f"{found}, but its store is gone: there is none in {place}",
-        "choose another output_dir to train from the beginning; `ratel restore CONFIG` brings a store back from its "
-        "snapshot; "
-        "--resume no starts over here, and replaces what the run has left",
+        "choose another output_dir to train from the beginning; "
+        + (restore if config.storage.snapshot is not None else "")
+        + "--resume no starts over here, and replaces what the run has left",
     )
 
 

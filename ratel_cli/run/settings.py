@@ -158,6 +158,8 @@ def store_hint(config: RunConfig) -> str:
         where = "connect the drive that it is on"
     else:
         where = "use the directory where the run was started, since relative paths in a config begin there"
+    if config.storage.snapshot is None:
+        return where
     return f"{where}; or restore a lost store from its snapshot with `ratel restore CONFIG`"
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ratel_cli.commands import command
+from ratel_cli.config.aliases import ALIASES
 from ratel_cli.config.describe import describe_value
 from ratel_cli.config.json_schema import editor_line
 from ratel_cli.config.load import Reading, dump, examine_text
@@ -81,7 +82,7 @@ class StartingText:
     def _entry(self, key: str, value: Plain) -> list[str]:
         """The lines of a key: its comment stands behind it, or above it if there are several lines."""
         shown = f"{key}: {describe_value(value)}" if isinstance(value, float) else dump({key: value}).rstrip("\n")
-        first, *more = shown.split("\n")
+        first, *more = (self._as_given(line) for line in shown.split("\n")) if key in self.given else shown.split("\n")
         comment = "" if key in self.given else self._comments.get(key, "")
         if not comment:
             return [first, *more]
@@ -89,7 +90,25 @@ class StartingText:
             return [f"# {comment}", first, *more]
         return [f"{first:<{_COMMENT_COLUMN}}# {comment}" if len(first) < _COMMENT_COLUMN else f"{first}  # {comment}"]
 
+    def _as_given(self, line: str) -> str:
+        """The line, with its number as the user has written it: `1e-3` does not become 0.001."""
+        start, _, written = line.rpartition(": ")
+        name = start.strip(" -")
+        for override in self._overrides:
+            key, _, given = override.partition("=")
+            last = key.strip().rpartition(".")[2]
+            if name in (last, *(aliases.get(last) for aliases in ALIASES.values())) and _is_same_number(given, written):
+                return f"{start}: {given.strip()}"
+        return line
+
     def _read(self) -> Reading:
         reading = examine_text(dump(self._values), self._path, self._overrides)
         raise_all(list(reading.findings))
         return reading
+
+
+def _is_same_number(text: str, other: str) -> bool:
+    try:
+        return float(text) == float(other)
+    except ValueError:
+        return False

@@ -8,7 +8,7 @@ import pytest
 
 from ratel_cli.cli.app import main
 from ratel_cli.config.aliases import ALIASES, SECTIONS
-from ratel_cli.config.describe import all_keys, explain, explain_json
+from ratel_cli.config.describe import all_keys, changed_value, explain, explain_json
 from ratel_cli.config.foreign import FOREIGN
 
 
@@ -95,6 +95,8 @@ def test_every_key_is_explained() -> None:
         ("learning_rat", "did you mean `learning_rate`?"),
         ("durability", "did you mean `storage.durability`?"),
         ("zzz", "docs/config.md has all keys"),
+        ("warmup", "did you mean `warmup_steps` or `warmup_ratio`?"),
+        ("wramup", "did you mean `warmup_steps` or `warmup_ratio`?"),
         ("path", "did you mean `datasets.path` or `storage.snapshot.path`?"),
         ("durabilty", "did you mean `storage.durability`?"),
         ("storage.path", "did you mean `storage.paths` or `datasets.path` or `storage.snapshot.path`?"),
@@ -106,3 +108,11 @@ def test_every_key_is_explained() -> None:
 def test_a_name_that_nobody_knows(key: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", key]) == 2
     assert capsys.readouterr().err.endswith(f"hint: {hint}\n")
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(16.0, "16"), (0.5, "0.5"), (2e-5, "2e-5"), (None, "not set"), (True, "True"), (4, "4")]
+)
+def test_values_that_are_compared(value: object, words: str) -> None:
+    """As in `num_epochs was 16, is now 8`."""
+    assert changed_value(value) == words

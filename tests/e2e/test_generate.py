@@ -139,6 +139,10 @@ def test_blocks_stay_in_memory_if_they_fit(base: Path) -> None:
 
 def test_wrong_prompts(base: Path, tmp_path: Path) -> None:
     assert_rejected(ratel("generate", base), 2, "there is no prompt")
+    assert "write it after the model" in ratel("generate", base).stderr
+    ended = ratel("generate", base, "a prompt", "temperature=0.7")
+    assert_rejected(ended, 2, "'temperature=0.7': this is no key of a config")
+    assert "hint: write --temperature 0.7" in ended.stderr
     assert_rejected(ratel("generate", base, " \n"), 2, "the prompt is empty")
     assert_rejected(ratel("generate", base, "--prompts", tmp_path / "none.txt"), 2, "none.txt: cannot be read")
     (tmp_path / "empty.txt").write_text("\n \n")

@@ -146,7 +146,29 @@ def test_without_a_model_those_here_are_named(base: Path) -> None:
     ended = init()
     assert_rejected(ended, 2, "which model?")
     assert "hint: found here: models/small; or name a hub id" in ended.stderr
+    assert_rejected(init("--data", "d.jsonl"), 2, "which model?")
     assert not Path("run.yaml").exists()
+
+
+def test_with_data_the_place_of_the_model_is_kept(base: Path, rows: Path) -> None:
+    ended = init("--data", str(rows), "-o", "my.yaml")
+    assert ended.code == 0 and "put it where my.yaml has OWNER/NAME" in ended.stderr, ended.stderr
+    lines = Path("my.yaml").read_text().splitlines()
+    [place] = [line for line in lines if "base_model" in line]
+    assert place.startswith("# base_model: OWNER/NAME ")
+    checked = ratel("check", "my.yaml")
+    assert_rejected(checked, 2, "`base_model` is missing")
+    Path("my.yaml").write_text("\n".join(lines).replace("# base_model: OWNER/NAME", f"base_model: {base}"))
+    assert ratel("check", "my.yaml").code == 0
+    assert init("--data", str(rows), "-o", "other.yaml", f"base_model={base}").code == 0
+    assert f"base_model: {base}" in Path("other.yaml").read_text()
+
+
+def test_numbers_stand_as_they_are_given(base: Path, rows: Path) -> None:
+    ended = init(str(base), "--data", str(rows), "lr=1e-3", "num_epochs=16", "storage.max_tb_written=0.50")
+    assert ended.code == 0, ended.stderr
+    lines = Path("run.yaml").read_text().splitlines()
+    assert {"learning_rate: 1e-3", "num_epochs: 16", "  max_tb_written: 0.50"} <= set(lines)
 
 
 def test_files_that_exist_stay(base: Path, rows: Path) -> None:

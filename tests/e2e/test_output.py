@@ -173,6 +173,7 @@ def test_a_run_whose_store_is_gone_is_not_begun_again(make_config: MakeConfig) -
     for arguments in ((), ("--dry-run",)):
         ended = finetune(config, *arguments)
         assert_rejected(ended, 2, "holds step 2 of the run out", "its store is gone", str(store_of(config).parent))
+        assert "restore" not in ended.stderr, "it has no snapshot"
         assert "choose another output_dir" in ended.stderr
         assert tree(output_of(config)) == before
     weights = exported(config)

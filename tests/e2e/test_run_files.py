@@ -32,7 +32,7 @@ def test_files_of_the_users_with_names_of_a_run(make_config: MakeConfig) -> None
     succeed(config, "max_steps=2")  # such a run has no trace
     before = plant(output, "rejects.jsonl", "origin.json", "report.html")
     assert_rejected(finetune(config, "max_steps=3"), 2, "rejects.jsonl would be replaced")
-    assert_rejected(ratel("report", config), 2, "report.html is there and is no report")
+    assert_rejected(ratel("report", config), 2, "report.html: the file exists, and it is not a report")
     assert tree(output) == before
     assert ratel("clean", config, "--yes").code == 0
     after = tree(output)

@@ -296,7 +296,7 @@ def test_a_file_of_the_users_stays(tmp_path: Path, capsys: pytest.CaptureFixture
     notes = tmp_path / "notes.html"
     notes.write_text("mine")
     assert main(["report", str(output), "-o", str(notes)]) == 2
-    assert "is no report" in capsys.readouterr().err and notes.read_text() == "mine"
+    assert "it is not a report" in capsys.readouterr().err and notes.read_text() == "mine"
     assert main(["report", str(output), "-o", str(notes), "--overwrite"]) == 0
     assert notes.read_text() != "mine"
     for wrong in (tmp_path, tmp_path / "no" / "where.html", notes / "x", Path("/proc/none/x.html")):
