@@ -56,7 +56,7 @@ def is_of_other_run(config: RunConfig, directory: Path, record: RunRecord) -> bo
     if theirs is None or store_id is None:
         return True
     snapshot = theirs.storage.snapshot
-    places = {os.path.realpath(path) for path in (theirs.storage.paths[0], *((snapshot.path,) if snapshot else ()))}
+    places = {os.path.realpath(path) for path in (*theirs.storage.paths, *((snapshot.path,) if snapshot else ()))}
     return os.path.realpath(directory) in places or store_id not in map(stored_id, map(Path, places))
 
 

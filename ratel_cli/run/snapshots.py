@@ -1,8 +1,8 @@
 """The snapshot of a run: found, checked for space, created, and handed to the thread that copies to it.
 
 Invariants: a snapshot of another run is overwritten only if the user insists, also where both runs have the same
-settings; one whose run has lost its store, only if the run starts over. A device that is too small is reported before
-anything is written.
+settings, and its store never; one whose run has lost its store, only if the run starts over. A device that is too
+small is reported before anything is written.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ratel_cli.model.spec import ModelSpec
 from ratel_cli.report.run import snapshot_line
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.output import is_of_other_run
+from ratel_cli.run.run_directory import recorded_config
 from ratel_cli.run.settings import SNAPSHOT_SLOTS, SnapshotSpace, place_of
 from ratel_cli.run.store import describe_store, prepare_store, reject_replacing
 from ratel_cli.store.layout import Geometry
@@ -45,10 +46,9 @@ def find_snapshot(
             "losing it would lose both the store and the snapshot",
             "set storage.snapshot.path to a directory on another device",
         )
-    if not overwrite_store:
-        _reject_other_run(config, wanted.path)
-        if resume == "no":
-            reject_replacing(config, [wanted.path], identity)
+    _reject_other_run(config, wanted.path, overwrite_store=overwrite_store)
+    if resume == "no" and not overwrite_store:
+        reject_replacing(config, [wanted.path], identity)
     if resume == "no" or not Store.exists([wanted.path]):
         return None
     if not has_store:
@@ -129,10 +129,21 @@ def start_snapshots(
     )
 
 
-def _reject_other_run(config: RunConfig, path: Path) -> None:
-    """Raise BadInput if the snapshot there is that of another run. Without a record, the store's identity decides."""
+def _reject_other_run(config: RunConfig, path: Path, *, overwrite_store: bool) -> None:
+    """Raise BadInput if there is a snapshot of another run, or its store, which no `overwrite_store` replaces.
+
+    Without a record, the store's identity decides.
+    """
     record = read_record(path) if Store.exists([path]) else None
     if record is None or not is_of_other_run(config, path, record):
+        return
+    theirs = recorded_config(Path(record.run))
+    if theirs is not None and os.path.realpath(path) in map(os.path.realpath, theirs.storage.paths):
+        raise BadInput(
+            f"storage.snapshot.path: {path} holds {describe_store(config, [path])}, which the snapshot would replace",
+            "set storage.snapshot.path to a directory that only this run uses",
+        )
+    if overwrite_store:
         return
     raise BadInput(
         f"storage.snapshot.path: {path} holds {describe_store(config, [path], what='snapshot')}",

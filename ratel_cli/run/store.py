@@ -68,7 +68,7 @@ def find_store(
         try:
             store = context.open_store(paths, identity=identity)
         except StoreMismatch as error:
-            explained = _explained(error, config)
+            explained = _explained(config, paths, error.fields)
             if explained is None:
                 raise
             raise explained from error
@@ -121,12 +121,11 @@ def reject_replacing(config: RunConfig, paths: Sequence[Path], identity: StoreId
         return
     there = config.storage.model_copy(update={"paths": tuple(paths)})
     recorded = as_recorded(config.model_copy(update={"storage": there}))
-    is_planned = config.is_split_planned or config.is_chunk_planned
     is_same = stored.config_hash in (settings_hash(recorded), earlier_hash(recorded)) and (
         (stored.model_hash, stored.seed) == (identity.model_hash, identity.seed)
     )
-    if not is_same or not (is_planned or stored.data_hash == identity.data_hash):
-        raise BadInput(
+    if not is_same or not (config.is_split_planned or stored.data_hash == identity.data_hash):
+        raise _explained(config, paths, ("data_hash",) if is_same else ()) or BadInput(
             f"{', '.join(map(str, paths))} holds {describe_store(config, paths)}, which has other settings or data",
             REPLACE_STORE,
         )
@@ -152,17 +151,20 @@ def describe_store(config: RunConfig, paths: Sequence[Path], *, what: str = "sto
     return f"the {what} of the run {name}" + (f" ({', '.join(facts)})" if facts else "")
 
 
-def _explained(error: StoreMismatch, config: RunConfig) -> BadInput | None:
-    """The error that names what changed since the run began; None if that is not known."""
+def _explained(config: RunConfig, paths: Sequence[Path], fields: Sequence[str]) -> BadInput | None:
+    """The error that names what changed since the run with the store in `paths` began; None if that is not known.
+
+    `fields` of the store's identity differ.
+    """
     changed = changed_settings(config, run_directory(config.output_dir) / CONFIG_NAME)
     if changed:
         return BadInput(
-            f"{place_of(config)} holds {describe_store(config, config.storage.paths)}, which has other settings: "
+            f"{', '.join(map(str, paths))} holds {describe_store(config, paths)}, which has other settings: "
             f"{'; '.join(changed)}",
             f"{_for_a_new_run(config, changed)}; set them back to resume that one; or replace that store with "
             "--resume no --overwrite-store",
         )
-    if error.fields == ("data_hash",):
+    if tuple(fields) == ("data_hash",):
         sources = ", ".join(dataset.path for dataset in config.datasets)
         return BadInput(
             f"the training data changed since this run began ({sources})",

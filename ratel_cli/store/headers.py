@@ -138,6 +138,16 @@ def check_first(headers: Sequence[Header]) -> None:
         raise BadInput(_misplaced(headers[0].path, found.file_index, 0), _ORDER_HINT)
 
 
+def check_ours(headers: Sequence[Header]) -> None:
+    """Raise BadInput if nothing in a file's header is Ratel's: a file of the user's has that name."""
+    for header in headers:
+        if header.is_foreign and header.identification is None:
+            raise BadInput(
+                f"{header.path} is not a data file of Ratel, or its first pages are damaged",
+                "move the file away, so that a store can be made there; or set storage.paths to another directory",
+            )
+
+
 def erase_headers(fds: Sequence[int], headers: Sequence[Header], page: memoryview, barrier: Barrier) -> None:
     """Erase the headers, in an order that never shows a damaged store or half a store. In phases:
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ratel_cli.errors import BadInput, IntegrityFailure, RatelError
 from ratel_cli.io.files import use_direct_io
-from ratel_cli.store.headers import check_first, check_membership, read_header
+from ratel_cli.store.headers import check_first, check_membership, check_ours, read_header
 from ratel_cli.store.layout import NUM_MANIFESTS
 from ratel_cli.store.lock import DATA_FILE_NAME, StoreLock
 from ratel_cli.store.manifest import Manifest, StoreIdentity, choose_manifest
@@ -75,6 +75,7 @@ def open_files(
     try:
         headers = [read_header(path) for path in lock.paths]
         check_first(headers)
+        check_ours(headers)
         manifest, is_damaged = choose_manifest(headers[0].manifest_pages)
         if manifest is None:
             raise BadInput(

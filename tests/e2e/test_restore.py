@@ -278,6 +278,24 @@ def test_a_snapshot_of_another_run_is_not_overwritten(copied: Path, make_config:
     assert_rejected(finetune(copied, "max_steps=5"), 2, "holds the snapshot of the run out")
 
 
+def test_a_snapshot_never_replaces_the_store_of_another_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    """Nor the file on any of its drives, not even if the user insists."""
+    drives = [str(tmp_path / "a"), str(tmp_path / "b")]
+    theirs = make_config("theirs", max_steps=1, storage={"engine": "threads", "paths": drives})
+    succeed(theirs)
+    files = sorted(tmp_path.glob("[ab]/*.store/ratel.store"))
+    before = [file_hash(file) for file in files]
+    assert len(files) == 2
+    for file in files:
+        storage = {"engine": "threads", "snapshot": {"path": str(file.parent), "every": 1}}
+        other = make_config("other", max_steps=1, storage=storage)
+        for arguments in ([], ["--resume", "no"], ["--resume", "no", "--overwrite-store"]):
+            ended = finetune(other, *arguments)
+            assert_rejected(ended, 2, f"storage.snapshot.path: {file.parent} holds the store of the run out (")
+            assert "hint: set storage.snapshot.path to a directory that only this run uses" in ended.stderr
+    assert [file_hash(file) for file in files] == before
+
+
 def test_a_snapshot_without_a_record_belongs_to_the_run_with_its_settings(
     copied: Path, make_config: MakeConfig
 ) -> None:

@@ -28,6 +28,7 @@ from tests.e2e.runs import (
     wait_for_step,
     wait_until,
     write_config,
+    write_rows,
 )
 from tests.tiers import rotating, sample
 
@@ -162,13 +163,43 @@ def test_starting_over(make_config: MakeConfig, plain_run: Path) -> None:
         "), which has other settings: seed was 7, is now 42",
     )  # fmt: skip
     assert "hint: set another output_dir for a new run" in ended.stderr
-    ended = finetune(config, "--resume", "no")
-    assert_rejected(ended, 2, "holds the store of the run out (step 4, made ", "which has other settings or data")
+    ended = finetune(config, "--resume", "no", "learning_rate=0.02")
+    assert_rejected(
+        ended, 2, f"{store_of(config).parent} holds the store of the run out (step 4, made ",
+        "), which has other settings: learning_rate was 0.01, is now 0.02; seed was 7, is now 42",
+    )  # fmt: skip
+    assert f"which --from {output_of(config)} starts from this one's state" in ended.stderr
     assert "replace that store with --resume no --overwrite-store" in ended.stderr
     assert_rejected(finetune(config, "--overwrite-store"), 2, "it belongs to --resume no")
     assert file_hash(store_of(config)) == before
     succeed(config, "--resume", "no", "--overwrite-store")
     assert_same_result(config, plain_run)
+
+
+def test_starting_over_with_other_data(make_config: MakeConfig, tmp_path: Path) -> None:
+    config = make_config(max_steps=1)
+    succeed(config)
+    other = write_rows(tmp_path / "other.jsonl")
+    other.write_text(other.read_text().replace("odd", "even"))
+    changed = f"datasets=[{{path: {other}, type: completion}}]"
+    for arguments in ((), ("--resume", "no")):
+        ended = finetune(config, changed, *arguments)
+        assert_rejected(ended, 2, "the training data changed since this run began", str(other))
+        assert f"--from {output_of(config)}" in ended.stderr
+
+
+def test_a_file_of_the_users_where_the_store_would_be(make_config: MakeConfig) -> None:
+    """The hint works."""
+    config = make_config(max_steps=1)
+    for text in ("mine", "mine" * 5000):
+        store_of(config).parent.mkdir(exist_ok=True)
+        store_of(config).write_text(text)
+        ended = finetune(config)
+        assert_rejected(ended, 2, f"{store_of(config)} is not a data file of Ratel")
+        assert "hint: move the file away, so that a store can be made there" in ended.stderr
+        assert store_of(config).read_text() == text
+    store_of(config).rename(store_of(config).with_name("moved"))
+    succeed(config)
 
 
 def test_going_back_without_a_store(make_config: MakeConfig) -> None:
