@@ -19,6 +19,7 @@ from ratel_cli.engine.device.device import Device, HostDevice
 from ratel_cli.engine.device.gpu import GpuDevice
 from ratel_cli.engine.host_weights import ResidentWeights
 from ratel_cli.engine.optimizer.adamw import AdamWSettings, GroupAdamW
+from ratel_cli.engine.optimizer.gradient_sums import GradientSums
 from ratel_cli.engine.optimizer.groups import GroupWork
 from ratel_cli.engine.optimizer.host_sums import SumThread
 from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
@@ -136,13 +137,10 @@ class EngineParts(Closing):
             reader,
             self._updates,
             ActivationOffloader(self._pool, self._activations, placement, device=device, timeline=timeline),
+            GradientSums(self._pool, device, self._sums, placement, gradient_dtype=gradient_dtype),
             self._sums,
             swapped=placement.swapped,
-            gradient_dtype=gradient_dtype,
-            leaving_bytes=placement.gpu_leaving_bytes,
             most_rows=placement.gpu_embedding_rows,
-            holds_sums=device.is_host or placement.gpu_holds_sums,
-            holds_tied=device.is_host or placement.gpu_holds_tied,
             seed=settings.seed,
             device=device,
             chunk_tokens=settings.chunk_tokens,

@@ -64,6 +64,7 @@ class StepState:
         self.rows = rows
         """What is used of the embedding's matrix to look up tokens; None: all of it."""
         self.loss_scale = loss_scale
+        self.gradient_scale = 1.0 / loss_scale
         self.num_targets = sum(batch.num_targets for batch in batches)
         self.calls: list[tuple[LayerCall, ...]] = []
         """For each micro-batch: the arguments of every layer apart from its input."""

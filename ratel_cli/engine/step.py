@@ -36,8 +36,10 @@ from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.embedding_rows import EmbeddingRows
 from ratel_cli.engine.loss import loss_and_gradients, loss_only
 from ratel_cli.engine.optimizer.adamw import AdamWUpdate
+from ratel_cli.engine.optimizer.gradient_sums import GradientSums
 from ratel_cli.engine.optimizer.gradients import GradientSum, adding_to, taken_gradient
-from ratel_cli.engine.optimizer.host_sums import HostSums, SumThread
+from ratel_cli.engine.optimizer.host_sums import SumThread
+from ratel_cli.engine.optimizer.host_tied_sum import HostTiedSum
 from ratel_cli.engine.optimizer.tied_sum import TiedSum
 from ratel_cli.engine.optimizer.update import Updates
 from ratel_cli.engine.replay.recording import StepRecording
@@ -50,7 +52,6 @@ from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.layer_runner import last_hidden_state
 from ratel_cli.model.spec import BlockSpec
 from ratel_cli.planning.activations import tokens_per_chunk
-from ratel_cli.planning.gpu_memory import least_leaving_bytes
 from ratel_cli.planning.placement import Stage, block_schedule
 
 
@@ -64,24 +65,18 @@ class StepEngine(Closing):
         reader: WeightReader,
         updates: Updates,
         activations: ActivationOffloader,
+        gradient_sums: GradientSums,
         sums: SumThread,
         *,
         swapped: Mapping[int, frozenset[str]],
-        gradient_dtype: torch.dtype,
         seed: int,
         device: Device,
-        leaving_bytes: int,
         most_rows: int | None,
-        holds_sums: bool,
-        holds_tied: bool,
         chunk_tokens: int | None,
         check_stop: Callable[[], None],
     ) -> None:
-        """`swapped`: by block, the keys of the operators whose outputs are offloaded. `leaving_bytes`: GPU memory for
-        gradients that are being downloaded, if that is more than they need. `most_rows`: a GPU gets rows instead of the
-        embedding's matrix, if a step has no more tokens than this. `holds_sums`: the sums of a layer's gradients over
-        micro-batches are on the device. `holds_tied`: a tied head's gradient is on the device until the embedding's is
-        there. Others as in engine/build.py."""
+        """`swapped`: by block, the keys of the operators whose outputs are offloaded. `most_rows`: a GPU gets rows
+        instead of the embedding's matrix, if a step has no more tokens than this. Others as in engine/build.py."""
         self._model = model
         self._layer_runner = model.layer_runner
         self._pool = pool
@@ -89,14 +84,11 @@ class StepEngine(Closing):
         self._updates = updates
         self._activations = activations
         self._swapped = swapped
-        self._gradient_dtype = gradient_dtype
         self._seed = seed
         self._device = device
-        self._leaving_bytes = leaving_bytes
         self._most_rows = most_rows
+        self._gradient_sums = gradient_sums
         self._sums = sums
-        self._holds_sums = holds_sums
-        self._holds_tied = holds_tied
         self._chunk_tokens = chunk_tokens or tokens_per_chunk(model.spec.vocab_size)
         self._check_stop = check_stop
 
@@ -259,7 +251,7 @@ class StepEngine(Closing):
 
     def _head(
         self, state: StepState, hidden: list[torch.Tensor], begin_updates: Callable[[], None]
-    ) -> tuple[torch.Tensor, list[torch.Tensor], TiedSum | None]:
+    ) -> tuple[torch.Tensor, list[torch.Tensor], TiedSum | HostTiedSum | None]:
         """Phase 3, for all micro-batches.
 
         `hidden`: the last layer's output `[batch, tokens, hidden]` of each micro-batch, removed one by one. Returns the
@@ -269,8 +261,13 @@ class StepEngine(Closing):
         """
         block = self._model.spec.blocks[-1]
         total, gradients = torch.zeros((), dtype=torch.float64, device=self._device.torch_device), []
-        tied = self._open_tied(state) if self._model.spec.tied else None
-        with self._reader.open(block) as weights, self._sum(state, block, single=False) as head_sum:
+        is_tied, scale = self._model.spec.tied, state.gradient_scale
+        tied: TiedSum | HostTiedSum | None = None
+        if is_tied:
+            tied = self._gradient_sums.of_tied(self._model.spec.blocks[0], state.distinct_tokens, scale=scale)
+            state.resources.enter_context(tied)
+        head_sums = self._gradient_sums.of_head(block, is_tied=is_tied, scale=scale)
+        with self._reader.open(block) as weights, head_sums as head_sum:
             begins_early = self._updates.is_written
             if begins_early:
                 begin_updates()
@@ -320,7 +317,8 @@ class StepEngine(Closing):
         by those of its input."""
         single = len(state.batches) == 1
         self._activations.catch_up()
-        with self._reader.open(block) as weights, self._sum(state, block, single=single) as total:
+        of_layer = self._gradient_sums.of_layer(block, single=single, scale=state.gradient_scale)
+        with self._reader.open(block) as weights, of_layer as total:
             for number in range(len(state.batches)):
                 is_last = number == len(state.batches) - 1
                 if is_last:
@@ -340,16 +338,21 @@ class StepEngine(Closing):
         replayer.check_complete()
         return output
 
-    def _embedding_backward(self, state: StepState, gradients: list[torch.Tensor], tied: TiedSum | None) -> None:
+    def _embedding_backward(
+        self, state: StepState, gradients: list[torch.Tensor], tied: TiedSum | HostTiedSum | None
+    ) -> None:
         """Phase 5. `gradients`: those of the first hidden states, `[batch, tokens, hidden]` for each micro-batch."""
         self._trim()
         self._sums.wait_released()
         block = self._model.spec.blocks[0]
-        single = len(state.batches) == 1
-        rows = state.rows
-        total = tied.total if tied else state.resources.enter_context(self._sum(state, block, single=single, rows=rows))
+        single, rows = len(state.batches) == 1, state.rows
         if tied:
+            total = tied.total
             tied.fetch()
+        else:
+            scale = state.gradient_scale
+            of_embedding = self._gradient_sums.of_embedding(block, single=single, scale=scale, rows=rows)
+            total = state.resources.enter_context(of_embedding)
         with self._reader.open(block) as weights:
             with self._computing(block, "backward"):
                 for number, batch in enumerate(state.batches):
@@ -409,35 +412,9 @@ class StepEngine(Closing):
         with self._reader.open(self._model.spec.blocks[0]) as embedding:
             yield (self._model.tie(embedding.parameters),)
 
-    def _open_tied(self, state: StepState) -> TiedSum:
-        total = state.resources.enter_context(self._sum(state, self._model.spec.blocks[0], single=False))
-        return state.resources.enter_context(
-            TiedSum(total, state.distinct_tokens, device=self._device, pool=self._pool, is_held=self._holds_tied)
-        )
-
     def _rows_of(self, batches: Sequence[MicroBatch]) -> EmbeddingRows | None:
         input_ids = [batch.input_ids for batch in batches]
         return EmbeddingRows.of(self._model.spec, input_ids, self._device, most_rows=self._most_rows)
-
-    def _sum(
-        self, state: StepState, block: BlockSpec, *, single: bool, rows: EmbeddingRows | None = None
-    ) -> GradientSum:
-        leaving = block if rows is None else rows.packed
-        leaving_bytes = max(self._leaving_bytes, least_leaving_bytes(leaving, self._gradient_dtype.itemsize))
-        host_sums = None
-        if block.kind == "layer" and not single and not self._holds_sums:
-            host_sums = HostSums(block, self._pool, self._device, self._sums, leaving_bytes=leaving_bytes)
-        return GradientSum(
-            block,
-            self._pool,
-            self._device,
-            dtype=self._gradient_dtype,
-            single=single,
-            scale=1.0 / state.loss_scale,
-            leaving_bytes=leaving_bytes,
-            host_sums=host_sums,
-            rows=rows,
-        )
 
     def _computing(self, block: BlockSpec, stage: Stage) -> contextlib.AbstractContextManager[None]:
         return self._device.computing(SpanLabel.of(stage, block, stage))

@@ -126,8 +126,12 @@ def head_sum_bytes(spec: ModelSpec, state: StateBytes, workload: Workload) -> in
     Each chunk of tokens makes gradients of all of the head, in the compute dtype, and adds them to fp32 sums.
     """
     elements = spec.blocks[-1].num_elements + (spec.blocks[0].num_elements if spec.tied else 0)
-    num_chunks = math.ceil(workload.micro_batch_tokens / head_chunk_tokens(spec, workload))
-    return workload.num_micro_batches * num_chunks * elements * (state.compute + 8)
+    return num_head_chunks(spec, workload) * elements * (state.compute + 8)
+
+
+def num_head_chunks(spec: ModelSpec, workload: Workload) -> int:
+    """Chunks of tokens that the head computes with in a step."""
+    return workload.num_micro_batches * math.ceil(workload.micro_batch_tokens / head_chunk_tokens(spec, workload))
 
 
 def analytic_profile(spec: ModelSpec, state: StateBytes, workload: Workload, *, traits: LayerTraits) -> ModelProfile:

@@ -29,6 +29,7 @@ from ratel_cli.planning.activations import (
     logits_bytes,
     passing_bytes,
     tied_bytes,
+    tied_rows_bytes,
     tied_sum_bytes,
 )
 from ratel_cli.planning.gpu_memory import GpuMemory
@@ -169,6 +170,7 @@ class StepMemory:
             placement.pending_updates,
             placement.groups,
             placement.gpu_embedding_rows,
+            placement.gpu_holds_head,
             placement.resident_weights,
             placement.deferred,
         )
@@ -197,7 +199,10 @@ class StepMemory:
         if self._gpu is None:
             return 0
         needed_bytes = self._gpu.needed_bytes(
-            offloaded.largest_unit, holds_sums=placement.gpu_holds_sums, window_bytes=placement.gpu_window_bytes
+            offloaded.largest_unit,
+            holds_sums=placement.gpu_holds_sums,
+            holds_head=placement.gpu_holds_head,
+            window_bytes=placement.gpu_window_bytes,
         )
         return needed_bytes + offloaded.gpu_bytes + self._gpu.resident_bytes(placement)
 
@@ -248,6 +253,7 @@ class _BlockMemory:
         tokens = workload.micro_batch_tokens
         self.spec = spec
         self.state = state
+        self.workload = workload
         self.on_gpu = on_gpu
         self.schedule = block_schedule(spec)
         self.activations = [
@@ -291,6 +297,17 @@ class _PlacedStep:
         if placement.gpu_embedding_rows is not None:
             rows = looked_up_block(blocks.spec, placement.gpu_embedding_rows).parameters[0]
             self._rows_bytes = rows.num_elements * blocks.state.compute
+        self._head_bytes = self._tied_head_bytes = 0
+        """Sums of the head's gradients that a GPU has no memory for, and the gradient that is added to them: in the
+        head; and of a tied head, beyond `tied_bytes`, from then on."""
+        if blocks.on_gpu and not placement.gpu_holds_head:
+            spec, state = blocks.spec, blocks.state
+            if spec.tied:
+                rows_bytes = tied_rows_bytes(spec, state, blocks.workload)
+                self._tied_head_bytes = spec.blocks[0].num_elements * state.compute + rows_bytes
+                self._head_bytes = self._tied_head_bytes + blocks.tied_sum
+            else:
+                self._head_bytes = spec.blocks[-1].num_elements * (4 + state.compute)
         if self._gradients != blocks.spec.block_elements:  # the rows of one group's gradient are spread out
             self._groups += min(placement.groups.elements, self._blocks[0].num_elements) * blocks.state.gradient
 
@@ -331,6 +348,7 @@ class _PlacedStep:
             num_held=0,
             block=self._window(len(self._blocks) - 1, num_open=2 if is_tied else 1)
             + memory.tied
+            + self._head_bytes
             + memory.gradient(head, self._gradients[head.index], computing, sum_bytes=4)
             + self._groups_in_backward(),
             working_set=RUNTIME_BYTES + memory.logits + 2 * memory.activations[head.index],
@@ -349,6 +367,7 @@ class _PlacedStep:
             num_held=num_arrived - len(pending),
             block=self._window(len(memory.schedule) - len(self._blocks) + num_arrived)
             + (0 if is_embedding and not memory.on_gpu else memory.tied)
+            + self._tied_head_bytes
             + (self._rows_bytes if block.index < 2 else 0)
             + memory.gradient(block, self._gradients[block.index], computing, sum_bytes=sum_bytes)
             + self._pending(pending)

@@ -12,6 +12,8 @@
                    last block downwards (the last blocks can wait longest): 2 bytes of memory (G16) take 22 bytes of
                    traffic from the stage that is short of it. Then 2 and 3 once more.
 
+All of this with the sums of the head's gradients on a GPU, and, if more fits then, with these sums in host memory.
+
 What a cost is, `storage.wear` decides (planning/wear.py). It is convex over levels as over prefixes, except for single
 steps. Of levels within half a percent of the best, the highest is taken: it moves the fewest bytes. It must not write
 more, unless time alone counts. Deferral has to gain 2 % in the end. Where gradients are spilled, nothing else stays.
@@ -23,6 +25,7 @@ fits is predicted to cost less by more than these allowances. What is rejected f
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil
@@ -33,7 +36,7 @@ from ratel_cli.planning.activations import NOTHING_OFFLOADED
 from ratel_cli.planning.costs import ADAMW_MEMORY_BYTES
 from ratel_cli.planning.placement import GroupShape, Placement
 from ratel_cli.planning.problem import Evaluation, Problem, SpilledPrefix
-from ratel_cli.planning.wear import BYTES_FIRST, NO_CHOICE, TIME_ALONE, Cost, Objective, balanced
+from ratel_cli.planning.wear import BYTES_FIRST, NO_CHOICE, TIME_ALONE, Cost, Objective, balanced, objective_of
 from ratel_cli.sizes import GROUP_ELEMENTS
 
 _DEPTHS = ((2, 2), (1, 1), (0, 0))
@@ -59,6 +62,8 @@ _SCANNED = 16
 class Choice:
     """The best placement by the rule of `storage.wear`, and what its extremes would choose."""
 
+    problem: Problem
+    """The problem that was solved: the one that was given, or that with the head's sums in host memory."""
     best: Evaluation
     sparing: Evaluation
     """The best with `save`."""
@@ -68,12 +73,28 @@ class Choice:
 
 def weigh(problem: Problem) -> Choice:
     """The best placement by the user's rule for wear. Raises DoesNotFit."""
+    other = problem.without_head_on_gpu
+    if other is None or not problem.fits_device(0):
+        return _weigh(problem.in_least_gpu_memory)
+    choices = [_weigh(problem)]
+    with suppress(DoesNotFit):  # it takes more host memory
+        choices.append(_weigh(other))
+    objective = objective_of(
+        problem.decisions.wear,
+        least_written_seconds=min(each.sparing.time.total for each in choices),
+        state_written_bytes=problem.state_written_bytes,
+    )
+    return min(choices, key=lambda each: _cost(problem, objective, each.best))
+
+
+def _weigh(problem: Problem) -> Choice:
+    """`weigh` with the head's sums where the problem has them."""
     fastest = _least_cost(problem, TIME_ALONE)
     if fastest.traffic.written_bytes == problem.state_written_bytes:  # the best by every rule
-        return Choice(best=fastest, sparing=fastest, fastest=fastest)
+        return Choice(problem=problem, best=fastest, sparing=fastest, fastest=fastest)
     sparing = _least_cost(problem, BYTES_FIRST)
     if sparing.time.total <= fastest.time.total:  # fewer bytes, and no more time: within what counts as equal
-        return Choice(best=sparing, sparing=sparing, fastest=sparing)
+        return Choice(problem=problem, best=sparing, sparing=sparing, fastest=sparing)
     match problem.decisions.wear:
         case "ignore":
             best = fastest
@@ -86,7 +107,7 @@ def weigh(problem: Problem) -> Choice:
             best = min(
                 sparing, fastest, _least_cost(problem, objective), key=lambda each: _cost(problem, objective, each)
             )
-    return Choice(best=best, sparing=sparing, fastest=fastest)
+    return Choice(problem=problem, best=best, sparing=sparing, fastest=fastest)
 
 
 def curve(problem: Problem, chosen: Evaluation) -> list[tuple[int, float]]:

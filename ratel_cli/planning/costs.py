@@ -43,6 +43,7 @@ from ratel_cli.planning.activations import OffloadedActivations, SpilledUnits
 from ratel_cli.planning.link import (
     UNBOOKED,
     exposed_weight_bytes,
+    head_sums,
     host_sums,
     late_bytes,
     link_seconds,
@@ -122,20 +123,24 @@ def overlapped_step(
     not_recomputed_seconds: float,
     holds_gradients: bool,
     num_micro_batches: int = 1,
+    num_head_chunks: int = 1,
     tied_rows_bytes: int = 0,
     overlap: Overlap = "optimized",
 ) -> StepTime:
     """The time of a step in the middle of a run. `traffic` and `offloaded` belong to the same placement.
 
     `not_recomputed_seconds` is what the swapped outputs save of `compute.backward`. `tied_rows_bytes`: rows of a tied
-    head's gradient, of all micro-batches, that wait for the embedding's.
+    head's gradient, of all micro-batches, that wait for the embedding's. `num_head_chunks`: chunks of tokens that the
+    head computes with, of all micro-batches.
     """
     updated = _updated_elements(spec, placement, holds_gradients=holds_gradients, overlap=overlap)
     # A tied head's fp32 gradient goes to host memory and comes back, with the rows.
-    is_tied_away = spec.tied and not placement.gpu_holds_tied
+    is_tied_away = spec.tied and not placement.gpu_holds_tied and placement.gpu_holds_head
     tied_bytes = 4 * spec.blocks[0].num_elements + tied_rows_bytes if is_tied_away else 0
     exposed_forward, exposed_backward = exposed_weight_bytes(spec, state, placement)
     sums = host_sums(spec, state, placement, num_micro_batches=num_micro_batches)
+    of_head = head_sums(spec, state, placement, num_chunks=num_head_chunks)
+    rows_down_bytes = tied_rows_bytes if spec.tied and not placement.gpu_holds_head else 0
     forward_weights, backward_weights = uploaded_weights(spec, placement, attrgetter("num_elements"))
     gradient_bytes = sum(gradient_elements(spec, placement.gpu_embedding_rows)) * state.gradient
     reads_ahead = placement.prefetch_blocks > 0
@@ -171,13 +176,18 @@ def overlapped_step(
     backward = stages.with_spilled_units(
         _StageWork(
             compute=backward_seconds,
-            up_bytes=backward_weights * state.compute + offloaded.linked_bytes + tied_bytes + sums.up_bytes,
+            up_bytes=backward_weights * state.compute
+            + offloaded.linked_bytes
+            + tied_bytes
+            + sums.up_bytes
+            + of_head.up_bytes,
             up_units_bytes=offloaded.linked_bytes,
-            down_bytes=gradient_bytes + tied_bytes + sums.down_bytes,
+            down_bytes=gradient_bytes + tied_bytes + sums.down_bytes + of_head.down_bytes + rows_down_bytes,
             exposed_bytes=exposed_backward
+            + of_head.exposed_bytes
             + late_bytes(sums, hardware, backward_seconds, offloaded, num_micro_batches=num_micro_batches),
-            num_added=sums.num_added,
-            added_bytes=sums.added_bytes,
+            num_added=sums.num_added + of_head.num_added,
+            added_bytes=sums.added_bytes + of_head.added_bytes,
             read_bytes=traffic.backward_read_bytes - offloaded.read_bytes,
             written_bytes=traffic.backward_written_bytes,
             num_updated=updated["backward"],

@@ -8,7 +8,9 @@ there are several micro-batches, and gradients that are still being downloaded (
 
 Where a layer's sums are is for the caller to decide: all of them stay on the GPU during the layer's backward, or host
 memory has them, and with the last micro-batch one comes to the GPU while another one leaves
-(engine/optimizer/host_sums.py).
+(engine/optimizer/host_sums.py). So it is with the sums of the head's gradients over chunks of tokens, which are large
+where the vocabulary is: if host memory has them, a chunk's gradient leaves before the next one is made, and the rounded
+sum comes back once, for its norm.
 
 Memory that is left over serves five purposes, in this order. The window takes as much of the next block as fits: what
 it does not take is uploaded while nothing computes. The gradient of a tied head stays until that of the embedding is
@@ -28,14 +30,15 @@ from typing import NamedTuple
 
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.model.spec import BlockSpec, ModelSpec
-from ratel_cli.planning.activations import (
-    LargestUnit,
-    block_activation_bytes,
-    head_chunk_tokens,
-    logits_bytes,
-    tied_bytes,
-    tied_rows_bytes,
+from ratel_cli.planning.activations import LargestUnit, tied_bytes, tied_rows_bytes
+from ratel_cli.planning.gpu_gradients import (
+    largest_elements,
+    least_leaving_bytes,
+    others_leaving_bytes,
+    returned_bytes,
+    summed_elements,
 )
+from ratel_cli.planning.gpu_head import HeadMemory, vectors_bytes
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
 from ratel_cli.planning.placement import (
     Placement,
@@ -50,9 +53,6 @@ from ratel_cli.units import MIB
 
 _WORKSPACE_BYTES = 256 * MIB
 """cuBLAS takes 32 MiB for each of its handles; forward, backward and products with a bias have their own."""
-
-_VECTORS_BYTES = MIB
-"""At most this for gradients of norms and biases, which are downloaded next to that of a matrix and should not wait."""
 
 _IDS_BYTES = 40
 """Token, target and position of every token, which stay on the GPU; the distinct tokens, and the row of each token."""
@@ -97,17 +97,24 @@ class GpuMemory:
         ends.update(block.num_elements for block in blocks)
         self._windows = sorted(state.compute * number for number in ends)
         """Bytes of all windows that differ: some or all parameters of a block."""
-        self._known_uses: dict[tuple[bool, int], _Uses] = {}
+        self._known_uses: dict[_Held, _Uses] = {}
         self._tied_bytes = tied_bytes(spec, state, workload)
 
-    def needed_bytes(self, largest: LargestUnit, *, holds_sums: bool = False, window_bytes: int = 0) -> int:
-        """The most that a step takes. `holds_sums`: the sums of a layer's gradients are on the GPU. `window_bytes`:
-        what weights of the next block may take while one computes.
+    def needed_bytes(
+        self,
+        largest: LargestUnit,
+        *,
+        holds_sums: bool = False,
+        holds_head: bool = True,
+        window_bytes: int = 0,
+    ) -> int:
+        """The most that a step takes. `holds_sums`: the sums of a layer's gradients are on the GPU; `holds_head`: those
+        of the head's. `window_bytes`: what weights of the next block may take while one computes.
 
         Two units count: one is in use or being downloaded, one is being offloaded or uploaded. Of the one in use in
         backward, what autograd saves counts as such; but all of it is there from the beginning.
         """
-        uses = self._uses((holds_sums, window_bytes))
+        uses = self._uses(_Held(holds_sums, holds_head, window_bytes))
         return GPU_CONTEXT_BYTES + _WORKSPACE_BYTES + uses.peak_bytes(largest)
 
     def takes_no_more_than(self, other: GpuMemory, *, counted_bytes: int) -> bool:
@@ -118,23 +125,32 @@ class GpuMemory:
             in_backward_bytes = uses.backward.working_bytes - counted_bytes
             return uses.head_bytes <= max(others.head_bytes, uses.forward_bytes, in_backward_bytes)
 
-        keys = itertools.product((False, True), self._windows)
+        keys = itertools.starmap(_Held, itertools.product((False, True), (False, True), self._windows))
         return all(takes_no_more(self._uses(key), other._uses(key)) for key in keys)
 
-    def choices(self, unit_bytes: Sequence[int], largest: LargestUnit, *, limit_bytes: int) -> list[GpuResident]:
+    def choices(
+        self, unit_bytes: Sequence[int], largest: LargestUnit, *, limit_bytes: int, holds_head: bool = True
+    ) -> list[GpuResident]:
         """What can stay on the GPU in `limit_bytes`: with the sums of a layer's gradients, if they fit, and without;
         and each of these without a tied head's gradient, whose memory units may need more. `unit_bytes` is for each
-        layer."""
+        layer. `holds_head` as in `needed_bytes`."""
+
+        def resident(*, holds_sums: bool, may_hold_tied: bool = True) -> GpuResident:
+            return self.resident(
+                unit_bytes,
+                largest,
+                limit_bytes=limit_bytes,
+                holds_sums=holds_sums,
+                holds_head=holds_head,
+                may_hold_tied=may_hold_tied,
+            )
+
         found = []
-        if self.needed_bytes(largest, holds_sums=True) <= limit_bytes:
-            found.append(self.resident(unit_bytes, largest, limit_bytes=limit_bytes, holds_sums=True))
+        if self.needed_bytes(largest, holds_sums=True, holds_head=holds_head) <= limit_bytes:
+            found.append(resident(holds_sums=True))
         if not found or self._workload.num_micro_batches > 1:
-            found.append(self.resident(unit_bytes, largest, limit_bytes=limit_bytes, holds_sums=False))
-        away = [
-            self.resident(unit_bytes, largest, limit_bytes=limit_bytes, holds_sums=each.holds_sums, may_hold_tied=False)
-            for each in found
-            if each.holds_tied
-        ]
+            found.append(resident(holds_sums=False))
+        away = [resident(holds_sums=each.holds_sums, may_hold_tied=False) for each in found if each.holds_tied]
         return found + away
 
     def resident(
@@ -144,6 +160,7 @@ class GpuMemory:
         *,
         limit_bytes: int,
         holds_sums: bool,
+        holds_head: bool = True,
         may_hold_tied: bool = True,
     ) -> GpuResident:
         """What is best left on the GPU in the memory that `limit_bytes` leaves; `unit_bytes` is for each layer.
@@ -153,11 +170,13 @@ class GpuMemory:
         """
         window_bytes, taken_bytes = 0, 0
         for window_bytes in reversed(self._windows):
-            taken_bytes = self.needed_bytes(largest, holds_sums=holds_sums, window_bytes=window_bytes)
+            taken_bytes = self.needed_bytes(
+                largest, holds_sums=holds_sums, holds_head=holds_head, window_bytes=window_bytes
+            )
             if taken_bytes <= limit_bytes:
                 break
         available_bytes = int(_RESIDENT_SHARE * max(0, limit_bytes - taken_bytes))
-        holds_tied = may_hold_tied and 0 < self._tied_bytes <= available_bytes
+        holds_tied = may_hold_tied and holds_head and 0 < self._tied_bytes <= available_bytes
         available_bytes -= self._tied_bytes if holds_tied else 0
         least_bytes = self._layers_leaving_bytes
         layer_bytes = max(block.num_elements for block in self._spec.blocks[1:-1]) * self._state.gradient
@@ -192,18 +211,15 @@ class GpuMemory:
         tied = self._tied_bytes if placement.gpu_holds_tied else 0
         return weight_bytes + tied + max(0, placement.gpu_leaving_bytes - self._layers_leaving_bytes)
 
-    def _uses(self, key: tuple[bool, int]) -> _Uses:
-        """The uses with sums on the GPU or not, and with a window of this many bytes."""
+    def _uses(self, key: _Held) -> _Uses:
         if key not in self._known_uses:
-            holds_sums, window_bytes = key
             self._known_uses[key] = _Uses(
                 self._spec,
                 self._state,
                 self._workload,
                 self._profile,
                 self._differing_positions,
-                holds_sums=holds_sums,
-                window_bytes=window_bytes,
+                held=key,
             )
         return self._known_uses[key]
 
@@ -225,26 +241,20 @@ class GpuMemory:
         return tuple(first.values())
 
 
-def least_leaving_bytes(block: BlockSpec, gradient_bytes: int) -> int:
-    """The least GPU memory for a block's gradients until their downloads have ended: for its largest parameter.
-
-    `gradient_bytes`: those of one element.
-    """
-    vectors = sum(parameter.num_elements for parameter in block.parameters if len(parameter.shape) < 2)
-    leaving = _largest_elements(block) * gradient_bytes + min(_VECTORS_BYTES, vectors * gradient_bytes)
-    return min(leaving, block.num_elements * gradient_bytes)
-
-
-def summed_elements(block: BlockSpec) -> int:
-    """The elements of a block whose sums may be on the GPU at once where host memory has them: those of its largest
-    parameter and of norms and biases, whose gradients come next to those of matrices."""
-    vectors = sum(parameter.num_elements for parameter in block.parameters if len(parameter.shape) < 2)
-    return min(block.num_elements, _largest_elements(block) + vectors)
-
-
 def weight_bytes_of(spec: ModelSpec, state: StateBytes, blocks: Collection[int]) -> int:
     """The compute weights of these blocks."""
     return sum(block.num_elements for block in spec.blocks if block.index in blocks) * state.compute
+
+
+class _Held(NamedTuple):
+    """What is on the GPU next to what every step has there."""
+
+    sums: bool
+    """The sums of a layer's gradients over micro-batches."""
+    head: bool
+    """The sums of the head's gradients over chunks."""
+    window_bytes: int
+    """Weights of the next block."""
 
 
 class _Backward(NamedTuple):
@@ -269,8 +279,7 @@ class _Uses:
         profile: ModelProfile,
         positions: Sequence[int],
         *,
-        holds_sums: bool,
-        window_bytes: int,
+        held: _Held,
     ) -> None:
         """`positions` of the schedule are looked at; the other uses take no more."""
         self._positions = positions
@@ -278,8 +287,9 @@ class _Uses:
         self._state = state
         self._workload = workload
         self._profile = profile
-        self._holds_sums = holds_sums
-        self._window_elements = window_bytes // state.compute
+        self._holds_sums = held.sums
+        self._holds_head = held.head
+        self._window_elements = held.window_bytes // state.compute
         self._looked_up = looked_up_block(spec, most_rows(spec, workload))
         self._schedule = [self._looked_up if use.looks_up else use.block for use in block_schedule(spec)]
         """The blocks as the GPU gets them."""
@@ -291,7 +301,7 @@ class _Uses:
         self._hidden_bytes = workload.tokens * spec.hidden_size * state.compute
         self._tied_elements = spec.blocks[0].num_elements if spec.tied else 0
         rows_bytes = min(2, workload.num_micro_batches) * tied_rows_bytes(spec, state, workload)
-        self._waiting_bytes = rows_bytes + 4 * self._tied_elements
+        self._waiting_bytes = rows_bytes + (4 * self._tied_elements if held.head else 0)
 
     def peak_bytes(self, largest: LargestUnit) -> int:
         """The most that a use takes, units included."""
@@ -333,8 +343,7 @@ class _Uses:
         return self._state.compute * num_elements
 
     def _vectors_bytes(self, block: BlockSpec) -> int:
-        """What embedding and head have of one micro-batch."""
-        return block_activation_bytes(self._spec, block, self._state, tokens=self._workload.micro_batch_tokens)
+        return vectors_bytes(self._spec, block, self._state, self._workload)
 
     def _costs(self, block: BlockSpec) -> LayerProfile:
         return self._profile.profiles[self._profile.layers[block.index - 1]]
@@ -347,51 +356,14 @@ class _Uses:
         return self._window(position) + leaving_bytes + self._hidden_bytes + working_bytes
 
     def _head(self) -> int:
-        # In turn: the chunks; the final norm's backward; the end of a micro-batch, where its part of a tied gradient is
-        # added up; then rounding and leaving.
-        block = self._spec.blocks[-1]
-        sum_bytes = 4 * block.num_elements
-        micro_batch_bytes = self._hidden_bytes // self._workload.num_micro_batches
-        earlier_bytes = 0
-        if self._workload.num_micro_batches > 1:  # the rows of the micro-batch before are leaving
-            rows_bytes = tied_rows_bytes(self._spec, self._state, self._workload)
-            earlier_bytes = sum_bytes + self._waiting_bytes - rows_bytes
-        vectors_bytes = self._vectors_bytes(block)
-        computing_bytes = max(
-            self._chunks(block, earlier_bytes) + vectors_bytes // 2,
-            max(earlier_bytes, sum_bytes) + vectors_bytes,
-            sum_bytes + self._waiting_bytes + self._tied_elements * self._state.compute + micro_batch_bytes,
-        )
-        leaving_bytes = _largest_elements(block) * self._state.gradient + self._others_leaving_bytes(block)
-        return (
+        open_bytes = (
             self._window(self._head_position, num_open=2 if self._spec.tied else 1)
             + self._hidden_bytes  # inputs of micro-batches that are left, and gradients of those before
-            - micro_batch_bytes  # of the two units that always count, none is in use; each has at least an input
-            + max(computing_bytes, sum_bytes + self._waiting_bytes + leaving_bytes)
+            - self._hidden_bytes // self._workload.num_micro_batches  # of the two units that always count, none is in
+            # use; each has at least an input
         )
-
-    def _chunks(self, block: BlockSpec, earlier_bytes: int) -> int:
-        """Logits, or gradients of the matrices, and sums; `earlier_bytes`: sums of the micro-batches before.
-
-        A tied gradient is in the compute dtype after the first chunk, and from the second one on in fp32.
-        """
-        chunk_tokens, tokens = head_chunk_tokens(self._spec, self._workload), self._workload.micro_batch_tokens
-        num_chunks, last_tokens = -(-tokens // chunk_tokens), tokens % chunk_tokens or chunk_tokens
-        made_bytes, sum_bytes = block.num_elements * self._state.compute, max(earlier_bytes, 4 * block.num_elements)
-        tied_made_bytes, tied_sum_bytes = self._tied_elements * self._state.compute, 4 * self._tied_elements
-
-        def logits(number: int) -> int:
-            return logits_bytes(self._spec, chunk_tokens if number < num_chunks else last_tokens)
-
-        moments = [earlier_bytes + logits(1), sum_bytes + made_bytes + tied_made_bytes]
-        if num_chunks > 1:
-            moments += [
-                sum_bytes + tied_made_bytes + logits(2),
-                sum_bytes + made_bytes + 2 * tied_made_bytes + tied_sum_bytes,
-            ]
-        if num_chunks > 2:
-            moments.append(sum_bytes + tied_sum_bytes + logits(3))
-        return max(moments)
+        head = HeadMemory(self._spec, self._state, self._workload)
+        return open_bytes + (head.summing_bytes(self._waiting_bytes) if self._holds_head else head.passing_bytes())
 
     def _gradient(self, block: BlockSpec, *, is_summed: bool) -> int:
         """One parameter's gradient as autograd makes it, and in another dtype. That of a stack of matrices is laid out
@@ -405,7 +377,7 @@ class _Uses:
             self._state.compute + other_bytes,
             self._state.gradient + copy_bytes,
         )
-        return _largest_elements(block) * max(widths)
+        return largest_elements(block) * max(widths)
 
     def _matrix_norm_bytes(self, *, is_summed: bool) -> int:
         """The norm of an embedding's gradient that has rows only: it is laid out in the whole matrix, when the sum is
@@ -418,11 +390,6 @@ class _Uses:
         norm_bytes = 4 if self._state.scales_loss else self._state.gradient
         return others_bytes + rounded_bytes + embedding.parameters[0].num_elements * norm_bytes
 
-    def _others_leaving_bytes(self, block: BlockSpec) -> int:
-        """Gradients of a block that are leaving when its largest one is made, if all are made before any leaves."""
-        others_bytes = (block.num_elements - _largest_elements(block)) * self._state.gradient
-        return min(least_leaving_bytes(block, self._state.gradient), others_bytes)
-
     def _backward(self, position: int) -> _Backward:
         block = self._schedule[position]
         is_embedding = position == len(self._schedule) - 1
@@ -431,7 +398,9 @@ class _Uses:
         replay_bytes = replay_held_bytes = 0
         if is_embedding:  # its parameters get their gradients all at once, and leave one after another
             gradients_bytes = block.num_elements * self._state.compute + self._vectors_bytes(block) // 2
-            working_bytes = max(gradients_bytes, self._gradient(self._gradient_block, is_summed=is_summed))
+            working_bytes = gradients_bytes
+            if self._holds_head or not self._spec.tied:
+                working_bytes = max(working_bytes, self._gradient(self._gradient_block, is_summed=is_summed))
         else:
             costs = self._costs(block)
             replay_bytes, replay_held_bytes = costs.replay_bytes, costs.replay_held_bytes
@@ -439,10 +408,17 @@ class _Uses:
         before_bytes = least_leaving_bytes(self._spec.blocks[block.index + 1], self._state.gradient)
         if position == self._first_of_backward and self._spec.tied:  # the last to leave is the tied sum
             before_bytes = 4 * self._spec.blocks[0].num_elements
-        if is_embedding:
+        if position == self._first_of_backward and not self._holds_head:  # nothing large leaves after the last chunk
+            before_bytes = self._spec.blocks[-1].num_elements * self._state.gradient if self._spec.tied else 0
+        if is_embedding and self._spec.tied and not self._holds_head:
+            working_bytes = max(
+                gradients_bytes + self._waiting_bytes, returned_bytes(self._spec.blocks[0], self._state), working_bytes
+            )
+            passing_bytes = before_bytes
+        elif is_embedding:
             working_bytes += self._waiting_bytes if self._spec.tied else 4 * block.num_elements if is_summed else 0
             working_bytes = max(working_bytes, self._matrix_norm_bytes(is_summed=is_summed))
-            passing_bytes = max(before_bytes, self._others_leaving_bytes(self._gradient_block))
+            passing_bytes = max(before_bytes, others_leaving_bytes(self._gradient_block, self._state.gradient))
         elif self._holds_sums and is_summed:  # what leaves makes room for itself
             passing_bytes = 4 * block.num_elements + before_bytes
         else:
@@ -451,7 +427,3 @@ class _Uses:
             passing_bytes = max(before_bytes, own_bytes + sum_bytes)
         around_bytes = self._window(position) + passing_bytes + self._hidden_bytes
         return _Backward(around_bytes + working_bytes, around_bytes + replay_bytes, around_bytes + replay_held_bytes)
-
-
-def _largest_elements(block: BlockSpec) -> int:
-    return max((parameter.num_elements for parameter in block.parameters), default=0)

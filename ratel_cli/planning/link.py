@@ -33,6 +33,11 @@ class HostSumTraffic:
     """Parameters that are added, once for each addition."""
     added_bytes: int
     """What the additions read and write in main memory."""
+    exposed_bytes: int = 0
+    """The part of both directions while which nothing computes."""
+
+
+NO_SUMS = HostSumTraffic(up_bytes=0, down_bytes=0, num_added=0, added_bytes=0)
 
 
 def link_seconds(link: Link, *, up_bytes: float, down_bytes: float) -> float:
@@ -83,6 +88,24 @@ def host_sums(spec: ModelSpec, state: StateBytes, placement: Placement, *, num_m
         down_bytes=number * state.compute * elements,
         num_added=number * elements,
         added_bytes=(number * (state.compute + 4) + (number - 1) * 4) * elements,
+    )
+
+
+def head_sums(spec: ModelSpec, state: StateBytes, placement: Placement, *, num_chunks: int) -> HostSumTraffic:
+    """Of the head's gradients, beyond what moves where the GPU has their sums. `num_chunks`: those of the whole step.
+
+    A chunk's gradient leaves before the next one is made, and the rounded sum comes back for its norm: computing waits.
+    """
+    if placement.gpu_holds_head or not spec.blocks:
+        return NO_SUMS
+    elements = spec.blocks[0 if spec.tied else -1].num_elements
+    down_bytes, up_bytes = num_chunks * state.compute * elements, state.gradient * elements
+    return HostSumTraffic(
+        up_bytes=up_bytes,
+        down_bytes=down_bytes - state.gradient * elements,  # the sum is where it is needed
+        num_added=num_chunks * elements,
+        added_bytes=num_chunks * (state.compute + 8) * elements,
+        exposed_bytes=up_bytes + down_bytes,
     )
 
 

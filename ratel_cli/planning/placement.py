@@ -136,6 +136,9 @@ class Placement:
     """Whether the GPU holds the sums of a layer's gradients over several micro-batches; otherwise host memory does."""
     gpu_holds_tied: bool = False
     """Whether the GPU holds a tied head's gradient until the embedding's is there; otherwise host memory does."""
+    gpu_holds_head: bool = True
+    """Whether the GPU holds the sums of the head's gradients, tied ones included, over the chunks of tokens; otherwise
+    host memory does."""
     adamw_threads: int = 1
     """Threads that update one group of parameters together."""
     groups: GroupShape = GroupShape()

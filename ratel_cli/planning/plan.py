@@ -73,6 +73,7 @@ class Plan(Prediction):
                 "leaving_bytes": placement.gpu_leaving_bytes,
                 "holds_sums": placement.gpu_holds_sums,
                 "holds_tied": placement.gpu_holds_tied,
+                "holds_head": placement.gpu_holds_head,
                 "deferred": sorted(placement.deferred),
                 "group_elements": placement.groups.elements,
                 "groups_in_flight": placement.groups.in_flight,
@@ -111,7 +112,7 @@ def make_plan(problem: Problem) -> Plan:
     spec, workload, profile, decisions = problem.spec, problem.workload, problem.profile, problem.decisions
     assert decisions.holds_gradients or not decisions.in_place, "what is written in place cannot be taken back"
     choice = weigh(problem)
-    chosen = choice.best
+    problem, chosen = choice.problem, choice.best
     check_device_memory(chosen.memory, decisions.device_limit_bytes)
     spilled_bytes = gradient_bytes(spec, problem.state, chosen.placement, num_blocks=chosen.spilled_blocks)
     number, layers = workload.num_micro_batches, [profile.profiles[index] for index in profile.layers]
@@ -155,6 +156,7 @@ def make_plan(problem: Problem) -> Plan:
 
 def predicted_again(plan: Plan, problem: Problem) -> Plan:
     """The same plan, with the times that another profile or machine predicts for it."""
+    problem = replace(problem, gpu_holds_head=plan.placement.gpu_holds_head)
     number = plan.swap.num_outputs
     evaluation = Evaluation(
         placement=plan.placement,

@@ -16,7 +16,7 @@ from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import OffloadedActivations, fewest_spilled_units, offload, tied_rows_bytes
-from ratel_cli.planning.analytic import head_sum_bytes
+from ratel_cli.planning.analytic import head_sum_bytes, num_head_chunks
 from ratel_cli.planning.capacity import HostMemory, StepMemory
 from ratel_cli.planning.costs import ComputeSeconds, compute_seconds, overlapped_step
 from ratel_cli.planning.gpu_memory import GpuMemory, GpuResident
@@ -87,6 +87,9 @@ class Problem:
     decisions: Decisions
     process_bytes: int
     """What the process takes before training."""
+    gpu_holds_head: bool = True
+    """Whether a GPU has the sums of the head's gradients. All of a search is about one of both: host memory depends on
+    it."""
 
     @cached_property
     def order(self) -> SwapOrder:
@@ -128,7 +131,22 @@ class Problem:
         limit_bytes = self.decisions.device_limit_bytes
         if self._gpu is None or limit_bytes is None:
             return True
-        return self._gpu.needed_bytes(self.order.largest_unit(num_outputs)) <= limit_bytes
+        largest = self.order.largest_unit(num_outputs)
+        return self._gpu.needed_bytes(largest, holds_head=self.gpu_holds_head) <= limit_bytes
+
+    @cached_property
+    def without_head_on_gpu(self) -> Problem | None:
+        """The problem with the sums of the head's gradients in host memory; None if no more fits into the GPU then."""
+        if self._gpu is None:
+            return None
+        without = replace(self, gpu_holds_head=False)
+        gains = any(without.fits_device(each) and not self.fits_device(each) for each in self.order.boundaries)
+        return without if gains else None
+
+    @property
+    def in_least_gpu_memory(self) -> Problem:
+        """This problem, or, if nothing fits into the GPU then, the one with the sums of the head in host memory."""
+        return self if self.fits_device(0) else self.without_head_on_gpu or self
 
     def takes_no_more_of_gpu_than(self, other: Problem) -> bool:
         """True if a step takes at most the other's memory of a GPU, whatever its plan decides."""
@@ -265,6 +283,7 @@ class Problem:
             gpu_window_bytes=resident.window_bytes,
             gpu_holds_sums=resident.holds_sums,
             gpu_holds_tied=resident.holds_tied,
+            gpu_holds_head=self.gpu_holds_head,
         )
 
     def _gpu_resident(self, num_outputs: int) -> GpuResident | None:
@@ -274,7 +293,7 @@ class Problem:
             return None
         if num_outputs not in self._gpu_residents:
             unit_bytes, largest = self.order.unit_bytes(num_outputs), self.order.largest_unit(num_outputs)
-            choices = gpu.choices(unit_bytes, largest, limit_bytes=limit_bytes)
+            choices = gpu.choices(unit_bytes, largest, limit_bytes=limit_bytes, holds_head=self.gpu_holds_head)
             self._gpu_residents[num_outputs] = min(choices, key=lambda each: self._gpu_seconds(each, num_outputs))
         return self._gpu_residents[num_outputs]
 
@@ -310,6 +329,7 @@ class Problem:
             not_recomputed_seconds=self.workload.num_micro_batches * saved,
             num_micro_batches=self.workload.num_micro_batches,
             tied_rows_bytes=self.tied_rows_bytes,
+            num_head_chunks=num_head_chunks(self.spec, self.workload),
             holds_gradients=self.decisions.holds_gradients,
             overlap=self.decisions.overlap,
         )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ratel_cli.engine.optimizer.adamw import AdamWSettings, AdamWUpdate, GroupAdamW
-from ratel_cli.engine.optimizer.gradients import BlockGradient
+from ratel_cli.engine.optimizer.block_gradient import BlockGradient
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import view
 from ratel_cli.model.spec import lay_out_block

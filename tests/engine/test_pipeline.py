@@ -13,7 +13,8 @@ import torch
 
 from ratel_cli.engine.device.device import HostDevice
 from ratel_cli.engine.optimizer.adamw import AdamWSettings, AdamWUpdate, GroupAdamW
-from ratel_cli.engine.optimizer.gradients import BlockGradient, GradientSum
+from ratel_cli.engine.optimizer.block_gradient import BlockGradient
+from ratel_cli.engine.optimizer.gradients import GradientSum
 from ratel_cli.engine.optimizer.groups import BlockUpdate, Group, GroupWork
 from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
 from ratel_cli.engine.telemetry import Timeline

@@ -29,7 +29,7 @@ from tests.engine.exactness import (
     check_training,
     reference,
 )
-from tests.engine.machine import attention_of, random_steps
+from tests.engine.machine import attention_of, initial_weights, random_steps
 from tests.engine.swaps import EVERYTHING, ChosenEverywhere
 from tests.gpu.machine import GPU, NEEDS_GPU, gpu_config, gpu_machine
 from tests.reference import Recipe
@@ -136,6 +136,53 @@ def test_what_stays_and_what_runs_ahead_changes_no_bit(
 ) -> None:
     recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
     check_training(gpu_machine, tmp_path, gpu_config(architecture), recipe, num_steps=3, **PLACEMENTS[placement])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "num_micro_batches", "chunk_tokens", "max_grad_norm"),
+    rotating(["llama", "phi3"], list(DTYPES.values()), [1, 3], [None, 7], [None, 0.5], every=6),
+)
+def test_a_head_that_is_summed_in_host_memory_is_that_of_plain_pytorch(
+    tmp_path: Path,
+    architecture: str,
+    dtype: torch.dtype,
+    num_micro_batches: int,
+    chunk_tokens: int | None,
+    max_grad_norm: float | None,
+) -> None:
+    """Chunks of 7 tokens: several of each micro-batch, and a short last one."""
+    config = gpu_config(architecture)
+    recipe = Recipe(dtype=dtype, max_grad_norm=max_grad_norm, chunk_tokens=chunk_tokens)
+    placement = replace(AHEAD, gpu_holds_head=False)
+    check_training(
+        gpu_machine, tmp_path, config, recipe, num_micro_batches=num_micro_batches, num_steps=3, placement=placement
+    )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "num_micro_batches", "chunk_tokens"),
+    rotating(["llama_tied", "gemma2", "gpt2"], list(DTYPES.values()), [1, 3], [None, 7], every=4, offset=1),
+)
+def test_a_tied_head_that_is_summed_in_host_memory_changes_no_bit(
+    tmp_path: Path, architecture: str, dtype: torch.dtype, num_micro_batches: int, chunk_tokens: int | None
+) -> None:
+    """Against plain PyTorch where a micro-batch is one chunk, and always against the sums on the GPU."""
+    config = gpu_config(architecture)
+    recipe = Recipe(dtype=dtype, max_grad_norm=0.5, chunk_tokens=chunk_tokens, attn_implementation=attention_of(config))
+    [name] = [name for name, each in DTYPES.items() if each == dtype]
+    trained = []
+    for holds_head in (True, False):
+        placement = replace(AHEAD, gpu_holds_head=holds_head)
+        directory = tmp_path / str(holds_head)
+        weights = initial_weights(config)
+        with gpu_machine(directory, config, recipe, dtype=name, weights=weights, placement=placement) as ratel:
+            steps = random_steps(3, num_micro_batches, packed=ratel.model.packs)
+            trained.append((ratel.train(steps, recipe), ratel.weights()))
+            if chunk_tokens is None:
+                assert_same_training(*trained[-1], reference(config, steps, recipe, device=GPU.type))
+    (outcomes, weights_of_gpu), (host_outcomes, weights_of_host) = trained
+    assert [(each.loss, each.grad_norm) for each in outcomes] == [(each.loss, each.grad_norm) for each in host_outcomes]
+    assert all(torch.equal(weights_of_gpu[name], weights_of_host[name]) for name in weights_of_gpu)
 
 
 @pytest.mark.parametrize(("architecture", "offloading"), rotating(DENSE, ["none", *OFFLOADING], every=3))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.planning.activations import offload, tied_rows_bytes
+from ratel_cli.planning.analytic import num_head_chunks
 from ratel_cli.planning.costs import ComputeSeconds, overlapped_step
 from ratel_cli.planning.placement import Placement, Workload, most_rows
 from ratel_cli.planning.traffic import Traffic
@@ -25,6 +26,8 @@ from tests.tiers import rotating
 pytestmark = NEEDS_GPU
 
 ROWS, TOKENS = 2, 64
+HEADS = {"on the GPU": None, "in host memory": None, "in host memory, in chunks": 50}
+"""Where the sums of the head's gradients are, and the tokens of a chunk."""
 SMALL_BYTES = 64 * KIB
 """For each micro-batch: token ids and masks. The plan leaves them out, as it does padding, norms and losses."""
 
@@ -47,14 +50,15 @@ def planned_bytes(ratel: Machine, placement: Placement, workload: Workload, *, u
         not_recomputed_seconds=0.0,
         holds_gradients=False,
         num_micro_batches=workload.num_micro_batches,
+        num_head_chunks=num_head_chunks(ratel.model.spec, workload),
         tied_rows_bytes=workload.num_micro_batches * tied_rows_bytes(ratel.model.spec, STATE, workload),
     )
     return time.forward.up + time.backward.up, time.forward.down + time.backward.down
 
 
 @pytest.mark.parametrize(
-    ("num_micro_batches", "holds_sums", "kept_layers", "swaps", "window_bytes", "tied"),
-    rotating([1, 3], [False, True], [0, 2], [False, True], [0, 400_000, 1 << 30], [False, True]),
+    ("num_micro_batches", "holds_sums", "kept_layers", "swaps", "window_bytes", "tied", "head"),
+    rotating([1, 3], [False, True], [0, 2], [False, True], [0, 400_000, 1 << 30], [False, True], list(HEADS)),
 )
 def test_a_step_moves_what_was_planned(
     tmp_path: Path,
@@ -64,6 +68,7 @@ def test_a_step_moves_what_was_planned(
     swaps: bool,
     window_bytes: int,
     tied: bool,
+    head: str,
 ) -> None:
     if not is_simulated():
         pytest.skip("counted by the simulated GPU")
@@ -73,15 +78,21 @@ def test_a_step_moves_what_was_planned(
         gpu_weights=frozenset(range(5 - kept_layers, 5)),
         gpu_window_bytes=window_bytes,
         gpu_holds_sums=holds_sums,
+        gpu_holds_head=head == "on the GPU",
         swapped=EVERYTHING if swaps else {},
     )
-    config = config_of(num_layers=4, tied=tied)
-    with gpu_machine(tmp_path, config, RECIPE, weights=initial_weights_of_zeros(), placement=placement) as ratel:
+    config, recipe = config_of(num_layers=4, tied=tied), replace(RECIPE, chunk_tokens=HEADS[head])
+    with gpu_machine(tmp_path, config, recipe, weights=initial_weights_of_zeros(), placement=placement) as ratel:
         batches = distinct_tokens(batches_of(num_micro_batches, rows=ROWS, tokens=TOKENS))
         before = work_so_far()
-        [outcome] = ratel.train([batches], RECIPE)
+        [outcome] = ratel.train([batches], recipe)
         moved = work_so_far() - before
-        workload = Workload(micro_batch_size=ROWS, num_micro_batches=num_micro_batches, sequence_len=TOKENS)
+        workload = Workload(
+            micro_batch_size=ROWS,
+            num_micro_batches=num_micro_batches,
+            sequence_len=TOKENS,
+            chunk_tokens=recipe.chunk_tokens,
+        )
         unit_bytes = outcome.swapped_bytes // (4 * num_micro_batches)
         up_bytes, down_bytes = planned_bytes(ratel, placement, workload, unit_bytes=unit_bytes)
     small_bytes = num_micro_batches * SMALL_BYTES

@@ -105,6 +105,26 @@ def test_a_step_takes_what_was_planned(
 
 
 @pytest.mark.parametrize(
+    ("shape", "architecture", "num_micro_batches", "tied", "chunk_tokens"),
+    rotating(SHAPES[::2], ["opt", "llama"], [1, 3], [True, False], [CHUNK_TOKENS, LARGE_CHUNK_TOKENS[0]], every=2),
+    ids=lambda value: value.name if isinstance(value, Shape) else str(value),
+)
+def test_so_it_does_where_host_memory_has_the_sums_of_the_head(
+    tmp_path: Path, shape: Shape, architecture: str, num_micro_batches: int, tied: bool, chunk_tokens: int
+) -> None:
+    check(
+        tmp_path,
+        shape,
+        architecture,
+        num_micro_batches,
+        tied=tied,
+        holds_sums=False,
+        holds_head=False,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+@pytest.mark.parametrize(
     ("shape", "num_micro_batches", "tied", "chunk_tokens"),
     rotating(SHAPES, [1, 3], [True, False], LARGE_CHUNK_TOKENS, every=len(SHAPES)),
     ids=lambda value: value.name if isinstance(value, Shape) else str(value),
@@ -143,6 +163,7 @@ def check(
     *,
     tied: bool,
     holds_sums: bool,
+    holds_head: bool = True,
     chunk_tokens: int = CHUNK_TOKENS,
     swapped_share: float = 0.0,
     most: float | None = None,
@@ -161,7 +182,7 @@ def check(
         build_skeleton(config, dtype="bfloat16", attn_implementation=attention_of(config)), name=shape.name
     )
     estimate = analytic_profile(model.spec, BFLOAT16, workload, traits=measured_traits(model))
-    placement = replace(AHEAD, gpu_holds_sums=holds_sums)
+    placement = replace(AHEAD, gpu_holds_sums=holds_sums, gpu_holds_head=holds_head)
     batches = batches_of(num_micro_batches, rows=shape.rows, tokens=tokens, vocab_size=config.vocab_size)
     weights = initial_weights_of_zeros()
     with gpu_machine(tmp_path / "recorded", config, recipe, weights=weights, placement=placement, model=model) as ratel:
@@ -186,7 +207,10 @@ def check(
         ) as ratel:
             found = peak_bytes(ratel, batches)
     planned = GpuMemory(model.spec, BFLOAT16, workload, profile).needed_bytes(
-        order.largest_unit(num_outputs), holds_sums=holds_sums, window_bytes=AHEAD.gpu_window_bytes
+        order.largest_unit(num_outputs),
+        holds_sums=holds_sums,
+        holds_head=holds_head,
+        window_bytes=AHEAD.gpu_window_bytes,
     )
     planned -= GPU_CONTEXT_BYTES
     if is_simulated():

@@ -361,7 +361,7 @@ def test_a_gpu_with_a_byte_less_than_all_takes_swaps_less_and_not_nothing() -> N
         largest = of.order.largest_unit(free.swap.num_outputs)
         needed_bytes = GpuMemory(of.spec, of.state, of.workload, of.profile).needed_bytes(largest)
         tight = weigh(deciding(of, device_limit_bytes=needed_bytes - 1)).best
-        assert tight.swap.num_outputs < free.swap.num_outputs
+        assert tight.swap.num_outputs < free.swap.num_outputs or not tight.placement.gpu_holds_head
         num_partial += tight.swap.num_outputs > 0
     assert num_partial >= 5
 
@@ -553,3 +553,33 @@ def test_the_curve_goes_through_what_was_chosen(holds_gradients: bool, share: fl
     assert (chosen.offloaded.total_bytes, chosen.time.total) in points
     assert points == sorted(points)
     assert points[0][0] == WORKLOAD.tokens * 1024 * 2 * SPEC.num_layers
+
+
+def test_a_head_that_does_not_fit_is_summed_in_host_memory_and_one_that_fits_on_the_gpu() -> None:
+    """Layers of a Gemma 2 of 27B under a vocabulary of 256,000, on cards of several sizes."""
+    spec, workload = (
+        gpt(num_layers=4, hidden_size=4608, vocab_size=256_000, tied=True),
+        replace(WORKLOAD, num_micro_batches=1),
+    )
+    of = replace(
+        problem_by_chance(random.Random(0)),
+        spec=spec,
+        state=BFLOAT16,
+        workload=workload,
+        profile=estimated(spec, workload),
+        hardware=machine(),
+        decisions=Decisions(holds_gradients=False, num_slots=2, host_limit_bytes=200 * GIB),
+    )
+    held = []
+    for gib in (8, 12, 14, 24):
+        chosen = weigh(deciding(of, device_limit_bytes=gib * GIB))
+        assert chosen.problem.gpu_holds_head == chosen.best.placement.gpu_holds_head
+        assert chosen.best.memory.device <= gib * GIB
+        held.append(chosen.best.placement.gpu_holds_head)
+    assert held == sorted(held) and held[0] is False and held[-1] is True
+    without = replace(of, gpu_holds_head=False)
+    assert (
+        weigh(deciding(without, device_limit_bytes=8 * GIB)).best.memory.total > weigh(of).best.memory.total - 12 * GIB
+    )
+    with pytest.raises(DoesNotFit, match="RAM"):  # where the GPU cannot have the sums
+        weigh(deciding(of, device_limit_bytes=8 * GIB, host_limit_bytes=6 * GIB))

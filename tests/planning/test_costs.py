@@ -188,6 +188,7 @@ def step_time(
     not_recomputed_seconds: float = 0.0,
     holds_gradients: bool = False,
     num_micro_batches: int = 1,
+    num_head_chunks: int = 1,
     tied_rows_bytes: int = 0,
     overlap: Overlap = "optimized",
 ) -> StepTime:
@@ -202,6 +203,7 @@ def step_time(
         not_recomputed_seconds=not_recomputed_seconds,
         holds_gradients=holds_gradients,
         num_micro_batches=num_micro_batches,
+        num_head_chunks=num_head_chunks,
         tied_rows_bytes=tied_rows_bytes,
         overlap=overlap,
     )
@@ -287,6 +289,26 @@ def test_a_tied_gradient_that_the_gpu_does_not_hold_crosses_the_link_twice() -> 
     )
     seconds = (4 * spec.blocks[0].num_elements + rows_bytes) / 1e10
     assert [away.up - held.up, away.down - held.down] == pytest.approx([seconds, seconds], rel=1e-9)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_that_is_summed_in_host_memory_moves_every_chunk_while_nothing_computes(tied: bool) -> None:
+    """Its rounded sum goes up for its norm, and need not come down; nor does the sum of a tied one move twice."""
+    spec, rows_bytes = gpt(vocab_size=5000, tied=tied), 10**7 * tied
+    on_gpu, on_host = (
+        step_time(
+            machine(),
+            spec=spec,
+            placement=replace(DEEP, gpu_holds_head=holds, gpu_holds_tied=holds),
+            num_head_chunks=7,
+            tied_rows_bytes=rows_bytes,
+        ).backward
+        for holds in (True, False)
+    )
+    elements = spec.blocks[0 if tied else -1].num_elements
+    up_seconds, down_seconds = 2 * elements / 1e10, (6 * 2 * elements + rows_bytes) / 1e10
+    assert [on_host.up - on_gpu.up, on_host.down - on_gpu.down] == pytest.approx([up_seconds, down_seconds], rel=1e-9)
+    assert on_host.total >= on_host.compute + 8 * 2 * elements / 1e10
 
 
 @pytest.mark.parametrize("prefetch_blocks", [0, 2])

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
-from ratel_cli.model.spec import ModelSpec
+from ratel_cli.model.spec import BlockSpec, ModelSpec
 from ratel_cli.planning.activations import NOTHING_OFFLOADED, LargestUnit, offload, tied_bytes
 from ratel_cli.planning.capacity import HostMemory, StepMemory
-from ratel_cli.planning.gpu_memory import GpuMemory, least_leaving_bytes, weight_bytes_of
+from ratel_cli.planning.gpu_gradients import least_leaving_bytes
+from ratel_cli.planning.gpu_memory import GpuMemory, weight_bytes_of
 from ratel_cli.planning.model_profile import LayerProfile
 from ratel_cli.planning.placement import GroupShape, Placement, StateBytes, Workload
 from ratel_cli.units import MIB
@@ -46,6 +47,16 @@ def head_stages(spec: ModelSpec, state: StateBytes, workload: Workload, tied: in
     return stages
 
 
+def passing_head_stages(spec: ModelSpec, state: StateBytes, workload: Workload, norm: int) -> list[int]:
+    """Where host memory has the sums: a chunk's logits, or its gradients with what they are made of; the norm."""
+    head, matrix = spec.blocks[-1].num_elements, spec.blocks[0].num_elements * spec.tied
+    summed = 4 * head * spec.tied
+    vectors = 12 * workload.micro_batch_tokens * spec.hidden_size * state.compute
+    chunk = min(workload.micro_batch_tokens, workload.chunk_tokens or max(16, (64 * MIB) // (4 * spec.vocab_size)))
+    made = state.compute * (head + matrix + chunk * spec.vocab_size)
+    return [summed + vectors // 2 + max(12 * chunk * spec.vocab_size, made), summed + vectors, norm * (not spec.tied)]
+
+
 def looked_up_rows(spec: ModelSpec, workload: Workload) -> tuple[int, int]:
     """Rows of the embedding for a step's tokens, at most, and the elements of its block with so many rows."""
     rows = min(workload.tokens, spec.vocab_size)
@@ -72,6 +83,25 @@ def with_units(uses: list[Sequence[int]], unit: LargestUnit) -> int:
     return own + unit.num_bytes
 
 
+def left_by_head(spec: ModelSpec, state: StateBytes, leaving: int, *, holds_head: bool) -> int:
+    """What of the head's gradients is still leaving when backward begins. Host memory has all of a chunk before
+    the next one is made, so nothing but what a tied head has of its own."""
+    if spec.tied:
+        return 4 * spec.blocks[0].num_elements if holds_head else state.gradient * spec.blocks[-1].num_elements
+    return leaving if holds_head else 0
+
+
+def made(state: StateBytes, elements: int, is_summed: bool) -> int:
+    """One parameter's gradient; then next to it in another dtype, rounded from the sum, or scaled for its norm."""
+    if state == FLOAT16 and not is_summed:
+        return elements * 6
+    return elements * (state.compute + state.gradient if state.gradient != state.compute else state.compute)
+
+
+def norms(block: BlockSpec) -> int:
+    return sum(parameter.num_elements for parameter in block.parameters if len(parameter.shape) == 1)
+
+
 def walk(
     spec: ModelSpec,
     state: StateBytes,
@@ -80,6 +110,7 @@ def walk(
     unit: LargestUnit,
     *,
     holds_sums: bool,
+    holds_head: bool,
     window_bytes: int,
 ) -> int:
     """Written anew: what is on the GPU at each use of a step, in order. `layers` has the costs of each layer."""
@@ -110,20 +141,13 @@ def walk(
             map(ahead, range(len(order))[stop:][:1])
         )
 
-    def made(i: int, is_summed: bool) -> int:
-        """One parameter's gradient; then next to it in another dtype, rounded from the sum, or scaled for its norm."""
-        if state == FLOAT16 and not is_summed:
-            return most[i] * 6
-        return most[i] * (width + state.gradient if state.gradient != width else width)
-
     def leaving(i: int) -> int:
-        return min(state.gradient * left[i], state.gradient * most[i] + min(MIB, state.gradient * norms(i)))
-
-    def norms(i: int) -> int:
-        return sum(parameter.num_elements for parameter in spec.blocks[i].parameters if len(parameter.shape) == 1)
+        norms_bytes = state.gradient * norms(spec.blocks[i])
+        return min(state.gradient * left[i], state.gradient * most[i] + min(MIB, norms_bytes))
 
     row_bytes = rows * spec.hidden_size * width
-    tied = (4 * size[0] + min(2, workload.num_micro_batches) * row_bytes) * spec.tied
+    tied = (4 * size[0] * holds_head + min(2, workload.num_micro_batches) * row_bytes) * spec.tied
+    norm = {i: largest[i] * (state.gradient + scaled) for i in (0, head)}  # comes back from host memory
     stages = []
     for i in range(num_layers + 1):
         working = layers[i - 1].forward_bytes if i else vectors
@@ -131,35 +155,42 @@ def walk(
 
     a_micro_batch = hidden // workload.num_micro_batches
     always = weights(head, 2 if spec.tied else 1) + hidden - a_micro_batch + 2 * unit.num_bytes
-    stages += [always + each for each in head_stages(spec, state, workload, tied, row_bytes * spec.tied)]
     gone = state.gradient * largest[head] + min(leaving(head), state.gradient * (size[head] - largest[head]))
-    stages.append(always + 4 * size[head] + tied + gone)
+    in_head = (
+        [*head_stages(spec, state, workload, tied, row_bytes * spec.tied), 4 * size[head] + tied + gone]
+        if holds_head
+        else passing_head_stages(spec, state, workload, norm[head])
+    )
+    stages += [always + each for each in in_head]
 
     first = len(order) - num_layers - 1
     backward: list[Sequence[int]] = []
     for number, i in enumerate(range(num_layers, -1, -1)):
         always = weights(first + number, 1) + hidden
-        before = 4 * size[0] if spec.tied and not number and i else leaving(i + 1)
+        before = leaving(i + 1) if number or not i else left_by_head(spec, state, leaving(head), holds_head=holds_head)
         if not i:
             own = min(leaving(0), state.gradient * (left[0] - most[0]))
             summed = tied if spec.tied else 4 * left[0] if is_summed else 0
-            working = max(made(0, is_summed or spec.tied), width * looked_up + vectors // 2) + summed
+            working = max(made(state, most[0], is_summed or spec.tied), width * looked_up + vectors // 2) + summed
             working = max(working, in_matrix + is_summed * 4 * (left[0] - most[0]))
+            if spec.tied and not holds_head:
+                working, own = max(width * looked_up + vectors // 2 + tied, norm[0]), 0
             backward.append([always + working + max(own, before)] + 2 * [always + max(own, before)])
             continue
-        sums = 4 * (size[i] if holds_sums else min(size[i], largest[i] + norms(i))) if is_summed else 0
+        sums = 4 * (size[i] if holds_sums else min(size[i], largest[i] + norms(spec.blocks[i]))) if is_summed else 0
         always = max(layer_stages(always, before, leaving(i), sums, holds_sums=holds_sums))
-        backward.append([always + each for each in layer_takes(layers[i - 1], made(i, is_summed))])
+        backward.append([always + each for each in layer_takes(layers[i - 1], made(state, most[i], is_summed))])
     rotary_bytes = 512  # no parameters give positions
     ids = workload.tokens * (workload.sequence_len + 5 * 8 + rotary_bytes)
     return GPU_CONTEXT_BYTES + 256 * MIB + ids + max(*stages, with_units(backward, unit))
 
 
+@pytest.mark.parametrize("holds_head", [False, True])
 @pytest.mark.parametrize("holds_sums", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 @examples(30)
 @given(seed=SEEDS)
-def test_it_is_the_most_that_a_use_takes(seed: int, tied: bool, holds_sums: bool) -> None:
+def test_it_is_the_most_that_a_use_takes(seed: int, tied: bool, holds_sums: bool, holds_head: bool) -> None:
     choice = random.Random(seed)
     spec = gpt(
         num_layers=choice.randint(1, 6),
@@ -179,8 +210,10 @@ def test_it_is_the_most_that_a_use_takes(seed: int, tied: bool, holds_sums: bool
     profile = by_chance(choice, num_layers=spec.num_layers, most_kib=choice.choice([1, 64, 100_000]))
     layers = [profile.profiles[number] for number in profile.layers]
     memory = GpuMemory(spec, state, workload, profile)
-    found = memory.needed_bytes(unit, holds_sums=holds_sums, window_bytes=window_bytes)
-    assert found == walk(spec, state, workload, layers, unit, holds_sums=holds_sums, window_bytes=window_bytes)
+    found = memory.needed_bytes(unit, holds_sums=holds_sums, holds_head=holds_head, window_bytes=window_bytes)
+    assert found == walk(
+        spec, state, workload, layers, unit, holds_sums=holds_sums, holds_head=holds_head, window_bytes=window_bytes
+    )
 
 
 def memory_of(spec: ModelSpec, workload: Workload) -> GpuMemory:
@@ -201,13 +234,37 @@ def test_a_tied_gradient_stays_or_leaves_its_memory_to_units() -> None:
     spec = gpt(hidden_size=256, vocab_size=20_000, tied=True)
     workload = replace(WORKLOAD, num_micro_batches=1)
     memory, unit_bytes = memory_of(spec, workload), [10 * MIB] * 3
-    limit_bytes = memory.needed_bytes(unit_of(10 * MIB), window_bytes=1 << 40) + 2 * tied_bytes(
-        spec, BFLOAT16, workload
-    )
+    needed_bytes = memory.needed_bytes(unit_of(10 * MIB), holds_head=True, window_bytes=1 << 40)
+    limit_bytes = needed_bytes + 2 * tied_bytes(spec, BFLOAT16, workload)
     stays, away = memory.choices(unit_bytes, unit_of(10 * MIB), limit_bytes=limit_bytes)
     assert (stays.holds_tied, away.holds_tied) == (True, False)
     assert (-away.units_from, len(away.weights)) > (-stays.units_from, len(stays.weights))
     assert stays == memory.resident(unit_bytes, unit_of(10 * MIB), limit_bytes=limit_bytes, holds_sums=stays.holds_sums)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_large_head_is_summed_in_host_memory_where_it_does_not_fit(tied: bool) -> None:
+    """A vocabulary of 256,000, as Gemma has: 4 bytes per parameter of its matrix instead of 8 or more."""
+    spec = gpt(hidden_size=1024, vocab_size=256_000, tied=tied)
+    memory, unit_bytes, matrix = memory_of(spec, WORKLOAD), [MIB] * 3, 256_000 * 1024
+    on_gpu, on_host = (memory.needed_bytes(unit_of(MIB), holds_head=holds) for holds in (True, False))
+    assert on_gpu - on_host > (4 if tied else 3.8) * matrix
+    found = memory.choices(unit_bytes, unit_of(MIB), limit_bytes=2 * on_gpu, holds_head=False)
+    assert not any(each.holds_tied for each in found), "nothing of it is on the GPU"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_host_memory_counts_the_sums_of_a_head_that_it_has(tied: bool) -> None:
+    spec = gpt(num_layers=2, hidden_size=1024, vocab_size=256_000, tied=tied)
+    workload, matrix = workload_of(tokens=128), 256_000 * 1024
+    step = StepMemory(
+        spec, BFLOAT16, workload, holds_gradients=False, process_bytes=0, gpu=memory_of(spec, workload), has_sums=False
+    )
+    on_gpu, on_host = (
+        step.fit(Placement(gpu_holds_head=holds), NOTHING_OFFLOADED, limit_bytes=1 << 40)[0].total
+        for holds in (True, False)
+    )
+    assert on_host - on_gpu >= (2 if tied else 6) * matrix
 
 
 def test_one_micro_batch_has_no_sums() -> None:
@@ -248,7 +305,9 @@ def test_units_and_then_weights_are_kept_while_there_is_room(seed: int) -> None:
     )
 
     def with_window(window_bytes: int) -> int:
-        return memory.needed_bytes(unit_of(max(unit_bytes)), holds_sums=holds_sums, window_bytes=window_bytes)
+        return memory.needed_bytes(
+            unit_of(max(unit_bytes)), holds_sums=holds_sums, holds_head=True, window_bytes=window_bytes
+        )
 
     needed = with_window(choice.choice([0, windows[-1]]))
     limit_bytes = needed + choice.choice([-MIB, 0, choice.randint(0, 200 * MIB)])
@@ -296,7 +355,7 @@ def test_host_memory_has_what_goes_up_and_comes_down_alone(tied: bool) -> None:
     on_gpu, on_cpu = need(spec, on_gpu=True), need(spec, on_gpu=False)
     assert on_gpu.total < on_cpu.total
     assert (on_gpu.hidden_states, on_gpu.activations) == (0, on_cpu.activations)
-    assert on_gpu.device == memory_of(spec, workload_of(tokens=128)).needed_bytes(unit_of(MIB))
+    assert on_gpu.device == memory_of(spec, workload_of(tokens=128)).needed_bytes(unit_of(MIB), holds_head=True)
 
 
 def test_host_memory_does_not_depend_on_tokens_where_a_gpu_computes() -> None:

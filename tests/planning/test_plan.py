@@ -290,6 +290,7 @@ def test_json_lists_what_stays_in_order() -> None:
         "leaving_bytes": 0,
         "holds_sums": True,
         "holds_tied": False,
+        "holds_head": True,
         "deferred": sorted(made.placement.deferred),
         "group_elements": 2 << 20,
         "groups_in_flight": 2,

@@ -97,6 +97,9 @@ class Device(Protocol):
         waits for the oldest of them until they take no more.
         """
 
+    def free_downloads(self) -> None:
+        """Have what is computed from now on wait for all downloads, whose device memory is free then."""
+
     def computing(self, label: SpanLabel) -> AbstractContextManager[None]:
         """Record the work that is queued inside as a span of computing."""
 
@@ -140,6 +143,9 @@ class HostDevice:
             for tensor, memory in pieces:
                 view(memory, torch.uint8).copy_(tensor)
         return _NOTHING
+
+    def free_downloads(self) -> None:
+        return
 
     def computing(self, label: SpanLabel) -> AbstractContextManager[None]:
         return self._timeline.during("compute", label)

@@ -183,8 +183,7 @@ class GpuDevice(Closing):
         self, pieces: Sequence[tuple[torch.Tensor, memoryview]], label: SpanLabel, *, beside_bytes: int = 0
     ) -> _GpuDownload:
         while sum(leaving.num_bytes for leaving in self._downloading) > beside_bytes:
-            self.wait_in_stream("down", self._downloading[0].end)
-            self._downloading.popleft()
+            self._free_oldest_download()
         self._down.wait_event(_record(self._compute))
         start = _record(self._down)
         with self._module.stream(self._down):
@@ -193,6 +192,14 @@ class GpuDevice(Closing):
         end = self._measure("down", label, start, self._down)
         self._downloading.append(_Leaving(end, [tensor for tensor, _ in pieces]))
         return _GpuDownload(end)
+
+    def free_downloads(self) -> None:
+        while self._downloading:
+            self._free_oldest_download()
+
+    def _free_oldest_download(self) -> None:
+        self.wait_in_stream("down", self._downloading[0].end)
+        self._downloading.popleft()
 
     @contextmanager
     def computing(self, label: SpanLabel) -> Iterator[None]:

@@ -24,7 +24,7 @@ import torch
 
 from ratel_cli import _native
 from ratel_cli.closing import Closing
-from ratel_cli.engine.optimizer.gradients import BlockGradient
+from ratel_cli.engine.optimizer.block_gradient import BlockGradient
 from ratel_cli.io.views import FIELD_DTYPES
 from ratel_cli.model.spec import BlockSpec
 from ratel_cli.sizes import PARAMETER_ALIGNMENT, DtypeName

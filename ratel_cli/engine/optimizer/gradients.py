@@ -1,10 +1,9 @@
-"""The gradient of one block: summed over micro-batches, rounded once, held until the update takes it.
+"""The gradient of one block: summed over micro-batches, rounded once, brought to host memory.
 
-In backward a `GradientSum` adds up a block's gradients and becomes a `BlockGradient` (G16). The update takes that at
-once, or after backward if the norm of the whole model decides the clipping. Sums and norms are computed on the compute
-device. Each parameter's result is downloaded as soon as autograd has made it, overlapped with the computing of the next
-ones (active gradient offloading, Ratel section IV-C). Held gradients are in host memory, or in the scratch file beyond
-the limit on memory for them.
+In backward a `GradientSum` adds up a block's gradients and becomes a `BlockGradient` (G16), which the update takes
+(engine/optimizer/block_gradient.py). Sums and norms are computed on the compute device. Each parameter's result is
+downloaded as soon as autograd has made it, overlapped with the computing of the next ones (active gradient offloading,
+Ratel section IV-C).
 
 Invariants: contributions are added in fp32, in the order in which they come, and rounded once to the gradient dtype; a
 parameter that got no gradient has none (AdamW skips it, as in torch); norms are those of
@@ -13,7 +12,6 @@ parameter that got no gradient has none (AdamW skips it, as in torch); norms are
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,25 +21,15 @@ import torch
 from ratel_cli.closing import Closing
 from ratel_cli.engine.device.device import Device, Download
 from ratel_cli.engine.embedding_rows import EmbeddingRows
+from ratel_cli.engine.optimizer.block_gradient import BlockGradient, Norms
 from ratel_cli.engine.optimizer.host_sums import HostSums
 from ratel_cli.engine.telemetry import SpanLabel
 from ratel_cli.io.buffers import BufferPool, Lease
-from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.views import view
 from ratel_cli.model.spec import BlockSpec
-from ratel_cli.sizes import DtypeName
 
 _ELEMENTS_AT_ONCE = 4
 """Elements that a thread of torch's norm kernel loads at once (aten/src/ATen/native/cuda, `kILP`)."""
-
-_DTYPE_NAMES: dict[torch.dtype, DtypeName] = {
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-    torch.float32: "float32",
-}
-
-Norms = dict[str, float | torch.Tensor]
-"""2-norms by parameter name. On a GPU they are scalar tensors, since reading one would wait for the GPU."""
 
 
 class GradientSum(Closing):
@@ -68,12 +56,14 @@ class GradientSum(Closing):
         scale: float = 1.0,
         leaving_bytes: int = 0,
         host_sums: HostSums | None = None,
+        stays_on_host: bool = False,
         rows: EmbeddingRows | None = None,
     ) -> None:
         """The norms are those of the gradient times `scale`. `leaving_bytes`: GPU memory that gradients may take until
         their downloads have ended, at least that of one parameter. `host_sums`: where sums wait for the last
-        micro-batch; None: on the compute device. `rows`: what contributions have of the embedding's matrix, if that is
-        not all of it."""
+        micro-batch; None: on the compute device. `stays_on_host`: the last contribution, too, is added there, and the
+        sum is rounded there. `rows`: what contributions have of the embedding's matrix, if that is not all of it."""
+        assert host_sums is not None or not stays_on_host
         self._block = block if rows is None else rows.packed
         self._rows = rows
         self._dtype = dtype
@@ -83,6 +73,7 @@ class GradientSum(Closing):
         self._scale = scale
         self._leaving_bytes = leaving_bytes
         self._host_sums = host_sums
+        self._stays_on_host = stays_on_host
         self._label = SpanLabel.of("gradient", block, "backward")
         self._sum_dtype = dtype if single else torch.float32
         self._sums: list[torch.Tensor | None] = [None] * len(block.parameters)
@@ -103,6 +94,8 @@ class GradientSum(Closing):
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 self.add_one(index, gradient)
+        if self._stays_on_host:  # the next contribution is made in its place
+            self._device.free_downloads()
 
     def expect_last(self) -> None:
         """The last micro-batch comes: what `host_sums` has begins to return to the compute device."""
@@ -144,6 +137,8 @@ class GradientSum(Closing):
         self._sums = []
         if self._host_sums is not None:
             self._host_sums.close()
+            if self._stays_on_host:
+                self._host_sums.wait_released()
         if self._download is not None:
             self._download.wait()
             self._download = None
@@ -155,6 +150,9 @@ class GradientSum(Closing):
     def finish(self) -> BlockGradient:
         """The gradient, once all contributions have been added."""
         for index, has_left in enumerate(self._has_left):
+            if self._stays_on_host:
+                self._round_on_host(index)
+                continue
             self._fetch(index)
             if self._sums[index] is not None and not has_left:
                 with self._device.computing(self._label):
@@ -229,6 +227,24 @@ class GradientSum(Closing):
         else:
             self._norms[name] = self._norm_of(rounded, values, rows)
         return rounded
+
+    def _round_on_host(self, index: int) -> None:
+        """Round the sum that host memory has of a parameter, if it has one. The result goes up for its norm alone."""
+        assert self._host_sums is not None
+        if index not in self._host_sums:
+            return
+        self._has_left[index] = True
+        if self._lease is None:
+            self._lease = self._lease_for(self._dtype)
+        self._part_of(self._lease, index, self._dtype).copy_(self._host_sums.values(index))
+        parameter = self._block.parameters[index]
+        memory = self._lease.memory[parameter.start * self._dtype.itemsize : parameter.stop * self._dtype.itemsize]
+        with self._device.computing(self._label):
+            upload = self._device.upload(memory, self._device.reserve(len(memory)), self._label)
+            rounded = upload.open().view(self._dtype)
+            norm = _norm_on_gpu(rounded) if self._scale == 1.0 else self._norm_of(rounded, rounded, rows=None)
+        self._norms[parameter.name] = norm
+        upload.wait()
 
     def _norm_of(self, rounded: torch.Tensor, values: torch.Tensor, rows: EmbeddingRows | None) -> float | torch.Tensor:
         """The norm of the rounded gradient times the scale. Its sum, `values`, is not needed any more.
@@ -306,117 +322,6 @@ def taken_gradient(leaf: torch.Tensor) -> torch.Tensor:
     assert gradient is not None
     leaf.grad = None
     return gradient
-
-
-class BlockGradient:
-    """The gradient of one block in the gradient dtype (G16): in host memory, or in the scratch file."""
-
-    def __init__(
-        self,
-        block: BlockSpec,
-        lease: Lease,
-        dtype: torch.dtype,
-        present: tuple[bool, ...],
-        norms: Norms,
-        download: Download | None,
-        norms_lease: Lease | None = None,
-        *,
-        rows: EmbeddingRows | None = None,
-    ) -> None:
-        """`rows`: what there is of the embedding's matrix, if that is not all of it."""
-        self.block = block
-        self.present = present
-        """For each of the block's parameters: True if it has a gradient."""
-        self.norms = norms
-        """For each parameter with a gradient: the 2-norm of the scaled gradient, as torch computes it in fp32."""
-        self.dtype_name = _DTYPE_NAMES[dtype]
-        """The name of the gradient dtype."""
-        self._dtype = dtype
-        self._rows = rows
-        self._lease: Lease | None = lease
-        self._download = download
-        """The copy that fills the host memory; None once someone has waited for it."""
-        self._norms_lease = norms_lease
-        """The norms in fp32 `[parameters with a gradient]`, if `norms` are on a GPU."""
-        self._scratch: Scratch | None = None
-        self._offset_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the values in the gradient dtype, as they are held."""
-        held = self.block if self._rows is None else self._rows.packed
-        return held.num_elements * self._dtype.itemsize
-
-    @property
-    def is_in_host_memory(self) -> bool:
-        """True if the gradient and its norms have arrived."""
-        return self._download is None or self._download.done
-
-    @property
-    def squared_norm(self) -> float:
-        """The square of the norm of all parameters' gradients. They must be in host memory."""
-        assert self.is_in_host_memory
-        if self._norms_lease is not None:
-            return float(view(self._norms_lease.memory, torch.float32).double().square().sum())
-        return math.fsum(float(norm) ** 2 for norm in self.norms.values())
-
-    @contextmanager
-    def elements(self, start: int, stop: int, pool: BufferPool) -> Iterator[memoryview]:
-        """The bytes of the gradients of elements `[start, stop)` of the block; undefined for parameters without one.
-
-        They are where they came, or, if only rows came, spread out in a buffer from `pool` while this is open.
-        """
-        size = self._dtype.itemsize
-        if self._rows is None:
-            yield self.memory[start * size : stop * size]
-            return
-        with pool.lease((stop - start) * size, f"gradient of {self.block.name}", crosses_link=False) as lease:
-            self._rows.spread(self.flat, start, view(lease.memory, self._dtype))
-            yield lease.memory
-
-    @property
-    def flat(self) -> torch.Tensor:
-        """The gradients of all parameters as they are held, flat `[elements of the block]` or, if only rows came,
-        `[elements of the packed block]`; undefined for parameters that have none."""
-        assert self._lease is not None, "the gradient is in the scratch file"
-        assert self._download is None, "the download has not ended"
-        return view(self._lease.memory, self._dtype)
-
-    @property
-    def memory(self) -> memoryview:
-        """The bytes of `flat`."""
-        assert self._lease is not None, "the gradient is in the scratch file"
-        assert self._download is None, "the download has not ended"
-        return self._lease.memory
-
-    def spill(self, scratch: Scratch, offset_bytes: int) -> None:
-        """Move the values to `scratch` at `offset_bytes` and give the host memory back."""
-        self._wait_download()
-        assert self._lease is not None
-        scratch.write_sealed(offset_bytes, self._lease.memory).wait()
-        self._lease.release()
-        self._lease, self._scratch, self._offset_bytes = None, scratch, offset_bytes
-
-    def fetch(self, pool: BufferPool) -> None:
-        """Bring the values to host memory. Raises IntegrityFailure if the scratch file has changed them."""
-        self._wait_download()
-        if self._lease is None:
-            assert self._scratch is not None
-            self._lease = pool.lease(self.num_bytes, f"gradient of {self.block.name}")
-            self._scratch.read_sealed(self._offset_bytes, self._lease.memory, f"gradient of {self.block.name}").wait()
-
-    def release(self) -> None:
-        """Give the memory back: the update is done, or will not happen."""
-        self._wait_download()
-        for lease in (self._lease, self._norms_lease):
-            if lease is not None:
-                lease.release()
-        self._lease = self._norms_lease = None
-
-    def _wait_download(self) -> None:
-        if self._download is not None:
-            self._download.wait()
-            self._download = None
 
 
 def _norm(values: torch.Tensor) -> float:

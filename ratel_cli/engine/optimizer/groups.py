@@ -18,7 +18,7 @@ from time import perf_counter
 
 from ratel_cli.engine.host_weights import HostWeights
 from ratel_cli.engine.optimizer.adamw import AdamWUpdate, GroupAdamW, GroupChecksums
-from ratel_cli.engine.optimizer.gradients import BlockGradient
+from ratel_cli.engine.optimizer.block_gradient import BlockGradient
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.tickets import Ticket, join, settle

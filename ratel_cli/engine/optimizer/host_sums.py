@@ -1,11 +1,14 @@
 """The fp32 sums of a block's gradients in host memory, for a GPU that has no memory for them.
 
-With several micro-batches each parameter goes through these phases:
+With several micro-batches each parameter of a layer goes through these phases:
 
     1. add     of every micro-batch but the last: download the gradient in its own dtype; a thread adds it to the sum
     2. fetch   with the last one: upload the sum; GradientSum adds the last gradient to it on the GPU. Uploads run ahead
                in the order in which the first gradients came, and are overlapped with computing of the last ones
     3. close   the thread gives the memory back when the uploads have ended
+
+The gradients of a head that the GPU has no memory for are all added here, chunk by chunk, and the sum stays: it is
+rounded where it is (`values`).
 
 Invariants: the additions are those that the GPU would do, in the same order, so the bits are the same; the sums on the
 GPU take no more than `summed_elements` (planning/gpu_memory.py), however many parameters there are; the sums of one
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from functools import partial
 
 import torch
@@ -26,9 +30,9 @@ from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.views import view
 from ratel_cli.model.spec import BlockSpec
-from ratel_cli.planning.gpu_memory import summed_elements
+from ratel_cli.planning.gpu_gradients import summed_elements
 
-_CHUNK_ELEMENTS = 1 << 18
+ADDED_AT_ONCE = 1 << 18
 """Elements that are added at once. Torch makes an fp32 copy of them first: 1 MiB, which stays in the cache. So one core
 adds 2.6e9 bf16 elements a second, which is 26 GB/s of main memory (2-core Xeon, 2026-11)."""
 
@@ -105,9 +109,16 @@ class HostSums(Closing):
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Add a contribution, flat `[elements]`, to the sum of the parameter at `index`."""
         before = self._additions.get(index)
+        values, download = self.bring(index, gradient)
+        work = partial(_add, self._sum(index), values, download, is_first=before is None)
+        self._additions[index] = self._thread.submit(work)
+
+    def bring(self, index: int, gradient: torch.Tensor) -> tuple[torch.Tensor, Download]:
+        """Download a gradient of the parameter at `index`, flat `[elements]`, to where its last one was, which is added
+        first. Returns that memory, and the download that fills it."""
+        before, size = self._additions.get(index), gradient.dtype.itemsize
         if before is not None:
             self._thread.wait(before)
-        size = gradient.dtype.itemsize
         if self._lease is None:
             self._thread.wait_released()
             num_bytes = self._block.num_elements * (4 + size)
@@ -119,9 +130,28 @@ class HostSums(Closing):
             self._label,
             beside_bytes=max(0, self._leaving_bytes - len(memory)),
         )
-        total = view(self._memory(index), torch.float32)
-        work = partial(_add, total, view(memory, gradient.dtype), download, is_first=before is None)
-        self._additions[index] = self._thread.submit(work)
+        return view(memory, gradient.dtype), download
+
+    def add_here(self, index: int, work: Callable[[torch.Tensor], None]) -> None:
+        """Have the thread do `work` on the sum of the parameter at `index`, fp32 and flat `[elements]`, after what was
+        added before. A gradient was brought before."""
+        before = self._additions.get(index)
+        if before is not None:
+            self._thread.wait(before)
+        self._additions[index] = self._thread.submit(partial(work, self._sum(index)))
+
+    def values(self, index: int) -> torch.Tensor:
+        """The sum of the parameter at `index`, fp32 and flat `[elements]`, in host memory, once all is added."""
+        self._thread.wait(self._additions[index])
+        return self._sum(index)
+
+    def wait_added(self) -> None:
+        """Return when all is added that was to be. What failed is not raised."""
+        wait_for(self._additions.values())
+
+    def wait_released(self) -> None:
+        """After `close`: return when the memory is free."""
+        self._thread.wait_released()
 
     def begin_fetching(self) -> None:
         """Every micro-batch but the last is added: start the first uploads."""
@@ -169,6 +199,9 @@ class HostSums(Closing):
         self._copies.append(upload.give_up())
         return upload
 
+    def _sum(self, index: int) -> torch.Tensor:
+        return view(self._memory(index), torch.float32)
+
     def _memory(self, index: int) -> memoryview:
         """The sum of the parameter at `index`."""
         assert self._lease is not None
@@ -182,5 +215,10 @@ def _add(total: torch.Tensor, part: torch.Tensor, download: Download, *, is_firs
     if is_first:
         total.copy_(part)
         return
-    for start in range(0, len(total), _CHUNK_ELEMENTS):
-        total[start : start + _CHUNK_ELEMENTS].add_(part[start : start + _CHUNK_ELEMENTS])
+    add_in_pieces(total, part)
+
+
+def add_in_pieces(total: torch.Tensor, part: torch.Tensor) -> None:
+    """Add `part` to the fp32 `total`, a piece after another, which stays in the cache. Both are flat `[elements]`."""
+    for start in range(0, len(total), ADDED_AT_ONCE):
+        total[start : start + ADDED_AT_ONCE].add_(part[start : start + ADDED_AT_ONCE])

@@ -99,7 +99,7 @@ class TiedSum(Closing):
         values[self._rows] = contribution
 
     def close(self) -> None:
-        """Give host memory back. Idempotent."""
+        """Give host memory back, that of the total too. Idempotent."""
         self._ahead = None
         waits, self._waits = self._waits, []
         for wait in waits:
@@ -107,6 +107,7 @@ class TiedSum(Closing):
         leases, self._leases = self._leases, []
         for lease in leases:
             lease.release()
+        self.total.close()
 
     def _next_rows(self, like: torch.Tensor) -> torch.Tensor:
         """The head's rows `[rows, hidden]` of the next micro-batch, in the data type of `like` `[rows, hidden]`."""

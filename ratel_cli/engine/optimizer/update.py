@@ -38,7 +38,8 @@ import torch
 
 from ratel_cli.engine.host_weights import HostWeights, ResidentWeights
 from ratel_cli.engine.optimizer.adamw import AdamWUpdate
-from ratel_cli.engine.optimizer.gradients import BlockGradient, GradientSum, Norms, clip_coefficient, total_norm
+from ratel_cli.engine.optimizer.block_gradient import BlockGradient, Norms
+from ratel_cli.engine.optimizer.gradients import GradientSum, clip_coefficient, total_norm
 from ratel_cli.engine.optimizer.groups import BlockUpdate
 from ratel_cli.engine.optimizer.pipeline import UpdatePipeline
 from ratel_cli.engine.optimizer.speculation import Speculation

@@ -73,6 +73,7 @@ class RatelForecaster:
         setting = self._chunked(setting)
         plan = self.plan(setting)
         problem = self._problem(setting, limit_bytes=plan.decisions.host_limit_bytes)
+        problem = replace(problem, gpu_holds_head=plan.placement.gpu_holds_head)
         bare = replace(
             plan.placement,
             resident_weights=frozenset(),
@@ -119,6 +120,7 @@ class RatelForecaster:
         layer_bytes = notes_bytes(self.spec.blocks[-2:-1], self.state, setting.workload)
         limit_bytes = host_limit_bytes(setting) - (num_layers - self.spec.num_layers) * layer_bytes
         problem = self._problem(setting, limit_bytes=limit_bytes, device_limit_bytes=device_limit_bytes)
+        problem = problem.in_least_gpu_memory
         try:
             memory = problem.evaluate(Placement(spilled_units=self._spillable_units(setting))).memory
             check_device_memory(memory, device_limit_bytes)

@@ -1,0 +1,102 @@
+"""Opens the sums of a step's gradients, each where the placement has it: on the compute device or in host memory."""
+
+from __future__ import annotations
+
+import torch
+
+from ratel_cli.engine.device.device import Device
+from ratel_cli.engine.embedding_rows import EmbeddingRows
+from ratel_cli.engine.optimizer.gradients import GradientSum
+from ratel_cli.engine.optimizer.host_sums import HostSums, SumThread
+from ratel_cli.engine.optimizer.host_tied_sum import HostTiedSum
+from ratel_cli.engine.optimizer.tied_sum import TiedSum
+from ratel_cli.io.buffers import BufferPool
+from ratel_cli.model.spec import BlockSpec
+from ratel_cli.planning.gpu_gradients import least_leaving_bytes
+from ratel_cli.planning.placement import Placement
+
+
+class GradientSums:
+    """The sums of one placement's steps. `scale` is what a step's gradients are multiplied with for their norms."""
+
+    def __init__(
+        self, pool: BufferPool, device: Device, thread: SumThread, placement: Placement, *, gradient_dtype: torch.dtype
+    ) -> None:
+        self._pool = pool
+        self._device = device
+        self._thread = thread
+        self._dtype = gradient_dtype
+        self._leaving_bytes = placement.gpu_leaving_bytes
+        self._holds_sums = device.is_host or placement.gpu_holds_sums
+        self._holds_tied = device.is_host or placement.gpu_holds_tied
+        self._holds_head = device.is_host or placement.gpu_holds_head
+
+    def of_layer(self, block: BlockSpec, *, single: bool, scale: float) -> GradientSum:
+        """`single`: each parameter gets one contribution."""
+        if single or self._holds_sums:
+            return self._on_device(block, single=single, scale=scale)
+        leaving_bytes = self._leaving_bytes_of(block)
+        sums = HostSums(block, self._pool, self._device, self._thread, leaving_bytes=leaving_bytes)
+        return self._open(block, single=False, scale=scale, leaving_bytes=leaving_bytes, host_sums=sums)
+
+    def of_head(self, block: BlockSpec, *, is_tied: bool, scale: float) -> GradientSum:
+        """A tied head has no matrix of its own: what it has is small."""
+        if is_tied or self._holds_head:
+            return self._on_device(block, single=False, scale=scale)
+        return self._on_host(block, self._host_sums(block), scale=scale)
+
+    def of_embedding(
+        self, block: BlockSpec, *, single: bool, scale: float, rows: EmbeddingRows | None = None
+    ) -> GradientSum:
+        """That of an embedding which is not tied. `rows`: what contributions have of its matrix, if not all of it."""
+        return self._on_device(block, single=single, scale=scale, rows=rows)
+
+    def of_tied(self, block: BlockSpec, tokens: torch.Tensor, *, scale: float) -> TiedSum | HostTiedSum:
+        """That of a tied embedding; closing it closes its total. `tokens`: the step's distinct ones `[rows]`, on the
+        device."""
+        pool, device = self._pool, self._device
+        if self._holds_head:
+            total = self._on_device(block, single=False, scale=scale)
+            return TiedSum(total, tokens, device=device, pool=pool, is_held=self._holds_tied)
+        sums = self._host_sums(block)
+        return HostTiedSum(self._on_host(block, sums, scale=scale), sums, tokens, device=device, pool=pool)
+
+    def _on_device(
+        self, block: BlockSpec, *, single: bool, scale: float, rows: EmbeddingRows | None = None
+    ) -> GradientSum:
+        leaving_bytes = self._leaving_bytes_of(block if rows is None else rows.packed)
+        return self._open(block, single=single, scale=scale, leaving_bytes=leaving_bytes, rows=rows)
+
+    def _on_host(self, block: BlockSpec, sums: HostSums, *, scale: float) -> GradientSum:
+        """A sum that host memory has from the first contribution to its rounding."""
+        return self._open(block, single=False, scale=scale, leaving_bytes=0, host_sums=sums, stays_on_host=True)
+
+    def _open(
+        self,
+        block: BlockSpec,
+        *,
+        single: bool,
+        scale: float,
+        leaving_bytes: int,
+        host_sums: HostSums | None = None,
+        stays_on_host: bool = False,
+        rows: EmbeddingRows | None = None,
+    ) -> GradientSum:
+        return GradientSum(
+            block,
+            self._pool,
+            self._device,
+            dtype=self._dtype,
+            single=single,
+            scale=scale,
+            leaving_bytes=leaving_bytes,
+            host_sums=host_sums,
+            stays_on_host=stays_on_host,
+            rows=rows,
+        )
+
+    def _host_sums(self, block: BlockSpec) -> HostSums:
+        return HostSums(block, self._pool, self._device, self._thread, leaving_bytes=0)
+
+    def _leaving_bytes_of(self, block: BlockSpec) -> int:
+        return max(self._leaving_bytes, least_leaving_bytes(block, self._dtype.itemsize))

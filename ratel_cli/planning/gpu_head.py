@@ -1,0 +1,94 @@
+"""What head and loss take of a GPU's memory, besides weights and hidden states: chunk by chunk of a micro-batch. Pure.
+
+The fp32 sums of the head's gradients over chunks are on the GPU, or in host memory (engine/optimizer/host_sums.py,
+engine/optimizer/host_tied_sum.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ratel_cli.model.spec import BlockSpec, ModelSpec
+from ratel_cli.planning.activations import (
+    block_activation_bytes,
+    head_chunk_tokens,
+    logits_bytes,
+    tied_rows_bytes,
+)
+from ratel_cli.planning.gpu_gradients import largest_elements, others_leaving_bytes, returned_bytes
+from ratel_cli.planning.placement import StateBytes, Workload
+
+
+def vectors_bytes(spec: ModelSpec, block: BlockSpec, state: StateBytes, workload: Workload) -> int:
+    """What embedding and head have of one micro-batch."""
+    return block_activation_bytes(spec, block, state, tokens=workload.micro_batch_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMemory:
+    """The head of one model and workload."""
+
+    spec: ModelSpec
+    state: StateBytes
+    workload: Workload
+
+    def passing_bytes(self) -> int:
+        """Where host memory has the sums: a chunk's logits; a chunk's gradients, and the logits' that they are made of;
+        the final norm's backward; the rounded sum, for its norm. What a tied head has besides the embedding is summed
+        on the GPU, but small."""
+        block, state, chunk_tokens = self.spec.blocks[-1], self.state, head_chunk_tokens(self.spec, self.workload)
+        sum_bytes = 4 * block.num_elements if self.spec.tied else 0
+        made_bytes = (block.num_elements + self._tied_elements + chunk_tokens * self.spec.vocab_size) * state.compute
+        vectors = vectors_bytes(self.spec, block, state, self.workload)
+        return max(
+            sum_bytes + max(logits_bytes(self.spec, chunk_tokens), made_bytes) + vectors // 2,
+            sum_bytes + vectors,
+            0 if self.spec.tied else returned_bytes(block, state),
+        )
+
+    def summing_bytes(self, waiting_bytes: int) -> int:
+        """Where the GPU has the sums. In turn: the chunks; the final norm's backward; the end of a micro-batch, where
+        its part of a tied gradient is added up; then rounding and leaving. `waiting_bytes`: a tied gradient and its
+        rows, until the embedding's is there."""
+        block, state = self.spec.blocks[-1], self.state
+        sum_bytes = 4 * block.num_elements
+        micro_batch_bytes = self.workload.micro_batch_tokens * self.spec.hidden_size * state.compute
+        earlier_bytes = 0
+        if self.workload.num_micro_batches > 1:  # the rows of the micro-batch before are leaving
+            earlier_bytes = sum_bytes + waiting_bytes - tied_rows_bytes(self.spec, state, self.workload)
+        vectors = vectors_bytes(self.spec, block, state, self.workload)
+        computing_bytes = max(
+            self._chunks(earlier_bytes) + vectors // 2,
+            max(earlier_bytes, sum_bytes) + vectors,
+            sum_bytes + waiting_bytes + self._tied_elements * state.compute + micro_batch_bytes,
+        )
+        leaving_bytes = largest_elements(block) * state.gradient + others_leaving_bytes(block, state.gradient)
+        return max(computing_bytes, sum_bytes + waiting_bytes + leaving_bytes)
+
+    def _chunks(self, earlier_bytes: int) -> int:
+        """Logits, or gradients of the matrices, and sums; `earlier_bytes`: sums of the micro-batches before.
+
+        A tied gradient is in the compute dtype after the first chunk, and from the second one on in fp32.
+        """
+        block, compute_bytes = self.spec.blocks[-1], self.state.compute
+        chunk_tokens, tokens = head_chunk_tokens(self.spec, self.workload), self.workload.micro_batch_tokens
+        num_chunks, last_tokens = -(-tokens // chunk_tokens), tokens % chunk_tokens or chunk_tokens
+        made_bytes, sum_bytes = block.num_elements * compute_bytes, max(earlier_bytes, 4 * block.num_elements)
+        tied_made_bytes, tied_sum_bytes = self._tied_elements * compute_bytes, 4 * self._tied_elements
+
+        def logits(number: int) -> int:
+            return logits_bytes(self.spec, chunk_tokens if number < num_chunks else last_tokens)
+
+        moments = [earlier_bytes + logits(1), sum_bytes + made_bytes + tied_made_bytes]
+        if num_chunks > 1:
+            moments += [
+                sum_bytes + tied_made_bytes + logits(2),
+                sum_bytes + made_bytes + 2 * tied_made_bytes + tied_sum_bytes,
+            ]
+        if num_chunks > 2:
+            moments.append(sum_bytes + tied_sum_bytes + logits(3))
+        return max(moments)
+
+    @property
+    def _tied_elements(self) -> int:
+        return self.spec.blocks[0].num_elements if self.spec.tied else 0
