@@ -1,4 +1,4 @@
-"""The curves of a run as a picture: loss, learning rate and gradient norm of each step.
+"""The curves of a run as a picture: the loss, and below it what else is known of each step.
 
 matplotlib is an extra, so it is imported inside the functions. Invariant: the same steps give the same bytes, under
 the same version of matplotlib; the user's own settings of matplotlib have no influence.
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from io import BytesIO
 from typing import TYPE_CHECKING
 
+from ratel_cli.report.step_curves import StepCurve, step_curves
 from ratel_cli.training.history import finite_mean
 from ratel_cli.training.metrics import StepMetrics
 
@@ -24,7 +25,8 @@ _MAX_POINTS = 800
 """More steps than this are drawn as their means: a picture has no more columns."""
 _SMOOTHED_SHARE = 40
 """The smooth line is a mean over this part of all steps."""
-_INCHES, _DOTS_PER_INCH = (8.0, 5.2), 120
+_INCHES, _DOTS_PER_INCH = (8.0, 6.6), 120
+_COLUMNS = 3
 _INK, _LOSS, _EVAL, _QUIET = "#333333", "#1f5fa8", "#c2410c", "#9db8d6"
 _STYLE: dict[str, object] = {
     "font.family": "DejaVu Sans",
@@ -61,17 +63,19 @@ def draw_curves(steps: Sequence[StepMetrics]) -> bytes:
     canvas_class = import_module("matplotlib.backends.backend_agg").FigureCanvasAgg
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **_STYLE}):
         figure = figure_class(figsize=_INCHES, dpi=_DOTS_PER_INCH, layout="constrained", facecolor="white")
-        grid = figure.add_gridspec(2, 2, height_ratios=(2, 1))
+        curves = step_curves(steps)
+        num_rows = -(-len(curves) // _COLUMNS)
+        grid = figure.add_gridspec(1 + num_rows, _COLUMNS, height_ratios=(2, *[1] * num_rows))
         _draw_loss(figure.add_subplot(grid[0, :]), steps)
-        _draw_line(figure.add_subplot(grid[1, 0]), steps, lambda step: step.learning_rate, title="Learning rate")
-        _draw_line(figure.add_subplot(grid[1, 1]), steps, lambda step: step.grad_norm, title="Gradient norm")
+        for number, curve in enumerate(curves):
+            _draw_curve(figure.add_subplot(grid[1 + number // _COLUMNS, number % _COLUMNS]), steps, curve)
         file = BytesIO()
         canvas_class(figure).print_png(file)
     return file.getvalue()
 
 
 def _draw_loss(axes: Axes, steps: Sequence[StepMetrics]) -> None:
-    places, losses = _thinned(steps, lambda step: step.loss)
+    places, losses = _thinned(steps, [step.loss for step in steps])
     width = len(places) // _SMOOTHED_SHARE
     if width > 1:
         axes.plot(places, losses, color=_QUIET, linewidth=0.8, label="training")
@@ -87,23 +91,25 @@ def _draw_loss(axes: Axes, steps: Sequence[StepMetrics]) -> None:
         axes.legend(loc="upper right")
 
 
-def _draw_line(
-    axes: Axes, steps: Sequence[StepMetrics], value_of: Callable[[StepMetrics], float], *, title: str
-) -> None:
-    axes.plot(*_thinned(steps, value_of), color=_LOSS, linewidth=1.1)
-    axes.set_title(title)
-    axes.set_xlabel("step")
+def _draw_curve(axes: Axes, steps: Sequence[StepMetrics], curve: StepCurve) -> None:
+    if curve.predicted:
+        axes.plot(*_thinned(steps, curve.predicted), color=_EVAL, linewidth=1.1, label="predicted")
+    axes.plot(*_thinned(steps, curve.values), color=_LOSS, linewidth=1.1, label="measured")
+    name = curve.name[0].upper() + curve.name[1:]
+    axes.set_title(f"{name}, {curve.unit}" if curve.unit else name)
     axes.margins(x=0.01)
     axes.ticklabel_format(axis="y", scilimits=(-3, 4), useMathText=False)
+    if curve.predicted:
+        axes.legend(loc="best", fontsize=7)
 
 
-def _thinned(steps: Sequence[StepMetrics], value_of: Callable[[StepMetrics], float]) -> tuple[list[float], list[float]]:
+def _thinned(steps: Sequence[StepMetrics], values: Sequence[float]) -> tuple[list[float], list[float]]:
     """The points of a line: each step, or the means of as many steps as make `_MAX_POINTS`. NaN: a gap."""
     width = max(1, -(-len(steps) // _MAX_POINTS))
-    parts = [steps[start : start + width] for start in range(0, len(steps), width)]
+    starts = range(0, len(steps), width)
     return (
-        [math.fsum(step.step for step in part) / len(part) for part in parts],
-        [_mean(map(value_of, part)) for part in parts],
+        [_mean(step.step for step in steps[start : start + width]) for start in starts],
+        [_mean(values[start : start + width]) for start in starts],
     )
 
 

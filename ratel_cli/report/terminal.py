@@ -22,6 +22,7 @@ from ratel_cli.report.run_report import (
     state_words,
 )
 from ratel_cli.report.series import binned, decimal, scale_of, step_ticks, ticks
+from ratel_cli.report.step_curves import step_curves
 from ratel_cli.training.metrics import StepMetrics
 
 _ROWS = 14
@@ -41,9 +42,11 @@ def report_lines(report: RunReport, *, width: int) -> list[str]:
         losses = [each.eval_loss if each.eval_loss is not None else 0.0 for each in evaluated]
         name = "loss; X: evaluation" if evaluated else "loss"
         lines += _plot(name, steps, [each.loss for each in steps], width, dots=(evaluated, losses))
-        lines += _plot("learning rate", steps, [each.learning_rate for each in steps], width)
-        lines += _plot("gradient norm", steps, [each.grad_norm for each in steps], width)
-        lines += _plot("tokens/s", steps, [each.tokens_per_second for each in steps], width)
+        for curve in step_curves(steps):
+            name = f"{curve.name}, {curve.unit}" if curve.unit else curve.name
+            dots = (steps, curve.predicted) if curve.predicted else ((), ())
+            name += "; +: predicted" if curve.predicted else ""
+            lines += _plot(name, steps, curve.values, width, dots=dots, marker="+")
         lines += _shares(report.typical_steps, width)
     return [line[:width].rstrip() for line in lines]
 
@@ -55,8 +58,9 @@ def _plot(
     width: int,
     *,
     dots: tuple[Sequence[StepMetrics], Sequence[float]] = ((), ()),
+    marker: str = "X",
 ) -> list[str]:
-    """The lines of one plot over the steps; in words where there are no two points to draw."""
+    """The lines of one plot over the steps, none without two points. `dots` are further values of some steps."""
     bins = [each for each in binned([each.step for each in steps], values, most=2 * width) if isfinite(each.mean)]
     if len(bins) < 2:
         return []
@@ -66,9 +70,13 @@ def _plot(
     curve = figure.signal([each.x for each in bins], [each.mean for each in bins], marker="braille")
     curve.lines()
     figure.draw(curve)
-    if dots[0]:
-        figure.draw(figure.signal([each.step for each in dots[0]], list(dots[1]), marker="X"))
-    scale = scale_of([*(each.mean for each in bins), *dots[1]])
+    # As many as there are columns for, each the mean of as many steps.
+    further = [
+        each for each in binned([each.step for each in dots[0]], dots[1], most=width // 2) if isfinite(each.mean)
+    ]
+    if further:
+        figure.draw(figure.signal([each.x for each in further], [each.mean for each in further], marker=marker))
+    scale = scale_of([each.mean for each in (*bins, *further)])
     levels = ticks(scale, most=5)
     numbers = step_ticks(steps[0].step, steps[-1].step, most=max(2, width // 14))
     figure.ruler("x").lim(steps[0].step, steps[-1].step)

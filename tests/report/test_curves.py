@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from ratel_cli.report.curves import can_draw_curves, draw_curves
+from ratel_cli.report.step_curves import step_curves
 from ratel_cli.training.metrics import StepMetrics
 from tests.training.test_metrics import metrics
 
@@ -41,7 +42,7 @@ def size_of(png: bytes) -> tuple[int, int]:
 def test_runs_of_any_length(num_steps: int) -> None:
     drawn = history(num_steps)
     png = draw_curves(drawn)
-    assert size_of(png) == (960, 624)
+    assert size_of(png) == (960, 792)
     assert len(png) < 200_000
     assert draw_curves(drawn) == png, "the same history gives the same bytes"
 
@@ -50,12 +51,12 @@ def test_runs_of_any_length(num_steps: int) -> None:
     "changed", [{"loss": math.nan}, {"eval_loss": math.nan}, {"loss": 1e30, "grad_norm": math.inf}]
 )
 def test_steps_without_a_value(changed: dict[str, object]) -> None:
-    assert size_of(draw_curves(history(20, **changed))) == (960, 624)
+    assert size_of(draw_curves(history(20, **changed))) == (960, 792)
 
 
 def test_no_finite_loss_at_all() -> None:
     steps = [replace(metrics(step), loss=math.nan, grad_norm=math.nan) for step in (1, 2, 3)]
-    assert size_of(draw_curves(steps)) == (960, 624)
+    assert size_of(draw_curves(steps)) == (960, 792)
 
 
 def test_the_users_settings_have_no_influence() -> None:
@@ -66,6 +67,23 @@ def test_the_users_settings_have_no_influence() -> None:
     with matplotlib.rc_context({"axes.facecolor": "black", "lines.linewidth": 9, "figure.dpi": 10}):
         assert draw_curves(drawn) == before
         assert matplotlib.rcParams["axes.facecolor"] == "black", "they are as they were"
+
+
+def test_what_is_drawn() -> None:
+    """All that the page draws over the steps, with the same values."""
+    drawn = history(3)
+    curves = {each.name: each for each in step_curves(drawn)}
+    names = ["learning rate", "gradient norm", "speed", "step time", "RAM at the peak", "written to NVMe"]
+    assert [name for name in curves if name != "GPU memory at the peak"] == names
+    assert curves["step time"].values == [each.step_seconds for each in drawn]
+    assert curves["step time"].predicted == [each.predicted_seconds for each in drawn]
+    written = curves["written to NVMe"].values
+    assert written[2] / written[0] == pytest.approx(3), "what all steps have written, not each"
+    with_gpu = [replace(each, gpu_peak_bytes=3 << 30) for each in drawn]
+    [memory] = [each for each in step_curves(with_gpu) if each.name == "GPU memory at the peak"]
+    assert (memory.unit, list(memory.values)) == ("GiB", [3.0, 3.0, 3.0])
+    unknown = [replace(each, predicted_seconds=math.nan) for each in drawn]
+    assert not any(each.predicted for each in step_curves(unknown))
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -334,7 +334,15 @@ def test_the_terminal_shows_the_same(tmp_path: Path, count: int, width: int) -> 
     assert lines[0] == "out" and (f"step {count} of 100" if count else "before its first step") in lines[1]
     if count > 1 and width >= 60:
         shown = "\n".join(lines)
-        assert all(name in shown for name in ("loss", "learning rate, by step", "gradient norm", "tokens/s", "compute"))
+        names = (
+            "loss",
+            "learning rate, by step",
+            "gradient norm",
+            "speed, tokens/s",
+            "step time, seconds; +: predicted",
+        )
+        for name in (*names, "RAM at the peak, GiB", "written to NVMe, GB in all" if count < 80 else "", "compute"):
+            assert name in shown, name
 
 
 def test_the_terminal_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
