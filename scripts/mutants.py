@@ -198,6 +198,8 @@ MUTANTS = (
     Mutant("short transfers begin again", "io/requests.py", "self.offset += gained_bytes", "pass", "a short transfer continues where it ended", "io/test_queue_failures.py"),
     Mutant("a full drive is corruption", "io/requests.py", "if cause.errno in _NO_SPACE:", "if False:", "a full drive ends with the exit code of the environment", "io/test_queue_failures.py"),
     Mutant("torn pages are kept", "io/requests.py", "result - result % PAGE_BYTES", "result", "requests begin on pages", "io/test_requests.py"),
+    Mutant("pinned again for each width", "io/buffers.py", "region = self._take_own(size_bytes, purpose) if pin is not None else None", "region = None", "buffers for rows of any width are pinned once", "io/test_buffers.py"),
+    Mutant("outgrown buffers pile up", "io/buffers.py", "                self._drop_largest(purpose)\n", "", "idle pinned buffers are bounded", "io/test_buffers.py"),
     Mutant("rows of stripes overlap", "io/striping.py", "taken[file_index] += 1", "pass", "no two addresses share a byte", "io/test_striping.py"),
     Mutant("optimizer states are pinned", "engine/optimizer/groups.py", "crosses_link=False", "crosses_link=True", "only what crosses the link is pinned", "gpu/test_link.py"),
     Mutant("hashing on the compute thread", "io/checksum_workers.py", "self._threads.submit(ticket.run, work)", "ticket.run(work)", "checksums are taken by threads of their own", "io/test_checksum_workers.py gpu/test_simulated_time.py"),

@@ -109,6 +109,7 @@ class _PackedUnit:
             index: tuple(place(tensor) for tensor in tensors) for index, tensors in unit.offloaded.items()
         }
         self.num_bytes = align_up(position, PAGE_BYTES)
+        self.num_tokens = unit.leaf.shape[:2].numel()
         self.lease: Lease | None = None
         self.download: Download | None = None
         self.write: Ticket | None = None
@@ -168,8 +169,16 @@ class ActivationOffloader:
     """Holds the units of one step at a time. All methods are for the compute thread."""
 
     def __init__(
-        self, pool: BufferPool, scratch: Scratch | None, placement: Placement, *, device: Device, timeline: Timeline
+        self,
+        pool: BufferPool,
+        scratch: Scratch | None,
+        placement: Placement,
+        *,
+        device: Device,
+        timeline: Timeline,
+        micro_batch_tokens: int | None = None,
     ) -> None:
+        """`micro_batch_tokens`: the most tokens of a micro-batch, which the plan counts; None if it is not known."""
         assert scratch is not None or not placement.spilled_units
         self._pool = pool
         self._scratch = scratch
@@ -178,6 +187,7 @@ class ActivationOffloader:
         """Units from this one on stay where they were computed; None: no unit does."""
         self._device = device
         self._timeline = timeline
+        self._micro_batch_tokens = micro_batch_tokens
         self._order: list[tuple[int, int]] = []
         """Keys (block, micro-batch) of the units that were put and not fetched yet. Backward fetches the last first."""
         self._in_place: dict[tuple[int, int], Unit] = {}
@@ -326,7 +336,12 @@ class ActivationOffloader:
         packed.read = self._scratch.read_sealed(packed.offset, packed.memory, packed.label("backward").text)
 
     def _lease(self, packed: _PackedUnit) -> None:
-        packed.lease = self._pool.lease(packed.num_bytes, f"activations of block {packed.block}")
+        # Buffers of the window serve any block. The others are leased all at once, each size once for each layer.
+        purpose = f"activations of block {packed.block}" if packed.offset is None else "activations on their way"
+        at_most_bytes = packed.num_bytes
+        if self._micro_batch_tokens is not None:
+            at_most_bytes = -(-packed.num_bytes * self._micro_batch_tokens // packed.num_tokens)
+        packed.lease = self._pool.lease(packed.num_bytes, purpose, at_most_bytes=at_most_bytes)
         if packed.offset is not None:
             self._window.append(packed)
 

@@ -49,6 +49,8 @@ class EngineSettings:
     """Space on the drives for offloaded activations."""
     chunk_tokens: int | None = None
     """Tokens whose logits are computed at once; None: as many as have 64 MiB of logits."""
+    micro_batch_tokens: int | None = None
+    """The most tokens of a micro-batch, for which the plan has memory; None if it is not known."""
 
 
 @contextmanager
@@ -136,7 +138,14 @@ class EngineParts(Closing):
             self._pool,
             reader,
             self._updates,
-            ActivationOffloader(self._pool, self._activations, placement, device=device, timeline=timeline),
+            ActivationOffloader(
+                self._pool,
+                self._activations,
+                placement,
+                device=device,
+                timeline=timeline,
+                micro_batch_tokens=settings.micro_batch_tokens,
+            ),
             GradientSums(self._pool, device, self._sums, placement, gradient_dtype=gradient_dtype),
             self._sums,
             swapped=placement.swapped,

@@ -6,9 +6,14 @@ Python does not do by itself: a *private* anonymous mapping, madvise before the 
 
 Where a GPU computes, the mappings whose bytes cross the link to it are pinned as they are made (io/pinning.py), and are
 reused for those purposes alone. Others, such as those of optimizer states, are not: pinning takes as long as filling.
+What is pinned has the width of a step's rows, which may differ from step to step. So a pinned buffer serves any lease
+of its purpose that is not larger. One that a purpose outgrows gives way to a larger one, whose size is rounded up: to a
+power of two, but to no more than the lease says that any step needs, or, if it does not say, to an eighth of a power of
+two. So a purpose has no more buffers than it needed at once, and they are made again only a few times in a run.
 
-Invariants: leased plus idle bytes never pass the limit; memory that anything still refers to is never unmapped
-(mappings are dropped by reference, so a tensor made from a lease cannot dangle).
+Invariants: leased plus idle bytes never pass the limit, and a lease counts with the whole size of its buffer; without a
+GPU, sizes are exact; memory that anything still refers to is never unmapped (mappings are dropped by reference, so a
+tensor made from a lease cannot dangle).
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from threading import Lock
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from ratel_cli import _native
 from ratel_cli.closing import Closing
@@ -33,6 +38,7 @@ it could not be pinned."""
 
 _Kind = tuple[int, bool]
 """Size of a buffer, and whether it is pinned."""
+_Name = TypeVar("_Name")
 
 
 class Lease:
@@ -102,12 +108,16 @@ class BufferPool(Closing):
         self._next_key = 0
         self._idle: OrderedDict[int, _Region] = OrderedDict()  # oldest return first
         self._idle_keys: dict[_Kind, list[int]] = {}  # -> keys into _idle, newest last
+        self._pinned_keys: dict[str, list[int]] = {}  # purpose -> keys into _idle of pinned buffers, newest last
         self._closed = False
 
-    def lease(self, num_bytes: int, purpose: str, *, crosses_link: bool = True) -> Lease:
+    def lease(
+        self, num_bytes: int, purpose: str, *, crosses_link: bool = True, at_most_bytes: int | None = None
+    ) -> Lease:
         """Lease a buffer of `num_bytes`. It holds the bytes of an earlier lease, or zeros.
 
-        `crosses_link`: False if these bytes are never copied to or from a GPU.
+        `crosses_link`: False if these bytes are never copied to or from a GPU. `at_most_bytes`: where sizes vary, the
+        most that this lease has in any step, as the plan counts it; None if it is not known.
 
         Raises DoesNotFit if it would pass the limit, and EnvironmentFailure if the system has no memory. `purpose`
         names the buffer in these messages.
@@ -117,11 +127,17 @@ class BufferPool(Closing):
         with self._lock:
             assert not self._closed, "a buffer was leased from a closed pool"
             pin = self._pin if crosses_link else None
-            region = self._take_idle(size_bytes, is_pinned=pin is not None)
+            region = self._take_own(size_bytes, purpose) if pin is not None else None
+            if region is None and purpose in self._pinned_keys and pin is not None:  # it has outgrown what it has
+                self._drop_largest(purpose)
+                size_bytes = self._rounded_up(size_bytes, at_most_bytes)
+            elif region is None:
+                region = self._take_idle(size_bytes, is_pinned=pin is not None)
             if region is None:
                 self._free_bytes_for(size_bytes, purpose)
                 region = _Region(size_bytes, purpose, pin)
-            self.leased_bytes += size_bytes
+            region.purpose = purpose
+            self.leased_bytes += region.size_bytes
             self.peak_bytes = max(self.peak_bytes, self.leased_bytes + self._idle_bytes)
         return Lease(self, region, num_bytes)
 
@@ -145,16 +161,40 @@ class BufferPool(Closing):
             self._next_key += 1
             self._idle[key] = region
             self._idle_keys.setdefault(region.kind, []).append(key)
+            if region.is_pinned:
+                self._pinned_keys.setdefault(region.purpose, []).append(key)
             self._idle_bytes += region.size_bytes
 
     def _take_idle(self, size_bytes: int, *, is_pinned: bool) -> _Region | None:
-        kind = size_bytes, is_pinned
-        keys = self._idle_keys.get(kind)
-        if not keys:
-            return None
-        region = self._idle.pop(keys.pop())
-        if not keys:
-            del self._idle_keys[kind]
+        keys = self._idle_keys.get((size_bytes, is_pinned))
+        return self._take(keys[-1]) if keys else None
+
+    def _take_own(self, size_bytes: int, purpose: str) -> _Region | None:
+        """The smallest idle buffer of this purpose that is large enough; of equals, the one returned last."""
+        large_enough = [
+            key for key in reversed(self._pinned_keys.get(purpose, ())) if self._idle[key].size_bytes >= size_bytes
+        ]
+        return self._take(min(large_enough, key=lambda key: self._idle[key].size_bytes)) if large_enough else None
+
+    def _drop_largest(self, purpose: str) -> None:
+        self._take(max(self._pinned_keys[purpose], key=lambda key: self._idle[key].size_bytes))
+
+    def _rounded_up(self, size_bytes: int, at_most_bytes: int | None) -> int:
+        """The size of a buffer that is made because those before it were too small."""
+        power_of_two = 1 << (size_bytes - 1).bit_length()
+        if at_most_bytes is not None:  # nothing is lost up to there: the plan has that memory for it
+            rounded_bytes = max(size_bytes, min(power_of_two, align_up(at_most_bytes, PAGE_BYTES)))
+        else:
+            rounded_bytes = align_up(size_bytes, max(PAGE_BYTES, power_of_two // 16))
+        fits = self.limit_bytes is None or self.leased_bytes + rounded_bytes <= self.limit_bytes
+        return rounded_bytes if fits else size_bytes
+
+    def _take(self, key: int) -> _Region:
+        """Remove an idle buffer from all lists."""
+        region = self._idle.pop(key)
+        _remove(self._idle_keys, region.kind, key)
+        if region.is_pinned:
+            _remove(self._pinned_keys, region.purpose, key)
         self._idle_bytes -= region.size_bytes
         return region
 
@@ -177,13 +217,7 @@ class BufferPool(Closing):
         for key in sorted(self._idle, key=lambda key: self._idle[key].is_pinned):  # sorting keeps the order of equals
             if num_bytes <= 0:
                 return
-            region = self._idle.pop(key)
-            keys = self._idle_keys[region.kind]
-            keys.remove(key)
-            if not keys:
-                del self._idle_keys[region.kind]
-            self._idle_bytes -= region.size_bytes
-            num_bytes -= region.size_bytes
+            num_bytes -= self._take(key).size_bytes
 
 
 class _Region:
@@ -196,6 +230,8 @@ class _Region:
 
     def __init__(self, size_bytes: int, purpose: str, pin: PinMemory | None) -> None:
         self.size_bytes = size_bytes
+        self.purpose = purpose
+        """Of its lease, or of the last one."""
         self.is_pinned = pin is not None
         """Or should have been: the device may have refused."""
         if size_bytes == 0:
@@ -221,6 +257,13 @@ class _Region:
         if unpin is not None:
             # Called when the pool drops the region. No transfer uses it then, though a view of it may live on.
             weakref.finalize(self, unpin).atexit = False
+
+
+def _remove(lists: dict[_Name, list[int]], name: _Name, key: int) -> None:
+    keys = lists[name]
+    keys.remove(key)
+    if not keys:
+        del lists[name]
 
 
 def address_of(memory: memoryview) -> int:

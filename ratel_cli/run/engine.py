@@ -44,6 +44,7 @@ def engine_settings(config: RunConfig, plan: Plan) -> EngineSettings:
         gradient_scratch_bytes=plan.spilled_bytes,
         activation_scratch_bytes=plan.offloaded.written_bytes,
         chunk_tokens=plan.workload.chunk_tokens,
+        micro_batch_tokens=plan.workload.micro_batch_tokens,
     )
 
 

@@ -229,6 +229,7 @@ def machine(
     groups_in_flight: int = 1,
     chunk_elements: int | None = None,
     activation_bytes: int = 1 << 26,
+    micro_batch_tokens: int | None = None,
     devices: Callable[[Timeline], AbstractContextManager[Device]] = _the_cpu,
     pin: PinMemory | None = None,
 ) -> Iterator[Machine]:
@@ -256,6 +257,7 @@ def machine(
         gradient_scratch_bytes=0 if held_in_memory_bytes is None else 4 * num_elements,
         activation_scratch_bytes=activation_bytes if placement.spilled_units else 0,
         chunk_tokens=recipe.chunk_tokens,
+        micro_batch_tokens=micro_batch_tokens,
     )
     with ExitStack() as resources:
         queue = queue or resources.enter_context(open_queue(io_engine, notice=lambda text: None))

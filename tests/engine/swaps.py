@@ -22,6 +22,13 @@ class Chosen(frozenset[str]):
         return zlib.crc32(f"{self.seed} {key}".encode()) < self.share * 2**32
 
 
+class _Products(frozenset[str]):
+    """Every product of matrices with weights."""
+
+    def __contains__(self, key: object) -> bool:
+        return "mm" in str(key) and "bmm" not in str(key)
+
+
 class ChosenEverywhere(Mapping[int, frozenset[str]]):
     """A different random set for each block."""
 
@@ -40,3 +47,12 @@ class ChosenEverywhere(Mapping[int, frozenset[str]]):
 
 
 EVERYTHING = ChosenEverywhere(1.0)
+
+
+class _ProductsEverywhere(ChosenEverywhere):
+    def __getitem__(self, block: int) -> frozenset[str]:
+        return _Products()
+
+
+PRODUCTS = _ProductsEverywhere(1.0)
+"""What the plan of a long run offloads. Its size grows with the number of tokens, as attention's scores do not."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from ratel_cli.planning.step_time import Resource
 from tests.engine.architectures import tiny_config
 from tests.engine.exactness import AHEAD, assert_same_training, check_training, reference
 from tests.engine.machine import random_steps
-from tests.engine.swaps import EVERYTHING
+from tests.engine.swaps import EVERYTHING, PRODUCTS
 from tests.engine.test_step import StopAfter
 from tests.gpu.machine import GPU, NEEDS_GPU, gpu_machine
 from tests.reference import Recipe
@@ -135,6 +136,38 @@ def test_memory_is_not_pinned_again_in_each_step(tmp_path: Path) -> None:
         ratel.train(steps, recipe)
         # Twice as many steps would pin twice as much again. Transfers may overlap a little more than they did before.
         assert len(pinned) < 2 * num_pinned
+
+
+@pytest.mark.parametrize("spilled_units", [0, 4])
+def test_buffers_for_rows_of_any_width_are_reused(tmp_path: Path, spilled_units: int) -> None:
+    """Samples that are not packed have another width in each step. Nothing is ahead here, so that the number of buffers
+    hardly depends on what happens to overlap."""
+    placement = Placement(swapped=PRODUCTS, spilled_units=spilled_units)
+    most_tokens = 64
+
+    def pins(name: str, widths: Sequence[int]) -> tuple[list[int], int]:
+        """Buffers that each step pinned, and the most bytes that the pool had."""
+        pinned: list[int] = []
+        before_step: list[int] = []
+        steps = [random_steps(1, 2, packed=False, num_tokens=width)[0] for width in widths]
+        with gpu_machine(
+            tmp_path / name,
+            tiny_config("llama", num_hidden_layers=3),
+            Recipe(dtype=torch.bfloat16),
+            placement=placement,
+            micro_batch_tokens=2 * most_tokens,
+            pin=lambda address, num_bytes: pinned.append(num_bytes),
+        ) as ratel:
+            ratel.train(steps, Recipe(dtype=torch.bfloat16), before_step=lambda _: before_step.append(len(pinned)))
+            return [after - before for before, after in pairwise([*before_step, len(pinned)])], ratel.pool.peak_bytes
+
+    _, widest_bytes = pins("widest", [most_tokens] * 2)
+    by_step, peak_bytes = pins("any", [40, 24, most_tokens, 8, 48, 16, 56, 32, 60, 12])
+    assert sum(by_step[3:]) <= 2, by_step  # were units pinned again, there would be at least two in each step
+    assert peak_bytes <= 1.05 * widest_bytes  # a gradient may leave while another is waited for
+    by_step, peak_bytes = pins("growing", range(8, most_tokens + 1, 8))
+    assert sum(num_pinned > 2 for num_pinned in by_step) <= 4, by_step  # at 8, 16, 24 and 40 tokens
+    assert peak_bytes <= 1.05 * widest_bytes
 
 
 def test_optimizer_states_are_not_pinned(tmp_path: Path) -> None:

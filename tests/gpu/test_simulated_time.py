@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from ratel_cli.units import MIB
 from scripts.bench.simulated_drives import DriveKind, SimulatedDrives
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import Machine, random_steps
+from tests.engine.swaps import PRODUCTS
 from tests.gpu.machine import NEEDS_GPU, gpu_machine
 from tests.real_time import in_real_time, of_this_try
 from tests.reference import Recipe
@@ -58,24 +59,6 @@ COMPUTE_SECONDS = 16.0, 48.0, 144.0
 """Of a step: long against what Python takes for it, in later tries even on a busy machine."""
 NUM_STEPS = 4
 """Of which the first reads what will be resident."""
-
-
-class _Products(frozenset[str]):
-    """Every product of matrices with weights: what the plan of each of these runs offloads."""
-
-    def __contains__(self, key: object) -> bool:
-        return "mm" in str(key) and "bmm" not in str(key)
-
-
-class _Everywhere(Mapping[int, frozenset[str]]):
-    def __getitem__(self, block: int) -> frozenset[str]:
-        return _Products()
-
-    def __iter__(self) -> Iterator[int]:
-        raise NotImplementedError
-
-    def __len__(self) -> int:
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +135,7 @@ def scaled_placement(run: Run, spec: ModelSpec, placement: Placement) -> Placeme
         resident_weights=scaled(placement.resident_weights),
         resident_states=scaled(placement.resident_states),
         gpu_weights=scaled(placement.gpu_weights),
-        swapped=_Everywhere(),
+        swapped=PRODUCTS,
         spilled_units=min(round(placement.spilled_units * share), units - run.num_micro_batches),
         gpu_units_from=None if gpu_units_from is None else math.ceil(gpu_units_from * share),
         gpu_window_bytes=round(placement.gpu_window_bytes * layer_share),

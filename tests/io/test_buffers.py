@@ -347,3 +347,71 @@ def test_without_a_gpu_buffers_are_reused_whatever_they_are_for() -> None:
             address = address_of(lease.memory)
         with pool.lease(PAGE_BYTES, "states", crosses_link=False) as lease:
             assert address_of(lease.memory) == address
+
+
+class CountingPins(RecordingPins):
+    """Counts what is pinned, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_pinned = 0
+
+    def __call__(self, address: int, num_bytes: int) -> Callable[[], None] | None:
+        self.num_pinned += 1
+        return super().__call__(address, num_bytes)
+
+
+def test_a_pinned_buffer_serves_smaller_leases_of_its_purpose() -> None:
+    pins = CountingPins()
+    with BufferPool(None, pin=pins) as pool:
+        pool.lease(9 * PAGE_BYTES, "units").release()
+        with pool.lease(3 * PAGE_BYTES + 1, "units") as lease:
+            assert lease.num_bytes == len(lease.memory) == 3 * PAGE_BYTES + 1
+            assert pool.leased_bytes == 9 * PAGE_BYTES, "it counts with its whole size"
+        with pool.lease(4 * PAGE_BYTES, "weights"):
+            assert pool.leased_bytes == 4 * PAGE_BYTES, "another purpose takes its exact size"
+        assert pins.num_pinned == 2 and not pins.unpinned
+
+
+def test_buffers_of_varying_sizes_are_few_and_soon_are_never_pinned_again() -> None:
+    """Three at a time, up to a size that the leases name. Idle ones never pile up."""
+    pins, most_pages = CountingPins(), 1000
+    with BufferPool(None, pin=pins) as pool:
+        for step in range(200):
+            sizes = [1 + (step * 389 + number * 127) % most_pages for number in range(3)]
+            sizes[0] = most_pages if step == 60 else sizes[0]
+            leases = [pool.lease(s * PAGE_BYTES, "units", at_most_bytes=most_pages * PAGE_BYTES) for s in sizes]
+            for lease in leases:
+                lease.release()
+            assert len(pins.sizes) <= 3 and max(pins.sizes.values()) <= most_pages * PAGE_BYTES
+            if step < 100:
+                before = pins.num_pinned
+        assert pins.num_pinned == before <= 3 * 10
+        assert pool.peak_bytes <= 3 * most_pages * PAGE_BYTES
+
+
+def test_a_purpose_that_grows_without_bounds_is_rounded_by_an_eighth() -> None:
+    """Not the first of its buffers: most purposes have one size all the time."""
+    pins = CountingPins()
+    with BufferPool(None, pin=pins) as pool:
+        for pages in range(100, 401):
+            with pool.lease(pages * PAGE_BYTES, "rows"):
+                assert pages * PAGE_BYTES <= pool.leased_bytes <= 1.125 * pages * PAGE_BYTES
+                assert len(pins.sizes) == 1
+        assert pins.num_pinned <= 2 * 8 + 2
+
+
+def test_rounding_up_ends_at_the_limit() -> None:
+    with BufferPool(210 * PAGE_BYTES, pin=CountingPins()) as pool:
+        pool.lease(100 * PAGE_BYTES, "units", at_most_bytes=300 * PAGE_BYTES).release()
+        with pool.lease(201 * PAGE_BYTES, "units", at_most_bytes=300 * PAGE_BYTES):
+            assert pool.leased_bytes == pool.peak_bytes == 201 * PAGE_BYTES
+
+
+def test_without_a_gpu_sizes_are_exact() -> None:
+    with BufferPool(None) as pool:
+        pool.lease(9 * PAGE_BYTES, "units").release()
+        with pool.lease(3 * PAGE_BYTES, "units", at_most_bytes=99 * PAGE_BYTES):
+            assert pool.leased_bytes == 3 * PAGE_BYTES
+        with pool.lease(19 * PAGE_BYTES, "units", at_most_bytes=99 * PAGE_BYTES):
+            assert pool.leased_bytes == 19 * PAGE_BYTES
