@@ -117,15 +117,16 @@ class GpuMemory:
         uses = self._uses(_Held(holds_sums, holds_head, window_bytes))
         return GPU_CONTEXT_BYTES + _WORKSPACE_BYTES + uses.peak_bytes(largest)
 
-    def takes_no_more_than(self, other: GpuMemory, *, counted_bytes: int) -> bool:
+    def takes_no_more_than(self, other: GpuMemory, *, counted_bytes: int, holds_head: Sequence[bool]) -> bool:
         """True if a step takes at most what one of `other` takes, with every window and whatever is swapped. Only their
-        heads differ. `counted_bytes`: the most of a unit that autograd saves, which counts as such in backward."""
+        heads differ. `counted_bytes`: the most of a unit that autograd saves, which counts as such in backward.
+        `holds_head`: what `needed_bytes` may be asked about."""
 
         def takes_no_more(uses: _Uses, others: _Uses) -> bool:
             in_backward_bytes = uses.backward.working_bytes - counted_bytes
             return uses.head_bytes <= max(others.head_bytes, uses.forward_bytes, in_backward_bytes)
 
-        keys = itertools.starmap(_Held, itertools.product((False, True), (False, True), self._windows))
+        keys = itertools.starmap(_Held, itertools.product((False, True), holds_head, self._windows))
         return all(takes_no_more(self._uses(key), other._uses(key)) for key in keys)
 
     def choices(

@@ -140,7 +140,7 @@ class Problem:
         if self._gpu is None:
             return None
         without = replace(self, gpu_holds_head=False)
-        gains = any(without.fits_device(each) and not self.fits_device(each) for each in self.order.boundaries)
+        gains = any(not self.fits_device(each) and without.fits_device(each) for each in self.order.boundaries)
         return without if gains else None
 
     @property
@@ -152,7 +152,12 @@ class Problem:
         """True if a step takes at most the other's memory of a GPU, whatever its plan decides."""
         if self._gpu is None or other._gpu is None or self.decisions.device_limit_bytes is None:
             return True
-        return self._gpu.takes_no_more_than(other._gpu, counted_bytes=self.order.most_saved_bytes)
+        is_in_doubt = self.without_head_on_gpu is not None or other.without_head_on_gpu is not None
+        return self._gpu.takes_no_more_than(
+            other._gpu,
+            counted_bytes=self.order.most_saved_bytes,
+            holds_head=(True, False) if is_in_doubt else (self.gpu_holds_head,),
+        )
 
     def evaluate(self, placement: Placement, *, num_outputs: int = 0) -> Evaluation:
         """What follows from a placement when a prefix is swapped. Raises DoesNotFit."""

@@ -60,11 +60,14 @@ class Shape:
     hidden_size: int
     rows: int
     """Of a micro-batch."""
+    vocab_size: int = VOCAB_SIZE
 
     def scaled(self, size: int) -> int:
         return max(1, round(size * HIDDEN_SIZE / self.hidden_size))
 
 
+LARGE_HEAD = Shape("Gemma 2 27B", 4608, 1, vocab_size=256_000)
+"""The head takes more than any layer."""
 SHAPES = [
     Shape("13B", 5120, 8),
     Shape("30B", 7168, 4),
@@ -82,7 +85,7 @@ def config_of(architecture: str, shape: Shape, *, tied: bool) -> PretrainedConfi
         "hidden_size": HIDDEN_SIZE,
         "num_hidden_layers": 2,
         "num_attention_heads": HIDDEN_SIZE // 128,
-        "vocab_size": shape.scaled(VOCAB_SIZE),
+        "vocab_size": shape.scaled(shape.vocab_size),
         "max_position_embeddings": shape.scaled(ROW_TOKENS) + 2,
         "tie_word_embeddings": tied,
     }
@@ -106,7 +109,14 @@ def test_a_step_takes_what_was_planned(
 
 @pytest.mark.parametrize(
     ("shape", "architecture", "num_micro_batches", "tied", "chunk_tokens"),
-    rotating(SHAPES[::2], ["opt", "llama"], [1, 3], [True, False], [CHUNK_TOKENS, LARGE_CHUNK_TOKENS[0]], every=2),
+    rotating(
+        [LARGE_HEAD, *SHAPES[::2]],
+        ["llama", "opt"],
+        [3, 1],
+        [True, False],
+        [CHUNK_TOKENS, LARGE_CHUNK_TOKENS[0]],
+        every=2,
+    ),
     ids=lambda value: value.name if isinstance(value, Shape) else str(value),
 )
 def test_so_it_does_where_host_memory_has_the_sums_of_the_head(
