@@ -113,7 +113,7 @@ def test_a_step_takes_what_was_planned(
         [LARGE_HEAD, *SHAPES[::2]],
         ["llama", "opt"],
         [3, 1],
-        [True, False],
+        [False, True],
         [CHUNK_TOKENS, LARGE_CHUNK_TOKENS[0]],
         every=2,
     ),
