@@ -26,7 +26,7 @@ from ratel_cli.engine.telemetry import StepTimes
 from ratel_cli.io.queue import IoQueue, open_queue
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
-from ratel_cli.planning.placement import GroupShape, Placement
+from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.hardware_file import load_hardware
 from ratel_cli.run.plan_inputs import forecaster_of, setting_of
@@ -51,12 +51,15 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPE = Recipe(dtype=torch.bfloat16, max_grad_norm=None)
 HIDDEN, INTERMEDIATE, TOKENS = 64, 176, 96
 """Tokens of a micro-batch against the hidden size as in the paper's runs, so that activations and weights are, too."""
-GROUPS = GroupShape(elements=4096)
-"""About twenty of them in a layer, as there."""
+GROUP_ELEMENTS = 4096
+"""About twenty groups in a layer, as there."""
 _BYTES_MOVED = 22
 """Of each parameter, by the optimizer: 10 read, 12 written."""
-COMPUTE_SECONDS = 16.0, 48.0, 144.0
-"""Of a step: long against what Python takes for it, in later tries even on a busy machine."""
+COMPUTE_SECONDS = 16.0, 48.0, 144.0, 300.0
+"""Of a step: long against what Python takes for it, in later tries even on a busy machine. The GPU is idle while it
+waits for Python, too: for 3 % of a step at first, for a third of it on a machine with twice as much to do as cores."""
+SLOW_DRIVES_SECONDS = 12.0, 36.0, 96.0
+"""Less will do: what that test looks for is several times as long as what Python takes."""
 NUM_STEPS = 4
 """Of which the first reads what will be resident."""
 
@@ -87,7 +90,7 @@ class Run:
 OF_13B = Run(model="13b", rows=8, num_micro_batches=4, num_layers=16)
 OF_70B = Run(model="70b", rows=8, num_micro_batches=6, num_layers=12, overrides=("storage.wear=ignore",))
 """So planned, it has most of the activations on NVMe."""
-SLOW_TO_ANSWER = replace(OF_70B, num_layers=16, overrides=(), latency_groups=1.6)
+SLOW_TO_ANSWER = replace(OF_70B, num_layers=16, overrides=(), latency_groups=2.5)
 """So planned, NVMe is busy for two thirds of backward; the drives need more than one group in flight for that."""
 
 
@@ -96,11 +99,13 @@ class Measured:
     """One step in simulated time."""
 
     seconds: float
+    computing_seconds: float
+    """How long the GPU takes for what it computed, whatever it waited for between two operators."""
     times: StepTimes
 
     @property
     def idle_share(self) -> float:
-        return 1.0 - self.times.busy["compute"] / self.seconds
+        return 1.0 - self.computing_seconds / self.seconds
 
     @property
     def exposed_share(self) -> float:
@@ -141,7 +146,7 @@ def scaled_placement(run: Run, spec: ModelSpec, placement: Placement) -> Placeme
         gpu_window_bytes=round(placement.gpu_window_bytes * layer_share),
         gpu_leaving_bytes=round(placement.gpu_leaving_bytes * layer_share),
         deferred=scaled(placement.deferred),
-        groups=GROUPS,
+        groups=replace(placement.groups, elements=GROUP_ELEMENTS),
     )
 
 
@@ -167,7 +172,7 @@ def measure(directory: Path, run: Run, compute_seconds: float) -> list[Measured]
             placement=placement,
             queue=queue,
             activation_bytes=256 * MIB,
-            group_elements=GROUPS.elements,
+            group_elements=placement.groups.elements,
             groups_in_flight=placement.groups.in_flight,
         )
 
@@ -181,7 +186,7 @@ def measure(directory: Path, run: Run, compute_seconds: float) -> list[Measured]
         ratel.train(steps[:1], RECIPE)
         ratel.timeline.take()
         with timed(rates):
-            measured = [_measure_step(ratel, batches, number) for number, batches in enumerate(steps) if number]
+            measured = [_measure_step(ratel, rates, batches, number) for number, batches in enumerate(steps) if number]
             ratel.settle()
     return measured[1:]
 
@@ -196,15 +201,17 @@ def scaled_rates(run: Run, plan: Plan, work: Work, moved_bytes: int, compute_sec
         down_bytes_per_second=work.down_bytes / (scale * sum(stage.down for stage in stages)),
     )
     nvme_bytes_per_second = moved_bytes / (scale * sum(stage.nvme for stage in stages))
-    group_seconds = GROUPS.elements * _BYTES_MOVED / nvme_bytes_per_second
+    group_seconds = GROUP_ELEMENTS * _BYTES_MOVED / nvme_bytes_per_second
     return rates, DriveKind(bytes_per_second=nvme_bytes_per_second, latency_seconds=run.latency_groups * group_seconds)
 
 
-def _measure_step(ratel: Machine, batches: list[MicroBatch], number: int) -> Measured:
-    start = perf_counter()
+def _measure_step(ratel: Machine, rates: Rates, batches: list[MicroBatch], number: int) -> Measured:
+    before, start = work_so_far(), perf_counter()
     ratel.engine.run(batches, step=number, update=number + 1, learning_rate=1e-3, commit_previous=ratel.commit)
     ratel.decided = number + 1
-    return Measured(seconds=perf_counter() - start, times=ratel.timeline.take())
+    seconds = perf_counter() - start
+    computing_seconds = (work_so_far() - before).flops / rates.flops_per_second
+    return Measured(seconds=seconds, computing_seconds=computing_seconds, times=ratel.timeline.take())
 
 
 @in_real_time
@@ -222,7 +229,7 @@ def test_the_gpu_is_busy_and_units_go_up_meanwhile(tmp_path: Path, run: Run, req
 def test_drives_that_are_slow_to_answer_have_the_next_group_to_do(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """With one group in flight instead of the plan's two, the GPU is idle for a tenth of the step."""
-    steps = measure(tmp_path, SLOW_TO_ANSWER, of_this_try(request, COMPUTE_SECONDS))
+    """With one group in flight instead of the plan's two, the GPU is idle for a quarter of the step."""
+    steps = measure(tmp_path, SLOW_TO_ANSWER, of_this_try(request, SLOW_DRIVES_SECONDS))
     found = [(step.seconds, step.idle_share, step.times.stalled) for step in steps]
-    assert min(step.idle_share for step in steps) <= 0.08, found
+    assert min(step.idle_share for step in steps) <= 0.12, found
