@@ -55,6 +55,8 @@ class Recipe:
 class Trained:
     losses: tuple[float, ...]
     norms: tuple[float, ...]
+    parameter_norms: tuple[dict[str, float], ...]
+    """Of each step: the norm of each parameter's gradient, before it is clipped."""
     weights: dict[str, torch.Tensor]
     """fp32 masters by name."""
 
@@ -74,11 +76,12 @@ def train_in_memory(
         lr=recipe.learning_rate,
         foreach=False,
     )
-    losses, norms = [], []
+    losses, norms, parameter_norms = [], [], []
     for step, batches in enumerate(steps):
         loss, sums = _gradients(model, [_placed(batch, recipe.device) for batch in batches], step, recipe)
         dtype = recipe.gradient_dtype or recipe.dtype
         gradients = {name: sums[name].to(dtype).float() * (1.0 / recipe.loss_scale) for name in masters if name in sums}
+        parameter_norms.append({name: float(gradient.norm()) for name, gradient in gradients.items()})
         norm = _clip(list(gradients.values()), recipe.max_grad_norm)
         if recipe.learning_rates is not None:
             for group in optimizer.param_groups:
@@ -90,7 +93,10 @@ def train_in_memory(
         losses.append(loss)
         norms.append(norm)
     return Trained(
-        losses=tuple(losses), norms=tuple(norms), weights={n: p.detach().clone() for n, p in masters.items()}
+        losses=tuple(losses),
+        norms=tuple(norms),
+        parameter_norms=tuple(parameter_norms),
+        weights={n: p.detach().clone() for n, p in masters.items()},
     )
 
 
