@@ -74,7 +74,13 @@ def run(
     answered = answers(questions, forecaster, forecast)
     if as_json:
         helps = [
-            {"change": each.change, "tokens_per_second": each.tokens_per_second, "gain": each.gain} for each in advices
+            {
+                "change": each.change,
+                "tokens_per_second": each.tokens_per_second,
+                "gain": each.gain,
+                "unclipped_gain": each.unclipped_gain,
+            }
+            for each in advices
         ]
         content = {**forecast.to_json(), "advice": helps, **{answer.key: answer.content for answer in answered}}
         sys.stdout.write(json.dumps(content, indent=2, allow_nan=False) + "\n")

@@ -22,7 +22,10 @@ class Advice:
     change: str
     tokens_per_second: float
     gain: float
-    """The gain as a share of the tokens per second without the change."""
+    """The gain as a share of the tokens per second without the change; with clipping, those of a clipped step."""
+    unclipped_gain: float | None = None
+    """No clipping only: the gain over a step that is not clipped, if such a step takes another time than a clipped one.
+    """
 
 
 def advise(setting: Setting, rate: Callable[[Setting], SplitRate]) -> tuple[Advice, ...]:
@@ -33,8 +36,7 @@ def advise(setting: Setting, rate: Callable[[Setting], SplitRate]) -> tuple[Advi
     for change, changed in _changes(setting) if now.fits else ():
         then = rate(changed)
         if then.fits and then.tokens_per_second > (1 + LEAST_GAIN) * now.tokens_per_second:
-            gain = then.tokens_per_second / now.tokens_per_second - 1
-            advices.append(Advice(change=change, tokens_per_second=then.tokens_per_second, gain=gain))
+            advices.append(_advice(change, now, then, stops_clipping=changed.clips != setting.clips))
     return tuple(sorted(advices, key=lambda advice: -advice.gain))
 
 
@@ -54,6 +56,22 @@ def other_split(setting: Setting, rate: Callable[[Setting], SplitRate]) -> Advic
     )
     gain = best.tokens_per_second / now.tokens_per_second - 1 if now.fits else 0.0
     return Advice(change=change, tokens_per_second=best.tokens_per_second, gain=gain)
+
+
+def _advice(change: str, now: SplitRate, then: SplitRate, *, stops_clipping: bool) -> Advice:
+    gain = then.tokens_per_second / now.tokens_per_second - 1
+    if not stops_clipping:
+        return Advice(change=change, tokens_per_second=then.tokens_per_second, gain=gain)
+    facts, unclipped_gain = "trains other weights", None
+    if now.unclipped_tokens_per_second is not None:
+        unclipped_gain = then.tokens_per_second / now.unclipped_tokens_per_second - 1
+        facts += f"; {unclipped_gain:+.0%} over a step that is not clipped, {gain:+.0%} over one that is"
+    return Advice(
+        change=f"{change} ({facts})",
+        tokens_per_second=then.tokens_per_second,
+        gain=gain,
+        unclipped_gain=unclipped_gain,
+    )
 
 
 def with_drives(hardware: HardwareProfile, count: int) -> HardwareProfile:
@@ -104,6 +122,4 @@ def _changes(setting: Setting) -> Iterator[tuple[str, Setting]]:
     else:
         yield f"micro_batch_size: {rows}", replace(setting, workload=replace(workload, micro_batch_size=rows))
         yield f"gradient_accumulation_steps: {number}", more
-    # A plan's time is that of a clipped step, so this is what clipping costs such a step.
-    words = "trains other weights; the gain is that of a clipped step"
-    yield f"max_grad_norm: null ({words})", replace(setting, clips=False)
+    yield "max_grad_norm: null", replace(setting, clips=False)

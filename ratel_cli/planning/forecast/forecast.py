@@ -80,6 +80,7 @@ class Forecast:
             workload=self.setting.workload,
             tokens_per_second=self.prediction.tokens_per_second,
             shortfall_bytes=sum(tier.shortfall_bytes for tier in self.tiers),
+            unclipped_tokens_per_second=self.prediction.unclipped_tokens_per_second,
         )
 
     @property

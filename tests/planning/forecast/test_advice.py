@@ -54,8 +54,23 @@ def test_each_change_is_tried_by_itself() -> None:
 
 def test_advice_not_to_clip_says_that_it_changes_the_weights() -> None:
     [advice] = advise(SETTING, lambda setting: rate_of(setting, 100.0 if setting.clips else 150.0))
-    assert advice.change.startswith("max_grad_norm: null (trains other weights")
-    assert advice.gain == 0.5
+    assert advice.change == "max_grad_norm: null (trains other weights)"
+    assert (advice.gain, advice.unclipped_gain) == (0.5, None)
+
+
+def test_advice_not_to_clip_says_what_a_step_gains_that_is_not_clipped_anyway() -> None:
+    """The plan's time is that of a clipped step, and most steps are not clipped."""
+
+    def rate(setting: Setting) -> SplitRate:
+        if setting.clips:
+            return replace(rate_of(setting, 100.0), unclipped_tokens_per_second=125.0)
+        return rate_of(setting, 150.0)
+
+    [advice] = advise(SETTING, rate)
+    assert advice.change == (
+        "max_grad_norm: null (trains other weights; +20% over a step that is not clipped, +50% over one that is)"
+    )
+    assert (advice.gain, advice.unclipped_gain) == (0.5, pytest.approx(0.2))
 
 
 def test_where_the_plan_chose_the_split_only_the_step_can_grow() -> None:
