@@ -45,7 +45,7 @@ from ratel_cli.run.length import num_steps
 from ratel_cli.run.machine_check import check_writable
 from ratel_cli.run.output import claim_output, is_claimed, may_claim_at_once, reject_overlap
 from ratel_cli.run.run_directory import TOKENS_NAME, as_recorded_by_run, run_directory
-from ratel_cli.run.run_files import forget_missing, list_rejects
+from ratel_cli.run.run_files import names_of_rejects, note_rejects
 from ratel_cli.run.settings import (
     DECIDES_THE_BITS,
     DECIDES_THE_LENGTH,
@@ -164,7 +164,7 @@ def _read_data(
         name = base.config.model_type
         log.notice(f"{name} cannot separate packed samples; every sample gets a sequence of its own")
     records = _records(config, resources, dry_run=dry_run)
-    rejects = list_rejects(config) if is_claimed(config) and not dry_run else []
+    rejects = names_of_rejects(config) if is_claimed(config) and not dry_run else []
     try:
         return load_data(
             config,
@@ -177,7 +177,7 @@ def _read_data(
         )
     finally:
         if rejects:
-            forget_missing(config.output_dir, rejects)
+            note_rejects(config.output_dir, rejects)
 
 
 def load_data(

@@ -1,7 +1,7 @@
 """The files in `run/` of an output directory: which of them are Ratel's, and how they are written.
 
-The directory's marker lists their names, each before its file is made. Listing is by name, because most of them grow
-or are written again.
+The directory's marker lists their names, each before its file is made; rejects after that. Listing is by name, because
+most of them grow or are written again.
 
 Invariants: a file that is not listed is neither replaced nor removed unless the user insists; a link is never written
 through, even then. What is listed but was never made is forgotten when the command ends. Nothing heavy is imported.
@@ -134,19 +134,26 @@ def forget_missing(output_dir: Path, names: Iterable[str]) -> None:
             write_marker(output_dir, replace(marker, run_files=left))
 
 
-def list_rejects(config: RunConfig) -> list[str]:
-    """List the files that will have the rows which cannot be used; empty if that is not possible.
+def names_of_rejects(config: RunConfig) -> list[str]:
+    """The files that the rows which cannot be used may go to; empty if the user has a file of such a name.
 
-    It is not if the user has a file of such a name: then `ratel data --bad` shows the rows.
+    Then `ratel data --bad` shows the rows.
     """
     output_dir, names = config.output_dir, [REJECTS_NAME, *([TEST_REJECTS_NAME] if config.test_datasets else [])]
-    if any(is_users(output_dir, name) and _mode(run_directory(output_dir) / name) is not None for name in names):
-        return []
-    try:
-        list_run_files(output_dir, names)
-    except OSError:
-        return []
-    return names
+    taken = any(is_users(output_dir, name) and _mode(run_directory(output_dir) / name) is not None for name in names)
+    return [] if taken else names
+
+
+def note_rejects(output_dir: Path, names: Iterable[str]) -> None:
+    """List those of these files that were written, and only those. Never raises.
+
+    They are listed after they were made, since a command that rejects the data before that must change nothing. One
+    that is killed in between leaves a file that counts as the user's.
+    """
+    names = list(names)
+    with suppress(OSError):
+        list_run_files(output_dir, [name for name in names if _mode(run_directory(output_dir) / name) is not None])
+    forget_missing(output_dir, names)
 
 
 def write_run_files(config: RunConfig, contents: Mapping[str, object], *, log: RunLog) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import os
 import re
 import time
@@ -19,6 +20,7 @@ import pytest
 import yaml
 
 from ratel_cli.cli.app import main
+from ratel_cli.model.marker import MARKER_NAME
 from tests.e2e.runs import CHAT, output_of, store_of, succeed, write_config
 from tests.inputs import (
     argument_cases,
@@ -80,13 +82,18 @@ class FinishedRun:
     base: Path
     hardware: Path
 
-    def result(self) -> dict[str, tuple[int, str]]:
-        """Every file of its store and its model: when it was written, and the hash of its content."""
-        exported = (path for path in output_of(self.config).iterdir() if path.is_file())
-        return {
+    def result(self) -> dict[str, object]:
+        """Every file of its store and its model: when it was written, and the hash of its content. Of the marker its
+        content, but for the names of the files that rejected rows are written to."""
+        marker = output_of(self.config) / MARKER_NAME
+        exported = (path for path in output_of(self.config).iterdir() if path.is_file() and path != marker)
+        found: dict[str, object] = {
             str(path): (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
             for path in (store_of(self.config), *exported)
         }
+        listed = json.loads(marker.read_bytes())
+        listed["run_files"] = [name for name in listed["run_files"] if "rejects" not in name]
+        return {**found, str(marker): listed}
 
 
 @pytest.fixture(scope="module")

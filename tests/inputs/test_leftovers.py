@@ -10,7 +10,7 @@ import pytest
 from tests.e2e.runs import curve, export_hash, finetune, output_of, succeed, write_config
 from tests.tiers import sample
 
-RUN_FILES = ("config.yaml", "hardware.json", "model.json", "plan.json", "run.json", "metrics.jsonl", "rejects.jsonl")
+RUN_FILES = ("config.yaml", "hardware.json", "model.json", "plan.json", "run.json", "metrics.jsonl")
 GARBAGE = {
     "empty": b"",
     "zeros": bytes(5_000),
