@@ -156,13 +156,26 @@ def find_data(config: RunConfig, errors: ErrorList, *, reads_rows: bool = False,
                 errors.attempt((key, number, "path"), partial(check_rows, found, knows_type=knows_types))
 
 
+def why_not_packed(model_type: str, attention: str) -> str:
+    """What is reported if samples are to be packed and the model does not separate them.
+
+    With flash attention, transformers (5.23) makes no mask. It finds the samples of a packed sequence by positions that
+    begin again, but only in micro-batches of one row: in larger ones, samples would see each other.
+    """
+    if attention.startswith("flash"):
+        return (
+            f"packed samples are not separated with {attention}, so every sample gets a sequence of its own; "
+            "attn_implementation: sdpa packs them"
+        )
+    return f"{model_type} cannot separate packed samples; every sample gets a sequence of its own"
+
+
 def _read_data(
     config: RunConfig, base: Base, tokenizer: Tokenizer, resources: ExitStack, log: RunLog, *, dry_run: bool
 ) -> TrainingData:
     """The data of a run on this model. Raises BadInput, EnvironmentFailure."""
     if config.sample_packing and not base.model.packs:
-        name = base.config.model_type
-        log.notice(f"{name} cannot separate packed samples; every sample gets a sequence of its own")
+        log.notice(why_not_packed(base.config.model_type, base.attention))
     records = _records(config, resources, dry_run=dry_run)
     rejects = names_of_rejects(config) if is_claimed(config) and not dry_run else []
     try:

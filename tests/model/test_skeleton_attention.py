@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+import torch
+from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
 from ratel_cli.model import skeleton
 from ratel_cli.model.skeleton import supported_attention, why_unsupported
+from ratel_cli.run.inputs import why_not_packed
 from tests.engine.architectures import tiny_config
 
 FLASH = {
@@ -48,3 +51,15 @@ def test_a_package_that_is_there_but_does_not_work(monkeypatch: pytest.MonkeyPat
     config = tiny_config("llama")
     assert why_unsupported(config, "flash_attention_2") == "llama does not support flash_attention_2 attention"
     assert supported_attention(config, "flash_attention_2") == "sdpa"
+
+
+@pytest.mark.parametrize("attention", FLASH)
+def test_flash_attention_is_named_as_the_reason_why_samples_are_not_packed(attention: str) -> None:
+    """Transformers separates packed samples there in micro-batches of one row alone. Once it does so in all of them,
+    these samples can be packed (model/probe.py)."""
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    assert _is_packed_sequence(positions, batch_size=1)
+    assert not _is_packed_sequence(positions.expand(2, -1), batch_size=2)
+    notice = why_not_packed("llama", attention)
+    assert attention in notice and "attn_implementation: sdpa" in notice
+    assert "attn_implementation" not in why_not_packed("gptj", "eager")
