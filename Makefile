@@ -31,7 +31,7 @@ test: $(READY)  ## Run the short tier of the tests: every module, the large prod
 	RATEL_SIMULATED_GPU=1 $(PYTEST) $(GPU)
 	$(PYTEST) $(GPU:%=--ignore=%)
 
-check: lint types test full  ## Check all that must hold for a change: lint, types, short and full tier (thirty-five minutes)
+check: lint types test full  ## Check all that must hold for a change: lint, types, short and full tier (forty-five minutes)
 
 full: $(READY)  ## Run what the full tier of the tests has beyond the short one
 	RATEL_SIMULATED_GPU=1 $(PYTEST) $(FULL) $(GPU)
