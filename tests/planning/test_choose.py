@@ -215,8 +215,10 @@ def fits_gpu(of: Problem, choice: Evaluation) -> bool:
 def every_choice(of: Problem, chosen: Evaluation) -> Iterator[Evaluation]:
     """All levels and prefixes that fit at the depth and with the deferral that were chosen, as few units spilled as do.
 
-    Where gradients are spilled nothing else stays; where they need not be, they are not.
+    Where gradients are spilled nothing else stays; where they need not be, they are not. The head's sums are where they
+    were chosen to be.
     """
+    of = replace(of, gpu_holds_head=chosen.placement.gpu_holds_head)
     num_blocks = len(of.spec.blocks)
     most_spilled = of.workload.num_micro_batches * (of.spec.num_layers - 1)
     for number in range(1 if chosen.spilled_blocks else 2 * num_blocks + 1):
