@@ -58,7 +58,7 @@ _BYTES_MOVED = 22
 COMPUTE_SECONDS = 16.0, 48.0, 144.0, 300.0
 """Of a step: long against what Python takes for it, in later tries even on a busy machine. The GPU is idle while it
 waits for Python, too: for 3 % of a step at first, for a third of it on a machine with twice as much to do as cores."""
-SLOW_DRIVES_SECONDS = 12.0, 36.0, 96.0
+SLOW_DRIVES_SECONDS = 12.0, 36.0, 60.0
 """Less will do: what that test looks for is several times as long as what Python takes."""
 NUM_STEPS = 4
 """Of which the first reads what will be resident."""
@@ -216,20 +216,20 @@ def _measure_step(ratel: Machine, rates: Rates, batches: list[MicroBatch], numbe
 
 @in_real_time
 @pytest.mark.timeout(3600)  # of all tries
-@pytest.mark.parametrize("run", [OF_13B, OF_70B], ids=lambda run: run.model)
-def test_the_gpu_is_busy_and_units_go_up_meanwhile(tmp_path: Path, run: Run, request: pytest.FixtureRequest) -> None:
-    steps = measure(tmp_path, run, of_this_try(request, COMPUTE_SECONDS))
-    found = [(step.seconds, step.idle_share, step.exposed_share, step.times.stalled) for step in steps]
-    assert min(step.idle_share for step in steps) <= 0.05, found
-    assert min(step.exposed_share for step in steps) <= 0.01, found
-
-
-@in_real_time
-@pytest.mark.timeout(3600)
 def test_drives_that_are_slow_to_answer_have_the_next_group_to_do(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """With one group in flight instead of the plan's two, the GPU is idle for a quarter of the step."""
     steps = measure(tmp_path, SLOW_TO_ANSWER, of_this_try(request, SLOW_DRIVES_SECONDS))
     found = [(step.seconds, step.idle_share, step.times.stalled) for step in steps]
-    assert min(step.idle_share for step in steps) <= 0.12, found
+    assert min(step.idle_share for step in steps) <= 0.15, found
+
+
+@in_real_time
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("run", [OF_13B, OF_70B], ids=lambda run: run.model)
+def test_the_gpu_is_busy_and_units_go_up_meanwhile(tmp_path: Path, run: Run, request: pytest.FixtureRequest) -> None:
+    steps = measure(tmp_path, run, of_this_try(request, COMPUTE_SECONDS))
+    found = [(step.seconds, step.idle_share, step.exposed_share, step.times.stalled) for step in steps]
+    assert min(step.idle_share for step in steps) <= 0.05, found
+    assert min(step.exposed_share for step in steps) <= 0.01, found
