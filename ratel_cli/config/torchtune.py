@@ -153,7 +153,7 @@ def _sets_in(key: str, entry: Entry, flat: Entries) -> Iterator[Entries]:
 
 
 def _steps_per_epoch(entry: Entry, epochs: Entry | None, translated: Entries, report: Report) -> None:
-    """torchtune ends each epoch after so many steps; with one epoch that is the end of the run."""
+    """torchtune ends each epoch after this number of steps; with one epoch that is the end of the run."""
     steps, number = entry.value.content, None if epochs is None else epochs.value.content
     if steps is None:
         report.drop(entry, "it is empty")

@@ -31,7 +31,7 @@ class Part:
         return self.in_percent or min(self.first or 0, self.end or 0) < 0
 
     def of(self, num_rows: int) -> tuple[int, int]:
-        """The first row, and the one behind the last, of so many rows."""
+        """The first row of the part, and the one after its last, in a set of this many rows."""
         first, end = (
             default if bound is None else self._bound(bound, num_rows)
             for bound, default in ((self.first, 0), (self.end, num_rows))

@@ -73,7 +73,7 @@ def remove_empty_folders(directory: Path, names: Iterable[str]) -> None:
 
 
 def renamed_notice(path: Path, spare: Path) -> str:
-    """What the user is told about a file of theirs that gave way."""
+    """The message about a file of the user's that was renamed."""
     return f"{path} was in the way of the model, and is now {spare.name}"
 
 
