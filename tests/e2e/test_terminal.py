@@ -5,6 +5,7 @@ The run is a process whose stderr is the terminal. Its screen is looked at while
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import multiprocessing
 import os
@@ -35,7 +36,10 @@ ROWS = 50
 
 
 class Session:
-    """A run on a terminal. `seen` has the screen after each write."""
+    """A run on a terminal. `seen` has the screen each time that the cursor was below all lines.
+
+    One write may arrive in parts. After a part of a panel the cursor is still among the lines of the one before.
+    """
 
     def __init__(self, config: Path, *arguments: str, columns: int) -> None:
         self.master, self._slave = pty.openpty()
@@ -64,7 +68,7 @@ class Session:
             time.sleep(0.002)
 
     def wait_for_writes(self, number: int) -> None:
-        """Return when the screen has changed that often."""
+        """Return when the panel has been drawn that often."""
         before = len(self.seen)
         self.wait_for(lambda lines: len(self.seen) >= before + number)
 
@@ -81,6 +85,7 @@ class Session:
         fcntl.ioctl(self._slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
 
     def _read(self) -> None:
+        decoder = codecs.getincrementaldecoder("utf-8")()
         while True:
             try:
                 part = os.read(self.master, 1 << 16)
@@ -88,8 +93,10 @@ class Session:
                 return
             if not part:
                 return
-            self.screen.write(part.decode())
-            self.seen.append(self.screen.lines)
+            self.screen.write(decoder.decode(part))
+            lines = self.screen.lines
+            if self.screen.cursor == (len(lines), 0):
+                self.seen.append(lines)
 
 
 def _run_child(config: str, arguments: Sequence[str], terminal: str) -> None:

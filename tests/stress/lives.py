@@ -25,6 +25,7 @@ from typing import Literal
 
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
+from ratel_cli.model.card import PICTURE_NAME
 from ratel_cli.model.marker import MARKER_NAME
 from ratel_cli.store.store import Store
 from tests.e2e.runs import NO_STORE, committed_step, file_hash, output_of, start, store_of, wait
@@ -50,6 +51,8 @@ AIMS: Mapping[Phase, tuple[float, float]] = {
 }
 """For each phase, the least and the most seconds from its first sign to the disturbance."""
 _TIMELESS = ("step", "loss", "learning_rate", "grad_norm", "tokens", "applied")
+_TIMED = (MARKER_NAME, PICTURE_NAME)
+"""Exported files that have times: those of the files, and those of the steps."""
 _POLL_SECONDS = 0.002
 
 
@@ -203,7 +206,7 @@ def outcome_of(config: Path) -> Outcome:
         exported={
             path.name: file_hash(path)
             for path in output_of(config).iterdir()
-            if path.is_file() and path.name != MARKER_NAME  # it has the times of the files
+            if path.is_file() and path.name not in _TIMED
         },
         loss_log=tuple(
             {key: value for key, value in json.loads(line).items() if key in _TIMELESS} for line in _log_lines(config)
