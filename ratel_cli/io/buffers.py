@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from threading import Lock
 from types import TracebackType
@@ -106,7 +105,7 @@ class BufferPool(Closing):
         """The most bytes that this pool held at once, idle buffers included."""
         self._idle_bytes = 0
         self._next_key = 0
-        self._idle: OrderedDict[int, _Region] = OrderedDict()  # oldest return first
+        self._idle: dict[int, _Region] = {}  # oldest return first
         self._idle_keys: dict[_Kind, list[int]] = {}  # -> keys into _idle, newest last
         self._pinned_keys: dict[str, list[int]] = {}  # purpose -> keys into _idle of pinned buffers, newest last
         self._closed = False

@@ -123,7 +123,7 @@ class LanedQueue(IoQueue):
 
     def _submit(self, lane: Lane, direction: Direction, extents: Sequence[Extent]) -> Ticket:
         pieces = self._cut(extents)
-        ticket = Ticket(num_parts=len(pieces), buffers=[memory for _, _, memory in extents])
+        ticket = Ticket(num_parts=len(pieces), buffers=extents)
         lane.submit([Request(ticket, direction, fd, offset, memory) for fd, offset, memory in pieces])
         return ticket
 

@@ -66,7 +66,7 @@ class StripedFiles:
 
     def _watch(self, ticket: Ticket) -> Ticket:
         with self._lock:  # a reading and a writing thread may both be here
-            self._in_flight = [*(earlier for earlier in self._in_flight if not earlier.done), ticket]
+            self._in_flight = [each for each in (*self._in_flight, ticket) if not each.done]
         return ticket
 
 

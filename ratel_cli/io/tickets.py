@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from threading import Lock
 from time import perf_counter
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from ratel_cli.errors import RatelError
 
@@ -23,7 +23,8 @@ _POLL_SECONDS = 0.002
 class Ticket:
     """One transfer of `num_parts` requests."""
 
-    def __init__(self, *, num_parts: int, buffers: Sequence[memoryview] = ()) -> None:
+    def __init__(self, *, num_parts: int, buffers: Sequence[object] = ()) -> None:
+        """`buffers`: objects that keep the memory of the transfer alive."""
         assert num_parts >= 0
         self._lock = Lock()
         self._in_flight = Lock()  # held until the last request has ended: an Event takes ten times as long to make
@@ -32,7 +33,8 @@ class Ticket:
         self._waited = False
         self._num_parts_left = num_parts
         self._error: Exception | None = None
-        self._buffers = tuple(buffers)
+        self._buffers = buffers
+        self._action: Callable[[], None] | None = None
         self._began: float | None = None
         self._ended = 0.0
         if num_parts == 0:
@@ -54,6 +56,14 @@ class Ticket:
         assert not self._waited, "a ticket is waited on exactly once"
         self._waited = True
         self._await()
+        if self._action is not None:
+            self._action()
+
+    def then(self, action: Callable[[], None]) -> Self:
+        """Let `wait` call `action` after a success. Returns the ticket itself."""
+        assert self._action is None, "a ticket has one action"
+        self._action = action
+        return self
 
     def begin_part(self) -> None:
         """Note that a request goes to the kernel. The first call counts. For the queue that issued the ticket."""
@@ -106,24 +116,6 @@ class _JoinedTicket(Ticket):
                 first = first or error
         if first is not None:
             raise first
-
-
-class _FollowedTicket(_JoinedTicket):
-    def __init__(self, ticket: Ticket, action: Callable[[], None]) -> None:
-        super().__init__([ticket])
-        self._action = action
-
-    def _await(self) -> None:
-        super()._await()
-        self._action()
-
-
-def follow(ticket: Ticket, action: Callable[[], None]) -> Ticket:
-    """A ticket for the same transfer, whose `wait` calls `action` after a success.
-
-    `ticket` itself must not be waited on any more.
-    """
-    return _FollowedTicket(ticket, action)
 
 
 def settle(tickets: Collection[Ticket]) -> None:

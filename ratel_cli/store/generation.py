@@ -70,7 +70,7 @@ class Generation:
 
         The ticket's `wait` raises IntegrityFailure if a chunk is damaged.
         """
-        address, chunks = self.address(block, field, start, stop, memory), self._slots.chunks
+        [(address, _)], chunks = self.parts(block, start, stop, {field: memory}), self._slots.chunks
         if chunks is None:
             return self._slots.files.read(address, memory)
         size = self._size(field)
@@ -89,10 +89,7 @@ class Generation:
         The caller must compare the checksums (`to_compare`) before it writes or hands on anything that was computed
         from these bytes.
         """
-        address, files = self.address, self._slots.files
-        return files.read_parts(
-            [(address(block, each, start, stop, memory), memory) for each, memory in memories.items()]
-        )
+        return self._slots.files.read_parts(self.parts(block, start, stop, memories))
 
     def to_compare(self, block: int, fields: frozenset[str]) -> _native.ChunkChecksums:
         """What a kernel needs to compare the checksums of these fields of a block itself (`ChunkTable.of_block`).
@@ -121,12 +118,19 @@ class Generation:
                 for num_bytes in finished:
                     progress(num_bytes)
 
-    def address(self, block: int, field: str, start: int, stop: int, memory: memoryview) -> int:
-        """Logical address of element `start` of a field. [start, stop) must lie in the block and fill `memory`."""
+    def parts(
+        self, block: int, start: int, stop: int, memories: Mapping[str, memoryview]
+    ) -> list[tuple[int, memoryview]]:
+        """The logical address of element `start` of each field, and the field's memory.
+
+        [start, stop) must lie in the block and fill every memory.
+        """
         assert start <= stop <= self.block_elements[block] and stop % BLOCK_ALIGNMENT == 0, (start, stop)
-        records = self._slots.records
-        assert len(memory) == records.field_bytes(field, stop - start), len(memory)
-        return records.address(self.slot, block, field, start)
+        records, parts = self._slots.records, []
+        for field, memory in memories.items():
+            assert len(memory) == records.field_bytes(field, stop - start), len(memory)
+            parts.append((records.address(self.slot, block, field, start), memory))
+        return parts
 
     def _read_chunks(self, chunks: ChunkMap, memory: memoryview, largest_bytes: int) -> Iterator[tuple[int, Ticket]]:
         """Read chunk after chunk, each into the next `largest_bytes` of `memory`. Yields the bytes of each."""

@@ -13,7 +13,7 @@ from threading import Lock
 
 from ratel_cli import _native
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.tickets import Ticket, follow
+from ratel_cli.io.tickets import Ticket
 from ratel_cli.store.checksums import ChunkTable
 from ratel_cli.store.generation import Generation, StoreSlots
 from ratel_cli.store.manifest import GenerationEntry
@@ -45,13 +45,11 @@ class Shadow:
 
     def write_hashed(self, block: int, start: int, stop: int, memories: Mapping[str, memoryview]) -> Ticket:
         """Like `write`, for several fields, each from its memory, whose checksums a kernel has entered (`to_enter`)."""
-        address, files = self.generation.address, self._slots.files
-        parts = [(address(block, field, start, stop, memory), memory) for field, memory in memories.items()]
         num_bytes = sum(map(len, memories.values()))
-        ticket = files.write_parts(parts)
+        ticket = self._slots.files.write_parts(self.generation.parts(block, start, stop, memories))
         with self._lock:
             self.submitted_bytes += num_bytes
-        return follow(ticket, lambda: self._confirm(num_bytes))
+        return ticket.then(lambda: self._confirm(num_bytes))
 
     def to_enter(self, block: int) -> _native.ChunkChecksums:
         """What a kernel needs to enter the checksums of all fields of a block itself.

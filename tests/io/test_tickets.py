@@ -99,6 +99,25 @@ def test_holds_its_buffers_until_done() -> None:
     assert alive() is None
 
 
+def test_an_action_runs_in_the_wait_after_a_success() -> None:
+    done: list[str] = []
+    ticket = Ticket(num_parts=1)
+    assert ticket.then(lambda: done.append("confirmed")) is ticket
+    ticket.finish_part()
+    assert done == []
+    ticket.wait()
+    assert done == ["confirmed"]
+
+
+def test_no_action_runs_after_a_failure() -> None:
+    done: list[str] = []
+    ticket = Ticket(num_parts=1).then(lambda: done.append("confirmed"))
+    ticket.finish_part(IntegrityFailure("bad sector"))
+    with pytest.raises(IntegrityFailure, match="bad sector"):
+        ticket.wait()
+    assert done == []
+
+
 def test_span_is_from_the_first_part_begun_to_the_last_one_ended() -> None:
     ticket = Ticket(num_parts=2)
     before = perf_counter()

@@ -150,7 +150,7 @@ class GroupAdamW(Closing):
                 first % chunk_elements == 0 and (last % chunk_elements == 0 or last == block.num_elements)
             ), "a part has whole chunks"
             mismatches = self._kernel(
-                *(_elements(field, stop - start, first - start, last - start) for field in fields),
+                *[_elements(field, stop - start, first - start, last - start) for field in fields],
                 _elements(values, stop - start, first - start, last - start),
                 scalars=scalars,
                 segments=_segments(block, gradient.present, first, last),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -56,6 +56,7 @@ class BlockGradient:
         self.dtype_name = _DTYPE_NAMES[dtype]
         """The name of the gradient dtype."""
         self._dtype = dtype
+        self._bytes_per_element = dtype.itemsize
         self._rows = rows
         self._lease: Lease | None = lease
         self._download = download
@@ -69,7 +70,7 @@ class BlockGradient:
     def num_bytes(self) -> int:
         """Size of the values in the gradient dtype, as they are held."""
         held = self.block if self._rows is None else self._rows.packed
-        return held.num_elements * self._dtype.itemsize
+        return held.num_elements * self._bytes_per_element
 
     @property
     def is_in_host_memory(self) -> bool:
@@ -84,19 +85,15 @@ class BlockGradient:
             return float(view(self._norms_lease.memory, torch.float32).double().square().sum())
         return math.fsum(float(norm) ** 2 for norm in self.norms.values())
 
-    @contextmanager
-    def elements(self, start: int, stop: int, pool: BufferPool) -> Iterator[memoryview]:
+    def elements(self, start: int, stop: int, pool: BufferPool) -> AbstractContextManager[memoryview]:
         """The bytes of the gradients of elements `[start, stop)` of the block; undefined for parameters without one.
 
         They are where they came, or, if only rows came, spread out in a buffer from `pool` while this is open.
         """
-        size = self._dtype.itemsize
+        size = self._bytes_per_element
         if self._rows is None:
-            yield self.memory[start * size : stop * size]
-            return
-        with pool.lease((stop - start) * size, f"gradient of {self.block.name}", crosses_link=False) as lease:
-            self._rows.spread(self.flat, start, view(lease.memory, self._dtype))
-            yield lease.memory
+            return self.memory[start * size : stop * size]
+        return self._spread(self._rows, start, (stop - start) * size, pool)
 
     @property
     def flat(self) -> torch.Tensor:
@@ -136,6 +133,12 @@ class BlockGradient:
             if lease is not None:
                 lease.release()
         self._lease = self._norms_lease = None
+
+    @contextmanager
+    def _spread(self, rows: EmbeddingRows, start: int, num_bytes: int, pool: BufferPool) -> Iterator[memoryview]:
+        with pool.lease(num_bytes, f"gradient of {self.block.name}", crosses_link=False) as lease:
+            rows.spread(self.flat, start, view(lease.memory, self._dtype))
+            yield lease.memory
 
     def _wait_download(self) -> None:
         if self._download is not None:

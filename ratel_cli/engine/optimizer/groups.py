@@ -232,12 +232,12 @@ class GroupWork:
     def _lease_for(self, group: Group, fields: Sequence[Field]) -> None:
         """Find memory for those of the fields that have none: one buffer, in which they lie one after another."""
         number = group.stop - group.start
-        missing = [(each.name, number * each.bytes_per_element) for each in fields if each.name not in group.memories]
+        missing = {each.name: number * each.bytes_per_element for each in fields if each.name not in group.memories}
         if not missing:
             return
-        group.lease = self._lease(sum(size for _, size in missing), f"optimizer states of {group.block.name}")
+        group.lease = self._lease(sum(missing.values()), f"optimizer states of {group.block.name}")
         memory, start = group.lease.memory, 0
-        for name, size in missing:
+        for name, size in missing.items():
             group.memories[name] = memory[start : start + size]
             start += size
 
