@@ -8,7 +8,8 @@ A step looks up the rows of its tokens and nothing else of the matrix. So the ma
     4. spread   the update of a group of parameters gets the rows in their places, between zeros
 
 The packed block is the embedding's block with as many rows as the step has tokens, the most that it can need: buffers
-in host memory have its size in every step, whatever the number of distinct tokens, and are reused.
+in host memory have its size, whatever the number of distinct tokens. Steps with fewer tokens than planned reuse the
+buffers of others, which are never larger than the largest packed block (`largest`).
 
 Invariants: rows that no token names have a gradient of zero, not none, so AdamW moves them as torch does; norms are
 those of the whole matrix, in torch's order of addition.
@@ -29,12 +30,15 @@ from ratel_cli.planning.placement import elements_ahead
 class EmbeddingRows:
     """The rows of one step or of one evaluation."""
 
-    def __init__(self, block: BlockSpec, tokens: DistinctTokens, *, num_tokens: int) -> None:
-        """`block`: that of the embedding. `num_tokens`: as many as the step has, not all of them distinct."""
+    def __init__(self, block: BlockSpec, tokens: DistinctTokens, *, num_tokens: int, most_rows: int) -> None:
+        """`block`: that of the embedding. `num_tokens`: as many as the step has, not all of them distinct.
+        `most_rows`: the most that any step has."""
         self.block = block
         self.tokens = tokens
-        self.packed = with_rows(block, num_tokens)
         self._shape = block.parameters[0].shape
+        self.packed = with_rows(block, num_tokens)
+        self.largest = with_rows(block, min(most_rows, self._shape[0]))
+        """The packed block of a step with `most_rows` tokens."""
 
     @classmethod
     def of(
@@ -48,7 +52,8 @@ class EmbeddingRows:
         num_tokens = sum(ids.numel() for ids in input_ids)
         if device.is_host or most_rows is None or num_tokens > most_rows or not rows_suffice(spec, num_tokens):
             return None
-        return cls(spec.blocks[0], DistinctTokens.of(input_ids, device.torch_device), num_tokens=num_tokens)
+        tokens = DistinctTokens.of(input_ids, device.torch_device)
+        return cls(spec.blocks[0], tokens, num_tokens=num_tokens, most_rows=most_rows)
 
     @property
     def num_elements(self) -> int:

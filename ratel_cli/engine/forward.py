@@ -177,7 +177,7 @@ class BlockwiseForward:
         if device.type == "cpu" or not rows_suffice(spec, num_tokens):
             return None
         tokens = DistinctTokens.of([input_ids.cpu()], device)
-        return EmbeddingRows(spec.blocks[0], tokens, num_tokens=num_tokens)
+        return EmbeddingRows(spec.blocks[0], tokens, num_tokens=num_tokens, most_rows=num_tokens)
 
 
 def _does_not_fit(num_bytes: int, held_bytes: int, device: torch.device) -> DoesNotFit:

@@ -230,7 +230,8 @@ class WeightReader:
         others, start = memory[size * rows.others_start :], sum(ahead_bytes[1:])
         if use.gathered is None:
             packed_bytes = size * rows.packed.parameters[0].num_elements
-            use.gathered = self._pool.lease(packed_bytes, f"rows of {use.block.name}")
+            largest_bytes = size * rows.largest.parameters[0].num_elements
+            use.gathered = self._pool.lease(packed_bytes, f"rows of {use.block.name}", at_most_bytes=largest_bytes)
             rows.gather(view(memory, self._dtype), view(use.gathered.memory[:rows_bytes], self._dtype))
         return [part for part in (use.gathered.memory[:rows_bytes], others[:start], others[start:]) if part]
 

@@ -246,7 +246,7 @@ def test_tied_sum_adds_in_the_order_of_plain_pytorch(dtype: torch.dtype, num_mic
     with BufferPool(None) as pool:
         total = GradientSum(block, pool, HOST, dtype=torch.float32, single=False)
         tokens = torch.unique(torch.cat(ids))
-        with TiedSum(total, tokens, device=HOST, pool=pool, is_held=is_held) as rows:
+        with TiedSum(total, tokens, device=HOST, pool=pool, is_held=is_held, most_rows=None) as rows:
             for head in heads:
                 rows.add_head(head)
                 rows.end_micro_batch()

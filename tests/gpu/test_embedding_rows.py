@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from ratel_cli.engine.block_reader import BlockReader, GenerationBlocks
 from ratel_cli.engine.forward import BlockwiseForward
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.weights import BlockWeights, WeightReader
+from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.model.spec import BlockSpec
@@ -24,6 +27,8 @@ from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.capacity import StepMemory
 from ratel_cli.planning.gpu_memory import GpuMemory
 from ratel_cli.planning.placement import Placement, Workload
+from ratel_cli.sizes import PAGE_BYTES
+from ratel_cli.units import align_up
 from tests.engine.architectures import tiny_config
 from tests.engine.exactness import AHEAD, assert_same_training, check_training, reference
 from tests.engine.machine import attention_of, initial_weights_of_zeros, random_steps
@@ -59,6 +64,23 @@ def batch_of(ids: Sequence[int]) -> MicroBatch:
         num_targets=len(ids),
         num_tokens=len(ids),
     )
+
+
+class Pinned:
+    """The sizes of the buffers that are pinned, by purpose."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sizes: dict[str, list[int]] = {}
+        self._of_thread, leasing = threading.local(), BufferPool.lease
+
+        def lease(pool: BufferPool, num_bytes: int, purpose: str, **others: Any) -> Lease:  # noqa: ANN401
+            self._of_thread.purpose = purpose
+            return leasing(pool, num_bytes, purpose, **others)
+
+        monkeypatch.setattr(BufferPool, "lease", lease)
+
+    def pin(self, address: int, num_bytes: int) -> None:
+        self.sizes.setdefault(self._of_thread.purpose, []).append(num_bytes)
 
 
 class Opened:
@@ -196,3 +218,50 @@ def test_it_fits_into_the_host_memory_that_was_planned(tmp_path: Path, tied: boo
         batches = distinct_tokens(batches_of(2, rows=2, tokens=64))
         outcomes = ratel.train([batches, batches, batches], recipe)
     assert all(outcome.applied for outcome in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "placement", "held_in_memory_bytes"),
+    [
+        ("llama", Placement(), None),
+        ("llama", Placement(), 0),
+        ("llama_tied", Placement(gpu_holds_tied=True), None),
+        ("llama_tied", Placement(), None),
+        ("llama_tied", Placement(gpu_holds_head=False), None),
+    ],
+    ids=["untied", "held on NVMe", "tied", "held by the host", "summed by the host"],
+)
+def test_buffers_for_any_number_of_rows_are_those_of_the_plan(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: str,
+    placement: Placement,
+    held_in_memory_bytes: int | None,
+) -> None:
+    """Steps have more and more rows, up to as many as were planned: buffers double until they have the planned size."""
+    most_rows, width, vocab, pinned = 130, 256, 300, Pinned(monkeypatch)
+    config = tiny_config(architecture, num_hidden_layers=1, hidden_size=width, head_dim=64, vocab_size=vocab)
+    steps = [[batch_of(range(each)), batch_of(range(100, 100 + each))] for each in (5, *range(20, 66, 5))]
+    with gpu_machine(
+        tmp_path,
+        config,
+        RECIPE,
+        placement=placement,
+        gpu_embedding_rows=most_rows,
+        held_in_memory_bytes=held_in_memory_bytes,
+        pin=pinned.pin,
+    ) as ratel:
+        ratel.train(steps, RECIPE)
+    of_rows = {
+        "rows of embedding": 2,  # in forward and in backward
+        "gradient of embedding": 1 if architecture == "llama" else 0,
+        "rows of the tied head's gradient": 2,  # of two micro-batches
+        "rows of the embedding's gradient": 1,
+    }
+    for purpose, sizes in pinned.sizes.items():
+        if most_at_once := of_rows.get(purpose):
+            assert max(sizes) == align_up(2 * width * most_rows, PAGE_BYTES), purpose
+            assert len(sizes) <= 4 * most_at_once, "two, eight, sixteen pages, and as many as were planned"
+        elif purpose == "gradient of the tied head":
+            assert len(sizes) == 1, "rows do not take the buffer of the whole matrix"
+    assert {"rows of embedding", "gradient of embedding"} <= pinned.sizes.keys()

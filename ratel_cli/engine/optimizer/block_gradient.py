@@ -123,8 +123,10 @@ class BlockGradient:
         self._wait_download()
         if self._lease is None:
             assert self._scratch is not None
-            self._lease = pool.lease(self.num_bytes, f"gradient of {self.block.name}")
-            self._scratch.read_sealed(self._offset_bytes, self._lease.memory, f"gradient of {self.block.name}").wait()
+            name, largest = f"gradient of {self.block.name}", self.block if self._rows is None else self._rows.largest
+            at_most_bytes = largest.num_elements * self._bytes_per_element
+            self._lease = pool.lease(self.num_bytes, name, at_most_bytes=at_most_bytes)
+            self._scratch.read_sealed(self._offset_bytes, self._lease.memory, name).wait()
 
     def release(self) -> None:
         """Give the memory back: the update is done, or will not happen."""

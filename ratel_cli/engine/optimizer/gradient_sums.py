@@ -30,6 +30,7 @@ class GradientSums:
         self._holds_sums = device.is_host or placement.gpu_holds_sums
         self._holds_tied = device.is_host or placement.gpu_holds_tied
         self._holds_head = device.is_host or placement.gpu_holds_head
+        self._most_rows = placement.gpu_embedding_rows
 
     def of_layer(self, block: BlockSpec, *, single: bool, scale: float) -> GradientSum:
         """`single`: each parameter gets one contribution."""
@@ -54,12 +55,15 @@ class GradientSums:
     def of_tied(self, block: BlockSpec, tokens: torch.Tensor, *, scale: float) -> TiedSum | HostTiedSum:
         """That of a tied embedding; closing it closes its total. `tokens`: the step's distinct ones `[rows]`, on the
         device."""
-        pool, device = self._pool, self._device
+        pool, device, most_rows = self._pool, self._device, self._most_rows
+        if most_rows is not None:
+            most_rows = min(most_rows, block.parameters[0].shape[0])
         if self._holds_head:
             total = self._on_device(block, single=False, scale=scale)
-            return TiedSum(total, tokens, device=device, pool=pool, is_held=self._holds_tied)
+            return TiedSum(total, tokens, device=device, pool=pool, is_held=self._holds_tied, most_rows=most_rows)
         sums = self._host_sums(block)
-        return HostTiedSum(self._on_host(block, sums, scale=scale), sums, tokens, device=device, pool=pool)
+        total = self._on_host(block, sums, scale=scale)
+        return HostTiedSum(total, sums, tokens, device=device, pool=pool, most_rows=most_rows)
 
     def _on_device(
         self, block: BlockSpec, *, single: bool, scale: float, rows: EmbeddingRows | None = None

@@ -65,6 +65,7 @@ class GradientSum(Closing):
         sum is rounded there. `rows`: what contributions have of the embedding's matrix, if that is not all of it."""
         assert host_sums is not None or not stays_on_host
         self._block = block if rows is None else rows.packed
+        self._most_elements = (block if rows is None else rows.largest).num_elements
         self._rows = rows
         self._dtype = dtype
         self._pool = pool
@@ -289,7 +290,11 @@ class GradientSum(Closing):
         return lease
 
     def _lease_for(self, dtype: torch.dtype) -> Lease:
-        return self._pool.lease(self._block.num_elements * dtype.itemsize, f"gradient of {self._block.name}")
+        return self._pool.lease(
+            self._block.num_elements * dtype.itemsize,
+            f"gradient of {self._block.name}",
+            at_most_bytes=self._most_elements * dtype.itemsize,
+        )
 
     def _part_of(self, lease: Lease, index: int, dtype: torch.dtype) -> torch.Tensor:
         parameter = self._block.parameters[index]

@@ -31,13 +31,21 @@ class HostTiedSum(Closing):
     """The sum of one step. The interface is that of `TiedSum`."""
 
     def __init__(
-        self, total: GradientSum, sums: HostSums, rows: torch.Tensor, *, device: Device, pool: BufferPool
+        self,
+        total: GradientSum,
+        sums: HostSums,
+        rows: torch.Tensor,
+        *,
+        device: Device,
+        pool: BufferPool,
+        most_rows: int | None,
     ) -> None:
         """`total` is the sum of the embedding's block, which `sums` has in host memory; `rows` are the step's distinct
-        tokens `[rows]`, on the device."""
+        tokens `[rows]`, on the device. `most_rows`: the most that any step has, as it is planned; None: not known."""
         self.total = total
         self._sums = sums
         self._rows = rows.cpu()
+        self._most_rows = most_rows
         self._device = device
         self._pool = pool
         self._chunk: torch.Tensor | None = None
@@ -71,7 +79,7 @@ class HostTiedSum(Closing):
         part = self._part_values() if self._has_part else self._chunk
         assert part is not None
         width, is_first = self._width, not self._has_total
-        rows = self._pool.lease(len(self._rows) * width * self._dtype.itemsize, "rows of the tied head's gradient")
+        rows = self._lease_rows(width * self._dtype.itemsize, "rows of the tied head's gradient")
         self._head_rows.append(rows)
         saved, chosen = view(rows.memory, self._dtype).view(-1, width), self._rows
 
@@ -98,7 +106,7 @@ class HostTiedSum(Closing):
     def add_embedding(self, gradient: torch.Tensor) -> None:
         """Add the rows `[rows, hidden]` of the embedding's part of the next micro-batch, in the same order of
         micro-batches."""
-        lease = self._pool.lease(gradient.nbytes, "rows of the embedding's gradient")
+        lease = self._lease_rows(gradient.shape[1] * gradient.itemsize, "rows of the embedding's gradient")
         download = self._device.download([(gradient.reshape(-1).view(torch.uint8), lease.memory)], _LABEL)
         self._device.free_downloads()
         download.wait()
@@ -122,6 +130,10 @@ class HostTiedSum(Closing):
         for lease in leases:
             lease.release()
         self.total.close()
+
+    def _lease_rows(self, row_bytes: int, purpose: str) -> Lease:
+        at_most_bytes = None if self._most_rows is None else self._most_rows * row_bytes
+        return self._pool.lease(len(self._rows) * row_bytes, purpose, at_most_bytes=at_most_bytes)
 
     def _lease_part(self, like: torch.Tensor) -> torch.Tensor:
         if self._part is None:

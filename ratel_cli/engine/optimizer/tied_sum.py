@@ -37,11 +37,14 @@ class TiedSum(Closing):
         device: Device,
         pool: BufferPool,
         is_held: bool,
+        most_rows: int | None,
     ) -> None:
         """`total` is the sum of the embedding's block, on `device`; `rows` are the step's distinct tokens `[rows]`,
-        there as well. `is_held`: all of it stays on the device; otherwise host memory from `pool` holds it."""
+        there as well. `is_held`: all of it stays on the device; otherwise host memory from `pool` holds it.
+        `most_rows`: the most that any step has, as it is planned; None: not known."""
         self.total = total
         self._rows = rows
+        self._most_rows = most_rows
         self._part: torch.Tensor | None = None
         self._dtype = torch.float32
         self._device = device
@@ -74,12 +77,14 @@ class TiedSum(Closing):
         if self._is_held:
             self._head_rows.append(rows)
         else:
-            self._offloaded_rows.append(self._offload(rows))
+            at_most_bytes = None if self._most_rows is None else self._most_rows * rows.shape[1] * rows.itemsize
+            self._offloaded_rows.append(self._offload(rows, "rows of the tied head's gradient", at_most_bytes))
 
     def end_head(self) -> None:
         """After the head: the sum leaves the device, too, unless it is held there."""
         if not self._is_held:
-            self._offloaded_total = self._offload(self.total.take(0))
+            values = self.total.take(0)
+            self._offloaded_total = self._offload(values, "gradient of the tied head", values.nbytes)
 
     def fetch(self) -> None:
         """Before the embedding's backward: bring back the sum if it has left, and the first rows."""
@@ -122,8 +127,8 @@ class TiedSum(Closing):
         if self._offloaded_rows:
             self._ahead = self._upload(self._offloaded_rows.pop(0))
 
-    def _offload(self, values: torch.Tensor) -> _Offloaded:
-        lease = self._pool.lease(values.nbytes, "gradient of the tied head")
+    def _offload(self, values: torch.Tensor, purpose: str, at_most_bytes: int | None) -> _Offloaded:
+        lease = self._pool.lease(values.nbytes, purpose, at_most_bytes=at_most_bytes)
         self._leases.append(lease)
         download = self._device.download([(values.view(-1).view(torch.uint8), lease.memory)], _LABEL)
         self._waits.append(download.wait)
