@@ -10,12 +10,15 @@ unit that stays in the memory where it was computed is not moved. Every other un
     3. window     the last few spilled units stay in their buffers; for each new one the oldest buffer is released,
                   after its write has ended
     4. read       in backward the reads of the next units run ahead by the same window; units still in it are not read
-    5. prepare    before a unit is used: reserve the device buffers of the next one, and start its upload if it is in
-                  host memory: still, or again because its read has ended
+    5. prepare    before a unit is used: reserve device buffers of the next one, and start their upload if it is in host
+                  memory: still, or again because its read has ended
     6. catch up   between two blocks: start that upload if the read has ended since
-    7. fetch      wait for the read; upload if that has not begun; give out the uploaded tensors; release the buffer
+    7. fetch      wait for the read; upload what has not begun; give out the uploaded tensors; release the buffer
 
 On the device each tensor has a buffer of its own, whose memory is free when autograd has used it for the last time.
+Where two whole units do not fit there, the plan says what they may take (`UnitsOnGpu`). Then forward makes room before
+it makes more outputs: it waits for downloads. And the next unit is prepared in parts: some tensors at once, others when
+backward has made a certain gradient, the rest when it is fetched.
 
 Uploads of units have a queue of their own on the device: none stands behind the weights of a block that comes later.
 
@@ -29,8 +32,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import torch
@@ -41,7 +45,8 @@ from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.tickets import Ticket
-from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Placement, Stage
+from ratel_cli.model.spec import BlockSpec, name_in_layer
+from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Placement, Stage, tensors_ahead
 from ratel_cli.planning.step_time import Resource
 from ratel_cli.sizes import PACKED_ALIGNMENT, PAGE_BYTES
 from ratel_cli.units import align_up
@@ -116,10 +121,10 @@ class _PackedUnit:
         """The write in flight."""
         self.read: Ticket | None = None
         """The read in flight."""
-        self.buffers: list[DeviceBuffer] = []
-        """One for each tensor, in the order of `places`; empty until they are reserved, and after the upload began."""
-        self.uploads: list[Upload] = []
-        """One for each tensor, if the upload has begun and is not opened."""
+        self.buffers: dict[int, DeviceBuffer] = {}
+        """By place, for tensors whose upload has not begun."""
+        self.uploads: dict[int, Upload] = {}
+        """By place, for tensors whose upload has begun; empty when they are opened."""
         self._uploaded: list[Callable[[], None]] = []
         """Wait for each upload that was opened."""
 
@@ -144,11 +149,16 @@ class _PackedUnit:
         """The part of the leased buffer for each tensor, in the order of `places`."""
         return [self.memory[place.start : place.start + place.num_bytes] for place in self.places]
 
+    @property
+    def reserved(self) -> set[int]:
+        """The places of tensors that have memory on the device."""
+        return {*self.buffers, *self.uploads}
+
     def open(self) -> Unit:
         """The unit in the bytes that go up, for work that is queued from now on. It alone holds them afterwards."""
-        tensors = iter([place.tensor_in(up.open()) for place, up in zip(self.places, self.uploads, strict=True)])
-        self._uploaded = [upload.give_up() for upload in self.uploads]
-        self.uploads = []
+        tensors = iter([place.tensor_in(self.uploads[number].open()) for number, place in enumerate(self.places)])
+        self._uploaded = [upload.give_up() for upload in self.uploads.values()]
+        self.uploads = {}
         return Unit(
             leaf=next(tensors).requires_grad_(),
             offloaded={index: tuple(islice(tensors, len(places))) for index, places in self.offloaded.items()},
@@ -156,7 +166,7 @@ class _PackedUnit:
 
     def wait_uploaded(self) -> None:
         """Return when nothing reads the leased buffer for an upload."""
-        for upload in self.uploads:
+        for upload in self.uploads.values():
             upload.wait()
         for wait in self._uploaded:
             wait()
@@ -185,6 +195,9 @@ class ActivationOffloader:
         self._spilled_units = placement.spilled_units
         self._in_place_from = placement.spilled_units if device.is_host else placement.gpu_units_from
         """Units from this one on stay where they were computed; None: no unit does."""
+        self._units = None if device.is_host else placement.gpu_units
+        self._made_bytes = 0
+        """Outputs of the unit that forward makes."""
         self._device = device
         self._timeline = timeline
         self._micro_batch_tokens = micro_batch_tokens
@@ -203,6 +216,13 @@ class ActivationOffloader:
         self.put_bytes = 0
         """Packed size of all units that were put in this step."""
 
+    def make_room(self, num_bytes: int) -> None:
+        """Forward has made an output of the next unit. Where the plan says so, what is computed from now on waits for
+        downloads of the unit before, until both take no more than they may."""
+        self._made_bytes += num_bytes
+        if self._units is not None:
+            self._device.free_downloads(max(0, self._units.forward_bytes - self._made_bytes))
+
     def put(self, block: int, micro_batch: int, unit: Unit) -> None:
         """Offload a unit until it is fetched. Its tensors must not be changed afterwards."""
         key = block, micro_batch
@@ -211,6 +231,7 @@ class ActivationOffloader:
         stays_in_place = self._in_place_from is not None and number >= self._in_place_from
         self._order.append(key)
         self.put_bytes += unit.num_bytes
+        self._made_bytes = 0
         self._start_writing()
         if stays_in_place:
             self._in_place[key] = Unit(leaf=unit.leaf.detach(), offloaded=unit.offloaded)
@@ -245,6 +266,7 @@ class ActivationOffloader:
             return
         packed = self._packed[key]
         self._bring_to_memory(packed)
+        self._reserve(packed)
         self._upload(packed)  # before the next unit's, which runs on the same stream
         self._prepare()
         yield packed.open()
@@ -253,12 +275,44 @@ class ActivationOffloader:
         self._release(packed)
         del self._packed[key]
 
+    @contextlib.contextmanager
+    def preparing_more(self, block: BlockSpec, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+        """While the backward of a layer runs inside: prepare more of the next unit at the moments that the plan names.
+
+        `parameters`: the block's, in the order of its spec.
+        """
+        moments = () if self._units is None else self._units.by_layer[block.index - 1]
+        most_bytes = {moment.parameter: moment.num_bytes for moment in moments}
+
+        def prepare_more(name: str, _: torch.Tensor) -> None:
+            self.prepare_more(most_bytes[name])
+
+        names = [name_in_layer(each.name) for each in block.parameters]
+        hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(prepare_more, name))
+            for name, parameter in zip(names, parameters, strict=True)
+            if name in most_bytes
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def prepare_more(self, most_bytes: int) -> None:
+        """Reserve device buffers for more tensors of the unit that is fetched next, which may take `most_bytes` in all,
+        and start their upload if the unit is in host memory. Raises as `catch_up`."""
+        coming = self._coming
+        if coming is not None:
+            self._reserve(coming, most_bytes)
+            self.catch_up()
+
     def catch_up(self) -> None:
-        """Start the upload of the unit that is fetched next, if it is in host memory now and has a device buffer.
+        """Start the upload of the unit that is fetched next, if it is in host memory now and has device buffers.
 
         Raises RatelError if its read failed, IntegrityFailure if the bytes are not those that were put.
         """
-        coming = self._packed.get(self._order[-1]) if self._order else None
+        coming = self._coming
         if coming is not None and coming.buffers and coming.is_in_memory:
             self._upload(coming)
 
@@ -276,6 +330,7 @@ class ActivationOffloader:
             packed.wait_uploaded()
             if packed.lease is not None:
                 packed.lease.release()
+        self._made_bytes = 0
         self._order.clear()
         self._in_place.clear()
         self._packed.clear()
@@ -304,27 +359,34 @@ class ActivationOffloader:
 
     def _prepare(self) -> None:
         """Phase 5, on a GPU."""
-        if self._device.is_host or not self._order:
+        coming = self._coming
+        if self._device.is_host or coming is None:
             return
-        coming = self._packed.get(self._order[-1])
-        if coming is None:  # it stays in GPU memory
-            return
-        coming.buffers = self._reserve(coming)
+        self._reserve(coming, None if self._units is None else self._units.ahead_bytes)
         self.catch_up()
 
-    def _reserve(self, packed: _PackedUnit) -> list[DeviceBuffer]:
-        return [self._device.reserve(place.num_bytes) for place in packed.places]
+    @property
+    def _coming(self) -> _PackedUnit | None:
+        """The unit that is fetched next; None if there is none, or if it stays where it was computed."""
+        return self._packed.get(self._order[-1]) if self._order else None
+
+    def _reserve(self, packed: _PackedUnit, most_bytes: int | None = None) -> None:
+        """Reserve device buffers for tensors that have none, as many as fit into `most_bytes` together with those that
+        have; None: for all."""
+        sizes, reserved = [place.num_bytes for place in packed.places], packed.reserved
+        most_bytes = sum(sizes) if most_bytes is None else most_bytes
+        for number in tensors_ahead(sizes, most_bytes, taken=reserved):
+            packed.buffers[number] = self._device.reserve(sizes[number])
 
     def _upload(self, packed: _PackedUnit) -> None:
-        if packed.uploads:
-            return
+        """Start the upload of all tensors that have buffers."""
         self._wait_read(packed)
-        buffers, packed.buffers = packed.buffers or self._reserve(packed), []
-        label = packed.label("backward")
-        packed.uploads = [
-            self._device.upload(piece, buffer, label, lane="activations", after=packed.download)
-            for piece, buffer in zip(packed.pieces, buffers, strict=True)
-        ]
+        label, pieces = packed.label("backward"), packed.pieces
+        for number, buffer in packed.buffers.items():
+            packed.uploads[number] = self._device.upload(
+                pieces[number], buffer, label, lane="activations", after=packed.download
+            )
+        packed.buffers = {}
 
     def _read_ahead(self) -> None:
         while self._to_read and len(self._window) < SPILL_WINDOW_UNITS:

@@ -239,9 +239,14 @@ class StepEngine(Closing):
     def _recorder(self, state: StepState, weights: BlockWeights, number: int) -> Recorder:
         block, swapped = weights.block.index, self._swapped.get(weights.block.index, frozenset())
         if state.recording is None:
-            return Recorder(weights.parameters, swapped)
+            return Recorder(weights.parameters, swapped, self._activations.make_room)
         return state.recording.recorder(
-            weights.parameters, swapped, block=block, micro_batch=number, module=self._layer_runner.layers[block - 1]
+            weights.parameters,
+            swapped,
+            block=block,
+            micro_batch=number,
+            module=self._layer_runner.layers[block - 1],
+            made=self._activations.make_room,
         )
 
     def _run_layer(self, state: StepState, block: BlockSpec, number: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -325,7 +330,10 @@ class StepEngine(Closing):
                     total.expect_last()
                 with self._activations.fetch(block.index, number) as unit, self._computing(block, "backward"):
                     output = self._replay(state, block, number, unit)
-                    with adding_to(weights.parameters, total, is_last=is_last):
+                    with (
+                        adding_to(weights.parameters, total, is_last=is_last),
+                        self._activations.preparing_more(block, weights.parameters),
+                    ):
                         output.backward(gradients[number], inputs=[unit.leaf, *weights.parameters])
                     gradients[number] = taken_gradient(unit.leaf)
                     del unit, output

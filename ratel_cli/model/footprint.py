@@ -13,24 +13,33 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import flop_registry
 
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.layer_runner import LayerCall
 from ratel_cli.model.operators import OperatorMode, TorchOperator, tensors_in
-from ratel_cli.model.spec import BlockSpec, LayerActivations, LayerTraits, name_in_layer
+from ratel_cli.model.spec import BlockSpec, LayerActivations, LayerTraits, RestOfBackward, name_in_layer
 
 _TOKENS = 61
 _FIRST_SAMPLE = 30
 """Tokens of the first of two samples in the row, so that attention gets a mask where samples can be packed."""
 _CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError)
 """What fake tensors raise where values would decide what runs, and models that take fewer tokens."""
+_ATTENTION_NAME = "scaled_dot_product"
+_PRODUCTS = frozenset(
+    (*flop_registry, torch.ops.aten._grouped_mm, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
+)
+"""Operators with FLOPs: those whose results are worth swapping."""
+_LEAST_FREED = 0.1
+"""Of backward's peak, what it takes less from one of `LayerActivations.rests` to the next."""
 
 
 def measured_traits(model: DecoderModel) -> LayerTraits:
@@ -54,11 +63,25 @@ def measured_traits(model: DecoderModel) -> LayerTraits:
 
 
 def _most(measured: Sequence[LayerActivations]) -> LayerActivations:
-    """The most that any kind of layer takes, and the products that every kind saves."""
-    sizes = [each.name for each in fields(LayerActivations) if each.name != "saved_products"]
+    """The most that any kind of layer takes, and of the names those that every kind has."""
+    sizes = [each.name for each in fields(LayerActivations) if each.name.endswith(("_per_token", "_per_pair"))]
     most = {name: max(getattr(layer, name) for layer in measured) for name in sizes}
     products = set.intersection(*(set(layer.saved_products) for layer in measured))
-    return replace(measured[0], **most, saved_products=tuple(sorted(products)))
+    alike = len({tuple(rest.after for rest in layer.rests) for layer in measured}) == 1
+    rests = tuple(map(_most_of_rests, zip(*(layer.rests for layer in measured), strict=True))) if alike else ()
+    return replace(measured[0], **most, rests=rests, saved_products=tuple(sorted(products)))
+
+
+def _most_of_rests(rests: Sequence[RestOfBackward]) -> RestOfBackward:
+    """The most that the rest of backward takes, and what every kind of layer computes in it."""
+    products = set.intersection(*(set(rest.products) for rest in rests))
+    return replace(
+        rests[0],
+        per_token=max(rest.per_token for rest in rests),
+        per_pair=max(rest.per_pair for rest in rests),
+        products=tuple(sorted(products)),
+        has_attention=all(rest.has_attention for rest in rests),
+    )
 
 
 def _layer(model: DecoderModel, block: BlockSpec, call: LayerCall, dtype: torch.dtype) -> LayerActivations:
@@ -73,12 +96,17 @@ def _layer(model: DecoderModel, block: BlockSpec, call: LayerCall, dtype: torch.
         try:
             leaf = torch.empty((1, _TOKENS, model.spec.hidden_size), dtype=dtype, requires_grad=True)
             gradient = torch.empty_like(leaf).detach()
-            with _NoDropoutInAttention(), torch.no_grad(), _ActivationWatch(weights) as forward:
-                model.layer_runner.run_layer(block.index - 1, leaf, call)
+            with _NoDropoutInAttention(), torch.no_grad():
+                with _ActivationWatch(weights) as forward:
+                    model.layer_runner.run_layer(block.index - 1, leaf, call)
+                with _ActivationWatch(weights, holds_products=True) as holding:
+                    model.layer_runner.run_layer(block.index - 1, leaf, call)
             least_bytes = max(parameter.num_elements for parameter in block.parameters) * dtype.itemsize // 2
-            for parameter in parameters:
-                parameter.register_post_accumulate_grad_hook(_forget)
             with _NoDropoutInAttention(), _ActivationWatch(weights, weight_bytes=least_bytes) as watch:
+                for each, parameter in zip(block.parameters, parameters, strict=True):
+                    parameter.register_post_accumulate_grad_hook(
+                        partial(_forget, then=partial(watch.begin_part, name_in_layer(each.name)))
+                    )
                 output = model.layer_runner.run_layer(block.index - 1, leaf, call)
                 saved, used = dict(watch.live), set(watch.made_with.values())
                 replay, passing = dict(watch.peak), watch.most_that_has_ended()
@@ -88,6 +116,7 @@ def _layer(model: DecoderModel, block: BlockSpec, call: LayerCall, dtype: torch.
     row, square = _TOKENS, _TOKENS**2
     saved[row] -= output.untyped_storage().nbytes()
     passing[row] += output.untyped_storage().nbytes()
+    matrices = {name_in_layer(each.name) for each in block.parameters if len(each.shape) > 1}
     return LayerActivations(
         saved_per_token=saved[row] // row,
         saved_per_pair=saved[square] // square,
@@ -101,6 +130,18 @@ def _layer(model: DecoderModel, block: BlockSpec, call: LayerCall, dtype: torch.
         replay_held_per_pair=(saved[square] + passing[square]) // square,
         forward_per_token=forward.peak[row] // row,
         forward_per_pair=forward.peak[square] // square,
+        forward_held_per_token=holding.peak[row] // row,
+        forward_held_per_pair=holding.peak[square] // square,
+        rests=tuple(
+            RestOfBackward(
+                after=rest.after,
+                per_token=rest.peak[row] // row,
+                per_pair=rest.peak[square] // square,
+                products=tuple(name for name in rest.gradients if name in matrices and not _is_made_with(name, rest)),
+                has_attention=rest.has_attention,
+            )
+            for rest in watch.rests(_LEAST_FREED)
+        ),
         saved_products=tuple(
             name_in_layer(each.name) for each in block.parameters if len(each.shape) > 1 and each.start in used
         ),
@@ -123,13 +164,29 @@ class _NoDropoutInAttention(TorchFunctionMode):
         return func(*args, **keywords)
 
 
+@dataclass(slots=True, kw_only=True)
+class _Part:
+    """Backward from the gradient of one parameter on, to that of the next one or to the end."""
+
+    after: str
+    """The parameter's name within the layer."""
+    peak: dict[int, int]
+    """The most bytes that are alive, by what they grow with."""
+    has_attention: bool = False
+    """Whether the backward of attention runs."""
+    gradients: tuple[str, ...] = ()
+    """Parameters whose gradients are made."""
+
+
 class _ActivationWatch(OperatorMode):
     """Counts the bytes of storages that operators allocate and that are alive, by what they grow with."""
 
-    def __init__(self, weights: torch.Tensor, *, weight_bytes: int = 0) -> None:
+    def __init__(self, weights: torch.Tensor, *, weight_bytes: int = 0, holds_products: bool = False) -> None:
         """`weights` are those of the layer. A storage of at least `weight_bytes` that does not grow with the tokens is
-        the gradient of a weight."""
+        the gradient of a weight. `holds_products`: results of products never end."""
         super().__init__()
+        self._held: list[torch.Tensor] | None = [] if holds_products else None
+        self._parts: list[_Part] = []
         self._weights = weights.untyped_storage()._cdata
         self._weight_bytes = weight_bytes
         self._num_made = 0
@@ -156,7 +213,32 @@ class _ActivationWatch(OperatorMode):
                 most[grows_with] = max(most[grows_with], live[grows_with])
         return most
 
+    def begin_part(self, name: str) -> None:
+        """Note that the gradient of the parameter with this name was made, and is gone."""
+        self._parts.append(_Part(after=name, peak=dict(self.live)))
+
+    def rests(self, least_freed: float) -> list[_Part]:
+        """The parts up to the end, each of which takes less than the one before by this share of the peak."""
+        rests: list[_Part] = []
+        for part in reversed(self._parts):
+            later = rests[-1:]
+            rest = _Part(
+                after=part.after,
+                peak={key: max(each.peak[key] for each in (part, *later)) for key in self.peak},
+                has_attention=any(each.has_attention for each in (part, *later)),
+                gradients=tuple(name for each in later for name in (each.after, *each.gradients)),
+            )
+            rests.append(rest)
+        found, live = [], self.peak[_TOKENS]
+        for rest in reversed(rests):
+            if rest.peak[_TOKENS] <= live - least_freed * self.peak[_TOKENS]:
+                found.append(rest)
+                live = rest.peak[_TOKENS]
+        return found
+
     def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        if self._parts and _ATTENTION_NAME in str(func):
+            self._parts[-1].has_attention = True
         passed = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
@@ -166,6 +248,8 @@ class _ActivationWatch(OperatorMode):
                 for each in tensors_in((args, kwargs)):
                     if each.untyped_storage()._cdata == self._weights and storage._cdata in self._known:
                         self.made_with[storage._cdata] = int(each.storage_offset())
+        if self._held is not None and getattr(func, "_overloadpacket", None) in _PRODUCTS:
+            self._held += tensors_in(result)
         if self._num_made:
             self.making = {key: max(self.making[key], self.live[key]) for key in self.live}
         return result
@@ -191,12 +275,21 @@ class _ActivationWatch(OperatorMode):
         self._known[key] = weakref.ref(storage, end)
         self.live[grows_with] += num_bytes
         self.peak[grows_with] = max(self.peak[grows_with], self.live[grows_with])
+        if self._parts:
+            part = self._parts[-1].peak
+            part[grows_with] = max(part[grows_with], self.live[grows_with])
 
     def _end_gradient(self, key: int) -> None:
         del self._known[key]
         self._num_made -= 1
 
 
-def _forget(parameter: torch.Tensor) -> None:
+def _is_made_with(name: str, rest: _Part) -> bool:
+    """Whether a matrix is made together with the bias after whose gradient the rest begins."""
+    return name.rpartition(".")[0] == rest.after.rpartition(".")[0]
+
+
+def _forget(parameter: torch.Tensor, *, then: Callable[[], None]) -> None:
     """Drop a gradient as soon as it is made, as the engine does."""
     parameter.grad = None
+    then()

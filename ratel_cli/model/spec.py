@@ -125,6 +125,33 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RestOfBackward:
+    """Backward of a layer from the gradient of one parameter on. Sizes as in `LayerActivations`."""
+
+    after: str
+    """The parameter's name within the layer."""
+    per_token: int
+    """What backward takes at most from then on: what is still saved, the layer's output, gradients of activations."""
+    per_pair: int
+    products: tuple[str, ...]
+    """Names of the matrices whose gradients are made from then on."""
+    has_attention: bool
+    """Whether the backward of attention runs from then on."""
+
+    @classmethod
+    def from_json(cls, content: object) -> Self:
+        """The values from a part of what `LayerTraits.to_json` made. Raises ValueError."""
+        fields = JsonFields(content)
+        return cls(
+            after=fields.text("after"),
+            per_token=fields.integer("per_token"),
+            per_pair=fields.integer("per_pair"),
+            products=tuple(fields.texts("products")),
+            has_attention=fields.flag("has_attention"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerActivations:
     """What the activations of a layer take, in bytes. Its input, its weights and their gradients are left out.
 
@@ -149,6 +176,11 @@ class LayerActivations:
     forward_per_token: int
     """What forward takes at its peak, when nothing is saved: the layer's output and what is made on the way."""
     forward_per_pair: int
+    forward_held_per_token: int
+    """The same if the results of all products, and of attention, stayed to the end, as swapped outputs do."""
+    forward_held_per_pair: int
+    rests: tuple[RestOfBackward, ...]
+    """Where backward begins to take less, in its order. Empty where kinds of layers differ."""
     saved_products: tuple[str, ...]
     """Names, within a layer, of the matrices whose products autograd saves."""
 
@@ -169,6 +201,9 @@ class LayerActivations:
             replay_held_per_pair=fields.integer("replay_held_per_pair"),
             forward_per_token=fields.integer("forward_per_token"),
             forward_per_pair=fields.integer("forward_per_pair"),
+            forward_held_per_token=fields.integer("forward_held_per_token"),
+            forward_held_per_pair=fields.integer("forward_held_per_pair"),
+            rests=tuple(map(RestOfBackward.from_json, fields.items("rests"))),
             saved_products=tuple(fields.texts("saved_products")),
         )
 

@@ -45,7 +45,19 @@ class LargestUnit(NamedTuple):
     num_bytes: int
     """The most that one layer offloads for one micro-batch."""
     unsaved_bytes: int
-    """The most of a unit that autograd does not save: what `LayerProfile.backward_bytes` leaves out."""
+    """The most of a unit that autograd does not save: what `LayerProfile.replay_held_bytes` leaves out."""
+    unheld_bytes: int
+    """The most of a unit that `LayerProfile.forward_held_bytes` leaves out."""
+
+
+class ExposedUnits(NamedTuple):
+    """Bytes of units that move over the link while nothing computes."""
+
+    down_bytes: int
+    up_bytes: int
+
+
+NOT_EXPOSED = ExposedUnits(0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +79,8 @@ class OffloadedActivations:
     largest_unit: LargestUnit
     gpu_bytes: int = 0
     """Units that stay in the GPU's memory."""
+    exposed: ExposedUnits = NOT_EXPOSED
+    """What of them moves while nothing computes, because the GPU has no memory for it earlier."""
 
     @property
     def written_bytes(self) -> int:
@@ -96,7 +110,7 @@ NOTHING_OFFLOADED = OffloadedActivations(
     num_units=1,
     written_units=(),
     read_units=(),
-    largest_unit=LargestUnit(0, 0),
+    largest_unit=LargestUnit(0, 0, 0),
 )
 """A step that offloads nothing. It counts one empty unit, because costs are divided by the number of units."""
 
@@ -106,11 +120,12 @@ def offload(
     *,
     num_micro_batches: int,
     spilled_units: int,
-    unsaved_bytes: int | None = None,
+    largest_unit: LargestUnit | None = None,
     gpu_units_from: int | None = None,
+    exposed: ExposedUnits = NOT_EXPOSED,
 ) -> OffloadedActivations:
-    """What one step offloads. `unit_bytes` has the size of a unit for each layer. At most `unsaved_bytes` of a unit are
-    not saved by autograd; None: whole units.
+    """What one step offloads. `unit_bytes` has the size of a unit for each layer. `largest_unit`: what is known of the
+    largest; None: its size. `exposed` as in `OffloadedActivations`.
 
     Units go layer by layer, and within a layer micro-batch by micro-batch. The first `spilled_units` go to NVMe; those
     from `gpu_units_from` on stay on the GPU.
@@ -135,8 +150,9 @@ def offload(
         num_units=num_units,
         written_units=tuple(written),
         read_units=tuple(_without_newest(written, SPILL_WINDOW_UNITS)),
-        largest_unit=LargestUnit(largest_bytes, largest_bytes if unsaved_bytes is None else unsaved_bytes),
+        largest_unit=largest_unit or LargestUnit(largest_bytes, largest_bytes, largest_bytes),
         gpu_bytes=gpu_bytes,
+        exposed=exposed,
     )
 
 
@@ -150,7 +166,7 @@ def offload_bytes(num_bytes: int, *, spilled_bytes: int, gpu_bytes: int = 0) -> 
         num_units=max(1, num_bytes),
         written_units=spilled,
         read_units=spilled,
-        largest_unit=LargestUnit(0, 0),
+        largest_unit=LargestUnit(0, 0, 0),
         gpu_bytes=gpu_bytes,
     )
 

@@ -20,13 +20,14 @@ from ratel_cli.model.spec import (
     LayerActivations,
     LayerTraits,
     ModelSpec,
+    RestOfBackward,
     check_depth,
     decays,
     lay_out_block,
     name_in_layer,
 )
 from ratel_cli.planning.activations import block_activation_bytes, head_chunk_tokens, input_bytes, output_width
-from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
+from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, RestCosts, SwapCandidate
 from ratel_cli.planning.placement import StateBytes, Workload
 
 _NORMS_OF_THE_LAST = ("post_feedforward_layernorm.weight", "post_mlp_layernorm.weight")
@@ -108,6 +109,24 @@ def gpt_activations(*, num_heads: int, hidden_size: int, compute_bytes: int) -> 
         replay_held_per_pair=compute_bytes,
         forward_per_token=11 * hidden_bytes,
         forward_per_pair=compute_bytes,
+        forward_held_per_token=16 * hidden_bytes + num_heads * _LOGSUMEXP_BYTES,
+        forward_held_per_pair=compute_bytes,
+        rests=(
+            RestOfBackward(
+                after="fc1.weight",
+                per_token=11 * hidden_bytes + num_heads * _LOGSUMEXP_BYTES + 2 * _NORM_STATISTICS_BYTES,
+                per_pair=compute_bytes,
+                products=("projection.weight", "qkv.weight"),
+                has_attention=True,
+            ),
+            RestOfBackward(
+                after="qkv.weight",
+                per_token=4 * hidden_bytes + _NORM_STATISTICS_BYTES,
+                per_pair=0,
+                products=(),
+                has_attention=False,
+            ),
+        ),
         saved_products=("qkv.weight", "fc1.weight"),
     )
 
@@ -189,6 +208,7 @@ def _layer_profile(
         input_bytes=unit_bytes,
         saved_bytes=unit_bytes + saved_bytes,
         forward_bytes=tokens * found.forward_per_token + pairs * found.forward_per_pair,
+        forward_held_bytes=tokens * found.forward_held_per_token + pairs * found.forward_held_per_pair,
         backward_bytes=saved_bytes + tokens * found.more_per_token + pairs * found.more_per_pair,
         making_bytes=saved_bytes + tokens * found.making_per_token + pairs * found.making_per_pair,
         replay_bytes=tokens * found.replay_per_token + pairs * found.replay_per_pair,
@@ -196,7 +216,27 @@ def _layer_profile(
         flops_forward=flops_recomputed + (_flops(dead, tokens) if dead else 0),
         flops_recomputed=flops_recomputed,
         candidates=tuple(sorted(candidates, key=lambda candidate: -candidate.flops / candidate.num_bytes)),
+        rests=tuple(
+            RestCosts(
+                after=rest.after,
+                num_bytes=tokens * rest.per_token + pairs * rest.per_pair,
+                flops=2 * _flops_of_rest(rest, products, traits, tokens=tokens, sequence_len=workload.sequence_len),
+            )
+            for rest in found.rests
+        ),
     )
+
+
+def _flops_of_rest(
+    rest: RestOfBackward, products: list[_Product], traits: LayerTraits, *, tokens: int, sequence_len: int
+) -> int:
+    """FLOPs in forward of what the rest of backward differentiates."""
+    flops = sum(_flops(product, tokens) for product in products if f"{product.name}.weight" in rest.products)
+    return flops + (_attention_flops(traits, tokens, sequence_len) if rest.has_attention else 0)
+
+
+def _attention_flops(traits: LayerTraits, tokens: int, sequence_len: int) -> int:
+    return 4 * tokens * sequence_len * traits.num_heads * traits.head_dim
 
 
 def _activations(spec: ModelSpec, block: BlockSpec, state: StateBytes) -> LayerActivations:
@@ -217,6 +257,9 @@ def _activations(spec: ModelSpec, block: BlockSpec, state: StateBytes) -> LayerA
         replay_held_per_pair=state.compute,
         forward_per_token=saved,
         forward_per_pair=state.compute,
+        forward_held_per_token=2 * saved,
+        forward_held_per_pair=state.compute,
+        rests=(),
         saved_products=(),
     )
 
@@ -256,8 +299,9 @@ def _attention_candidate(traits: LayerTraits, state: StateBytes, *, tokens: int,
         operator="attention",
         key="",
         num_bytes=num_bytes,
-        flops=4 * tokens * sequence_len * heads_width,
+        flops=_attention_flops(traits, tokens, sequence_len),
         saved_bytes=num_bytes,
+        held_bytes=num_bytes,
     )
 
 
@@ -269,6 +313,7 @@ def _product_candidate(product: _Product, state: StateBytes, tokens: int, *, is_
         num_bytes=num_bytes,
         flops=_flops(product, tokens),
         saved_bytes=num_bytes if is_saved else 0,
+        held_bytes=num_bytes,
     )
 
 

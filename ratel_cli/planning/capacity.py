@@ -203,6 +203,7 @@ class StepMemory:
             holds_sums=placement.gpu_holds_sums,
             holds_head=placement.gpu_holds_head,
             window_bytes=placement.gpu_window_bytes,
+            units=placement.gpu_units,
         )
         return needed_bytes + offloaded.gpu_bytes + self._gpu.resident_bytes(placement)
 

@@ -8,8 +8,9 @@ decides:
     up, down    weights once for all micro-batches, gradients and offloaded activations, at the link's rates, both
                 directions at once, except for what stays on the GPU; nothing where the CPU computes. Of the embedding
                 and its gradient, the rows of the step's tokens. Where host memory has the sums of gradients, the
-                gradients of every micro-batch, and the sums. Weights that do not fit into the window for the next block
-                go up while nothing computes (planning/link.py)
+                gradients of every micro-batch, and the sums. Weights that do not fit into the window for the next
+                block, and what of a unit does not fit next to the one in use, go up while nothing computes
+                (planning/link.py)
     nvme        the bytes of planning/traffic.py, spilled activations among them
     optimizer   AdamW on the CPU (the paper leaves it out; Fuyou has it as T_o)
     memory      what all of these move through main memory, about 66 bytes per parameter and step
@@ -154,6 +155,7 @@ def overlapped_step(
             read_bytes=traffic.forward_read_bytes,
             written_bytes=traffic.forward_written_bytes - offloaded.written_bytes,
             exposed_bytes=exposed_forward,
+            exposed_down_bytes=offloaded.exposed.down_bytes,
             num_updated=updated["forward"],
             runs_ahead=reads_ahead,
         ),
@@ -184,6 +186,7 @@ def overlapped_step(
             up_units_bytes=offloaded.linked_bytes,
             down_bytes=gradient_bytes + tied_bytes + sums.down_bytes + of_head.down_bytes + rows_down_bytes,
             exposed_bytes=exposed_backward
+            + offloaded.exposed.up_bytes
             + of_head.exposed_bytes
             + late_bytes(sums, hardware, backward_seconds, offloaded, num_micro_batches=num_micro_batches),
             num_added=sums.num_added + of_head.num_added,
@@ -276,6 +279,8 @@ class _StageWork:
     down_units_bytes: int = 0
     exposed_bytes: int = 0
     """The part of `up_bytes` that goes up while nothing computes."""
+    exposed_down_bytes: int = 0
+    """The part of `down_bytes` for which computing waits."""
     num_added: int = 0
     """Parameters that are added to sums of gradients in main memory, once for each addition."""
     added_bytes: int = 0
@@ -334,6 +339,7 @@ class _Stages:
         else:
             up, down = work.up_bytes / link.to_gpu_bytes_per_second, work.down_bytes / link.from_gpu_bytes_per_second
             exposed = work.exposed_bytes / link.to_gpu_bytes_per_second
+            exposed += work.exposed_down_bytes / link.from_gpu_bytes_per_second
             linked_bytes = work.up_bytes + work.down_bytes + work.added_bytes
             linked = link_seconds(
                 link,

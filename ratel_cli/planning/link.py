@@ -7,13 +7,13 @@ the gradients of every micro-batch come down, and the sums go up with the last o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ratel_cli.hardware.spec import HardwareProfile, Link
 from ratel_cli.model.spec import BlockSpec, ModelSpec
 from ratel_cli.planning.activations import OffloadedActivations
-from ratel_cli.planning.placement import Placement, StateBytes, elements_ahead, looked_up_block
+from ratel_cli.planning.placement import Placement, StateBytes, elements_ahead, looked_up_block, tensors_ahead
 
 _BOOKED = 0.85
 """The most of the link's time that offloaded activations get."""
@@ -107,6 +107,35 @@ def head_sums(spec: ModelSpec, state: StateBytes, placement: Placement, *, num_c
         added_bytes=num_chunks * (state.compute + 8) * elements,
         exposed_bytes=up_bytes + down_bytes,
     )
+
+
+def waited_unit_bytes(unit_bytes: int, most_bytes: int, made_seconds: float, *, bytes_per_second: float) -> int:
+    """What of a unit forward waits for, because it has `most_bytes` for it and for the unit that it makes.
+
+    That one has as many bytes, all of them `made_seconds` after the layer's forward has begun.
+    """
+    return max(0, int(2 * unit_bytes - most_bytes - made_seconds * bytes_per_second))
+
+
+def exposed_unit_bytes(
+    tensor_bytes: Sequence[int],
+    ahead_bytes: Sequence[int],
+    rest_seconds: Sequence[float],
+    *,
+    bytes_per_second: float,
+) -> int:
+    """What of a unit goes up while nothing computes, because its tensors do not fit next to the unit in use earlier.
+
+    `ahead_bytes`: what they may take from the beginning of that unit's backward, and from each moment on at which they
+    may take more. `rest_seconds`: the time from each of these moments to the end of backward.
+    """
+    gone: list[int] = []
+    exposed = 0.0
+    for most_bytes, left_seconds in zip(ahead_bytes, (*rest_seconds, 0.0), strict=True):
+        gone += tensors_ahead(tensor_bytes, most_bytes, taken=gone)
+        later_bytes = sum(tensor_bytes) - sum(tensor_bytes[number] for number in gone)
+        exposed = max(exposed, later_bytes - bytes_per_second * left_seconds)
+    return int(exposed)
 
 
 def late_bytes(

@@ -16,7 +16,7 @@ from typing import Literal, Self, TypeVar
 
 from ratel_cli.json_fields import JsonFields
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 Source = Literal["analytic", "recorded"]
 
 
@@ -38,6 +38,20 @@ class SwapCandidate:
     saved_bytes: int = 0
     """Of `num_bytes`, those of outputs that autograd saves: `LayerProfile.backward_bytes` counts them, swapped or
     not."""
+    held_bytes: int = 0
+    """Of `num_bytes`, those of outputs that `LayerProfile.forward_held_bytes` counts, swapped or not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestCosts:
+    """Backward of a layer from the gradient of one parameter on."""
+
+    after: str
+    """The parameter's name within the layer."""
+    num_bytes: int
+    """What activations take at most from then on, counted as in `LayerProfile.backward_bytes`."""
+    flops: int
+    """FLOPs of backward from then on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +65,8 @@ class LayerProfile:
     """Everything that autograd would save, the input included (the papers' A_all)."""
     forward_bytes: int
     """What activations take at the peak of forward, which saves nothing; the layer's input is not counted."""
+    forward_held_bytes: int
+    """The same if the results of all products, and of attention, stayed to the end, as swapped outputs do."""
     backward_bytes: int
     """What activations take at the peak of backward, next to the layer's input: what autograd saves, swapped or
     recomputed, and gradients of activations."""
@@ -64,13 +80,15 @@ class LayerProfile:
     flops_recomputed: int
     """FLOPs that backward recomputes when nothing but the input is offloaded; dead work is left out."""
     candidates: tuple[SwapCandidate, ...]
+    rests: tuple[RestCosts, ...] = ()
+    """Where backward begins to take less, in its order."""
     forward_seconds: float | None = None
     recomputed_seconds: float | None = None
     backward_seconds: float | None = None
     """Recomputation not included."""
 
 
-_Costs = TypeVar("_Costs", "ModelProfile", LayerProfile, SwapCandidate)
+_Costs = TypeVar("_Costs", "ModelProfile", LayerProfile, SwapCandidate, RestCosts)
 _Number = TypeVar("_Number", int, float)
 
 
@@ -96,7 +114,11 @@ class ModelProfile:
         """The profile of a micro-batch of this many tokens: all bytes, FLOPs and seconds grow with its rows."""
         share = Fraction(micro_batch_tokens, self.micro_batch_tokens)
         profiles = (
-            replace(_scaled(layer, share), candidates=tuple(_scaled(each, share) for each in layer.candidates))
+            replace(
+                _scaled(layer, share),
+                candidates=tuple(_scaled(each, share) for each in layer.candidates),
+                rests=tuple(_scaled(each, share) for each in layer.rests),
+            )
             for layer in self.profiles
         )
         return replace(_scaled(self, share), profiles=tuple(profiles), sequence_len=self.sequence_len)
@@ -146,6 +168,7 @@ def _layer(fields: JsonFields) -> LayerProfile:
         input_bytes=fields.integer("input_bytes"),
         saved_bytes=fields.integer("saved_bytes"),
         forward_bytes=fields.integer("forward_bytes"),
+        forward_held_bytes=fields.integer("forward_held_bytes"),
         backward_bytes=fields.integer("backward_bytes"),
         making_bytes=fields.integer("making_bytes"),
         replay_bytes=fields.integer("replay_bytes"),
@@ -153,6 +176,7 @@ def _layer(fields: JsonFields) -> LayerProfile:
         flops_forward=fields.integer("flops_forward"),
         flops_recomputed=fields.integer("flops_recomputed"),
         candidates=tuple(_candidate(JsonFields(item)) for item in fields.items("candidates")),
+        rests=tuple(_rest(JsonFields(item)) for item in fields.items("rests")),
         forward_seconds=fields.optional_number("forward_seconds"),
         recomputed_seconds=fields.optional_number("recomputed_seconds"),
         backward_seconds=fields.optional_number("backward_seconds"),
@@ -167,4 +191,9 @@ def _candidate(fields: JsonFields) -> SwapCandidate:
         flops=fields.integer("flops"),
         seconds=fields.optional_number("seconds"),
         saved_bytes=fields.integer("saved_bytes"),
+        held_bytes=fields.integer("held_bytes"),
     )
+
+
+def _rest(fields: JsonFields) -> RestCosts:
+    return RestCosts(after=fields.text("after"), num_bytes=fields.integer("num_bytes"), flops=fields.integer("flops"))

@@ -13,10 +13,10 @@ Invariant: the schedule is that of the engine's steps, and the sharing is that o
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Literal
+from typing import Final, Literal, NamedTuple
 
 from ratel_cli.model.spec import BlockSpec, ModelSpec, with_rows
 from ratel_cli.sizes import GROUP_ELEMENTS
@@ -97,6 +97,34 @@ class GroupShape:
         return self.num_buffers * record_bytes * min(self.elements, max(block_elements))
 
 
+class AfterGradient(NamedTuple):
+    """A moment in the backward of a layer."""
+
+    parameter: str
+    """Name within the layer of the parameter whose gradient has been made."""
+    num_bytes: int
+    """What the tensors of the next unit may take in GPU memory from then on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitsOnGpu:
+    """What units may take in GPU memory where two whole ones do not fit.
+
+    Of the next unit in backward, the largest tensors that fit go up while one is in use, the others when it is done.
+    """
+
+    forward_bytes: int
+    """Outputs of the unit that forward makes, and tensors of the one before until their downloads have ended."""
+    ahead_bytes: int
+    """Tensors of the next unit in backward, while the one in use is recomputed and backward is at its peak."""
+    by_layer: tuple[tuple[AfterGradient, ...], ...]
+    """For each layer: what they may take later in its backward, in the order in which that grows."""
+
+
+LEAST_UNITS: Final = UnitsOnGpu(forward_bytes=0, ahead_bytes=0, by_layer=())
+"""With which a step takes the least memory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
     """Where bytes lie and how far transfers run ahead.
@@ -129,6 +157,8 @@ class Placement:
     full step. None: it gets the matrix."""
     gpu_window_bytes: int = 0
     """GPU memory for weights of the next block while one computes: for its first parameters, as many as fit."""
+    gpu_units: UnitsOnGpu | None = None
+    """What units may take in GPU memory on their way down and up; None: two of them, whatever they are."""
     gpu_leaving_bytes: int = 0
     """GPU memory for gradients until their downloads have ended. Each block takes at least what its largest parameter
     needs."""
@@ -210,6 +240,17 @@ def elements_ahead(block: BlockSpec, window_elements: int) -> int:
         return block.num_elements
     number = bisect_right(block.parameters, window_elements, key=attrgetter("start"))
     return block.parameters[number - 1].start if number else 0
+
+
+def tensors_ahead(num_bytes: Sequence[int], most_bytes: int, *, taken: Collection[int] = ()) -> list[int]:
+    """Which tensors of these sizes go up in `most_bytes`: the largest that fits, then the next. `taken` have gone."""
+    left_bytes = most_bytes - sum(num_bytes[number] for number in taken)
+    found = []
+    for number in sorted(range(len(num_bytes)), key=lambda number: -num_bytes[number]):
+        if number not in taken and num_bytes[number] <= left_bytes:
+            found.append(number)
+            left_bytes -= num_bytes[number]
+    return found
 
 
 def needs_read(schedule: Sequence[BlockUse], position: int, placement: Placement) -> bool:

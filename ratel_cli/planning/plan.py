@@ -70,6 +70,8 @@ class Plan(Prediction):
                 "kept_weights": sorted(placement.gpu_weights),
                 "embedding_rows": placement.gpu_embedding_rows,
                 "window_bytes": placement.gpu_window_bytes,
+                "forward_units_bytes": placement.gpu_units and placement.gpu_units.forward_bytes,
+                "units_ahead_bytes": placement.gpu_units and placement.gpu_units.ahead_bytes,
                 "leaving_bytes": placement.gpu_leaving_bytes,
                 "holds_sums": placement.gpu_holds_sums,
                 "holds_tied": placement.gpu_holds_tied,

@@ -9,19 +9,38 @@ into the GPU is for the caller to check (`fits_device`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.activations import OffloadedActivations, fewest_spilled_units, offload, tied_rows_bytes
+from ratel_cli.planning.activations import (
+    NOT_EXPOSED,
+    ExposedUnits,
+    OffloadedActivations,
+    fewest_spilled_units,
+    offload,
+    tied_rows_bytes,
+)
 from ratel_cli.planning.analytic import head_sum_bytes, num_head_chunks
 from ratel_cli.planning.capacity import HostMemory, StepMemory
 from ratel_cli.planning.costs import ComputeSeconds, compute_seconds, overlapped_step
 from ratel_cli.planning.gpu_memory import GpuMemory, GpuResident
-from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import ActivationPolicy, Overlap, Placement, StateBytes, Workload, most_rows
+from ratel_cli.planning.link import exposed_unit_bytes, waited_unit_bytes
+from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
+from ratel_cli.planning.placement import (
+    LEAST_UNITS,
+    ActivationPolicy,
+    AfterGradient,
+    Overlap,
+    Placement,
+    StateBytes,
+    UnitsOnGpu,
+    Workload,
+    most_rows,
+)
 from ratel_cli.planning.step_time import StepTime
 from ratel_cli.planning.swap import SwapOrder, SwapPrefix
 from ratel_cli.planning.traffic import Traffic, state_written_bytes, step_traffic
@@ -132,7 +151,7 @@ class Problem:
         if self._gpu is None or limit_bytes is None:
             return True
         largest = self.order.largest_unit(num_outputs)
-        return self._gpu.needed_bytes(largest, holds_head=self.gpu_holds_head) <= limit_bytes
+        return self._gpu.needed_bytes(largest, holds_head=self.gpu_holds_head, units=LEAST_UNITS) <= limit_bytes
 
     @cached_property
     def without_head_on_gpu(self) -> Problem | None:
@@ -155,7 +174,7 @@ class Problem:
         is_in_doubt = self.without_head_on_gpu is not None or other.without_head_on_gpu is not None
         return self._gpu.takes_no_more_than(
             other._gpu,
-            counted_bytes=self.order.most_saved_bytes,
+            [self.order.largest_unit(each) for each in self.order.boundaries],
             holds_head=(True, False) if is_in_doubt else (self.gpu_holds_head,),
         )
 
@@ -250,8 +269,53 @@ class Problem:
             self.order.unit_bytes(num_outputs),
             num_micro_batches=self.workload.num_micro_batches,
             spilled_units=spilled_units,
-            unsaved_bytes=self.order.unsaved_bytes(num_outputs),
+            largest_unit=self.order.largest_unit(num_outputs),
             gpu_units_from=None if resident is None else max(spilled_units, resident.units_from),
+            exposed=self._exposed_units(num_outputs, resident),
+        )
+
+    def _exposed_units(self, num_outputs: int, resident: GpuResident | None) -> ExposedUnits:
+        """What of a step's units moves while nothing computes."""
+        units = None if resident is None else resident.units
+        if resident is None or units is None:
+            return NOT_EXPOSED
+        known: dict[tuple[int, tuple[int, ...]], ExposedUnits] = {}
+        number, down_bytes, up_bytes = self.workload.num_micro_batches, 0, 0
+        for layer, key in enumerate(zip(self.profile.layers, self.order.tensor_bytes(num_outputs), strict=True)):
+            if key not in known:
+                known[key] = self._exposed_unit(self.profile.profiles[key[0]], key[1], units, units.by_layer[layer])
+            num_moved = min(number, max(0, resident.units_from - layer * number))
+            down_bytes += num_moved * known[key].down_bytes
+            up_bytes += num_moved * known[key].up_bytes
+        return ExposedUnits(down_bytes, up_bytes)
+
+    def _exposed_unit(
+        self,
+        costs: LayerProfile,
+        tensor_bytes: Sequence[int],
+        units: UnitsOnGpu,
+        moments: Sequence[AfterGradient],
+    ) -> ExposedUnits:
+        """What of a unit with these tensors moves while nothing computes, if the units next to it are alike."""
+        link, rate = self.hardware.link, self.hardware.gpu.flops_per_second
+        assert link is not None
+        forward_seconds, backward_seconds = costs.forward_seconds, costs.backward_seconds
+        if forward_seconds is None or backward_seconds is None:
+            forward_seconds, backward_seconds = costs.flops_forward / rate, 2 * costs.flops_forward / rate
+        share = {rest.after: rest.flops / max(1, 2 * costs.flops_forward) for rest in costs.rests}
+        return ExposedUnits(
+            down_bytes=waited_unit_bytes(
+                sum(tensor_bytes),
+                units.forward_bytes,
+                forward_seconds * costs.flops_recomputed / max(1, costs.flops_forward),  # all but the last product
+                bytes_per_second=link.from_gpu_bytes_per_second,
+            ),
+            up_bytes=exposed_unit_bytes(
+                tensor_bytes,
+                [units.ahead_bytes, *(moment.num_bytes for moment in moments)],
+                [share[moment.parameter] * backward_seconds for moment in moments],
+                bytes_per_second=link.to_gpu_bytes_per_second,
+            ),
         )
 
     def _fewest_spilled(self, num_outputs: int, available_bytes: int, unspilled: OffloadedActivations) -> int:
@@ -289,6 +353,7 @@ class Problem:
             gpu_holds_sums=resident.holds_sums,
             gpu_holds_tied=resident.holds_tied,
             gpu_holds_head=self.gpu_holds_head,
+            gpu_units=resident.units,
         )
 
     def _gpu_resident(self, num_outputs: int) -> GpuResident | None:

@@ -130,17 +130,24 @@ def _layer_profile(
 ) -> LayerProfile:
     again = _recomputation(unit)
     more_saved_bytes = unit.saved_bytes - (estimate.saved_bytes - estimate.input_bytes)
+    flops = sum(operator.flops for operator in unit.operators)
+    flops_share = flops / max(1, estimate.flops_forward)
     return LayerProfile(
         input_bytes=input_bytes,
         saved_bytes=input_bytes + unit.saved_bytes,
         forward_bytes=estimate.forward_bytes,
+        forward_held_bytes=estimate.forward_held_bytes,
         backward_bytes=estimate.backward_bytes + more_saved_bytes,
         making_bytes=estimate.making_bytes + more_saved_bytes,
         replay_bytes=unit.replay_bytes,
         replay_held_bytes=unit.replay_held_bytes,
-        flops_forward=sum(operator.flops for operator in unit.operators),
+        flops_forward=flops,
         flops_recomputed=again.flops,
         candidates=tuple(_candidates(unit)),
+        rests=tuple(
+            replace(rest, num_bytes=rest.num_bytes + max(0, more_saved_bytes), flops=int(rest.flops * flops_share))
+            for rest in estimate.rests
+        ),
         forward_seconds=forward_seconds,
         recomputed_seconds=again.seconds,
         # An operator may take longer in forward, where its pages are new, than when it is run again.
@@ -167,6 +174,7 @@ def _candidates(unit: UnitRecord) -> list[SwapCandidate]:
             seconds=left.seconds - then.seconds,
             offloaded_bytes=left.offloaded_bytes - then.offloaded_bytes,
             saved_bytes=left.saved_bytes - then.saved_bytes,
+            held_bytes=left.held_bytes - then.held_bytes,
         )
 
     heap = [
@@ -194,6 +202,7 @@ def _candidates(unit: UnitRecord) -> list[SwapCandidate]:
                 flops=saved.flops,
                 seconds=saved.seconds,
                 saved_bytes=-saved.saved_bytes,
+                held_bytes=-saved.held_bytes,
             )
         )
     return candidates
@@ -208,6 +217,8 @@ class _Cost:
     offloaded_bytes: int
     saved_bytes: int
     """Of these, those of outputs that autograd saves."""
+    held_bytes: int
+    """Of these, those that forward is known to have anyway when outputs stay: of operators with FLOPs."""
 
 
 def _recomputation(unit: UnitRecord, swapped: Collection[int] = ()) -> _Cost:
@@ -223,4 +234,5 @@ def _recomputation(unit: UnitRecord, swapped: Collection[int] = ()) -> _Cost:
         seconds=sum(operator.seconds for operator in again),
         offloaded_bytes=sum(operator.num_bytes for operator in offloaded),
         saved_bytes=sum(operator.saved_bytes for operator in offloaded),
+        held_bytes=sum(operator.num_bytes for operator in offloaded if operator.flops),
     )

@@ -68,8 +68,8 @@ class SwapOrder:
         self.unit_bytes = cache(self._unit_bytes)
         """The size of a unit for each layer when a prefix of this length is swapped, the layer's input included. A
         search asks for the same prefix at every level, hence the cache."""
-        self.unsaved_bytes = cache(self._unsaved_bytes)
-        """The most that a unit has, the layer's input included, besides outputs that autograd saves."""
+        self.largest_unit = cache(self._largest_unit)
+        """What the units take at most when a prefix of this length is swapped."""
 
     @property
     def num_outputs(self) -> int:
@@ -103,20 +103,28 @@ class SwapOrder:
                 keys.setdefault(block, set()).add(group.candidate.key)
         return {block: frozenset(names) for block, names in keys.items()}
 
-    def largest_unit(self, num_outputs: int) -> LargestUnit:
-        """What the units take at most when a prefix of this length is swapped."""
-        return LargestUnit(max(self.unit_bytes(num_outputs)), self.unsaved_bytes(num_outputs))
-
-    @property
-    def most_saved_bytes(self) -> int:
-        """The most that a unit has of outputs that autograd saves, when all are swapped."""
-        return max(sum(each.saved_bytes for each in layer.candidates) for layer in self.profile.profiles)
+    def tensor_bytes(self, num_outputs: int) -> list[tuple[int, ...]]:
+        """For each layer, the sizes of its input and of its outputs that a prefix swaps."""
+        whole, rest = self._split(num_outputs)
+        sizes = [[layer.input_bytes] for layer in self.profile.profiles]
+        for group in self.groups[:whole]:
+            sizes[group.profile].append(group.candidate.num_bytes)
+        partly = self.groups[whole] if rest else None
+        one_more = frozenset(partly.blocks[:rest]) if partly else frozenset()
+        return [
+            (*sizes[number], *([partly.candidate.num_bytes] if partly and block in one_more else []))
+            for block, number in enumerate(self.profile.layers, start=1)
+        ]
 
     def _unit_bytes(self, num_outputs: int) -> list[int]:
         return self._by_layer(num_outputs, lambda candidate: candidate.num_bytes)
 
-    def _unsaved_bytes(self, num_outputs: int) -> int:
-        return max(self._by_layer(num_outputs, lambda candidate: candidate.num_bytes - candidate.saved_bytes))
+    def _largest_unit(self, num_outputs: int) -> LargestUnit:
+        return LargestUnit(
+            num_bytes=max(self.unit_bytes(num_outputs)),
+            unsaved_bytes=max(self._by_layer(num_outputs, lambda each: each.num_bytes - each.saved_bytes)),
+            unheld_bytes=max(self._by_layer(num_outputs, lambda each: each.num_bytes - each.held_bytes)),
+        )
 
     def _by_layer(self, num_outputs: int, bytes_of: Callable[[SwapCandidate], int]) -> list[int]:
         """For each layer, the bytes of its input, and of the swapped outputs what `bytes_of` counts."""

@@ -148,7 +148,7 @@ def test_the_plan_splits_the_step(ask: Ask, cost_model: str) -> None:
     """As fast as the best of the splits written out, whose advice names it."""
     arguments = [*PAPER_13B, f"cost_model={cost_model}", "limits.host_memory=512GiB"]
     if cost_model == "ratel":  # on a card on which 32 rows at once leave no memory to swap
-        arguments.append("limits.gpu_memory=12GiB")
+        arguments.append("limits.gpu_memory=10GiB")
     found = json.loads(ask(*arguments, "tokens_per_step=32768", "--json").out)
     workload = found["workload"]
     size, number = workload["micro_batch_size"], workload["num_micro_batches"]

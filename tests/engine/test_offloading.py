@@ -18,7 +18,7 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.io.views import view
-from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Placement
+from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Placement, UnitsOnGpu
 from ratel_cli.sizes import PAGE_BYTES
 from tests.fakes import Fault, FaultyQueue
 
@@ -112,6 +112,16 @@ class NotingDevice(HostDevice):
     def __init__(self, events: list[str]) -> None:
         super().__init__(Timeline())
         self._events = events
+        self.reserved_bytes = 0
+        self.rooms: list[int] = []
+        """What downloads may still take, whenever more was to be computed."""
+
+    def reserve(self, num_bytes: int) -> DeviceBuffer:
+        self.reserved_bytes += num_bytes
+        return super().reserve(num_bytes)
+
+    def free_downloads(self, beside_bytes: int = 0) -> None:
+        self.rooms.append(beside_bytes)
 
     def upload(
         self,
@@ -156,15 +166,17 @@ class HeldScratch:
 
 
 @contextmanager
-def noted() -> Iterator[tuple[ActivationOffloader, HeldScratch, list[str]]]:
+def noted(
+    device: NotingDevice | None = None, units: UnitsOnGpu | None = None
+) -> Iterator[tuple[ActivationOffloader, HeldScratch, list[str]]]:
     """An offloader that has put all units, and has spilled them."""
     events: list[str] = []
-    scratch, device = HeldScratch(), NotingDevice(events)
+    scratch, device = HeldScratch(), device or NotingDevice(events)
     with BufferPool(None) as pool:
         activations = ActivationOffloader(
             pool,
             scratch,  # type: ignore[arg-type]
-            Placement(spilled_units=NUM_UNITS),
+            Placement(spilled_units=NUM_UNITS, gpu_units=units),
             device=device,
             timeline=Timeline(),
         )
@@ -216,3 +228,39 @@ def test_a_read_that_failed_is_raised_before_its_bytes_go_up() -> None:
         with pytest.raises(IntegrityFailure, match="a flipped bit"):
             activations.catch_up()
         assert f"up {first_read}" not in events
+
+
+TENSOR_BYTES = 240, 2400, 2400, 2400
+"""Of a unit: its input, and its outputs' storages, of which two are one."""
+IN_PARTS = UnitsOnGpu(forward_bytes=6000, ahead_bytes=2700, by_layer=())
+
+
+def test_where_two_units_do_not_fit_the_next_one_goes_up_in_parts() -> None:
+    """The largest tensors first, never more than the plan says, and the rest when the unit is fetched."""
+    device = NotingDevice([])
+    with noted(device, IN_PARTS) as (activations, scratch, _):
+        scratch.holds = True
+        for number in reversed(range(NUM_UNITS)):
+            scratch.end_reads()
+            with activations.fetch(number, 0) as found:
+                before = device.reserved_bytes
+                assert all(torch.equal(a, b) for a, b in zip(found.tensors, unit_of(number).tensors, strict=True))
+                assert before == sum(TENSOR_BYTES) * (NUM_UNITS - number) + (2400 + 240 if number else 0)
+                activations.prepare_more(2800)
+                assert device.reserved_bytes == before, "no tensor more fits"
+                activations.prepare_more(5100)
+                assert device.reserved_bytes == before + (2400 if number else 0)
+        assert device.reserved_bytes == NUM_UNITS * sum(TENSOR_BYTES)
+
+
+def test_forward_makes_room_for_what_it_makes() -> None:
+    """Downloads of the unit before may take what the outputs that were made leave of the plan's bytes."""
+    for units, wanted in ((None, []), (IN_PARTS, [4000, 1000, 0, 5999])):
+        device = NotingDevice([])
+        with noted(device, units) as (activations, _, _):
+            activations.reset()
+            for num_bytes in (2000, 3000, 2000):
+                activations.make_room(num_bytes)
+            activations.put(0, 0, unit_of(0))
+            activations.make_room(1)
+            assert device.rooms == wanted

@@ -21,8 +21,8 @@ from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.planning import gpu_memory
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.gpu_memory import GpuMemory
-from ratel_cli.planning.placement import Workload
-from ratel_cli.planning.recorded import BlockSeconds, recorded_profile
+from ratel_cli.planning.placement import LEAST_UNITS, Workload
+from ratel_cli.planning.recorded import BlockSeconds, UnitRecord, recorded_profile
 from ratel_cli.planning.swap import SwapOrder
 from tests.engine.architectures import tiny_config
 from tests.engine.exactness import AHEAD
@@ -43,8 +43,6 @@ is a part of the workspace that is planned."""
 MOST = {"llama": 1.10, "opt": 1.12}
 """The planned memory as a multiple of what a step takes. An OPT's last norm has fewer vectors than are planned, which
 shows where the head decides: one of its cases is at 1.118, all others are below 1.10."""
-MOST_WITH_SWAPS = 1.11
-"""Of forward it is not known which outputs would exist anyway, so they count twice. One case is at 1.104."""
 HIDDEN_SIZE = 512
 VOCAB_SIZE, ROW_TOKENS, CHUNK_TOKENS = 50257, 1024, 334
 """Of the papers' models; a chunk of the head has 64 MiB of logits."""
@@ -161,7 +159,34 @@ def test_so_it_does_with_swapped_outputs(
         tied=True,
         holds_sums=True,
         swapped_share=share,
-        most=MOST_WITH_SWAPS,
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "architecture", "num_micro_batches", "share"),
+    rotating(SHAPES, ["llama", "opt"], [3, 1], [0.0, 0.5], every=2, offset=1),
+    ids=lambda value: value.name if isinstance(value, Shape) else str(value),
+)
+def test_so_it_does_where_two_units_do_not_fit(
+    tmp_path: Path, shape: Shape, architecture: str, num_micro_batches: int, share: float
+) -> None:
+    check(
+        tmp_path,
+        shape,
+        architecture,
+        num_micro_batches,
+        tied=True,
+        holds_sums=True,
+        swapped_share=1.0,
+        units_share=share,
+    )
+
+
+def with_seconds_of_flops(unit: UnitRecord) -> UnitRecord:
+    """Times that are no chance: those of FLOPs, and of what is written."""
+    return replace(
+        unit,
+        operators=tuple(replace(each, seconds=each.flops / 1e14 + each.num_bytes / 1e12) for each in unit.operators),
     )
 
 
@@ -176,9 +201,10 @@ def check(
     holds_head: bool = True,
     chunk_tokens: int = CHUNK_TOKENS,
     swapped_share: float = 0.0,
-    most: float | None = None,
+    units_share: float | None = None,
 ) -> None:
-    """`swapped_share`: of all groups of outputs, the first ones."""
+    """`swapped_share`: of all groups of outputs, the first ones. `units_share`: of the memory between the least that a
+    step takes and what it takes with two whole units."""
     tokens = shape.scaled(ROW_TOKENS)
     workload = Workload(
         micro_batch_size=shape.rows,
@@ -200,7 +226,7 @@ def check(
         recording = StepRecording()
         ratel.engine.run(batches, step=2, update=3, learning_rate=0.0, recording=recording)
     profile = recorded_profile(
-        recording.units(),
+        {key: with_seconds_of_flops(unit) for key, unit in recording.units().items()},
         NO_TIMES,
         model.spec,
         BFLOAT16,
@@ -208,22 +234,30 @@ def check(
         num_micro_batches=num_micro_batches,
         estimate=estimate,
     )
-    order = SwapOrder(profile)
+    order, memory = SwapOrder(profile), GpuMemory(model.spec, BFLOAT16, workload, profile)
     num_outputs = order.boundaries[round(swapped_share * (len(order.boundaries) - 1))]
+    largest = order.largest_unit(num_outputs)
+    if units_share is not None:
+        least, whole = (memory.needed_bytes(largest, holds_sums=True, units=units) for units in (LEAST_UNITS, None))
+        limit_bytes = least + int(units_share * (whole - least))
+        found_choices = memory.choices(order.unit_bytes(num_outputs), largest, limit_bytes=limit_bytes)
+        resident = next(each for each in found_choices if each.units is not None and each.holds_sums)
+        placement = replace(placement, gpu_units=resident.units, gpu_window_bytes=resident.window_bytes)
     if num_outputs:
         swapping = replace(placement, swapped=order.keys(num_outputs))
         with gpu_machine(
             tmp_path / "swapping", config, recipe, weights=weights, placement=swapping, model=model
         ) as ratel:
             found = peak_bytes(ratel, batches)
-    planned = GpuMemory(model.spec, BFLOAT16, workload, profile).needed_bytes(
-        order.largest_unit(num_outputs),
+    planned = memory.needed_bytes(
+        largest,
         holds_sums=holds_sums,
         holds_head=holds_head,
-        window_bytes=AHEAD.gpu_window_bytes,
+        window_bytes=placement.gpu_window_bytes,
+        units=placement.gpu_units,
     )
     planned -= GPU_CONTEXT_BYTES
     if is_simulated():
         planned -= gpu_memory._WORKSPACE_BYTES
-        assert planned <= (most or MOST[architecture]) * found
+        assert planned <= MOST[architecture] * found
     assert planned >= found - SMALL_BYTES

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.model.spec import LayerActivations, LayerTraits, ModelSpec, decays, lay_out_block, name_in_layer
+from ratel_cli.model.spec import (
+    LayerActivations,
+    LayerTraits,
+    ModelSpec,
+    RestOfBackward,
+    decays,
+    lay_out_block,
+    name_in_layer,
+)
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.tiers import examples
 
@@ -43,6 +51,13 @@ ACTIVATIONS = LayerActivations(
     replay_held_per_pair=12,
     forward_per_token=7,
     forward_per_pair=8,
+    forward_held_per_token=13,
+    forward_held_per_pair=14,
+    rests=(
+        RestOfBackward(
+            after="mlp.up_proj.weight", per_token=15, per_pair=16, products=("qkv.weight",), has_attention=True
+        ),
+    ),
     saved_products=("mlp.up_proj.weight",),
 )
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)

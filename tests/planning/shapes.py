@@ -21,7 +21,7 @@ WORKLOAD = Workload(micro_batch_size=2, num_micro_batches=3, sequence_len=64)
 
 def unit_of(num_bytes: int) -> LargestUnit:
     """Units of this size, of which autograd saves nothing."""
-    return LargestUnit(num_bytes, num_bytes)
+    return LargestUnit(num_bytes, num_bytes, num_bytes)
 
 
 def gpt(*, num_layers: int = 3, hidden_size: int = 64, vocab_size: int = 512, tied: bool = False) -> ModelSpec:

@@ -13,7 +13,7 @@ from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile, Link
 from ratel_cli.planning.choose import adamw_threads, curve, group_shape, weigh
 from ratel_cli.planning.gpu_memory import GpuMemory
-from ratel_cli.planning.placement import ActivationPolicy, GroupShape, Overlap, Placement, Workload
+from ratel_cli.planning.placement import LEAST_UNITS, ActivationPolicy, GroupShape, Overlap, Placement, Workload
 from ratel_cli.planning.plan import make_plan
 from ratel_cli.planning.problem import Decisions, Evaluation, Problem
 from ratel_cli.planning.split import LEAST_GAIN, SplitRate, best_split
@@ -83,7 +83,7 @@ def problem_by_chance(choice: random.Random) -> Problem:
     if choice.random() < 0.4:
         profile = by_chance(choice, num_layers=spec.num_layers, most_kib=4000, most_flops=10**10)
     inputs_bytes = max(layer.input_bytes for layer in profile.profiles)
-    gpu_bytes = GpuMemory(spec, BFLOAT16, workload, profile).needed_bytes(unit_of(inputs_bytes))
+    gpu_bytes = GpuMemory(spec, BFLOAT16, workload, profile).needed_bytes(unit_of(inputs_bytes), units=LEAST_UNITS)
     return Problem(
         spec=spec,
         state=BFLOAT16,
@@ -264,7 +264,7 @@ def test_no_split_with_any_prefix_and_level_is_faster(seed: int) -> None:
     rows = choice.choice([2, 3, 4, 6, 8])
     of = in_micro_batches(replace(of, workload=replace(of.workload, micro_batch_size=rows, num_micro_batches=1)), rows)
     memory = GpuMemory(of.spec, of.state, of.workload, of.profile)
-    least = memory.needed_bytes(of.order.largest_unit(0))
+    least = memory.needed_bytes(of.order.largest_unit(0), units=LEAST_UNITS)
     if of.hardware.link is not None:
         of = deciding(of, device_limit_bytes=int(least * choice.uniform(0.7, 1.5)))
     of = deciding(of, host_limit_bytes=int(least_bytes(of) * choice.uniform(1.0, 3.0)))
@@ -344,7 +344,8 @@ def test_more_gpu_memory_never_harms(seed: int) -> None:
     while of.hardware.link is None:
         of = problem_by_chance(choice)
     memory = GpuMemory(of.spec, of.state, of.workload, of.profile)
-    least, most = (memory.needed_bytes(of.order.largest_unit(number)) for number in (0, of.order.num_outputs))
+    least = memory.needed_bytes(of.order.largest_unit(0), units=LEAST_UNITS)
+    most = memory.needed_bytes(of.order.largest_unit(of.order.num_outputs))
     fastest = weigh(deciding(of, device_limit_bytes=least)).best.time.total
     for limit_bytes in (*sorted(choice.randint(least, most) for _ in range(6)), most, 2 * most):
         chosen = weigh(deciding(of, device_limit_bytes=limit_bytes)).best
@@ -361,7 +362,7 @@ def test_a_gpu_with_a_byte_less_than_all_takes_swaps_less_and_not_nothing() -> N
         if of.hardware.link is None or not free.swap.num_outputs:
             continue
         largest = of.order.largest_unit(free.swap.num_outputs)
-        needed_bytes = GpuMemory(of.spec, of.state, of.workload, of.profile).needed_bytes(largest)
+        needed_bytes = GpuMemory(of.spec, of.state, of.workload, of.profile).needed_bytes(largest, units=LEAST_UNITS)
         tight = weigh(deciding(of, device_limit_bytes=needed_bytes - 1)).best
         assert tight.swap.num_outputs < free.swap.num_outputs or not tight.placement.gpu_holds_head
         num_partial += tight.swap.num_outputs > 0

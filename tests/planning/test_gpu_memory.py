@@ -16,7 +16,8 @@ from ratel_cli.planning.capacity import HostMemory, StepMemory
 from ratel_cli.planning.gpu_gradients import least_leaving_bytes
 from ratel_cli.planning.gpu_memory import GpuMemory, weight_bytes_of
 from ratel_cli.planning.model_profile import LayerProfile
-from ratel_cli.planning.placement import GroupShape, Placement, StateBytes, Workload
+from ratel_cli.planning.placement import LEAST_UNITS, GroupShape, Placement, StateBytes, UnitsOnGpu, Workload
+from ratel_cli.planning.swap import SwapOrder
 from ratel_cli.units import MIB
 from tests.planning.profiles import by_chance, estimated
 from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, WORKLOAD, gpt, unit_of
@@ -76,11 +77,24 @@ def layer_takes(layer: LayerProfile, gradient_bytes: int) -> tuple[int, int, int
     return max(layer.backward_bytes, layer.making_bytes + gradient_bytes), layer.replay_bytes, layer.replay_held_bytes
 
 
-def with_units(uses: list[Sequence[int]], unit: LargestUnit) -> int:
+def with_units(uses: list[Sequence[int]], unit: LargestUnit, input_bytes: int, units: UnitsOnGpu | None) -> int:
     """`uses` of backward as `layer_takes` says, with the unit in use and the next one."""
     working, replay, held = (max(use[number] for use in uses) for number in range(3))
-    own = max(working + unit.unsaved_bytes, min(replay + unit.num_bytes, held + unit.unsaved_bytes))
-    return own + unit.num_bytes
+    own = max(working + input_bytes, min(replay + unit.num_bytes, held + unit.unsaved_bytes))
+    return own + (unit.num_bytes if units is None else min(units.ahead_bytes, unit.num_bytes))
+
+
+def forward_uses(around: Sequence[int], vectors: int, layers: Sequence[LayerProfile]) -> list[tuple[int, int]]:
+    """Uses of forward: without and with results that stay."""
+    costs = [(vectors, vectors), *((layer.forward_bytes, layer.forward_held_bytes) for layer in layers)]
+    return [(always + plain, always + held) for always, (plain, held) in zip(around, costs, strict=True)]
+
+
+def with_units_made(uses: list[tuple[int, int]], unit: LargestUnit, units_bytes: int | None) -> int:
+    """`uses` of forward, without and with results that stay, next to the unit that is made and the one before."""
+    plain, held = (max(use[number] for use in uses) for number in range(2))
+    least = min(plain + 2 * unit.num_bytes, held + unit.unheld_bytes + unit.num_bytes)
+    return least if units_bytes is None else min(least, plain + max(unit.num_bytes, units_bytes))
 
 
 def left_by_head(spec: ModelSpec, state: StateBytes, leaving: int, *, holds_head: bool) -> int:
@@ -112,6 +126,7 @@ def walk(
     holds_sums: bool,
     holds_head: bool,
     window_bytes: int,
+    units: UnitsOnGpu | None,
 ) -> int:
     """Written anew: what is on the GPU at each use of a step, in order. `layers` has the costs of each layer."""
     size = [block.num_elements for block in spec.blocks]
@@ -148,13 +163,10 @@ def walk(
     row_bytes = rows * spec.hidden_size * width
     tied = (4 * size[0] * holds_head + min(2, workload.num_micro_batches) * row_bytes) * spec.tied
     norm = {i: largest[i] * (state.gradient + scaled) for i in (0, head)}  # comes back from host memory
-    stages = []
-    for i in range(num_layers + 1):
-        working = layers[i - 1].forward_bytes if i else vectors
-        stages.append(weights(i, 1) + working + hidden + (leaving(0) if i < 2 else 0) + 2 * unit.num_bytes)
+    forward = forward_uses([weights(i, 1) + hidden + (i < 2) * leaving(0) for i in range(head)], vectors, layers)
+    stages = [with_units_made(forward, unit, None if units is None else units.forward_bytes)]
 
-    a_micro_batch = hidden // workload.num_micro_batches
-    always = weights(head, 2 if spec.tied else 1) + hidden - a_micro_batch + 2 * unit.num_bytes
+    always = weights(head, 2 if spec.tied else 1) + hidden + unit.num_bytes
     gone = state.gradient * largest[head] + min(leaving(head), state.gradient * (size[head] - largest[head]))
     in_head = (
         [*head_stages(spec, state, workload, tied, row_bytes * spec.tied), 4 * size[head] + tied + gone]
@@ -180,9 +192,10 @@ def walk(
         sums = 4 * (size[i] if holds_sums else min(size[i], largest[i] + norms(spec.blocks[i]))) if is_summed else 0
         always = max(layer_stages(always, before, leaving(i), sums, holds_sums=holds_sums))
         backward.append([always + each for each in layer_takes(layers[i - 1], made(state, most[i], is_summed))])
+    stages.append(with_units(backward, unit, max(layer.input_bytes for layer in layers), units))
     rotary_bytes = 512  # no parameters give positions
     ids = workload.tokens * (workload.sequence_len + 5 * 8 + rotary_bytes)
-    return GPU_CONTEXT_BYTES + 256 * MIB + ids + max(*stages, with_units(backward, unit))
+    return GPU_CONTEXT_BYTES + 256 * MIB + ids + max(stages)
 
 
 @pytest.mark.parametrize("holds_head", [False, True])
@@ -205,14 +218,26 @@ def test_it_is_the_most_that_a_use_takes(seed: int, tied: bool, holds_sums: bool
         chunk_tokens=choice.choice([None, 100, 700, 2048, 5000]),
     )
     state, unit_bytes = choice.choice([BFLOAT16, FLOAT16, FLOAT32]), choice.choice([0, 1, 10**6, 10**9])
-    unit = LargestUnit(unit_bytes, choice.choice([0, unit_bytes, choice.randint(0, unit_bytes)]))
+    unit = LargestUnit(unit_bytes, *(choice.choice([0, unit_bytes, choice.randint(0, unit_bytes)]) for _ in range(2)))
+    made, ahead = (choice.choice([0, 2 * unit_bytes, choice.randint(0, 2 * unit_bytes)]) for _ in range(2))
+    units = choice.choice([None, LEAST_UNITS, UnitsOnGpu(forward_bytes=made, ahead_bytes=ahead, by_layer=())])
     window_bytes = choice.choice([0, 1, choice.randint(0, 2 * 10**7), 1 << 40])
     profile = by_chance(choice, num_layers=spec.num_layers, most_kib=choice.choice([1, 64, 100_000]))
     layers = [profile.profiles[number] for number in profile.layers]
     memory = GpuMemory(spec, state, workload, profile)
-    found = memory.needed_bytes(unit, holds_sums=holds_sums, holds_head=holds_head, window_bytes=window_bytes)
+    found = memory.needed_bytes(
+        unit, holds_sums=holds_sums, holds_head=holds_head, window_bytes=window_bytes, units=units
+    )
     assert found == walk(
-        spec, state, workload, layers, unit, holds_sums=holds_sums, holds_head=holds_head, window_bytes=window_bytes
+        spec,
+        state,
+        workload,
+        layers,
+        unit,
+        holds_sums=holds_sums,
+        holds_head=holds_head,
+        window_bytes=window_bytes,
+        units=units,
     )
 
 
@@ -225,9 +250,10 @@ def test_sums_stay_on_the_gpu_if_they_fit_and_as_long_as_that_is_not_slower() ->
     memory = memory_of(spec, WORKLOAD)
     all_bytes = memory.needed_bytes(unit_of(MIB), holds_sums=True)
     assert all_bytes - memory.needed_bytes(unit_of(MIB)) == 4 * (12 - 4) * 1024**2
-    for limit_bytes, wanted in ((all_bytes, [True, False]), (all_bytes - 1, [False])):
+    least_bytes = memory.needed_bytes(unit_of(MIB), holds_sums=True, units=LEAST_UNITS)
+    for limit_bytes, wanted in ((all_bytes, {True, False}), (least_bytes, {True, False}), (least_bytes - 1, {False})):
         found = memory.choices(unit_bytes, unit_of(MIB), limit_bytes=limit_bytes)
-        assert [each.holds_sums for each in found] == wanted
+        assert {each.holds_sums for each in found} == wanted
 
 
 def test_a_tied_gradient_stays_or_leaves_its_memory_to_units() -> None:
@@ -239,7 +265,6 @@ def test_a_tied_gradient_stays_or_leaves_its_memory_to_units() -> None:
     stays, away = memory.choices(unit_bytes, unit_of(10 * MIB), limit_bytes=limit_bytes)
     assert (stays.holds_tied, away.holds_tied) == (True, False)
     assert (-away.units_from, len(away.weights)) > (-stays.units_from, len(stays.weights))
-    assert stays == memory.resident(unit_bytes, unit_of(10 * MIB), limit_bytes=limit_bytes, holds_sums=stays.holds_sums)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -269,11 +294,11 @@ def test_host_memory_counts_the_sums_of_a_head_that_it_has(tied: bool) -> None:
 
 def test_one_micro_batch_has_no_sums() -> None:
     memory = memory_of(gpt(hidden_size=1024), replace(WORKLOAD, num_micro_batches=1))
-    least_bytes = memory.needed_bytes(unit_of(MIB))
-    assert memory.needed_bytes(unit_of(MIB), holds_sums=True) == least_bytes
+    least_bytes = memory.needed_bytes(unit_of(MIB), units=LEAST_UNITS)
+    assert memory.needed_bytes(unit_of(MIB), holds_sums=True, units=LEAST_UNITS) == least_bytes
     for limit_bytes, wanted in ((least_bytes, True), (least_bytes - 1, False)):
-        [found] = memory.choices([MIB] * 3, unit_of(MIB), limit_bytes=limit_bytes)
-        assert found.holds_sums == wanted
+        found = memory.choices([MIB] * 3, unit_of(MIB), limit_bytes=limit_bytes)
+        assert {each.holds_sums for each in found} == {wanted}
 
 
 def test_it_does_not_grow_with_the_number_of_layers() -> None:
@@ -310,10 +335,13 @@ def test_units_and_then_weights_are_kept_while_there_is_room(seed: int) -> None:
         )
 
     needed = with_window(choice.choice([0, windows[-1]]))
-    limit_bytes = needed + choice.choice([-MIB, 0, choice.randint(0, 200 * MIB)])
-    resident = memory.resident(unit_bytes, unit_of(max(unit_bytes)), limit_bytes=limit_bytes, holds_sums=holds_sums)
-    assert resident.holds_sums == holds_sums
-    assert resident.window_bytes == max((each for each in windows if with_window(each) <= limit_bytes), default=0)
+    limit_bytes = needed + choice.choice([0, choice.randint(0, 200 * MIB)])
+    found = memory.choices(unit_bytes, unit_of(max(unit_bytes)), limit_bytes=limit_bytes)
+    resident = next((each for each in found if each.units is None and each.holds_sums == holds_sums), None)
+    if resident is None:
+        assert holds_sums is False and workload.num_micro_batches == 1, "there are no sums, so they are on the GPU"
+        return
+    assert resident.window_bytes == max(each for each in windows if with_window(each) <= limit_bytes)
     needed = with_window(resident.window_bytes)
     units = [size for size in unit_bytes for _ in range(workload.num_micro_batches)]
     weights = [BFLOAT16.compute * block.num_elements for block in spec.blocks]
@@ -387,7 +415,36 @@ def test_host_memory_gathers_rows_and_holds_gradients_of_rows(tied: bool) -> Non
 
 
 def test_nothing_put_aside_is_nothing_on_the_way() -> None:
-    assert NOTHING_OFFLOADED.largest_unit == (0, 0)
-    spec = gpt()
-    without, with_some = (memory_of(spec, WORKLOAD).needed_bytes(unit_of(number)) for number in (0, 5 * MIB))
-    assert with_some - without == 2 * 5 * MIB
+    assert NOTHING_OFFLOADED.largest_unit == (0, 0, 0)
+    small, large = (memory_of(gpt(), WORKLOAD).needed_bytes(unit_of(number * MIB)) for number in (5, 10))
+    assert large - small == 2 * 5 * MIB, "there are two"
+
+
+@examples(60)
+@given(seed=SEEDS)
+def test_where_two_units_do_not_fit_they_take_what_there_is(seed: int) -> None:
+    """At every moment of forward and backward that the plan names, and no choice takes more than the limit."""
+    choice = random.Random(seed)
+    spec = gpt(num_layers=choice.randint(1, 4), hidden_size=256, vocab_size=2000)
+    workload = replace(WORKLOAD, num_micro_batches=choice.choice([1, 3]))
+    profile = by_chance(choice, num_layers=spec.num_layers, most_kib=10_000)
+    memory, order = GpuMemory(spec, BFLOAT16, workload, profile), SwapOrder(profile)
+    largest, unit_bytes = order.largest_unit(order.num_outputs), order.unit_bytes(order.num_outputs)
+    least, most = memory.needed_bytes(largest, units=LEAST_UNITS), memory.needed_bytes(largest, window_bytes=1 << 40)
+    limit_bytes = choice.randint(least, most)
+    found = memory.choices(unit_bytes, largest, limit_bytes=limit_bytes)
+    assert found
+    for each in found:
+        needed_bytes = memory.needed_bytes(
+            largest, holds_sums=each.holds_sums, window_bytes=each.window_bytes, units=each.units
+        )
+        assert needed_bytes <= limit_bytes
+        if each.units is None:
+            continue
+        for kind, moments in zip(profile.layers, each.units.by_layer, strict=True):
+            costs, made_bytes = profile.profiles[kind], made(BFLOAT16, 4 * 256 * 256, workload.num_micro_batches > 1)
+            working_bytes = max(costs.backward_bytes, costs.making_bytes + made_bytes)
+            rests = {rest.after: rest.num_bytes + made_bytes for rest in costs.rests}
+            for moment in moments:
+                assert moment.num_bytes > each.units.ahead_bytes
+                assert rests[moment.parameter] + moment.num_bytes == working_bytes + each.units.ahead_bytes

@@ -18,7 +18,7 @@ from ratel_cli.planning.forecast.forecast import Setting
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
 from ratel_cli.planning.gpu_memory import GpuMemory
 from ratel_cli.planning.head_chunk import best_chunk, with_chunk
-from ratel_cli.planning.placement import Workload
+from ratel_cli.planning.placement import LEAST_UNITS, Workload
 from ratel_cli.planning.problem import Decisions, Problem
 from ratel_cli.planning.split import best_split
 from ratel_cli.run.hardware_file import load_hardware
@@ -49,7 +49,7 @@ def problem_by_chance(choice: random.Random) -> Problem:
     )
     profile = estimated(spec, workload)
     inputs_bytes = profile.profiles[0].input_bytes
-    least_bytes = GpuMemory(spec, BFLOAT16, workload, profile).needed_bytes(unit_of(inputs_bytes))
+    least_bytes = GpuMemory(spec, BFLOAT16, workload, profile).needed_bytes(unit_of(inputs_bytes), units=LEAST_UNITS)
     hardware = machine(
         flops_per_second=10 ** choice.uniform(11, 14),
         read_bytes_per_second=10 ** choice.uniform(8.5, 10),
@@ -162,7 +162,7 @@ def test_chunks_grow_with_the_card(gib: int, least: int) -> None:
 
 def test_a_recorded_step_does_not_change_what_a_new_run_would_choose() -> None:
     """The first start knows only shapes, even if the operators were measured before."""
-    forecaster, setting = paper_13b(24)
+    forecaster, setting = paper_13b(10)
     setting = replace(setting, workload=replace(setting.workload, micro_batch_size=16, num_micro_batches=2))
     much = [replace(each, making_bytes=20 * each.making_bytes) for each in forecaster.profile.profiles]
     recorded = replace(forecaster, profile=replace(forecaster.profile, profiles=tuple(much)))

@@ -11,17 +11,19 @@ from hypothesis import strategies as st
 
 from ratel_cli.config.load import load_config
 from ratel_cli.planning.analytic import spec_from_shape
-from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
+from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, RestCosts, SwapCandidate
 from ratel_cli.run.run_directory import CachedProfile
 from tests.hardware.profiles import WITHOUT_GPU
 from tests.tiers import examples
 
 QUICK = examples(200)
 CANDIDATE = SwapCandidate(operator="mm", key="aten.mm#0", num_bytes=4096, flops=1 << 20, seconds=0.5)
+REST = RestCosts(after="mlp.up_proj.weight", num_bytes=4500, flops=1)
 LAYER = LayerProfile(
     input_bytes=64,
     saved_bytes=8192,
     forward_bytes=256,
+    forward_held_bytes=300,
     backward_bytes=9000,
     making_bytes=8500,
     replay_bytes=8200,
@@ -29,6 +31,7 @@ LAYER = LayerProfile(
     flops_forward=2,
     flops_recomputed=1,
     candidates=(CANDIDATE,),
+    rests=(REST,),
 )
 PROFILE = ModelProfile(
     source="recorded", profiles=(LAYER,), layers=(0, 0), micro_batch_tokens=8, sequence_len=8, flops_head=1
@@ -55,7 +58,7 @@ def test_any_value(key: str, value: object) -> None:
 def test_any_value_in_a_layer(data: st.DataObject, value: object) -> None:
     content = healthy()
     [layer] = content["profiles"]  # type: ignore[misc]
-    row = data.draw(st.sampled_from([layer, layer["candidates"][0]]))
+    row = data.draw(st.sampled_from([layer, layer["candidates"][0], layer["rests"][0]]))
     row[data.draw(st.sampled_from(sorted(row)))] = value
     check(content)
 

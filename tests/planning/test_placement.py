@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
 from ratel_cli.model.spec import ModelSpec
-from ratel_cli.planning.placement import Placement, block_schedule, needs_read, window_bytes
+from ratel_cli.planning.placement import Placement, block_schedule, needs_read, tensors_ahead, window_bytes
 from tests.planning.shapes import gpt
 
 
@@ -91,3 +92,28 @@ def test_a_window_holds_each_block_once_and_no_resident_one() -> None:
     assert window(3, 2, frozenset({3})) == 2 * head
     assert window(4, 1, num_open=2) == 2 * (head + 2 * layer)
     assert window(8, 2) == 0 + window(8, 0)
+
+
+@pytest.mark.parametrize(
+    ("most_bytes", "taken", "wanted"),
+    [
+        (0, (), []),
+        (2, (), []),
+        (3, (), [0]),
+        (4, (), [0]),
+        (9, (), [2]),
+        (12, (), [2, 0]),
+        (15, (), [2, 1]),
+        (18, (), [2, 1, 0]),
+        (1 << 40, (), [2, 1, 0]),
+        (15, (2, 0), []),
+        (18, (2, 0), [1]),
+        (1, (2,), []),
+    ],
+)
+def test_the_largest_tensors_that_fit_go_up_first(most_bytes: int, taken: Sequence[int], wanted: list[int]) -> None:
+    assert tensors_ahead([3, 6, 9], most_bytes, taken=taken) == wanted
+
+
+def test_tensors_of_one_size_go_up_in_their_order() -> None:
+    assert tensors_ahead([2, 2, 2], 4) == [0, 1]

@@ -13,7 +13,7 @@ from ratel_cli.planning.capacity import StepMemory
 from ratel_cli.planning.costs import compute_seconds, overlapped_step
 from ratel_cli.planning.gpu_memory import GpuMemory
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import ActivationPolicy, Overlap
+from ratel_cli.planning.placement import LEAST_UNITS, ActivationPolicy, Overlap
 from ratel_cli.planning.plan import Plan, make_plan
 from ratel_cli.planning.problem import Decisions, Problem
 from ratel_cli.planning.traffic import checksum_bytes, step_traffic
@@ -193,7 +193,7 @@ def test_what_does_not_fit_has_no_plan(activations: ActivationPolicy) -> None:
 
 def test_what_the_device_has_no_room_for_has_no_plan() -> None:
     unit_bytes = PROFILE.profiles[0].input_bytes
-    needed = GpuMemory(SPEC, BFLOAT16, WORKLOAD, PROFILE).needed_bytes(unit_of(unit_bytes))
+    needed = GpuMemory(SPEC, BFLOAT16, WORKLOAD, PROFILE).needed_bytes(unit_of(unit_bytes), units=LEAST_UNITS)
     assert plan(device_limit_bytes=needed).memory.device == needed
     with pytest.raises(DoesNotFit, match="GPU memory: one block and its working set need"):
         plan(device_limit_bytes=needed - 1)
@@ -287,6 +287,8 @@ def test_json_lists_what_stays_in_order() -> None:
         "kept_weights": [],
         "embedding_rows": WORKLOAD.tokens,
         "window_bytes": 2 * max(ELEMENTS),
+        "forward_units_bytes": None,
+        "units_ahead_bytes": None,
         "leaving_bytes": 0,
         "holds_sums": True,
         "holds_tied": False,

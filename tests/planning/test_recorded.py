@@ -208,6 +208,7 @@ def test_times_are_medians_over_layers_that_are_alike_and_of_one_micro_batch() -
     assert (each.input_bytes, each.saved_bytes) == (unit_bytes, unit_bytes + 1000)
     # What backward takes next to what is saved, and forward, are as estimated.
     assert each.forward_bytes == ESTIMATE.profiles[0].forward_bytes
+    assert each.forward_held_bytes == ESTIMATE.profiles[0].forward_held_bytes
     assert (each.backward_bytes, each.making_bytes) == (1000 + 3 * unit_bytes, 1000 + 2 * unit_bytes)
     assert (each.replay_bytes, each.replay_held_bytes) == (1100, 1300)
 

@@ -94,20 +94,19 @@ FIXED = [
     ("13b", 12), ("13b", 16), ("13b", 24), ("13b", 48), ("30b", 16), ("30b", 24), ("30b", 48), ("70b", 24), ("70b", 48),
     ("175b", 24), ("175b", 48),
 ]  # fmt: skip
-LEAST_OF_HALF = 0.97
-"""What is left up to half of the largest micro-batch that fits. Beyond, outputs that would be swapped are recomputed,
-one group after another, because a micro-batch's activations take the memory that units of them would go up to."""
-LEAST_OF_ALL = 0.75
-"""Recomputing everything is a third more FLOPs."""
+LEAST_BELOW = 0.96
+"""Of all but the largest micro-batch that fits: units that stay on a GPU with much memory spare the link, and the
+larger they are, the fewer stay."""
+LEAST_OF_LARGEST = 0.9
+"""It leaves so little memory that some outputs are recomputed instead of swapped."""
 
 
 @pytest.mark.parametrize("case", sample(FIXED, every=len(FIXED), offset=1), ids=lambda case: f"{case[0]}-{case[1]}")
-def test_a_larger_micro_batch_costs_only_what_it_recomputes(case: tuple[str, int]) -> None:
+def test_a_larger_micro_batch_costs_little(case: tuple[str, int]) -> None:
     """A step in one micro-batch whose size the user has fixed."""
     fitting = [each for rows in FIXED_ROWS if (each := rate(*case, step_of(rows))).fits]
-    largest = fitting[-1].workload.micro_batch_size
     fastest = 0.0
     for each in fitting:
-        is_half = each.workload.micro_batch_size <= largest / 2
-        assert each.tokens_per_second >= (LEAST_OF_HALF if is_half else LEAST_OF_ALL) * fastest, (fastest, each)
+        least = LEAST_OF_LARGEST if each is fitting[-1] else LEAST_BELOW
+        assert each.tokens_per_second >= least * fastest, (fastest, each)
         fastest = max(fastest, each.tokens_per_second)

@@ -12,7 +12,7 @@ from ratel_cli.console import RunLog
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.planning.gpu_memory import GpuMemory
 from ratel_cli.planning.head_chunk import CHUNK_BYTES
-from ratel_cli.planning.placement import Workload
+from ratel_cli.planning.placement import LEAST_UNITS, Workload
 from ratel_cli.planning.problem import Decisions
 from ratel_cli.run.engine import engine_settings
 from ratel_cli.run.planner import Planner
@@ -30,7 +30,7 @@ HALVES = Workload(micro_batch_size=8, num_micro_batches=2, sequence_len=128)
 def needed_bytes(workload: Workload) -> int:
     profile = estimated(SPEC, workload)
     inputs_bytes = profile.profiles[0].input_bytes
-    return GpuMemory(SPEC, BFLOAT16, workload, profile).needed_bytes(unit_of(inputs_bytes))
+    return GpuMemory(SPEC, BFLOAT16, workload, profile).needed_bytes(unit_of(inputs_bytes), units=LEAST_UNITS)
 
 
 def planner(workload: Workload, *, device_limit_bytes: int) -> Planner:

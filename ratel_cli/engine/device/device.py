@@ -97,8 +97,9 @@ class Device(Protocol):
         waits for the oldest of them until they take no more.
         """
 
-    def free_downloads(self) -> None:
-        """Have what is computed from now on wait for all downloads, whose device memory is free then."""
+    def free_downloads(self, beside_bytes: int = 0) -> None:
+        """Have what is computed from now on wait for the oldest downloads, until tensors of those that remain take no
+        more device memory than `beside_bytes`."""
 
     def computing(self, label: SpanLabel) -> AbstractContextManager[None]:
         """Record the work that is queued inside as a span of computing."""
@@ -144,7 +145,7 @@ class HostDevice:
                 view(memory, torch.uint8).copy_(tensor)
         return _NOTHING
 
-    def free_downloads(self) -> None:
+    def free_downloads(self, beside_bytes: int = 0) -> None:
         return
 
     def computing(self, label: SpanLabel) -> AbstractContextManager[None]:

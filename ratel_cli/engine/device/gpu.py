@@ -6,10 +6,10 @@ Four rules order the streams:
        reuse a tensor's memory as soon as Python drops the tensor, however far the GPU is behind
     2. an upload waits for all work that was queued when its buffer was reserved: nothing later may use that memory
     3. computing waits for an upload where the upload is opened
-    4. a download waits for all work that was queued before it. Its tensors are held until computing has waited for
-       the end of the download. Computing waits when another download is asked for, for the oldest downloads first,
-       until those that remain take no more memory than that call allows (none, unless it says so): so a download is
-       overlapped with the computing of the next one's tensors
+    4. a download waits for all work that was queued before it. Each of its tensors is held until computing has waited
+       for the end of its copy. Computing waits when another download is asked for, or room for what is computed next,
+       for the oldest copies first, until the tensors that remain take no more memory than that call allows (none,
+       unless it says so): so a download is overlapped with the computing of the next one's tensors
 
 Host memory that is registered with the GPU (io/pinning.py) is copied while the host continues. Copies of other memory
 are as correct, but the host waits for them. Spans and stalls are timed by events on the streams; `collect` records
@@ -115,15 +115,10 @@ class _GpuDownload:
 
 @dataclass(frozen=True, slots=True)
 class _Leaving:
-    """A download whose tensors are held."""
+    """A tensor that is held until its copy has ended."""
 
     end: torch.Event
-    tensors: list[torch.Tensor]
-
-    @property
-    def num_bytes(self) -> int:
-        """Device memory of the tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+    tensor: torch.Tensor
 
 
 class GpuDevice(Closing):
@@ -148,7 +143,7 @@ class GpuDevice(Closing):
         }
         self._down: torch.Stream = self._module.Stream(self.torch_device)
         self._downloading: deque[_Leaving] = deque()
-        """Downloads whose tensors are held, the oldest first."""
+        """Tensors that are being downloaded, the oldest copies first."""
         self._open_span: tuple[SpanLabel, torch.Event] | None = None
         """The span of computing that is open, and where it begins or goes on."""
         self._measured: list[_Measured] = []
@@ -182,24 +177,19 @@ class GpuDevice(Closing):
     def download(
         self, pieces: Sequence[tuple[torch.Tensor, memoryview]], label: SpanLabel, *, beside_bytes: int = 0
     ) -> _GpuDownload:
-        while sum(leaving.num_bytes for leaving in self._downloading) > beside_bytes:
-            self._free_oldest_download()
+        self.free_downloads(beside_bytes)
         self._down.wait_event(_record(self._compute))
         start = _record(self._down)
         with self._module.stream(self._down):
             for tensor, memory in pieces:
                 view(memory, torch.uint8).copy_(tensor, non_blocking=True)
-        end = self._measure("down", label, start, self._down)
-        self._downloading.append(_Leaving(end, [tensor for tensor, _ in pieces]))
-        return _GpuDownload(end)
+                self._downloading.append(_Leaving(_record(self._down), tensor))
+        return _GpuDownload(self._measure("down", label, start, self._down))
 
-    def free_downloads(self) -> None:
-        while self._downloading:
-            self._free_oldest_download()
-
-    def _free_oldest_download(self) -> None:
-        self.wait_in_stream("down", self._downloading[0].end)
-        self._downloading.popleft()
+    def free_downloads(self, beside_bytes: int = 0) -> None:
+        while sum(leaving.tensor.nbytes for leaving in self._downloading) > beside_bytes:
+            self.wait_in_stream("down", self._downloading[0].end)
+            self._downloading.popleft()
 
     @contextmanager
     def computing(self, label: SpanLabel) -> Iterator[None]:

@@ -43,12 +43,13 @@ class StepRecording:
         block: int,
         micro_batch: int,
         module: nn.Module,
+        made: Callable[[int], None] = lambda num_bytes: None,
     ) -> Recorder:
-        """A recorder for one layer (`module`) and micro-batch. `parameters` and `swapped` as in `Recorder`."""
+        """A recorder for one layer (`module`) and micro-batch. Others as in `Recorder`."""
         self.num_micro_batches = max(self.num_micro_batches, micro_batch + 1)
         if micro_batch >= RECORDED_MICRO_BATCHES:
-            return Recorder(parameters, swapped)
-        recorder = self._recorders[block, micro_batch] = _TimingRecorder(parameters, swapped, module)
+            return Recorder(parameters, swapped, made)
+        recorder = self._recorders[block, micro_batch] = _TimingRecorder(parameters, swapped, module, made)
         return recorder
 
     def units(self) -> dict[tuple[int, int], UnitRecord]:
@@ -60,8 +61,14 @@ class StepRecording:
 class _TimingRecorder(Recorder):
     """A recorder that also notes each operator's time, its FLOPs and the module that calls it."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], swapped: Collection[str], module: nn.Module) -> None:
-        super().__init__(parameters, swapped)
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        swapped: Collection[str],
+        module: nn.Module,
+        made: Callable[[int], None],
+    ) -> None:
+        super().__init__(parameters, swapped, made)
         self._module = module
         self._path = [""]
         self._notes: list[tuple[str, int, Callable[[], float]]] = []

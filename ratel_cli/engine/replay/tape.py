@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -121,10 +121,17 @@ class Tapes:
 class Recorder(OperatorMode):
     """Runs a forward pass without saving activations. Run it inside `recording()`, then call `finish()`."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor] = (), swapped: Collection[str] = ()) -> None:
-        """`parameters`: the layer's. `swapped`: keys of the operators whose outputs are offloaded."""
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor] = (),
+        swapped: Collection[str] = (),
+        made: Callable[[int], None] = lambda num_bytes: None,
+    ) -> None:
+        """`parameters`: the layer's. `swapped`: keys of the operators whose outputs are offloaded. `made` is called
+        with the bytes of each of these outputs when it is there."""
         super().__init__()
         self._swapped = swapped
+        self._notify = made
         self.operators: list[RecordedOperator] = []
         self.saved: set[int] = set()
         """Storages that autograd would have saved."""
@@ -191,6 +198,7 @@ class Recorder(OperatorMode):
             self._offloaded_outputs[len(self.operators)] = tuple(
                 tensor.detach() for tensor in tensors_in(result) if tensor.is_floating_point()
             )
+            self._notify(operator.output_bytes)
         self.operators.append(operator)
         return result
 

@@ -1,0 +1,286 @@
+"""What the uses of a step's block schedule take of a GPU's memory. Pure.
+
+Each use takes the weights of its block and a window for those of the next (engine/weights.py), the activations of a
+layer, and units (engine/activations.py). Backward adds the gradient of one parameter at a time, fp32 sums of a block's
+gradients if there are several micro-batches, and gradients that are still being downloaded
+(engine/optimizer/gradients.py). What is the same for all uses of the step is counted once: hidden states of all
+micro-batches, tokens and masks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from ratel_cli.model.spec import BlockSpec, ModelSpec
+from ratel_cli.planning.activations import LargestUnit, tied_rows_bytes
+from ratel_cli.planning.gpu_gradients import (
+    largest_elements,
+    least_leaving_bytes,
+    others_leaving_bytes,
+    returned_bytes,
+    summed_elements,
+)
+from ratel_cli.planning.gpu_head import HeadMemory, vectors_bytes
+from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
+from ratel_cli.planning.placement import (
+    AfterGradient,
+    StateBytes,
+    UnitsOnGpu,
+    Workload,
+    block_schedule,
+    elements_ahead,
+    looked_up_block,
+    most_rows,
+)
+
+_IDS_BYTES = 40
+"""Token, target and position of every token, which stay on the GPU; the distinct tokens, and the row of each token."""
+
+_ROTARY_BYTES = 512
+"""Tables for every token and heads of 128 elements in 16 bit, which stay too, where no parameters give positions."""
+
+
+class Held(NamedTuple):
+    """What is on the GPU next to what every step has there."""
+
+    sums: bool
+    """The sums of a layer's gradients over micro-batches."""
+    head: bool
+    """The sums of the head's gradients over chunks."""
+    window_bytes: int
+    """Weights of the next block."""
+
+
+class _Forward(NamedTuple):
+    """What a use of forward takes, besides the units."""
+
+    working_bytes: int
+    """When nothing that is swapped exists anyway."""
+    held_bytes: int
+    """With the results of all products, whether they are swapped or not."""
+
+
+class _Backward(NamedTuple):
+    """What a use of backward takes, besides the units."""
+
+    working_bytes: int
+    """Backward itself, with what autograd has saved and not used yet."""
+    replay_bytes: int
+    """Recomputing, with what autograd saves by then."""
+    replay_held_bytes: int
+    """Recomputing, with all that autograd saves."""
+
+
+class Uses:
+    """What each use of the block schedule takes."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        state: StateBytes,
+        workload: Workload,
+        profile: ModelProfile,
+        positions: Sequence[int],
+        *,
+        held: Held,
+    ) -> None:
+        """`positions` of the schedule are looked at; the other uses take no more."""
+        self._positions = positions
+        self._spec = spec
+        self._state = state
+        self._workload = workload
+        self._profile = profile
+        self._holds_sums = held.sums
+        self._holds_head = held.head
+        self._window_elements = held.window_bytes // state.compute
+        self._looked_up = looked_up_block(spec, most_rows(spec, workload))
+        self._schedule = [self._looked_up if use.looks_up else use.block for use in block_schedule(spec)]
+        """The blocks as the GPU gets them."""
+        self._gradient_block = spec.blocks[0] if spec.tied else self._looked_up
+        """What the embedding's gradient has when it leaves: a tied head gives every row one."""
+        self._head_position = len(spec.blocks) - 1
+        self._first_of_backward = self._head_position + (2 if spec.tied else 1)
+        """A tied embedding is open together with the head."""
+        self._hidden_bytes = workload.tokens * spec.hidden_size * state.compute
+        self._tied_elements = spec.blocks[0].num_elements if spec.tied else 0
+        rows_bytes = min(2, workload.num_micro_batches) * tied_rows_bytes(spec, state, workload)
+        self._waiting_bytes = rows_bytes + (4 * self._tied_elements if held.head else 0)
+
+    def peak_bytes(self, largest: LargestUnit, units: UnitsOnGpu | None) -> int:
+        """The most that a use takes, units included. `units` as in `GpuMemory.needed_bytes`."""
+        ahead_bytes = largest.num_bytes if units is None else min(largest.num_bytes, units.ahead_bytes)
+        return max(
+            self._forward_bytes(largest, units),
+            self._head_bytes + largest.num_bytes,  # the last unit, which is being downloaded
+            self._backward_bytes(largest) + ahead_bytes,
+        )
+
+    def units(self, largest: LargestUnit, most_bytes: int) -> UnitsOnGpu:
+        """As much of units as fits into `most_bytes`."""
+        unit_bytes = largest.num_bytes
+        forward_bytes = 2 * unit_bytes
+        if self._forward_bytes(largest, None) > most_bytes:
+            forward_bytes = max(unit_bytes, most_bytes - self._forward.working_bytes)
+        ahead_bytes = max(0, min(unit_bytes, most_bytes - self._backward_bytes(largest)))
+        moments: dict[int, tuple[AfterGradient, ...]] = {}
+        for number, block in zip(self._profile.layers, self._spec.blocks[1:-1], strict=True):
+            if number not in moments:
+                costs = self._profile.profiles[number]
+                made_bytes = self._gradient(block, is_summed=self._workload.num_micro_batches > 1)
+                peak_bytes = _working_bytes(costs, made_bytes)
+                moments[number] = tuple(
+                    AfterGradient(rest.after, ahead_bytes + peak_bytes - rest.num_bytes - made_bytes)
+                    for rest in costs.rests
+                    if peak_bytes > rest.num_bytes + made_bytes
+                )
+        return UnitsOnGpu(
+            forward_bytes=forward_bytes,
+            ahead_bytes=ahead_bytes,
+            by_layer=tuple(moments[number] for number in self._profile.layers),
+        )
+
+    def _forward_bytes(self, largest: LargestUnit, units: UnitsOnGpu | None) -> int:
+        """The most that forward takes with the unit that it makes and the one before."""
+        working_bytes, held_bytes = self._forward
+        whole_bytes = largest.num_bytes + min(working_bytes + largest.num_bytes, held_bytes + largest.unheld_bytes)
+        return (
+            whole_bytes
+            if units is None
+            else min(whole_bytes, working_bytes + max(largest.num_bytes, units.forward_bytes))
+        )
+
+    def _backward_bytes(self, largest: LargestUnit) -> int:
+        """The most that backward takes with the unit in use. It has all of that from the beginning, but nothing except
+        the layer's input and what autograd saves when it has recomputed the rest."""
+        working_bytes, replay_bytes, replay_held_bytes = self._backward
+        return max(
+            working_bytes + self._input_bytes,
+            min(replay_bytes + largest.num_bytes, replay_held_bytes + largest.unsaved_bytes),
+        )
+
+    @cached_property
+    def _head_bytes(self) -> int:
+        return self._batch_bytes + self._of_head()
+
+    @cached_property
+    def _forward(self) -> _Forward:
+        """The most that a use of forward takes."""
+        uses = [self._of_forward(each) for each in self._positions if each < self._head_position]
+        return _Forward(*(self._batch_bytes + max(each) for each in zip(*uses, strict=True)))
+
+    @cached_property
+    def _backward(self) -> _Backward:
+        """The most that a use of backward takes."""
+        uses = [self._of_backward(each) for each in self._positions if each >= self._first_of_backward]
+        return _Backward(*(self._batch_bytes + max(each) for each in zip(*uses, strict=True)))
+
+    @property
+    def _input_bytes(self) -> int:
+        return max((self._profile.profiles[kind].input_bytes for kind in set(self._profile.layers)), default=0)
+
+    @property
+    def _batch_bytes(self) -> int:
+        matrices = sum(len(parameter.shape) > 1 for parameter in self._spec.blocks[0].parameters)
+        bytes_per_token = self._workload.sequence_len + _IDS_BYTES + (_ROTARY_BYTES if matrices == 1 else 0)
+        return self._workload.tokens * bytes_per_token
+
+    def _window(self, position: int, *, num_open: int = 1) -> int:
+        """Weights of the uses that are open, and of the next one what the window takes."""
+        num_elements = sum(block.num_elements for block in self._schedule[position : position + num_open])
+        for block in self._schedule[position + num_open :][:1]:
+            num_elements += elements_ahead(block, self._window_elements)
+        return self._state.compute * num_elements
+
+    def _vectors_bytes(self, block: BlockSpec) -> int:
+        return vectors_bytes(self._spec, block, self._state, self._workload)
+
+    def _costs(self, block: BlockSpec) -> LayerProfile:
+        return self._profile.profiles[self._profile.layers[block.index - 1]]
+
+    def _of_forward(self, position: int) -> _Forward:
+        block = self._schedule[position]
+        if position:
+            costs = self._costs(block)
+            working_bytes, held_bytes = costs.forward_bytes, costs.forward_held_bytes
+        else:
+            working_bytes = held_bytes = self._vectors_bytes(block)
+        # The embedding's gradient is the last to be downloaded, and is held until the first unit is.
+        leaving_bytes = least_leaving_bytes(self._gradient_block, self._state.gradient) if position < 2 else 0
+        around_bytes = self._window(position) + leaving_bytes + self._hidden_bytes
+        return _Forward(around_bytes + working_bytes, around_bytes + held_bytes)
+
+    def _of_head(self) -> int:
+        """Hidden states are inputs of micro-batches that are left, and gradients of those before."""
+        open_bytes = self._window(self._head_position, num_open=2 if self._spec.tied else 1) + self._hidden_bytes
+        head = HeadMemory(self._spec, self._state, self._workload)
+        return open_bytes + (head.summing_bytes(self._waiting_bytes) if self._holds_head else head.passing_bytes())
+
+    def _gradient(self, block: BlockSpec, *, is_summed: bool) -> int:
+        """One parameter's gradient as autograd makes it, and in another dtype. That of a stack of matrices is laid out
+        anew. If the loss is scaled, the norm is that of an fp32 copy; a sum that is rounded serves as that copy. In a
+        layer, a sum is rounded into the memory of the last micro-batch's gradient."""
+        is_stack = any(len(parameter.shape) > 2 for parameter in block.parameters)
+        other_bytes = self._state.gradient if self._state.gradient != self._state.compute else 0
+        copy_bytes = 4 if self._state.scales_loss and not (is_summed and self._state.gradient < 4) else 0
+        widths = (
+            (1 + is_stack) * self._state.compute,
+            self._state.compute + other_bytes,
+            self._state.gradient + copy_bytes,
+        )
+        return largest_elements(block) * max(widths)
+
+    def _matrix_norm_bytes(self, *, is_summed: bool) -> int:
+        """The norm of an embedding's gradient that has rows only: it is laid out in the whole matrix, when the sum is
+        rounded and gone. If the loss is scaled, both are in fp32, next to what was rounded."""
+        embedding, rows = self._spec.blocks[0], self._gradient_block.parameters[0].num_elements
+        if self._gradient_block is embedding:
+            return 0
+        others_bytes = 4 * (self._gradient_block.num_elements - rows) if is_summed else 0
+        rounded_bytes = rows * (self._state.gradient + (4 if self._state.scales_loss else 0))
+        norm_bytes = 4 if self._state.scales_loss else self._state.gradient
+        return others_bytes + rounded_bytes + embedding.parameters[0].num_elements * norm_bytes
+
+    def _of_backward(self, position: int) -> _Backward:
+        block = self._schedule[position]
+        is_embedding = position == len(self._schedule) - 1
+        is_summed = self._workload.num_micro_batches > 1 or (self._spec.tied and is_embedding)
+        made_bytes = self._gradient(block, is_summed=is_summed)
+        replay_bytes = replay_held_bytes = 0
+        if is_embedding:  # its parameters get their gradients all at once, and leave one after another
+            gradients_bytes = block.num_elements * self._state.compute + self._vectors_bytes(block) // 2
+            working_bytes = gradients_bytes
+            if self._holds_head or not self._spec.tied:
+                working_bytes = max(working_bytes, self._gradient(self._gradient_block, is_summed=is_summed))
+        else:
+            costs = self._costs(block)
+            replay_bytes, replay_held_bytes = costs.replay_bytes, costs.replay_held_bytes
+            working_bytes = _working_bytes(costs, made_bytes)
+        before_bytes = least_leaving_bytes(self._spec.blocks[block.index + 1], self._state.gradient)
+        if position == self._first_of_backward and self._spec.tied:  # the last to leave is the tied sum
+            before_bytes = 4 * self._spec.blocks[0].num_elements
+        if position == self._first_of_backward and not self._holds_head:  # nothing large leaves after the last chunk
+            before_bytes = self._spec.blocks[-1].num_elements * self._state.gradient if self._spec.tied else 0
+        if is_embedding and self._spec.tied and not self._holds_head:
+            working_bytes = max(
+                gradients_bytes + self._waiting_bytes, returned_bytes(self._spec.blocks[0], self._state), working_bytes
+            )
+            passing_bytes = before_bytes
+        elif is_embedding:
+            working_bytes += self._waiting_bytes if self._spec.tied else 4 * block.num_elements if is_summed else 0
+            working_bytes = max(working_bytes, self._matrix_norm_bytes(is_summed=is_summed))
+            passing_bytes = max(before_bytes, others_leaving_bytes(self._gradient_block, self._state.gradient))
+        elif self._holds_sums and is_summed:  # what leaves makes room for itself
+            passing_bytes = 4 * block.num_elements + before_bytes
+        else:
+            sum_bytes = 4 * summed_elements(block) if is_summed else 0
+            own_bytes = least_leaving_bytes(block, self._state.gradient)
+            passing_bytes = max(before_bytes, own_bytes + sum_bytes)
+        around_bytes = self._window(position) + passing_bytes + self._hidden_bytes
+        return _Backward(around_bytes + working_bytes, around_bytes + replay_bytes, around_bytes + replay_held_bytes)
+
+
+def _working_bytes(costs: LayerProfile, made_bytes: int) -> int:
+    """The peak of a layer's backward, next to its input. `made_bytes`: one parameter's gradient."""
+    return max(costs.backward_bytes, costs.making_bytes + made_bytes)
