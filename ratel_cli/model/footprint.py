@@ -24,9 +24,16 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ratel_cli.model.blocks import DecoderModel
-from ratel_cli.model.layer_runner import LayerCall
+from ratel_cli.model.layer_runner import LayerCall, last_hidden_state
 from ratel_cli.model.operators import OperatorMode, TorchOperator, tensors_in
-from ratel_cli.model.spec import BlockSpec, LayerActivations, LayerTraits, RestOfBackward, name_in_layer
+from ratel_cli.model.spec import (
+    BlockSpec,
+    LayerActivations,
+    LayerTraits,
+    NormActivations,
+    RestOfBackward,
+    name_in_layer,
+)
 
 _TOKENS = 61
 _FIRST_SAMPLE = 30
@@ -43,7 +50,7 @@ _LEAST_FREED = 0.1
 
 
 def measured_traits(model: DecoderModel) -> LayerTraits:
-    """The model's traits with what its layers' activations take: the most over all kinds of layers.
+    """The model's traits with what activations take of its layers, the most over all kinds, and of its final norm.
 
     The model must be on the CPU, with no block bound.
     """
@@ -57,9 +64,10 @@ def measured_traits(model: DecoderModel) -> LayerTraits:
             arguments = tuple(id(tensor) for tensor in tensors_in((call.arguments, call.keywords)))
             kinds.setdefault((shapes, arguments), (block, call))
         measured = [_layer(model, block, call, model.skeleton.dtype) for block, call in kinds.values()]
+        norm = _norm(model, positions)
     except _CANNOT_RUN:
         return model.traits
-    return replace(model.traits, activations=_most(measured))
+    return replace(model.traits, activations=_most(measured), norm=norm)
 
 
 def _most(measured: Sequence[LayerActivations]) -> LayerActivations:
@@ -82,6 +90,26 @@ def _most_of_rests(rests: Sequence[RestOfBackward]) -> RestOfBackward:
         products=tuple(sorted(products)),
         has_attention=all(rest.has_attention for rest in rests),
     )
+
+
+def _norm(model: DecoderModel, positions: torch.Tensor) -> NormActivations:
+    """What is between the last layer and the head, on `positions` `[1, tokens]`."""
+    block, dtype = model.spec.blocks[-1], model.skeleton.dtype
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        weights = torch.empty(block.num_elements, dtype=dtype)
+        parameters = model.bind(block, weights)
+        try:
+            leaf = torch.empty((1, _TOKENS, model.spec.hidden_size), dtype=dtype, requires_grad=True)
+            with _ActivationWatch(weights) as watch:
+                finished = last_hidden_state(
+                    model.layer_runner.finish(leaf, torch.zeros_like(positions), torch.zeros_like(positions))
+                )
+                gradient = torch.empty_like(finished)
+                held = watch.live[_TOKENS]
+                torch.autograd.grad(finished, (leaf, *parameters), gradient, allow_unused=True)
+        finally:
+            model.release(block)
+    return NormActivations(held_per_token=held // _TOKENS, most_per_token=watch.peak[_TOKENS] // _TOKENS)
 
 
 def _layer(model: DecoderModel, block: BlockSpec, call: LayerCall, dtype: torch.dtype) -> LayerActivations:

@@ -209,6 +209,23 @@ class LayerActivations:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NormActivations:
+    """What the final norm takes for a token, in bytes. Its input is left out."""
+
+    held_per_token: int
+    """Between its forward and its backward, while the head runs: its result, what autograd saves, and room for the
+    gradient of its result."""
+    most_per_token: int
+    """At the peak of forward or backward."""
+
+    @classmethod
+    def from_json(cls, content: object) -> Self:
+        """The values from a part of what `LayerTraits.to_json` made. Raises ValueError."""
+        fields = JsonFields(content)
+        return cls(held_per_token=fields.integer("held_per_token"), most_per_token=fields.integer("most_per_token"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTraits:
     """Facts about a model's layers that the shapes of their parameters do not show."""
 
@@ -221,6 +238,8 @@ class LayerTraits:
     """Names, within a layer, of matrices `[inputs, outputs]`. All other matrices are `[outputs, inputs]`."""
     activations: LayerActivations | None = None
     """As measured on the skeleton (model/footprint.py); None if they were not."""
+    norm: NormActivations | None = None
+    """So for the final norm."""
 
     def to_json(self) -> dict[str, object]:
         """The content for `from_json`."""
@@ -230,13 +249,14 @@ class LayerTraits:
     def from_json(cls, content: object) -> Self:
         """The traits from the content that `to_json` made. Raises ValueError."""
         fields = JsonFields(content)
-        activations = fields.value("activations")
+        activations, norm = fields.value("activations"), fields.value("norm")
         return cls(
             num_heads=fields.integer("num_heads"),
             head_dim=fields.integer("head_dim"),
             active_experts=fields.integer("active_experts"),
             inputs_first=tuple(fields.texts("inputs_first")),
             activations=None if activations is None else LayerActivations.from_json(activations),
+            norm=None if norm is None else NormActivations.from_json(norm),
         )
 
 

@@ -20,6 +20,7 @@ from ratel_cli.model.spec import (
     LayerActivations,
     LayerTraits,
     ModelSpec,
+    NormActivations,
     RestOfBackward,
     check_depth,
     decays,
@@ -131,6 +132,13 @@ def gpt_activations(*, num_heads: int, hidden_size: int, compute_bytes: int) -> 
     )
 
 
+def gpt_norm(*, hidden_size: int, compute_bytes: int) -> NormActivations:
+    """What the final norm of the papers' GPT takes: its result and the gradients of its result and its input; in
+    forward, the row that is embedded again. A fused norm saves two numbers for each token."""
+    hidden_bytes = hidden_size * compute_bytes
+    return NormActivations(held_per_token=2 * hidden_bytes, most_per_token=4 * hidden_bytes)
+
+
 def head_flops(spec: ModelSpec, *, tokens: int) -> int:
     """FLOPs of the head in forward. The head is never recomputed."""
     matrices = sum(each.num_elements for each in spec.blocks[-1].parameters if len(each.shape) > 1)
@@ -164,6 +172,10 @@ def analytic_profile(spec: ModelSpec, state: StateBytes, workload: Workload, *, 
             known[shapes] = len(profiles)
             profiles.append(_layer_profile(spec, block, state, workload, traits))
         layers.append(known[shapes])
+    tokens, norm = workload.micro_batch_tokens, traits.norm
+    if norm is None:
+        vectors_bytes = block_activation_bytes(spec, spec.blocks[-1], state, tokens=1)
+        norm = NormActivations(held_per_token=vectors_bytes // 2, most_per_token=vectors_bytes)
     return ModelProfile(
         source="analytic",
         profiles=tuple(profiles),
@@ -171,6 +183,8 @@ def analytic_profile(spec: ModelSpec, state: StateBytes, workload: Workload, *, 
         micro_batch_tokens=workload.micro_batch_tokens,
         sequence_len=workload.sequence_len,
         flops_head=head_flops(spec, tokens=workload.micro_batch_tokens),
+        norm_held_bytes=tokens * norm.held_per_token,
+        norm_bytes=tokens * norm.most_per_token,
     )
 
 

@@ -8,20 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ratel_cli.model.spec import BlockSpec, ModelSpec
-from ratel_cli.planning.activations import (
-    block_activation_bytes,
-    head_chunk_tokens,
-    logits_bytes,
-    tied_rows_bytes,
-)
+from ratel_cli.model.spec import ModelSpec
+from ratel_cli.planning.activations import head_chunk_tokens, logits_bytes, tied_rows_bytes
 from ratel_cli.planning.gpu_gradients import largest_elements, others_leaving_bytes, returned_bytes
+from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import StateBytes, Workload
-
-
-def vectors_bytes(spec: ModelSpec, block: BlockSpec, state: StateBytes, workload: Workload) -> int:
-    """What embedding and head have of one micro-batch."""
-    return block_activation_bytes(spec, block, state, tokens=workload.micro_batch_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +22,7 @@ class HeadMemory:
     spec: ModelSpec
     state: StateBytes
     workload: Workload
+    profile: ModelProfile
 
     def passing_bytes(self) -> int:
         """Where host memory has the sums: a chunk's logits; a chunk's gradients, and the logits' that they are made of;
@@ -39,10 +31,9 @@ class HeadMemory:
         block, state, chunk_tokens = self.spec.blocks[-1], self.state, head_chunk_tokens(self.spec, self.workload)
         sum_bytes = 4 * block.num_elements if self.spec.tied else 0
         made_bytes = (block.num_elements + self._tied_elements + chunk_tokens * self.spec.vocab_size) * state.compute
-        vectors = vectors_bytes(self.spec, block, state, self.workload)
         return max(
-            sum_bytes + max(logits_bytes(self.spec, chunk_tokens), made_bytes) + vectors // 2,
-            sum_bytes + vectors,
+            sum_bytes + max(logits_bytes(self.spec, chunk_tokens), made_bytes) + self.profile.norm_held_bytes,
+            sum_bytes + self.profile.norm_bytes,
             0 if self.spec.tied else returned_bytes(block, state),
         )
 
@@ -56,10 +47,9 @@ class HeadMemory:
         earlier_bytes = 0
         if self.workload.num_micro_batches > 1:  # the rows of the micro-batch before are leaving
             earlier_bytes = sum_bytes + waiting_bytes - tied_rows_bytes(self.spec, state, self.workload)
-        vectors = vectors_bytes(self.spec, block, state, self.workload)
         computing_bytes = max(
-            self._chunks(earlier_bytes) + vectors // 2,
-            max(earlier_bytes, sum_bytes) + vectors,
+            self._chunks(earlier_bytes) + self.profile.norm_held_bytes,
+            max(earlier_bytes, sum_bytes) + self.profile.norm_bytes,
             sum_bytes + waiting_bytes + self._tied_elements * state.compute + micro_batch_bytes,
         )
         leaving_bytes = largest_elements(block) * state.gradient + others_leaving_bytes(block, state.gradient)

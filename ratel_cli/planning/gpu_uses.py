@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ratel_cli.model.spec import BlockSpec, ModelSpec
-from ratel_cli.planning.activations import LargestUnit, tied_rows_bytes
+from ratel_cli.planning.activations import LargestUnit, block_activation_bytes, tied_rows_bytes
 from ratel_cli.planning.gpu_gradients import (
     largest_elements,
     least_leaving_bytes,
@@ -22,7 +22,7 @@ from ratel_cli.planning.gpu_gradients import (
     returned_bytes,
     summed_elements,
 )
-from ratel_cli.planning.gpu_head import HeadMemory, vectors_bytes
+from ratel_cli.planning.gpu_head import HeadMemory
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
 from ratel_cli.planning.placement import (
     AfterGradient,
@@ -194,7 +194,8 @@ class Uses:
         return self._state.compute * num_elements
 
     def _vectors_bytes(self, block: BlockSpec) -> int:
-        return vectors_bytes(self._spec, block, self._state, self._workload)
+        """What the embedding has of one micro-batch."""
+        return block_activation_bytes(self._spec, block, self._state, tokens=self._workload.micro_batch_tokens)
 
     def _costs(self, block: BlockSpec) -> LayerProfile:
         return self._profile.profiles[self._profile.layers[block.index - 1]]
@@ -214,7 +215,7 @@ class Uses:
     def _of_head(self) -> int:
         """Hidden states are inputs of micro-batches that are left, and gradients of those before."""
         open_bytes = self._window(self._head_position, num_open=2 if self._spec.tied else 1) + self._hidden_bytes
-        head = HeadMemory(self._spec, self._state, self._workload)
+        head = HeadMemory(self._spec, self._state, self._workload, self._profile)
         return open_bytes + (head.summing_bytes(self._waiting_bytes) if self._holds_head else head.passing_bytes())
 
     def _gradient(self, block: BlockSpec, *, is_summed: bool) -> int:

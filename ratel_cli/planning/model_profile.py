@@ -105,6 +105,10 @@ class ModelProfile:
     sequence_len: int
     flops_head: int
     """Forward of the final norm and the head."""
+    norm_held_bytes: int
+    """What activations of the final norm take while the head runs; the norm's input is not counted."""
+    norm_bytes: int
+    """What they take at the peak of its forward or backward."""
     embedding_seconds: float | None = None
     """Forward and backward."""
     head_seconds: float | None = None
@@ -147,6 +151,8 @@ class ModelProfile:
             micro_batch_tokens=fields.integer("micro_batch_tokens"),
             sequence_len=fields.integer("sequence_len"),
             flops_head=fields.integer("flops_head"),
+            norm_held_bytes=fields.integer("norm_held_bytes"),
+            norm_bytes=fields.integer("norm_bytes"),
             embedding_seconds=fields.optional_number("embedding_seconds"),
             head_seconds=fields.optional_number("head_seconds"),
         )

@@ -109,6 +109,8 @@ def recorded_profile(
         micro_batch_tokens=tokens,
         sequence_len=workload.sequence_len,
         flops_head=head_flops(spec, tokens=tokens),
+        norm_held_bytes=estimate.norm_held_bytes,
+        norm_bytes=estimate.norm_bytes,
         embedding_seconds=outside[0],
         head_seconds=outside[head],
     )

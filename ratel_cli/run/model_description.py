@@ -20,7 +20,7 @@ from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.json_fields import JsonFields
 from ratel_cli.model.spec import LayerTraits, ModelSpec
-from ratel_cli.planning.analytic import gpt_activations, spec_from_shape
+from ratel_cli.planning.analytic import gpt_activations, gpt_norm, spec_from_shape
 from ratel_cli.run.settings import state_bytes
 from ratel_cli.run.user_cache import software_versions, user_cache_file, write_user_cache
 
@@ -50,11 +50,14 @@ def describe_model(config: RunConfig, *, name: str, log: RunLog) -> ModelDescrip
         vocab_size=shape.vocab_size,
         num_parameters=shape.num_parameters,
     )
-    activations = gpt_activations(
-        num_heads=shape.num_heads, hidden_size=shape.hidden_size, compute_bytes=state_bytes(config).compute
-    )
+    compute_bytes = state_bytes(config).compute
     traits = LayerTraits(
-        num_heads=shape.num_heads, head_dim=shape.hidden_size // shape.num_heads, activations=activations
+        num_heads=shape.num_heads,
+        head_dim=shape.hidden_size // shape.num_heads,
+        activations=gpt_activations(
+            num_heads=shape.num_heads, hidden_size=shape.hidden_size, compute_bytes=compute_bytes
+        ),
+        norm=gpt_norm(hidden_size=shape.hidden_size, compute_bytes=compute_bytes),
     )
     return ModelDescription(spec=spec, traits=traits)
 

@@ -13,9 +13,10 @@ from transformers.pytorch_utils import Conv1D
 from ratel_cli.engine.replay.tape import Recorder
 from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.footprint import measured_traits
+from ratel_cli.model.layer_runner import last_hidden_state
 from ratel_cli.model.skeleton import build_skeleton
-from ratel_cli.model.spec import LayerActivations
-from ratel_cli.planning.analytic import gpt_activations
+from ratel_cli.model.spec import LayerActivations, name_in_layer
+from ratel_cli.planning.analytic import gpt_activations, gpt_norm
 from tests.engine.architectures import ARCHITECTURES, larger_config
 from tests.engine.machine import attention_of
 from tests.tiers import sample
@@ -109,9 +110,58 @@ def test_backward_takes_more_than_what_is_saved(architecture: str) -> None:
     assert found.forward_per_token >= width
 
 
+@pytest.mark.parametrize("architecture", sample(ARCHITECTURES, every=4, offset=3))
+def test_backward_takes_less_and_less(architecture: str) -> None:
+    """After gradients of its own parameters, in an order in which products are left out one after another. Forward
+    takes no less when results of products stay."""
+    model = model_of(architecture)
+    found, names = activations_of(model), {name_in_layer(each.name) for each in model.spec.blocks[1].parameters}
+    assert found.forward_held_per_token >= found.forward_per_token
+    peak, products = found.saved_per_token + found.more_per_token, names
+    for rest in found.rests:
+        assert rest.after in names and rest.per_token < peak
+        assert set(rest.products) <= products
+        peak, products = rest.per_token, set(rest.products)
+
+
+def test_the_rest_of_a_gpt_begins_when_its_mlp_is_done() -> None:
+    model = model_of("gpt2", activation_function="gelu", n_inner=1024)
+    [mlp, *_] = activations_of(model).rests
+    assert mlp.after == "mlp.c_fc.bias", "the last of the MLP, whose weight is made with it"
+    assert mlp.products == ("attn.c_attn.weight", "attn.c_proj.weight") and mlp.has_attention
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", "opt"])
+def test_the_final_norm_takes_what_it_takes_with_values(architecture: str) -> None:
+    """Its result, what it saves, and the gradient of its result."""
+    model, tokens = model_of(architecture), 96
+    norm, block = measured_traits(model).norm, model.spec.blocks[-1]
+    assert norm is not None and norm.held_per_token <= norm.most_per_token
+    model.bind(block, torch.zeros(block.num_elements, dtype=torch.bfloat16))
+    leaf = torch.zeros(1, tokens, model.spec.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    packed: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() != leaf.data_ptr() and tensor.shape[:2] == (1, tokens):
+            packed[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        positions = torch.arange(tokens).unsqueeze(0)
+        finished = last_hidden_state(model.layer_runner.finish(leaf, torch.zeros_like(positions), positions))
+    model.release(block)
+    saved_bytes = sum(packed.values())
+    assert tokens * norm.held_per_token == pytest.approx(saved_bytes + 2 * finished.nbytes, rel=0.02)
+
+
 def test_the_formula_for_a_bare_shape_is_what_a_gpt_takes() -> None:
     """GPT-2 with the fused GELU, and the same without what a config does not say."""
     model = model_of("gpt2", activation_function="gelu", n_inner=1024)
+    norm, wanted_norm = measured_traits(model).norm, gpt_norm(hidden_size=256, compute_bytes=2)
+    assert norm is not None
+    assert wanted_norm.held_per_token == pytest.approx(norm.held_per_token, rel=0.02)
+    assert wanted_norm.most_per_token == pytest.approx(norm.most_per_token, rel=0.02)
     found = asdict(activations_of(model))
     wanted = asdict(gpt_activations(num_heads=4, hidden_size=256, compute_bytes=2))
     assert {"attn.c_attn.weight": "qkv.weight", "mlp.c_fc.weight": "fc1.weight"}.keys() == set(found["saved_products"])
@@ -123,8 +173,13 @@ def test_the_formula_for_a_bare_shape_is_what_a_gpt_takes() -> None:
         "replay_per_token",
         "replay_held_per_token",
         "forward_per_token",
+        "forward_held_per_token",
     ):
         assert wanted[name] == pytest.approx(found[name], rel=0.02), name
+    names = {"mlp.c_fc.bias": "fc1.weight", "attn.c_attn.bias": "qkv.weight"}
+    rests = [(names[rest["after"]], rest["per_token"]) for rest in found["rests"] if rest["after"] in names]
+    assert [after for after, _ in rests] == [rest["after"] for rest in wanted["rests"]]
+    assert [rest["per_token"] for rest in wanted["rests"]] == pytest.approx([size for _, size in rests], rel=0.02)
     assert {name: found[name] for name in found if name.endswith("pair")} == {
         name: wanted[name] for name in wanted if name.endswith("pair")
     }

@@ -15,6 +15,7 @@ from ratel_cli.model.spec import (
     LayerActivations,
     LayerTraits,
     ModelSpec,
+    NormActivations,
     RestOfBackward,
     decays,
     lay_out_block,
@@ -38,6 +39,7 @@ SPEC = ModelSpec(
     vocab_size=7,
 )
 TRAITS = LayerTraits(num_heads=4, head_dim=8, active_experts=2, inputs_first=("attn.c_attn.weight",))
+NORM = NormActivations(held_per_token=17, most_per_token=18)
 ACTIVATIONS = LayerActivations(
     saved_per_token=1,
     saved_per_pair=2,
@@ -98,7 +100,7 @@ def test_a_spec_and_its_traits_survive_json(architecture: str) -> None:
 
 
 def test_measured_activations_survive_json() -> None:
-    traits = replace(TRAITS, activations=ACTIVATIONS)
+    traits = replace(TRAITS, activations=ACTIVATIONS, norm=NORM)
     assert LayerTraits.from_json(through_json(traits.to_json())) == traits
 
 

@@ -51,7 +51,9 @@ def layer(
     )
 
 
-def model(*profiles: LayerProfile, layers: tuple[int, ...] = (0,), flops_head: int = 0) -> ModelProfile:
+def model(
+    *profiles: LayerProfile, layers: tuple[int, ...] = (0,), flops_head: int = 0, norm_bytes: int = 0
+) -> ModelProfile:
     return ModelProfile(
         source="analytic",
         profiles=profiles,
@@ -59,6 +61,8 @@ def model(*profiles: LayerProfile, layers: tuple[int, ...] = (0,), flops_head: i
         micro_batch_tokens=WORKLOAD.micro_batch_tokens,
         sequence_len=WORKLOAD.sequence_len,
         flops_head=flops_head,
+        norm_held_bytes=norm_bytes // 2,
+        norm_bytes=norm_bytes,
     )
 
 
@@ -83,4 +87,9 @@ def by_chance(choice: random.Random, *, num_layers: int, most_kib: int = 64, mos
 
     number = choice.randint(1, 2)
     layers = tuple(choice.randrange(number) for _ in range(num_layers))
-    return model(*(kind() for _ in range(number)), layers=layers, flops_head=choice.randint(0, most_flops))
+    return model(
+        *(kind() for _ in range(number)),
+        layers=layers,
+        flops_head=choice.randint(0, most_flops),
+        norm_bytes=choice.randint(0, most_kib) * 1024,
+    )

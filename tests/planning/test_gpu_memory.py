@@ -15,7 +15,7 @@ from ratel_cli.planning.activations import NOTHING_OFFLOADED, LargestUnit, offlo
 from ratel_cli.planning.capacity import HostMemory, StepMemory
 from ratel_cli.planning.gpu_gradients import least_leaving_bytes
 from ratel_cli.planning.gpu_memory import GpuMemory, weight_bytes_of
-from ratel_cli.planning.model_profile import LayerProfile
+from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
 from ratel_cli.planning.placement import LEAST_UNITS, GroupShape, Placement, StateBytes, UnitsOnGpu, Workload
 from ratel_cli.planning.swap import SwapOrder
 from ratel_cli.units import MIB
@@ -24,38 +24,40 @@ from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, WORKLOAD, g
 from tests.tiers import examples
 
 
-def head_stages(spec: ModelSpec, state: StateBytes, workload: Workload, tied: int, rows: int) -> list[int]:
+def head_stages(
+    spec: ModelSpec, state: StateBytes, workload: Workload, profile: ModelProfile, tied: int, rows: int
+) -> list[int]:
     """Two micro-batches, if there are as many, chunk by chunk: its logits, then its gradients; the norm; the end, when
     `tied` bytes wait for the embedding. While one computes, the `rows` of one micro-batch are leaving, not of two."""
     head, matrix = spec.blocks[-1].num_elements, spec.blocks[0].num_elements * spec.tied
     width, tokens = state.compute, workload.micro_batch_tokens
-    vectors = 12 * tokens * spec.hidden_size * width
+    held, most = profile.norm_held_bytes, profile.norm_bytes
     chunk = min(tokens, workload.chunk_tokens or max(16, (64 * MIB) // (4 * spec.vocab_size)))
     chunks = [min(chunk, tokens - start) for start in range(0, tokens, chunk)][: 4 if tokens % chunk else 3]
     stages, summed = [], 0
     for _ in range(min(2, workload.num_micro_batches)):
         part = 0  # of a tied gradient: as it was made, then in fp32
         for number, size in enumerate(chunks):
-            stages.append(summed + part + vectors // 2 + 12 * size * spec.vocab_size)
+            stages.append(summed + part + held + 12 * size * spec.vocab_size)
             summed = summed or 4 * head
-            stages.append(
-                summed + vectors // 2 + width * (head + matrix) + (part + 4 * matrix if number == 1 else part)
-            )
+            stages.append(summed + held + width * (head + matrix) + (part + 4 * matrix if number == 1 else part))
             part = 4 * matrix if number else width * matrix
-        stages.append(summed + vectors)
+        stages.append(summed + most)
         stages.append(4 * head + tied + width * matrix + tokens * spec.hidden_size * width)
         summed = 4 * head + tied - rows
     return stages
 
 
-def passing_head_stages(spec: ModelSpec, state: StateBytes, workload: Workload, norm: int) -> list[int]:
+def passing_head_stages(
+    spec: ModelSpec, state: StateBytes, workload: Workload, profile: ModelProfile, norm: int
+) -> list[int]:
     """Where host memory has the sums: a chunk's logits, or its gradients with what they are made of; the norm."""
     head, matrix = spec.blocks[-1].num_elements, spec.blocks[0].num_elements * spec.tied
     summed = 4 * head * spec.tied
-    vectors = 12 * workload.micro_batch_tokens * spec.hidden_size * state.compute
+    held, most = profile.norm_held_bytes, profile.norm_bytes
     chunk = min(workload.micro_batch_tokens, workload.chunk_tokens or max(16, (64 * MIB) // (4 * spec.vocab_size)))
     made = state.compute * (head + matrix + chunk * spec.vocab_size)
-    return [summed + vectors // 2 + max(12 * chunk * spec.vocab_size, made), summed + vectors, norm * (not spec.tied)]
+    return [summed + held + max(12 * chunk * spec.vocab_size, made), summed + most, norm * (not spec.tied)]
 
 
 def looked_up_rows(spec: ModelSpec, workload: Workload) -> tuple[int, int]:
@@ -120,7 +122,7 @@ def walk(
     spec: ModelSpec,
     state: StateBytes,
     workload: Workload,
-    layers: Sequence[LayerProfile],
+    profile: ModelProfile,
     unit: LargestUnit,
     *,
     holds_sums: bool,
@@ -128,7 +130,8 @@ def walk(
     window_bytes: int,
     units: UnitsOnGpu | None,
 ) -> int:
-    """Written anew: what is on the GPU at each use of a step, in order. `layers` has the costs of each layer."""
+    """Written anew: what is on the GPU at each use of a step, in order."""
+    layers = [profile.profiles[number] for number in profile.layers]
     size = [block.num_elements for block in spec.blocks]
     largest = [max(parameter.num_elements for parameter in block.parameters) for block in spec.blocks]
     num_layers, head, is_summed = spec.num_layers, spec.num_layers + 1, workload.num_micro_batches > 1
@@ -169,9 +172,9 @@ def walk(
     always = weights(head, 2 if spec.tied else 1) + hidden + unit.num_bytes
     gone = state.gradient * largest[head] + min(leaving(head), state.gradient * (size[head] - largest[head]))
     in_head = (
-        [*head_stages(spec, state, workload, tied, row_bytes * spec.tied), 4 * size[head] + tied + gone]
+        [*head_stages(spec, state, workload, profile, tied, row_bytes * spec.tied), 4 * size[head] + tied + gone]
         if holds_head
-        else passing_head_stages(spec, state, workload, norm[head])
+        else passing_head_stages(spec, state, workload, profile, norm[head])
     )
     stages += [always + each for each in in_head]
 
@@ -223,7 +226,6 @@ def test_it_is_the_most_that_a_use_takes(seed: int, tied: bool, holds_sums: bool
     units = choice.choice([None, LEAST_UNITS, UnitsOnGpu(forward_bytes=made, ahead_bytes=ahead, by_layer=())])
     window_bytes = choice.choice([0, 1, choice.randint(0, 2 * 10**7), 1 << 40])
     profile = by_chance(choice, num_layers=spec.num_layers, most_kib=choice.choice([1, 64, 100_000]))
-    layers = [profile.profiles[number] for number in profile.layers]
     memory = GpuMemory(spec, state, workload, profile)
     found = memory.needed_bytes(
         unit, holds_sums=holds_sums, holds_head=holds_head, window_bytes=window_bytes, units=units
@@ -232,7 +234,7 @@ def test_it_is_the_most_that_a_use_takes(seed: int, tied: bool, holds_sums: bool
         spec,
         state,
         workload,
-        layers,
+        profile,
         unit,
         holds_sums=holds_sums,
         holds_head=holds_head,

@@ -34,7 +34,14 @@ LAYER = LayerProfile(
     rests=(REST,),
 )
 PROFILE = ModelProfile(
-    source="recorded", profiles=(LAYER,), layers=(0, 0), micro_batch_tokens=8, sequence_len=8, flops_head=1
+    source="recorded",
+    profiles=(LAYER,),
+    layers=(0, 0),
+    micro_batch_tokens=8,
+    sequence_len=8,
+    flops_head=1,
+    norm_held_bytes=2,
+    norm_bytes=3,
 )
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
 VALUES = st.recursive(
