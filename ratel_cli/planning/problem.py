@@ -155,12 +155,23 @@ class Problem:
 
     @cached_property
     def without_head_on_gpu(self) -> Problem | None:
-        """The problem with the sums of the head's gradients in host memory; None if no more fits into the GPU then."""
-        if self._gpu is None:
+        """The problem with the sums of the head's gradients in host memory; None if the GPU has memory for all that a
+        step can use there, or if it has no more then."""
+        gpu, window_bytes = self._gpu, max(self.spec.block_elements) * self.state.compute
+        if gpu is None:
             return None
         without = replace(self, gpu_holds_head=False)
-        gains = any(not self.fits_device(each) and without.fits_device(each) for each in self.order.boundaries)
-        return without if gains else None
+        for each in self.order.boundaries:
+            resident = self._gpu_resident(each) if self.fits_device(each) else None
+            is_short = resident is None or resident.units is not None or resident.window_bytes < window_bytes
+            if is_short and self.decisions.device_limit_bytes is not None:
+                largest = self.order.largest_unit(each)
+                with_bytes, without_bytes = (
+                    gpu.needed_bytes(largest, holds_head=holds, units=LEAST_UNITS) for holds in (True, False)
+                )
+                if without_bytes < with_bytes and without.fits_device(each):
+                    return without
+        return None
 
     @property
     def in_least_gpu_memory(self) -> Problem:
