@@ -16,8 +16,8 @@ unit that stays in the memory where it was computed is not moved. Every other un
     7. fetch      wait for the read; upload what has not begun; give out the uploaded tensors; release the buffer
 
 On the device each tensor has a buffer of its own, whose memory is free when autograd has used it for the last time.
-Where two whole units do not fit there, the plan says what they may take (`UnitsOnGpu`). Then forward makes room before
-it makes more outputs: it waits for downloads. And the next unit is prepared in parts: some tensors at once, others when
+Where two whole units do not fit there, the plan says what they may take (`UnitsOnGpu`). Then forward waits for
+downloads before it makes more outputs. And the next unit is prepared in parts: some tensors at once, others when
 backward has made a certain gradient, the rest when it is fetched.
 
 Uploads of units have a queue of their own on the device: none stands behind the weights of a block that comes later.
@@ -216,9 +216,9 @@ class ActivationOffloader:
         self.put_bytes = 0
         """Packed size of all units that were put in this step."""
 
-    def make_room(self, num_bytes: int) -> None:
-        """Forward has made an output of the next unit. Where the plan says so, what is computed from now on waits for
-        downloads of the unit before, until both take no more than they may."""
+    def limit_downloads(self, num_bytes: int) -> None:
+        """Forward has made an output of the next unit, of `num_bytes`. Where the plan says so, what is computed from
+        now on waits for downloads of the unit before, until both take no more than they may."""
         self._made_bytes += num_bytes
         if self._units is not None:
             self._device.free_downloads(max(0, self._units.forward_bytes - self._made_bytes))
@@ -281,7 +281,7 @@ class ActivationOffloader:
 
         `parameters`: the block's, in the order of its spec.
         """
-        moments = () if self._units is None else self._units.by_layer[block.index - 1]
+        moments = () if self._units is None else self._units.moments.get(block.index, ())
         most_bytes = {moment.parameter: moment.num_bytes for moment in moments}
 
         def prepare_more(name: str, _: torch.Tensor) -> None:

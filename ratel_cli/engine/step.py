@@ -239,14 +239,14 @@ class StepEngine(Closing):
     def _recorder(self, state: StepState, weights: BlockWeights, number: int) -> Recorder:
         block, swapped = weights.block.index, self._swapped.get(weights.block.index, frozenset())
         if state.recording is None:
-            return Recorder(weights.parameters, swapped, self._activations.make_room)
+            return Recorder(weights.parameters, swapped, self._activations.limit_downloads)
         return state.recording.recorder(
             weights.parameters,
             swapped,
             block=block,
             micro_batch=number,
             module=self._layer_runner.layers[block - 1],
-            made=self._activations.make_room,
+            on_output=self._activations.limit_downloads,
         )
 
     def _run_layer(self, state: StepState, block: BlockSpec, number: int, hidden: torch.Tensor) -> torch.Tensor:

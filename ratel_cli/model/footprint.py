@@ -64,10 +64,13 @@ def measured_traits(model: DecoderModel) -> LayerTraits:
             arguments = tuple(id(tensor) for tensor in tensors_in((call.arguments, call.keywords)))
             kinds.setdefault((shapes, arguments), (block, call))
         measured = [_layer(model, block, call, model.skeleton.dtype) for block, call in kinds.values()]
-        norm = _norm(model, positions)
+        traits = replace(model.traits, activations=_most(measured))
     except _CANNOT_RUN:
         return model.traits
-    return replace(model.traits, activations=_most(measured), norm=norm)
+    try:
+        return replace(traits, norm=_norm(model, positions))
+    except _CANNOT_RUN:
+        return traits
 
 
 def _most(measured: Sequence[LayerActivations]) -> LayerActivations:
@@ -265,8 +268,6 @@ class _ActivationWatch(OperatorMode):
         return found
 
     def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        if self._parts and _ATTENTION_NAME in str(func):
-            self._parts[-1].has_attention = True
         passed = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
         result = func(*args, **kwargs)
         for tensor in tensors_in(result):
@@ -276,6 +277,9 @@ class _ActivationWatch(OperatorMode):
                 for each in tensors_in((args, kwargs)):
                     if each.untyped_storage()._cdata == self._weights and storage._cdata in self._known:
                         self.made_with[storage._cdata] = int(each.storage_offset())
+        if self._parts and _ATTENTION_NAME in str(func):
+            self._parts[-1].has_attention = True
+            self._note_peak(_attention_workspace_bytes(tensors_in(args)))
         if self._held is not None and getattr(func, "_overloadpacket", None) in _PRODUCTS:
             self._held += tensors_in(result)
         if self._num_made:
@@ -302,10 +306,13 @@ class _ActivationWatch(OperatorMode):
 
         self._known[key] = weakref.ref(storage, end)
         self.live[grows_with] += num_bytes
-        self.peak[grows_with] = max(self.peak[grows_with], self.live[grows_with])
-        if self._parts:
-            part = self._parts[-1].peak
-            part[grows_with] = max(part[grows_with], self.live[grows_with])
+        self._note_peak()
+
+    def _note_peak(self, workspace_bytes: int = 0) -> None:
+        """Note what is alive. `workspace_bytes`: what an operator takes besides, which grows with the tokens."""
+        for peak in (self.peak, *(part.peak for part in self._parts[-1:])):
+            for key, num_bytes in self.live.items():
+                peak[key] = max(peak[key], num_bytes + (workspace_bytes if key == _TOKENS else 0))
 
     def _end_gradient(self, key: int) -> None:
         del self._known[key]
@@ -313,8 +320,16 @@ class _ActivationWatch(OperatorMode):
 
 
 def _is_made_with(name: str, rest: _Part) -> bool:
-    """Whether a matrix is made together with the bias after whose gradient the rest begins."""
-    return name.rpartition(".")[0] == rest.after.rpartition(".")[0]
+    """Whether a matrix gets its gradient together with the bias after whose gradient the rest begins."""
+    return name.removesuffix(".weight") == rest.after.removesuffix(".bias")
+
+
+def _attention_workspace_bytes(arguments: Sequence[torch.Tensor]) -> int:
+    """What the backward of attention takes on a GPU besides its results, which the CPU's kernel does not: the gradient
+    of the queries in fp32, and where heads share keys and values, their gradients for each head."""
+    _, query, key, value, *_ = arguments
+    expanded = 2 * query.nbytes if key.shape[1] < query.shape[1] or value.shape[1] < query.shape[1] else 0
+    return 4 * query.numel() + expanded
 
 
 def _forget(parameter: torch.Tensor, *, then: Callable[[], None]) -> None:

@@ -94,7 +94,8 @@ def gpt_activations(*, num_heads: int, hidden_size: int, compute_bytes: int) -> 
     the residual after it, and the input and the result of GELU: 2 + 3 + 1 + 1 + 4 + 4. Backward is at its peak in
     `fc2`: it has the layer's output, and makes the gradient of GELU's result. (In 16 bit the papers count 17 elements:
     two dropouts and the layer's input too, and no residual.) Forward is at its peak where GELU's input and result,
-    attention's output, the residual and the result of a norm exist.
+    attention's output, the residual and the result of a norm exist. The
+    backward of attention adds up the gradient of the queries in fp32.
     """
     hidden_bytes = hidden_size * compute_bytes
     return LayerActivations(
@@ -115,7 +116,10 @@ def gpt_activations(*, num_heads: int, hidden_size: int, compute_bytes: int) -> 
         rests=(
             RestOfBackward(
                 after="fc1.weight",
-                per_token=11 * hidden_bytes + num_heads * _LOGSUMEXP_BYTES + 2 * _NORM_STATISTICS_BYTES,
+                per_token=11 * hidden_bytes
+                + num_heads * _LOGSUMEXP_BYTES
+                + 2 * _NORM_STATISTICS_BYTES
+                + 4 * hidden_size,
                 per_pair=compute_bytes,
                 products=("projection.weight", "qkv.weight"),
                 has_attention=True,
@@ -192,7 +196,8 @@ def analytic_profile(spec: ModelSpec, state: StateBytes, workload: Workload, *, 
 class _Product:
     """One matrix product."""
 
-    name: str
+    parameter: str
+    """Name of its matrix within the layer."""
     inputs: int
     outputs: int
     times: int
@@ -208,7 +213,7 @@ def _layer_profile(
     dead = _dead(spec, block, products)
     found = traits.activations or _activations(spec, block, state)
     candidates = [
-        _product_candidate(product, state, tokens, is_saved=f"{product.name}.weight" in found.saved_products)
+        _product_candidate(product, state, tokens, is_saved=product.parameter in found.saved_products)
         for product in products
         if product is not dead
     ]
@@ -245,7 +250,7 @@ def _flops_of_rest(
     rest: RestOfBackward, products: list[_Product], traits: LayerTraits, *, tokens: int, sequence_len: int
 ) -> int:
     """FLOPs in forward of what the rest of backward differentiates."""
-    flops = sum(_flops(product, tokens) for product in products if f"{product.name}.weight" in rest.products)
+    flops = sum(_flops(product, tokens) for product in products if product.parameter in rest.products)
     return flops + (_attention_flops(traits, tokens, sequence_len) if rest.has_attention else 0)
 
 
@@ -288,7 +293,7 @@ def _products(block: BlockSpec, traits: LayerTraits) -> list[_Product]:
             inputs, outputs = outputs, inputs
         products.append(
             _Product(
-                name=name_in_layer(parameter.name).removesuffix(".weight"),
+                parameter=name_in_layer(parameter.name),
                 inputs=inputs,
                 outputs=outputs,
                 times=traits.active_experts if stack else 1,
@@ -322,7 +327,7 @@ def _attention_candidate(traits: LayerTraits, state: StateBytes, *, tokens: int,
 def _product_candidate(product: _Product, state: StateBytes, tokens: int, *, is_saved: bool) -> SwapCandidate:
     num_bytes = tokens * product.times * product.outputs * state.compute
     return SwapCandidate(
-        operator=f"{product.name} mm",
+        operator=f"{product.parameter.removesuffix('.weight')} mm",
         key="",
         num_bytes=num_bytes,
         flops=_flops(product, tokens),

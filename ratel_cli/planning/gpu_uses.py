@@ -138,7 +138,7 @@ class Uses:
         return UnitsOnGpu(
             forward_bytes=forward_bytes,
             ahead_bytes=ahead_bytes,
-            by_layer=tuple(moments[number] for number in self._profile.layers),
+            moments={index: moments[kind] for index, kind in enumerate(self._profile.layers, start=1)},
         )
 
     def _forward_bytes(self, largest: LargestUnit, units: UnitsOnGpu | None) -> int:

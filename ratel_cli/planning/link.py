@@ -12,8 +12,17 @@ from dataclasses import dataclass
 
 from ratel_cli.hardware.spec import HardwareProfile, Link
 from ratel_cli.model.spec import BlockSpec, ModelSpec
-from ratel_cli.planning.activations import OffloadedActivations
-from ratel_cli.planning.placement import Placement, StateBytes, elements_ahead, looked_up_block, tensors_ahead
+from ratel_cli.planning.activations import NOT_EXPOSED, ExposedUnits, OffloadedActivations
+from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
+from ratel_cli.planning.placement import (
+    AfterGradient,
+    Placement,
+    StateBytes,
+    UnitsOnGpu,
+    elements_ahead,
+    looked_up_block,
+    tensors_ahead,
+)
 
 _BOOKED = 0.85
 """The most of the link's time that offloaded activations get."""
@@ -109,6 +118,67 @@ def head_sums(spec: ModelSpec, state: StateBytes, placement: Placement, *, num_c
     )
 
 
+def exposed_units(
+    num_swapped: Sequence[int],
+    profile: ModelProfile,
+    units: UnitsOnGpu,
+    hardware: HardwareProfile,
+    *,
+    num_micro_batches: int,
+    units_from: int,
+) -> ExposedUnits:
+    """What of a step's units moves while nothing computes.
+
+    `num_swapped`: for each layer, how many of its candidates are swapped. Units from `units_from` on do not move.
+    """
+    known: dict[tuple[int, int], ExposedUnits] = {}
+    down_bytes = up_bytes = 0
+    for layer, key in enumerate(zip(profile.layers, num_swapped, strict=True)):
+        if key not in known:
+            known[key] = _exposed_unit(profile.profiles[key[0]], key[1], units, units.moments[layer + 1], hardware)
+        num_moved = min(num_micro_batches, max(0, units_from - layer * num_micro_batches))
+        down_bytes += num_moved * known[key].down_bytes
+        up_bytes += num_moved * known[key].up_bytes
+    return ExposedUnits(down_bytes, up_bytes)
+
+
+def _exposed_unit(
+    costs: LayerProfile,
+    num_swapped: int,
+    units: UnitsOnGpu,
+    moments: Sequence[AfterGradient],
+    hardware: HardwareProfile,
+) -> ExposedUnits:
+    """What of one unit moves while nothing computes, if the units next to it are alike.
+
+    All its outputs are there at the earliest when forward has computed the FLOPs behind them.
+    """
+    link, swapped = hardware.link, costs.candidates[:num_swapped]
+    if link is None:
+        return NOT_EXPOSED
+    forward_seconds, backward_seconds = costs.forward_seconds, costs.backward_seconds
+    if forward_seconds is None or backward_seconds is None:
+        forward_seconds = costs.flops_forward / hardware.gpu.flops_per_second
+        backward_seconds = 2 * forward_seconds
+    tensor_bytes = [costs.input_bytes, *(candidate.num_bytes for candidate in swapped)]
+    made_share = sum(candidate.flops for candidate in swapped) / max(1, costs.flops_forward)
+    rest_shares = {rest.after: rest.flops / max(1, 2 * costs.flops_forward) for rest in costs.rests}
+    return ExposedUnits(
+        down_bytes=waited_unit_bytes(
+            sum(tensor_bytes),
+            units.forward_bytes,
+            made_share * forward_seconds,
+            bytes_per_second=link.from_gpu_bytes_per_second,
+        ),
+        up_bytes=exposed_unit_bytes(
+            tensor_bytes,
+            [units.ahead_bytes, *(moment.num_bytes for moment in moments)],
+            [rest_shares[moment.parameter] * backward_seconds for moment in moments],
+            bytes_per_second=link.to_gpu_bytes_per_second,
+        ),
+    )
+
+
 def waited_unit_bytes(unit_bytes: int, most_bytes: int, made_seconds: float, *, bytes_per_second: float) -> int:
     """What of a unit forward waits for, because it has `most_bytes` for it and for the unit that it makes.
 
@@ -129,11 +199,11 @@ def exposed_unit_bytes(
     `ahead_bytes`: what they may take from the beginning of that unit's backward, and from each moment on at which they
     may take more. `rest_seconds`: the time from each of these moments to the end of backward.
     """
-    gone: list[int] = []
+    taken: list[int] = []
     exposed = 0.0
     for most_bytes, left_seconds in zip(ahead_bytes, (*rest_seconds, 0.0), strict=True):
-        gone += tensors_ahead(tensor_bytes, most_bytes, taken=gone)
-        later_bytes = sum(tensor_bytes) - sum(tensor_bytes[number] for number in gone)
+        taken += tensors_ahead(tensor_bytes, most_bytes, taken=taken)
+        later_bytes = sum(tensor_bytes) - sum(tensor_bytes[number] for number in taken)
         exposed = max(exposed, later_bytes - bytes_per_second * left_seconds)
     return int(exposed)
 

@@ -16,7 +16,7 @@ from typing import Literal, Self, TypeVar
 
 from ratel_cli.json_fields import JsonFields
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 Source = Literal["analytic", "recorded"]
 
 

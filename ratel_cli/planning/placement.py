@@ -117,11 +117,11 @@ class UnitsOnGpu:
     """Outputs of the unit that forward makes, and tensors of the one before until their downloads have ended."""
     ahead_bytes: int
     """Tensors of the next unit in backward, while the one in use is recomputed and backward is at its peak."""
-    by_layer: tuple[tuple[AfterGradient, ...], ...]
-    """For each layer: what they may take later in its backward, in the order in which that grows."""
+    moments: Mapping[int, tuple[AfterGradient, ...]] = field(default_factory=dict)
+    """By block: what they may take later in its backward, in the order in which that grows."""
 
 
-LEAST_UNITS: Final = UnitsOnGpu(forward_bytes=0, ahead_bytes=0, by_layer=())
+LEAST_UNITS: Final = UnitsOnGpu(forward_bytes=0, ahead_bytes=0)
 """With which a step takes the least memory."""
 
 
@@ -243,7 +243,8 @@ def elements_ahead(block: BlockSpec, window_elements: int) -> int:
 
 
 def tensors_ahead(num_bytes: Sequence[int], most_bytes: int, *, taken: Collection[int] = ()) -> list[int]:
-    """Which tensors of these sizes go up in `most_bytes`: the largest that fits, then the next. `taken` have gone."""
+    """Which tensors of these sizes go up in `most_bytes`: the largest that fits, then the next. `taken` have done so
+    before."""
     left_bytes = most_bytes - sum(num_bytes[number] for number in taken)
     found = []
     for number in sorted(range(len(num_bytes)), key=lambda number: -num_bytes[number]):

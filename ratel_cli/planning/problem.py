@@ -9,7 +9,6 @@ into the GPU is for the caller to check (`fits_device`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,12 +27,11 @@ from ratel_cli.planning.analytic import head_sum_bytes, num_head_chunks
 from ratel_cli.planning.capacity import HostMemory, StepMemory
 from ratel_cli.planning.costs import ComputeSeconds, compute_seconds, overlapped_step
 from ratel_cli.planning.gpu_memory import GpuMemory, GpuResident
-from ratel_cli.planning.link import exposed_unit_bytes, waited_unit_bytes
-from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
+from ratel_cli.planning.link import exposed_units
+from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import (
     LEAST_UNITS,
     ActivationPolicy,
-    AfterGradient,
     Overlap,
     Placement,
     StateBytes,
@@ -155,10 +153,10 @@ class Problem:
 
     @cached_property
     def without_head_on_gpu(self) -> Problem | None:
-        """The problem with the sums of the head's gradients in host memory; None if the GPU has memory for all that a
-        step can use there, or if it has no more then."""
+        """The problem with the sums of the head's gradients in host memory; None if the GPU is not short of memory, or
+        if that does not help."""
         gpu, window_bytes = self._gpu, max(self.spec.block_elements) * self.state.compute
-        if gpu is None:
+        if gpu is None or not self.gpu_holds_head:
             return None
         without = replace(self, gpu_holds_head=False)
         for each in self.order.boundaries:
@@ -276,57 +274,27 @@ class Problem:
     def _offload(
         self, num_outputs: int, resident: GpuResident | None, *, spilled_units: int = 0
     ) -> OffloadedActivations:
+        units_from = None if resident is None else max(spilled_units, resident.units_from)
         return offload(
             self.order.unit_bytes(num_outputs),
             num_micro_batches=self.workload.num_micro_batches,
             spilled_units=spilled_units,
             largest_unit=self.order.largest_unit(num_outputs),
-            gpu_units_from=None if resident is None else max(spilled_units, resident.units_from),
-            exposed=self._exposed_units(num_outputs, resident),
+            gpu_units_from=units_from,
+            exposed=self._exposed_units(num_outputs, None if resident is None else resident.units, units_from),
         )
 
-    def _exposed_units(self, num_outputs: int, resident: GpuResident | None) -> ExposedUnits:
-        """What of a step's units moves while nothing computes."""
-        units = None if resident is None else resident.units
-        if resident is None or units is None:
+    def _exposed_units(self, num_outputs: int, units: UnitsOnGpu | None, units_from: int | None) -> ExposedUnits:
+        """What of a step's units, of which those from `units_from` on stay on the GPU, moves while nothing computes."""
+        if units is None or units_from is None:
             return NOT_EXPOSED
-        known: dict[tuple[int, tuple[int, ...]], ExposedUnits] = {}
-        number, down_bytes, up_bytes = self.workload.num_micro_batches, 0, 0
-        for layer, key in enumerate(zip(self.profile.layers, self.order.tensor_bytes(num_outputs), strict=True)):
-            if key not in known:
-                known[key] = self._exposed_unit(self.profile.profiles[key[0]], key[1], units, units.by_layer[layer])
-            num_moved = min(number, max(0, resident.units_from - layer * number))
-            down_bytes += num_moved * known[key].down_bytes
-            up_bytes += num_moved * known[key].up_bytes
-        return ExposedUnits(down_bytes, up_bytes)
-
-    def _exposed_unit(
-        self,
-        costs: LayerProfile,
-        tensor_bytes: Sequence[int],
-        units: UnitsOnGpu,
-        moments: Sequence[AfterGradient],
-    ) -> ExposedUnits:
-        """What of a unit with these tensors moves while nothing computes, if the units next to it are alike."""
-        link, rate = self.hardware.link, self.hardware.gpu.flops_per_second
-        assert link is not None
-        forward_seconds, backward_seconds = costs.forward_seconds, costs.backward_seconds
-        if forward_seconds is None or backward_seconds is None:
-            forward_seconds, backward_seconds = costs.flops_forward / rate, 2 * costs.flops_forward / rate
-        share = {rest.after: rest.flops / max(1, 2 * costs.flops_forward) for rest in costs.rests}
-        return ExposedUnits(
-            down_bytes=waited_unit_bytes(
-                sum(tensor_bytes),
-                units.forward_bytes,
-                forward_seconds * costs.flops_recomputed / max(1, costs.flops_forward),  # all but the last product
-                bytes_per_second=link.from_gpu_bytes_per_second,
-            ),
-            up_bytes=exposed_unit_bytes(
-                tensor_bytes,
-                [units.ahead_bytes, *(moment.num_bytes for moment in moments)],
-                [share[moment.parameter] * backward_seconds for moment in moments],
-                bytes_per_second=link.to_gpu_bytes_per_second,
-            ),
+        return exposed_units(
+            self.order.swapped_in_layers(num_outputs),
+            self.profile,
+            units,
+            self.hardware,
+            num_micro_batches=self.workload.num_micro_batches,
+            units_from=units_from,
         )
 
     def _fewest_spilled(self, num_outputs: int, available_bytes: int, unspilled: OffloadedActivations) -> int:

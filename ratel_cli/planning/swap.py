@@ -103,18 +103,16 @@ class SwapOrder:
                 keys.setdefault(block, set()).add(group.candidate.key)
         return {block: frozenset(names) for block, names in keys.items()}
 
-    def tensor_bytes(self, num_outputs: int) -> list[tuple[int, ...]]:
-        """For each layer, the sizes of its input and of its outputs that a prefix swaps."""
+    def swapped_in_layers(self, num_outputs: int) -> list[int]:
+        """For each layer, how many of its candidates a prefix swaps, the first ones."""
         whole, rest = self._split(num_outputs)
-        sizes = [[layer.input_bytes] for layer in self.profile.profiles]
+        numbers = [0] * len(self.profile.profiles)
         for group in self.groups[:whole]:
-            sizes[group.profile].append(group.candidate.num_bytes)
-        partly = self.groups[whole] if rest else None
-        one_more = frozenset(partly.blocks[:rest]) if partly else frozenset()
-        return [
-            (*sizes[number], *([partly.candidate.num_bytes] if partly and block in one_more else []))
-            for block, number in enumerate(self.profile.layers, start=1)
-        ]
+            numbers[group.profile] += 1
+        by_layer = [numbers[kind] for kind in self.profile.layers]
+        for block in self.groups[whole].blocks[:rest] if rest else ():
+            by_layer[block - 1] += 1
+        return by_layer
 
     def _unit_bytes(self, num_outputs: int) -> list[int]:
         return self._by_layer(num_outputs, lambda candidate: candidate.num_bytes)

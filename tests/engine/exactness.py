@@ -98,12 +98,13 @@ SETTINGS = (("float32", "bfloat16"), (1, 3), (None, 0.5))
 """Compute dtypes, numbers of micro-batches, and limits of the gradient's norm."""
 EVERY_BLOCK = frozenset(range(8))
 AHEAD = Placement(prefetch_blocks=2, pending_updates=2)
-NUM_LAYERS = 3
 IN_PARTS = UnitsOnGpu(
     forward_bytes=20_000,
     ahead_bytes=5_000,
-    by_layer=NUM_LAYERS
-    * ((AfterGradient("mlp.up_proj.weight", 12_000), AfterGradient("self_attn.o_proj.weight", 20_000)),),
+    moments=dict.fromkeys(
+        range(1, 4),
+        (AfterGradient("mlp.up_proj.weight", 12_000), AfterGradient("self_attn.o_proj.weight", 20_000)),
+    ),
 )
 PLACEMENTS: dict[str, dict[str, object]] = {
     "io_uring": {"io_engine": "auto"},
@@ -159,9 +160,7 @@ PLACEMENTS: dict[str, dict[str, object]] = {
             gpu_window_bytes=20_000,
         )
     },
-    "one unit on a GPU": {
-        "placement": replace(AHEAD, swapped=EVERYTHING, gpu_units=replace(LEAST_UNITS, by_layer=NUM_LAYERS * ((),)))
-    },
+    "one unit on a GPU": {"placement": replace(AHEAD, swapped=EVERYTHING, gpu_units=LEAST_UNITS)},
     "units in parts on a GPU": {"placement": replace(AHEAD, swapped=EVERYTHING, gpu_units=IN_PARTS, spilled_units=2)},
     "the next block ahead on a GPU": {"placement": replace(AHEAD, gpu_window_bytes=1 << 30)},
     "some parameters ahead on a GPU": {"placement": replace(AHEAD, gpu_window_bytes=7000)},

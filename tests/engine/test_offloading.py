@@ -18,9 +18,10 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.io.views import view
-from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, Placement, UnitsOnGpu
+from ratel_cli.planning.placement import SPILL_WINDOW_UNITS, AfterGradient, Placement, UnitsOnGpu
 from ratel_cli.sizes import PAGE_BYTES
 from tests.fakes import Fault, FaultyQueue
+from tests.planning.shapes import gpt
 
 NUM_UNITS = 2 * SPILL_WINDOW_UNITS + 1
 SCRATCH_BYTES = 2 * NUM_UNITS * PAGE_BYTES
@@ -113,7 +114,7 @@ class NotingDevice(HostDevice):
         super().__init__(Timeline())
         self._events = events
         self.reserved_bytes = 0
-        self.rooms: list[int] = []
+        self.limits: list[int] = []
         """What downloads may still take, whenever more was to be computed."""
 
     def reserve(self, num_bytes: int) -> DeviceBuffer:
@@ -121,7 +122,7 @@ class NotingDevice(HostDevice):
         return super().reserve(num_bytes)
 
     def free_downloads(self, beside_bytes: int = 0) -> None:
-        self.rooms.append(beside_bytes)
+        self.limits.append(beside_bytes)
 
     def upload(
         self,
@@ -232,7 +233,7 @@ def test_a_read_that_failed_is_raised_before_its_bytes_go_up() -> None:
 
 TENSOR_BYTES = 240, 2400, 2400, 2400
 """Of a unit: its input, and its outputs' storages, of which two are one."""
-IN_PARTS = UnitsOnGpu(forward_bytes=6000, ahead_bytes=2700, by_layer=())
+IN_PARTS = UnitsOnGpu(forward_bytes=6000, ahead_bytes=2700)
 
 
 def test_where_two_units_do_not_fit_the_next_one_goes_up_in_parts() -> None:
@@ -253,14 +254,57 @@ def test_where_two_units_do_not_fit_the_next_one_goes_up_in_parts() -> None:
         assert device.reserved_bytes == NUM_UNITS * sum(TENSOR_BYTES)
 
 
-def test_forward_makes_room_for_what_it_makes() -> None:
+def test_forward_waits_for_memory_for_what_it_makes() -> None:
     """Downloads of the unit before may take what the outputs that were made leave of the plan's bytes."""
     for units, wanted in ((None, []), (IN_PARTS, [4000, 1000, 0, 5999])):
         device = NotingDevice([])
         with noted(device, units) as (activations, _, _):
             activations.reset()
             for num_bytes in (2000, 3000, 2000):
-                activations.make_room(num_bytes)
+                activations.limit_downloads(num_bytes)
             activations.put(0, 0, unit_of(0))
-            activations.make_room(1)
-            assert device.rooms == wanted
+            activations.limit_downloads(1)
+            assert device.limits == wanted
+
+
+AFTER_A_GRADIENT = UnitsOnGpu(
+    forward_bytes=0,
+    ahead_bytes=0,
+    moments={1: (AfterGradient("qkv", 2400), AfterGradient("of no parameter", 1 << 40))},
+)
+BLOCK = gpt(num_layers=1, hidden_size=8).blocks[1]
+
+
+def backward(activations: ActivationOffloader) -> None:
+    """Of a layer whose parameters all get a gradient."""
+    parameters = [torch.nn.Parameter(torch.zeros(each.shape)) for each in BLOCK.parameters]
+    with activations.preparing_more(BLOCK, parameters), torch.autograd.set_multithreading_enabled(False):
+        torch.stack([parameter.sum() for parameter in parameters]).sum().backward()
+    assert all(parameter.grad is not None and not parameter._post_accumulate_grad_hooks for parameter in parameters)
+
+
+def test_more_of_the_next_unit_goes_up_after_the_gradients_that_the_plan_names() -> None:
+    """And after no others: a parameter that the layer does not have gets none."""
+    device = NotingDevice([])
+    with noted(device, AFTER_A_GRADIENT) as (activations, _, _), activations.fetch(NUM_UNITS - 1, 0):
+        before = device.reserved_bytes
+        backward(activations)
+        assert device.reserved_bytes == before + 2400
+
+
+def test_a_read_that_failed_is_raised_in_backward_and_the_next_step_works() -> None:
+    with noted(NotingDevice([]), AFTER_A_GRADIENT) as (activations, scratch, events):
+        scratch.holds = True
+        first_read = NUM_UNITS - 1 - SPILL_WINDOW_UNITS
+        for number in reversed(range(first_read + 2, NUM_UNITS)):
+            use(activations, number, events)
+        with activations.fetch(first_read + 1, 0):
+            scratch.end_reads(IntegrityFailure("a flipped bit"))
+            with pytest.raises(IntegrityFailure, match="a flipped bit"):
+                backward(activations)
+        activations.reset()
+        scratch.holds = False
+        for number in range(NUM_UNITS):
+            activations.put(number, 0, unit_of(number))
+        for number in reversed(range(NUM_UNITS)):
+            use(activations, number, events)

@@ -163,12 +163,12 @@ def scaled_units(run: Run, plan: Plan, unit_bytes: float) -> UnitsOnGpu | None:
     if units is None:
         return None
     moments = tuple(
-        AfterGradient(LAST_OF_GPT[moment.parameter], round(share * moment.num_bytes)) for moment in units.by_layer[0]
+        AfterGradient(LAST_OF_GPT[moment.parameter], round(share * moment.num_bytes)) for moment in units.moments[1]
     )
     return UnitsOnGpu(
         forward_bytes=round(share * units.forward_bytes),
         ahead_bytes=round(share * units.ahead_bytes),
-        by_layer=(moments,) * run.num_layers,
+        moments=dict.fromkeys(range(1, run.num_layers + 1), moments),
     )
 
 

@@ -223,7 +223,7 @@ def test_it_is_the_most_that_a_use_takes(seed: int, tied: bool, holds_sums: bool
     state, unit_bytes = choice.choice([BFLOAT16, FLOAT16, FLOAT32]), choice.choice([0, 1, 10**6, 10**9])
     unit = LargestUnit(unit_bytes, *(choice.choice([0, unit_bytes, choice.randint(0, unit_bytes)]) for _ in range(2)))
     made, ahead = (choice.choice([0, 2 * unit_bytes, choice.randint(0, 2 * unit_bytes)]) for _ in range(2))
-    units = choice.choice([None, LEAST_UNITS, UnitsOnGpu(forward_bytes=made, ahead_bytes=ahead, by_layer=())])
+    units = choice.choice([None, LEAST_UNITS, UnitsOnGpu(forward_bytes=made, ahead_bytes=ahead)])
     window_bytes = choice.choice([0, 1, choice.randint(0, 2 * 10**7), 1 << 40])
     profile = by_chance(choice, num_layers=spec.num_layers, most_kib=choice.choice([1, 64, 100_000]))
     memory = GpuMemory(spec, state, workload, profile)
@@ -443,7 +443,8 @@ def test_where_two_units_do_not_fit_they_take_what_there_is(seed: int) -> None:
         assert needed_bytes <= limit_bytes
         if each.units is None:
             continue
-        for kind, moments in zip(profile.layers, each.units.by_layer, strict=True):
+        assert list(each.units.moments) == [block.index for block in spec.blocks[1:-1]]
+        for kind, moments in zip(profile.layers, each.units.moments.values(), strict=True):
             costs, made_bytes = profile.profiles[kind], made(BFLOAT16, 4 * 256 * 256, workload.num_micro_batches > 1)
             working_bytes = max(costs.backward_bytes, costs.making_bytes + made_bytes)
             rests = {rest.after: rest.num_bytes + made_bytes for rest in costs.rests}

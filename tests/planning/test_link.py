@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 
 from ratel_cli.planning.activations import NOT_EXPOSED, ExposedUnits, offload
 from ratel_cli.planning.costs import ComputeSeconds, overlapped_step
+from ratel_cli.planning.gpu_memory import GpuMemory
 from ratel_cli.planning.link import exposed_unit_bytes, waited_unit_bytes
-from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.placement import LEAST_UNITS, Placement
+from ratel_cli.planning.problem import Decisions, Problem
+from ratel_cli.planning.swap import SwapOrder
 from ratel_cli.planning.traffic import Traffic
-from tests.planning.shapes import BFLOAT16, SEEDS, gpt, machine
+from tests.planning.profiles import by_chance
+from tests.planning.shapes import BFLOAT16, SEEDS, WORKLOAD, gpt, machine
 from tests.tiers import examples
+
+LINK_RATE = 1e10
+"""Of `machine`, in bytes per second and direction."""
 
 
 def late_seconds(tensors: Sequence[int], most: Sequence[int], moments: Sequence[float], end: float) -> float:
@@ -75,3 +83,68 @@ def test_what_moves_while_nothing_computes_takes_its_time(prefetch_blocks: int) 
     waits, none = ((each.forward.total, each.backward.total) for each in both)
     assert waits[0] - none[0] == pytest.approx(10**9 / hardware.link.from_gpu_bytes_per_second, rel=1e-6)
     assert waits[1] - none[1] == pytest.approx(10**10 / hardware.link.to_gpu_bytes_per_second, rel=1e-6)
+
+
+@examples(100)
+@given(seed=SEEDS)
+def test_a_step_counts_every_unit_that_moves_in_parts(seed: int) -> None:
+    """Unit by unit, each with its own layer's tensors, times and moments."""
+    choice = random.Random(seed)
+    of = tight_problem(choice)
+    for num_outputs in {0, of.order.num_outputs, choice.randint(0, of.order.num_outputs)}:
+        placement = of.evaluate(Placement(), num_outputs=num_outputs).placement
+        if placement.gpu_units is None:
+            assert of.offload(num_outputs).exposed == NOT_EXPOSED
+            continue
+        swapped, down, up = of.order.keys(num_outputs), 0, 0
+        for number in range(placement.gpu_units_from or 0):
+            layer = number // of.workload.num_micro_batches
+            costs = of.profile.profiles[of.profile.layers[layer]]
+            candidates = [each for each in costs.candidates if each.key in swapped.get(layer + 1, ())]
+            tensors = [costs.input_bytes, *(each.num_bytes for each in candidates)]
+            seconds = costs.flops_forward / of.hardware.gpu.flops_per_second
+            made_seconds = seconds * sum(each.flops for each in candidates) / max(1, costs.flops_forward)
+            down += max(0, int(2 * sum(tensors) - placement.gpu_units.forward_bytes - made_seconds * LINK_RATE))
+            moments = placement.gpu_units.moments[layer + 1]
+            rests = {rest.after: rest.flops / max(1, 2 * costs.flops_forward) * 2 * seconds for rest in costs.rests}
+            up += exposed_unit_bytes(
+                tensors,
+                [placement.gpu_units.ahead_bytes, *(moment.num_bytes for moment in moments)],
+                [rests[moment.parameter] for moment in moments],
+                bytes_per_second=LINK_RATE,
+            )
+        assert of.offload(num_outputs).exposed == (down, up)
+
+
+def tight_problem(choice: random.Random) -> Problem:
+    """Layers of one or two kinds, on a GPU that may not have memory for two units."""
+    spec = gpt(num_layers=choice.randint(1, 5), hidden_size=256, vocab_size=2000)
+    workload = replace(WORKLOAD, num_micro_batches=choice.choice([1, 3]))
+    profile = by_chance(choice, num_layers=spec.num_layers, most_kib=10_000, most_flops=10**10)
+    memory, order = GpuMemory(spec, BFLOAT16, workload, profile), SwapOrder(profile)
+    largest = order.largest_unit(order.num_outputs)
+    least, most = memory.needed_bytes(largest, units=LEAST_UNITS), memory.needed_bytes(largest, window_bytes=1 << 40)
+    return Problem(
+        spec=spec,
+        state=BFLOAT16,
+        workload=workload,
+        profile=profile,
+        hardware=machine(flops_per_second=1e12),
+        decisions=Decisions(
+            holds_gradients=False, num_slots=2, host_limit_bytes=1 << 40, device_limit_bytes=choice.randint(least, most)
+        ),
+        process_bytes=0,
+    )
+
+
+def test_two_layers_of_a_kind_may_differ_in_what_is_swapped() -> None:
+    choice = random.Random(7)
+    profile = by_chance(choice, num_layers=6)
+    order = SwapOrder(profile)
+    for num_outputs in range(order.num_outputs + 1):
+        for layer, number in enumerate(order.swapped_in_layers(num_outputs)):
+            costs = profile.profiles[profile.layers[layer]]
+            taken = costs.candidates[:number]
+            assert {each.key for each in taken} == order.keys(num_outputs).get(layer + 1, frozenset())
+            sizes = costs.input_bytes + sum(each.num_bytes for each in taken)
+            assert sizes == order.unit_bytes(num_outputs)[layer]

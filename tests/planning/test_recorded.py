@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given
 
 from ratel_cli.planning.liveness import Decision, decide
-from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
+from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, RestCosts
 from ratel_cli.planning.recorded import BlockSeconds, OperatorRecord, UnitRecord, recorded_profile
 from tests.planning.profiles import candidate, layer, model
 from tests.planning.shapes import BFLOAT16, SEEDS, WORKLOAD, gpt
 from tests.tiers import examples
 
-ESTIMATE = model(layer(candidate(num_bytes=5000), input_bytes=128 * 64 * 2), layers=(0,) * 8)
+REST = RestCosts(after="up", num_bytes=3000, flops=1)
+ESTIMATE = model(layer(candidate(num_bytes=5000), input_bytes=128 * 64 * 2, rests=(REST,)), layers=(0,) * 8)
 
 
 def operator(
@@ -209,6 +210,11 @@ def test_times_are_medians_over_layers_that_are_alike_and_of_one_micro_batch() -
     # What backward takes next to what is saved, and forward, are as estimated.
     assert each.forward_bytes == ESTIMATE.profiles[0].forward_bytes
     assert each.forward_held_bytes == ESTIMATE.profiles[0].forward_held_bytes
+    # So is the rest of backward, but with all that is saved more; its FLOPs grow with those of forward.
+    [estimated], [rest] = ESTIMATE.profiles[0].rests, each.rests
+    more_bytes = max(0, 1000 - (ESTIMATE.profiles[0].saved_bytes - ESTIMATE.profiles[0].input_bytes))
+    assert (rest.after, rest.num_bytes) == (estimated.after, estimated.num_bytes + more_bytes)
+    assert rest.flops == int(estimated.flops * each.flops_forward / ESTIMATE.profiles[0].flops_forward)
     assert (each.backward_bytes, each.making_bytes) == (1000 + 3 * unit_bytes, 1000 + 2 * unit_bytes)
     assert (each.replay_bytes, each.replay_held_bytes) == (1100, 1300)
 

@@ -7,7 +7,7 @@ Four rules order the streams:
     2. an upload waits for all work that was queued when its buffer was reserved: nothing later may use that memory
     3. computing waits for an upload where the upload is opened
     4. a download waits for all work that was queued before it. Each of its tensors is held until computing has waited
-       for the end of its copy. Computing waits when another download is asked for, or room for what is computed next,
+       for the end of its copy. Computing waits when another download is asked for, or memory for what is computed next,
        for the oldest copies first, until the tensors that remain take no more memory than that call allows (none,
        unless it says so): so a download is overlapped with the computing of the next one's tensors
 

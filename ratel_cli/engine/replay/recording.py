@@ -43,13 +43,13 @@ class StepRecording:
         block: int,
         micro_batch: int,
         module: nn.Module,
-        made: Callable[[int], None] = lambda num_bytes: None,
+        on_output: Callable[[int], None] = lambda num_bytes: None,
     ) -> Recorder:
         """A recorder for one layer (`module`) and micro-batch. Others as in `Recorder`."""
         self.num_micro_batches = max(self.num_micro_batches, micro_batch + 1)
         if micro_batch >= RECORDED_MICRO_BATCHES:
-            return Recorder(parameters, swapped, made)
-        recorder = self._recorders[block, micro_batch] = _TimingRecorder(parameters, swapped, module, made)
+            return Recorder(parameters, swapped, on_output)
+        recorder = self._recorders[block, micro_batch] = _TimingRecorder(parameters, swapped, module, on_output)
         return recorder
 
     def units(self) -> dict[tuple[int, int], UnitRecord]:
@@ -66,9 +66,9 @@ class _TimingRecorder(Recorder):
         parameters: Sequence[torch.Tensor],
         swapped: Collection[str],
         module: nn.Module,
-        made: Callable[[int], None],
+        on_output: Callable[[int], None],
     ) -> None:
-        super().__init__(parameters, swapped, made)
+        super().__init__(parameters, swapped, on_output)
         self._module = module
         self._path = [""]
         self._notes: list[tuple[str, int, Callable[[], float]]] = []

@@ -125,13 +125,13 @@ class Recorder(OperatorMode):
         self,
         parameters: Sequence[torch.Tensor] = (),
         swapped: Collection[str] = (),
-        made: Callable[[int], None] = lambda num_bytes: None,
+        on_output: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
-        """`parameters`: the layer's. `swapped`: keys of the operators whose outputs are offloaded. `made` is called
-        with the bytes of each of these outputs when it is there."""
+        """`parameters`: the layer's. `swapped`: keys of the operators whose outputs are offloaded. `on_output` is
+        called with the bytes of each of these outputs when it is there."""
         super().__init__()
         self._swapped = swapped
-        self._notify = made
+        self._on_output = on_output
         self.operators: list[RecordedOperator] = []
         self.saved: set[int] = set()
         """Storages that autograd would have saved."""
@@ -198,7 +198,7 @@ class Recorder(OperatorMode):
             self._offloaded_outputs[len(self.operators)] = tuple(
                 tensor.detach() for tensor in tensors_in(result) if tensor.is_floating_point()
             )
-            self._notify(operator.output_bytes)
+            self._on_output(operator.output_bytes)
         self.operators.append(operator)
         return result
 
