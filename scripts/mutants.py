@@ -248,7 +248,7 @@ MUTANTS = (
     Mutant("no unit leaves in time", "engine/activations.py", "self._device.free_downloads(max(", "max(0, max(", "where two units do not fit, forward waits for the one before", "engine/test_offloading.py"),
     Mutant("the next unit is whole at once", "engine/activations.py", "None if self._units is None else self._units.ahead_bytes", "None", "where two units do not fit, the next one goes up in parts", "engine/test_offloading.py"),
     Mutant("the rest of a unit comes last", "engine/activations.py", "            self._reserve(coming, most_bytes)\n", "", "where two units do not fit, the next one goes up in parts", "engine/test_offloading.py"),
-    Mutant("backward prepares nothing more", "engine/activations.py", "if name in most_bytes", "if False", "a unit in parts goes up while the GPU computes", "gpu/test_planned_memory.py"),
+    Mutant("backward prepares nothing more", "engine/activations.py", "if name in most_bytes", "if False", "a unit in parts goes up while the GPU computes", "engine/test_offloading.py"),
     Mutant("attention's backward takes no workspace", "model/footprint.py", "self._note_peak(_attention_workspace_bytes(tensors_in(args)))", "pass", "predicted GPU memory is enough", "model/test_footprint.py"),
     Mutant("more of a unit than there is room for", "planning/gpu_uses.py", "peak_bytes - rest.num_bytes - made_bytes)", "peak_bytes)", "predicted GPU memory is enough", "planning/test_gpu_memory.py"),
     Mutant("what of a unit is late costs nothing", "planning/link.py", "later_bytes - bytes_per_second * left_seconds)", "0.0)", "units that move while nothing computes take time", "planning/test_link.py"),

@@ -12,8 +12,8 @@ from hypothesis import given
 from ratel_cli.planning.activations import NOT_EXPOSED, ExposedUnits, offload
 from ratel_cli.planning.costs import ComputeSeconds, overlapped_step
 from ratel_cli.planning.gpu_memory import GpuMemory
-from ratel_cli.planning.link import exposed_unit_bytes, waited_unit_bytes
-from ratel_cli.planning.placement import LEAST_UNITS, Placement
+from ratel_cli.planning.link import exposed_unit_bytes, exposed_units, waited_unit_bytes
+from ratel_cli.planning.placement import LEAST_UNITS, Placement, UnitsOnGpu
 from ratel_cli.planning.problem import Decisions, Problem
 from ratel_cli.planning.swap import SwapOrder
 from ratel_cli.planning.traffic import Traffic
@@ -148,3 +148,14 @@ def test_two_layers_of_a_kind_may_differ_in_what_is_swapped() -> None:
             assert {each.key for each in taken} == order.keys(num_outputs).get(layer + 1, frozenset())
             sizes = costs.input_bytes + sum(each.num_bytes for each in taken)
             assert sizes == order.unit_bytes(num_outputs)[layer]
+
+
+def test_units_that_stay_on_the_gpu_do_not_move() -> None:
+    """The others go up when the one before is done: here nothing of them may do so earlier."""
+    profile = by_chance(random.Random(3), num_layers=3)
+    numbers = [len(profile.profiles[kind].candidates) for kind in profile.layers]
+    units = UnitsOnGpu(forward_bytes=0, ahead_bytes=0, moments=dict.fromkeys((1, 2, 3), ()))
+    sizes = SwapOrder(profile).unit_bytes(sum(numbers))
+    for units_from in range(7):
+        found = exposed_units(numbers, profile, units, machine(), num_micro_batches=2, units_from=units_from)
+        assert found.up_bytes == sum(sizes[number // 2] for number in range(units_from))
