@@ -1,10 +1,6 @@
 """GPU memory: what a step takes at its peak, and what the rest is used for. Pure.
 
-The hidden states of all micro-batches and their gradients stay on the GPU. A step is followed use by use of the block
-schedule (planning/placement.py). Each use takes the weights of its block and a window for those of the next
-(engine/weights.py), the activations of a layer, and the unit that is downloaded or uploaded meanwhile
-(engine/activations.py). Backward adds the gradient of one parameter at a time, fp32 sums of a block's gradients if
-there are several micro-batches, and gradients that are still being downloaded (engine/optimizer/gradients.py).
+A step is followed use by use of the block schedule (planning/gpu_uses.py).
 
 Where a layer's sums are is for the caller to decide: all of them stay on the GPU during the layer's backward, or host
 memory has them, and with the last micro-batch one comes to the GPU while another one leaves
@@ -30,7 +26,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.model.spec import ModelSpec
@@ -131,48 +127,49 @@ class GpuMemory:
         self, unit_bytes: Sequence[int], largest: LargestUnit, *, limit_bytes: int, holds_head: bool = True
     ) -> list[GpuResident]:
         """What can stay on the GPU in `limit_bytes`: with the sums of a layer's gradients, if they fit, and without;
-        each of these with two whole units, and with what fits of them next to the largest and to no window for
-        weights; and without a tied head's gradient, whose memory units may need more. `unit_bytes` is for each layer.
-        `holds_head` as in `needed_bytes`."""
-
-        def residents(*, holds_sums: bool, may_hold_tied: bool = True) -> list[GpuResident]:
-            def fits(window_bytes: int, units: UnitsOnGpu | None) -> bool:
-                needed_bytes = self.needed_bytes(
-                    largest,
-                    holds_sums=holds_sums,
-                    holds_head=holds_head,
-                    window_bytes=window_bytes,
-                    units=units,
-                )
-                return needed_bytes <= limit_bytes
-
-            def resident(window_bytes: int, *, is_whole: bool) -> GpuResident:
-                return self._resident(
+        each of these with the windows of `_windows_for`; and if that holds a tied head's gradient, without it, as units
+        may need its memory more. `unit_bytes` is for each layer. `holds_head` as in `needed_bytes`."""
+        needed_bytes = self.needed_bytes(largest, holds_sums=True, holds_head=holds_head, units=LEAST_UNITS)
+        sums = [True] if needed_bytes <= limit_bytes else []
+        sums += [False] if not sums or self._workload.num_micro_batches > 1 else []
+        found = []
+        for holds_sums in sums:
+            held = Held(holds_sums, holds_head, 0)
+            for window_bytes, is_whole in self._windows_for(held, largest, limit_bytes):
+                resident = partial(
+                    self._resident,
                     unit_bytes,
                     largest,
-                    Held(holds_sums, holds_head, window_bytes),
+                    held._replace(window_bytes=window_bytes),
                     limit_bytes=limit_bytes,
-                    may_hold_tied=may_hold_tied,
                     is_whole=is_whole,
                 )
-
-            whole = next((each for each in reversed(self._windows) if fits(each, None)), None)
-            if whole is not None and whole == self._windows[-1]:
-                return [resident(whole, is_whole=True)]
-            partly = next((each for each in reversed(self._windows) if fits(each, LEAST_UNITS)), None)
-            found = [] if whole is None else [resident(whole, is_whole=True)]
-            windows = [] if partly is None else sorted({partly, 0} if whole is None else {partly})
-            found += [resident(each, is_whole=False) for each in windows]
-            return found or [resident(0, is_whole=True)]
-
-        found = []
-        if self.needed_bytes(largest, holds_sums=True, holds_head=holds_head, units=LEAST_UNITS) <= limit_bytes:
-            found += residents(holds_sums=True)
-        if not found or self._workload.num_micro_batches > 1:
-            found += residents(holds_sums=False)
-        for holds_sums in sorted({each.holds_sums for each in found if each.holds_tied}):
-            found += residents(holds_sums=holds_sums, may_hold_tied=False)
+                found.append(resident(may_hold_tied=True))
+                if found[-1].holds_tied:
+                    found.append(resident(may_hold_tied=False))
         return found
+
+    def _windows_for(self, held: Held, largest: LargestUnit, limit_bytes: int) -> list[tuple[int, bool]]:
+        """Windows for weights that are worth trying, and whether two whole units are to be next to them.
+
+        The largest that fits with two units. If that is not all of a block, or if there is none, the largest that fits
+        with the least that units can take. And if two units never fit, none at all, so that units take most.
+        """
+
+        def largest_window(units: UnitsOnGpu | None) -> int | None:
+            peaks = ((each, self._uses(held._replace(window_bytes=each))) for each in reversed(self._windows))
+            free_bytes = limit_bytes - GPU_CONTEXT_BYTES - _WORKSPACE_BYTES
+            return next((each for each, uses in peaks if uses.peak_bytes(largest, units) <= free_bytes), None)
+
+        whole = largest_window(None)
+        if whole == self._windows[-1]:
+            return [(whole, True)]
+        least = largest_window(LEAST_UNITS)
+        if least is None:  # nothing fits: what is short is told of the least window
+            return [(0, True)]
+        if whole is not None:
+            return [(whole, True), (least, False)]
+        return [(least, False), (0, False)] if least else [(0, False)]
 
     def _resident(
         self,
