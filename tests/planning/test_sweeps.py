@@ -97,7 +97,7 @@ FIXED = [
 LEAST_BELOW = 0.96
 """Of all but the largest micro-batch that fits: units that stay on a GPU with much memory spare the link, and the
 larger they are, the fewer stay."""
-LEAST_OF_LARGEST = 0.9
+LEAST_OF_LARGEST = 0.88
 """It leaves so little memory that some outputs are recomputed instead of swapped."""
 
 
