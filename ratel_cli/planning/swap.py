@@ -126,14 +126,11 @@ class SwapOrder:
 
     def _by_layer(self, num_outputs: int, bytes_of: Callable[[SwapCandidate], int]) -> list[int]:
         """For each layer, the bytes of its input, and of the swapped outputs what `bytes_of` counts."""
-        whole, rest = self._split(num_outputs)
-        sizes = [layer.input_bytes for layer in self.profile.profiles]
-        for group in self.groups[:whole]:
-            sizes[group.profile] += bytes_of(group.candidate)
-        by_layer = [sizes[number] for number in self.profile.layers]
-        for block in self.groups[whole].blocks[:rest] if rest else ():
-            by_layer[block - 1] += bytes_of(self.groups[whole].candidate)
-        return by_layer
+        layers = [self.profile.profiles[kind] for kind in self.profile.layers]
+        return [
+            layer.input_bytes + sum(map(bytes_of, layer.candidates[:number]))
+            for layer, number in zip(layers, self.swapped_in_layers(num_outputs), strict=True)
+        ]
 
     def reaching(self, num_bytes: int) -> int:
         """The shortest prefix that swaps `num_bytes` of one micro-batch; all outputs if there are fewer bytes."""
