@@ -165,7 +165,7 @@ class GpuMemory:
         if whole == self._windows[-1]:
             return [(whole, True)]
         least = largest_window(LEAST_UNITS)
-        if least is None:  # nothing fits: what is short is told of the least window
+        if least is None:  # nothing fits; the shortfall is that of a step without a window
             return [(0, True)]
         if whole is not None:
             return [(whole, True), (least, False)]

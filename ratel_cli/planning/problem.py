@@ -155,21 +155,26 @@ class Problem:
     def without_head_on_gpu(self) -> Problem | None:
         """The problem with the sums of the head's gradients in host memory; None if the GPU is not short of memory, or
         if that does not help."""
-        gpu, window_bytes = self._gpu, max(self.spec.block_elements) * self.state.compute
-        if gpu is None or not self.gpu_holds_head:
+        gpu = self._gpu
+        if gpu is None or self.decisions.device_limit_bytes is None or not self.gpu_holds_head:
             return None
         without = replace(self, gpu_holds_head=False)
-        for each in self.order.boundaries:
-            resident = self._gpu_resident(each) if self.fits_device(each) else None
-            is_short = resident is None or resident.units is not None or resident.window_bytes < window_bytes
-            if is_short and self.decisions.device_limit_bytes is not None:
-                largest = self.order.largest_unit(each)
-                with_bytes, without_bytes = (
-                    gpu.needed_bytes(largest, holds_head=holds, units=LEAST_UNITS) for holds in (True, False)
-                )
-                if without_bytes < with_bytes and without.fits_device(each):
-                    return without
-        return None
+
+        def helps(num_outputs: int) -> bool:
+            largest = self.order.largest_unit(num_outputs)
+            with_bytes, without_bytes = (
+                gpu.needed_bytes(largest, holds_head=holds, units=LEAST_UNITS) for holds in (True, False)
+            )
+            return without_bytes < with_bytes and without.fits_device(num_outputs)
+
+        short = filter(self._is_short_of_gpu_memory, self.order.boundaries)
+        return without if any(map(helps, short)) else None
+
+    def _is_short_of_gpu_memory(self, num_outputs: int) -> bool:
+        """Whether a prefix does not fit into the GPU, or only without two whole units and a block's weights ahead."""
+        resident = self._gpu_resident(num_outputs) if self.fits_device(num_outputs) else None
+        window_bytes = max(self.spec.block_elements) * self.state.compute
+        return resident is None or resident.units is not None or resident.window_bytes < window_bytes
 
     @property
     def in_least_gpu_memory(self) -> Problem:
