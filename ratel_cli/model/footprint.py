@@ -104,9 +104,7 @@ def _norm(model: DecoderModel, positions: torch.Tensor) -> NormActivations:
         try:
             leaf = torch.empty((1, _TOKENS, model.spec.hidden_size), dtype=dtype, requires_grad=True)
             with _ActivationWatch(weights) as watch:
-                finished = last_hidden_state(
-                    model.layer_runner.finish(leaf, torch.zeros_like(positions), torch.zeros_like(positions))
-                )
+                finished = last_hidden_state(model.layer_runner.finish(leaf, torch.zeros_like(positions), positions))
                 gradient = torch.empty_like(finished)
                 held = watch.live[_TOKENS]
                 torch.autograd.grad(finished, (leaf, *parameters), gradient, allow_unused=True)
