@@ -150,15 +150,7 @@ def test_so_it_does_where_the_logits_are_large(
 def test_so_it_does_with_swapped_outputs(
     tmp_path: Path, shape: Shape, architecture: str, num_micro_batches: int, share: float
 ) -> None:
-    check(
-        tmp_path,
-        shape,
-        architecture,
-        num_micro_batches,
-        tied=True,
-        holds_sums=True,
-        swapped_share=share,
-    )
+    check(tmp_path, shape, architecture, num_micro_batches, tied=True, holds_sums=True, swapped_share=share)
 
 
 @pytest.mark.parametrize(
