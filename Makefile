@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 QUESTION ?= What is lambda?
+# The order of the tests of `make hostile`. Name the seed that it printed to have the same order again.
+SEED ?= $(shell date +%s)
 # One more than two cores: a worker waits a fifth of its time, for the disk or for a process that it started.
 WORKERS ?= 3
 
@@ -10,14 +12,14 @@ BIN := .venv/bin
 TOOLS := .venv/.tools
 READY := .venv/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .constraints.txt
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(OPTIONS)
 GPU := tests/gpu tests/simulated_gpu
 FULL := -m "full or hypothesis" --hypothesis-profile full
 
 # Python keeps what it compiled, whatever the environment says: workers and the processes they start share it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test check full lint types stress bench clean
+.PHONY: help demo test hostile check full lint types stress bench clean
 
 help:  ## Say what there is
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 8
@@ -28,14 +30,18 @@ demo: $(READY)  ## Fine-tune a small model with all its state on disk, and let i
 	$(BIN)/python scripts/complete.py "$(QUESTION)" demo/base demo/output
 
 test: $(READY)  ## Run the short tier of the tests: every module, the large products sampled (eight minutes)
-	RATEL_SIMULATED_GPU=1 $(PYTEST) $(GPU)
-	$(PYTEST) $(GPU:%=--ignore=%)
+	RATEL_SIMULATED_GPU=1 $(PYTEST) --slowest build/slowest/$@-gpu.txt $(GPU)
+	$(PYTEST) --slowest build/slowest/$@.txt $(GPU:%=--ignore=%)
+
+hostile: $(READY)  ## Run `make test` for a caller without variables, on a dumb terminal, in another time zone, in any order
+	umask 077 && env -i PATH="$(PATH)" TERM=dumb COLUMNS=20 LC_ALL=C TZ=Asia/Kathmandu \
+		$(MAKE) test WORKERS="$(WORKERS)" OPTIONS="--random-order --random-order-seed=$(SEED)"
 
 check: lint types test full  ## Check all that must hold for a change: lint, types, short and full tier (forty-five minutes)
 
 full: $(READY)  ## Run what the full tier of the tests has beyond the short one
-	RATEL_SIMULATED_GPU=1 $(PYTEST) $(FULL) $(GPU)
-	$(PYTEST) $(FULL) $(GPU:%=--ignore=%)
+	RATEL_SIMULATED_GPU=1 $(PYTEST) $(FULL) --slowest build/slowest/$@-gpu.txt $(GPU)
+	$(PYTEST) $(FULL) --slowest build/slowest/$@.txt $(GPU:%=--ignore=%)
 
 stress: $(READY)  ## Kill a training run a thousand times, at any moment, and compare what it leaves (half an hour)
 	RATEL_STRESS_KILLS=1000 $(BIN)/python -m pytest -m stress -s tests/stress

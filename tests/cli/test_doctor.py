@@ -40,7 +40,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return here
 
 

@@ -30,11 +30,10 @@ SMALL = MeasurementBudget(
 )
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache directory for this test, which does not exist yet."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "ratel"
+@pytest.fixture
+def cache() -> Path:
+    """The test's own cache directory, which does not exist yet."""
+    return Path(os.environ["XDG_CACHE_HOME"]) / "ratel"
 
 
 @pytest.fixture

@@ -216,11 +216,13 @@ def start(
 ) -> ForkServerProcess:
     """Run it in a forked process, which writes to `stderr.txt` next to the config.
 
-    The process has the environment of the first one that was started, and `environment`.
+    The process has the environment of this one, and `environment`.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ratel_cli.run.finetune", "tests.e2e.runs"])
-    process = context.Process(target=_run_child, args=(str(config), arguments, kill_at, environment or {}))
+    process = context.Process(
+        target=_run_child, args=(str(config), arguments, kill_at, {**os.environ, **(environment or {})})
+    )
     process.start()
     return process
 
@@ -244,6 +246,7 @@ def stderr_of(config: Path) -> str:
 
 def _run_child(config: str, arguments: Sequence[str], kill_at: str | None, environment: Mapping[str, str]) -> None:
     torch.set_num_threads(1)
+    os.environ.clear()  # a fork server has the environment of the test that started it
     os.environ.update(environment)
     if kill_at is not None:
         os.environ["RATEL_KILL_AT"] = kill_at

@@ -28,7 +28,6 @@ def commands() -> list[list[str]]:
 def test_the_commands_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a tiny model and a few rows in the places of the demo's."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(profile_machine, "BRIEF", BRIEFLY)
     save_base(tmp_path / "demo" / "base")
     rows = [{"messages": row["messages"]} for row in ROWS[:6]]

@@ -6,8 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
-
 from ratel_cli.config.load import load_config
 from ratel_cli.units import MIB
 from tests.e2e.conftest import MakeConfig
@@ -22,11 +20,6 @@ from tests.e2e.runs import (
     run_until_killed,
     succeed,
 )
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def chunk_of(config: Path) -> int | str:

@@ -22,7 +22,6 @@ from tests.e2e.runs import BRIEFLY, ROWS, Ended, assert_rejected, ratel
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(profile_machine, "BRIEF", BRIEFLY)
     return tmp_path
 

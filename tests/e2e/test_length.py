@@ -139,7 +139,6 @@ def test_without_the_files_of_the_run(make_config: MakeConfig, plain_run: Path) 
 @pytest.mark.full
 def test_a_planned_split_stays(make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store has the split, whatever the length."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     split = {"tokens_per_step": 256, "micro_batch_size": None, "gradient_accumulation_steps": None}
     written_out = make_config("run", micro_batch_size=1, gradient_accumulation_steps=4, max_steps=2)
     succeed(written_out)

@@ -32,11 +32,6 @@ MODELS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def config_file(directory: Path, model_type: str, *, base: Path, rows: Path) -> Path:
     """The config of a run with random weights: its model is only a config.json and a tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(base)

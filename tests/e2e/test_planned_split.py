@@ -30,11 +30,6 @@ PLANNED: dict[str, object] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def split_words(size: int) -> str:
     number = TOKENS // 64 // size
     return f"{number} micro-batch{'es' if number > 1 else ''} of {size} x 64 = {TOKENS} tokens"

@@ -75,7 +75,6 @@ def test_the_printed_command_measures_again(
     make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The machine and the model, of this config."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = make_config("a run")
     assert ratel("profile", config).code == 0
     hints = [line for line in ratel("profile", config).stderr.splitlines() if "measures again" in line]

@@ -61,7 +61,6 @@ def run(ended_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
         file.write_text(file.read_text().replace(str(ended_run.parent), str(here)))
     write_rows(here / "rows.jsonl")
     monkeypatch.chdir(here)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return here / "run.yaml"
 
 

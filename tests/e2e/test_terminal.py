@@ -16,7 +16,7 @@ import struct
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -49,7 +49,7 @@ class Session:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["ratel_cli.run.finetune", "tests.e2e.runs"])
         self.process: ForkServerProcess = context.Process(
-            target=_run_child, args=(str(config), arguments, os.ttyname(self._slave))
+            target=_run_child, args=(str(config), arguments, dict(os.environ), os.ttyname(self._slave))
         )
         self.process.start()
         self._reader = Thread(target=self._read)
@@ -99,11 +99,10 @@ class Session:
                 self.seen.append(lines)
 
 
-def _run_child(config: str, arguments: Sequence[str], terminal: str) -> None:
+def _run_child(config: str, arguments: Sequence[str], environment: Mapping[str, str], terminal: str) -> None:
     torch.set_num_threads(1)
-    os.environ["TERM"] = "xterm-256color"
-    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES"):
-        os.environ.pop(name, None)
+    os.environ.clear()  # a fork server has the environment of the test that started it
+    os.environ.update(environment)
     with Path(terminal).open("w", encoding="utf-8", buffering=1) as stderr:
         os.dup2(stderr.fileno(), 2)
         sys.stderr = stderr

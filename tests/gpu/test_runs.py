@@ -146,7 +146,6 @@ def test_a_limit_is_respected(tmp_path: Path, base: Path, rows: Path) -> None:
 def test_profile_and_plan_know_the_gpu(
     tmp_path: Path, base: Path, rows: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     config = write_config(tmp_path / "run", base=base, rows=rows, **BFLOAT16)
     assert main(["profile", str(config), "-o", str(tmp_path / "hardware.json")]) == 0
     output = capsys.readouterr().out

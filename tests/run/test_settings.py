@@ -35,7 +35,6 @@ SHAPE = "model_shape: {num_layers: 2, num_heads: 2, hidden_size: 64, vocab_size:
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
