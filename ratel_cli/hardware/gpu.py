@@ -6,6 +6,8 @@ Invariant: no number is drawn from torch's own generators, and all GPU memory th
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +34,8 @@ _GPU_ENVIRONMENT = (
     (("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"),
 )
 """The names of a variable, its old name last, and the value that it gets if the user set neither."""
+_FLASH_ATTENTION = "FLASH_ATTENTION_DETERMINISTIC"
+"""Where transformers looks up whether the backward of flash attention must be deterministic: 1 if so."""
 _UNTRIED = ("mps", "mtia", "xpu")
 """Types of accelerators that are not used: Ratel has never run on them, and some have no streams."""
 
@@ -97,15 +101,42 @@ def gpu_limit(device: torch.device, wanted_bytes: int | None) -> GpuLimit:
     return GpuLimit(plannable_bytes=plannable_bytes, reserve_bytes=reserve_bytes)
 
 
-def set_determinism(deterministic: bool, device: torch.device) -> None:
-    """Require that operators give the same bits every time, or do not require it.
+@contextmanager
+def determinism(required: bool, device: torch.device, *, notice: Callable[[str], None]) -> Iterator[None]:
+    """Require inside the `with` statement that operators give the same bits every time, or do not require it.
 
     An operator that cannot raises an error on a GPU, because attention is deterministic there only in this mode. On the
-    CPU it warns.
+    CPU it warns. `notice` gets the message if the user's environment asks for something else.
     """
-    torch.use_deterministic_algorithms(deterministic, warn_only=device.type == "cpu")
+    filling = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills_memory = filling.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(required, warn_only=device.type == "cpu")
     # Otherwise torch fills every placeholder of the tape with NaN, which touches all of its memory.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    filling.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        with _deterministic_flash_attention(notice) if required else nullcontext():
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        filling.fill_uninitialized_memory = fills_memory  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _deterministic_flash_attention(notice: Callable[[str], None]) -> Iterator[None]:
+    """Let transformers ask packages of flash attention for a deterministic backward, which torch's switch does not
+    reach. It reads the environment whenever attention is called."""
+    own = os.environ.get(_FLASH_ATTENTION)
+    if own not in (None, "1"):
+        notice(f"{_FLASH_ATTENTION} is {own!r} in the environment; this run takes 1, since it has deterministic: true")
+    os.environ[_FLASH_ATTENTION] = "1"
+    try:
+        yield
+    finally:
+        if own is None:
+            os.environ.pop(_FLASH_ATTENTION, None)
+        else:
+            os.environ[_FLASH_ATTENTION] = own
 
 
 def measure_device(dtype: torch.dtype, device: torch.device, seconds: float) -> ComputeDevice:

@@ -21,15 +21,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.model.directory import check_sidecars
+from ratel_cli.model.flash_attention import KERNEL_PACKAGES
 from ratel_cli.model.spec import check_depth
 from ratel_cli.sizes import DtypeName
 
 DTYPES: dict[DtypeName, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_KERNEL_PACKAGES = {
-    "flash_attention_2": ("flash-attn", "flash_attn"),
-    "flash_attention_3": ("flash-attn-3", "flash_attn_interface"),
-}
-"""For each attention implementation that is a package of its own: its name on PyPI, and the module."""
 _PROBABILITIES = ("dropout", "_pdrop", "_dropout_prob")
 """Endings of keys whose values are probabilities."""
 _NEEDED_PROBABILITIES = (
@@ -96,9 +92,9 @@ def why_unsupported(config: PretrainedConfig, attention: str) -> str | None:
 
     Where a package of kernels is missing, transformers would look for one on the hub, so it is not asked then.
     """
-    package, module = _KERNEL_PACKAGES.get(attention, ("", ""))
-    if package and find_spec(module) is None:
-        return f"{attention} needs the package {package}, which is not installed"
+    package = KERNEL_PACKAGES.get(attention)
+    if package is not None and find_spec(package.module) is None:
+        return f"{attention} needs the package {package.name}, which is not installed"
     try:
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(

@@ -23,7 +23,7 @@ from ratel_cli.engine.build import open_device
 from ratel_cli.engine.forward import BlockwiseForward
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import Diverged
-from ratel_cli.hardware.gpu import compute_device, set_determinism
+from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.planning.activations import logits_bytes, tokens_per_chunk
 from ratel_cli.report.evaluation import EvaluationReport
 from ratel_cli.run.base_model import prepare_process
@@ -49,8 +49,10 @@ def evaluate(
     prepare_process()
     config = with_data(completed(named), data, overrides)
     device = compute_device(config.device)
-    set_determinism(config.deterministic, device)
-    with open_context(config, log, device=device) as context:
+    with (
+        determinism(config.deterministic, device, notice=log.notice),
+        open_context(config, log, device=device) as context,
+    ):
         streamed = open_streamed(context, named, step)
         rows, is_packed = _read_rows(context, streamed, rejects_shown_by=_rejects_shown_by(named, data, overrides))
         context.listen()

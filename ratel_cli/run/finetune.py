@@ -20,7 +20,7 @@ from functools import partial
 from ratel_cli.commands import command
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.hardware.gpu import set_determinism
+from ratel_cli.hardware.gpu import determinism
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.export_weights import export_model
 from ratel_cli.model.spec import ModelSpec
@@ -73,7 +73,7 @@ def run_finetune(
         is_split_planned = config.is_split_planned
         config = as_stored(config, resume=resume, overwrite_store=overwrite_store)
         inputs = read_inputs(config, resources, log, dry_run=dry_run, overwrite=overwrite)  # phase 1
-        set_determinism(config.deterministic, inputs.device)
+        resources.enter_context(determinism(config.deterministic, inputs.device, notice=log.notice))
         context = resources.enter_context(open_context(config, log, device=inputs.device))
         identity = identity_of(config, inputs, starts_over=resume == "no")
         store = find_store(context, identity, resume=resume, overwrite_store=overwrite_store)

@@ -26,7 +26,7 @@ from ratel_cli.engine.build import open_device
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.engine.whole_model import computing_whole
 from ratel_cli.errors import BadInput, DoesNotFit, first_line
-from ratel_cli.hardware.gpu import compute_device, set_determinism
+from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.report.completions import Completion, Completions
 from ratel_cli.run.base_model import Base, prepare_process
@@ -75,9 +75,11 @@ def generate(named: NamedModel, request: GenerationRequest, log: RunLog) -> Comp
     prepare_process()
     config = completed(named)
     device = compute_device(config.device)
-    set_determinism(config.deterministic, device)
     prompts = [request.prompt] if request.prompts_file is None else read_prompts(request.prompts_file)
-    with open_context(config, log, device=device) as context:
+    with (
+        determinism(config.deterministic, device, notice=log.notice),
+        open_context(config, log, device=device) as context,
+    ):
         streamed = open_streamed(context, named, request.step)
         base = streamed.base
         tokenizer = read_fitting_tokenizer(config, base, log)

@@ -37,6 +37,7 @@ from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.checkpoint import CheckpointSource
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.export_weights import export_names
+from ratel_cli.model.flash_attention import require_deterministic
 from ratel_cli.model.initialise import RandomSource
 from ratel_cli.model.marker import reject_files_of_others
 from ratel_cli.planning.head_chunk import CHUNK_BYTES
@@ -133,6 +134,8 @@ def read_model(
     base = errors.attempt(("base_model",), lambda: read_base(config, log))
     if base is None:
         return ModelInputs(device=device, base=None)
+    if config.deterministic:
+        errors.attempt(("attn_implementation",), lambda: require_deterministic(base.attention))
     errors.attempt(("output_dir",), lambda: reject_overlap(config.output_dir, base.directory))
     weights = errors.attempt(("base_model",), lambda: open_weights(config, base, resources))
     if weights is not None and not overwrite:

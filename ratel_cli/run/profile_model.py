@@ -20,7 +20,7 @@ from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.device.gpu import translate_errors
 from ratel_cli.engine.replay.profiling import BlockProfiler
 from ratel_cli.errors import EnvironmentFailure
-from ratel_cli.hardware.gpu import compute_device, set_determinism
+from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.hardware.host import default_limit_bytes, resident_bytes
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.blocks import DecoderModel
@@ -62,7 +62,7 @@ def record_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *, r
         return _costs(config, model.spec, hardware, profile)
     check_run_output(config, [MODEL_NAME], overwrite=False)
     log.say("measuring the model, block by block")
-    profile = _measured(config, model)
+    profile = _measured(config, model, log)
     claim_output(config)
     _write(config, cache, model.spec, profile)
     log.say(f"wrote {cache.path}; `ratel plan` and `ratel finetune` use it")
@@ -96,14 +96,15 @@ def _costs(config: RunConfig, spec: ModelSpec, hardware: HardwareProfile, profil
     return ModelCosts(profile=profile, activation_available_bytes=max(0, limit_bytes - memory.total))
 
 
-def _measured(config: RunConfig, model: DecoderModel) -> ModelProfile:
+def _measured(config: RunConfig, model: DecoderModel, log: RunLog) -> ModelProfile:
     spec, state = model.spec, state_bytes(config)
     workload = chunked_workload_of(config, spec)
     estimate = analytic_profile(spec, state, workload, traits=measured_traits(model))
     device = compute_device(config.device)
-    if device.type != "cpu":
-        set_determinism(config.deterministic, device)  # it decides how attention computes
-    with translate_errors("measuring the model needs more than is available"):
+    with (
+        determinism(config.deterministic, device, notice=log.notice),  # it decides how attention computes
+        translate_errors("measuring the model needs more than is available"),
+    ):
         profiler = BlockProfiler(model, dtype=DTYPES[config.dtype], device=device, chunk_tokens=workload.chunk_tokens)
         units, seconds = profiler.record(_any_batch(workload, spec.vocab_size))
     return recorded_profile(units, seconds, spec, state, workload, num_micro_batches=1, estimate=estimate)

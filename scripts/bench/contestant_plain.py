@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.state import place
-from ratel_cli.hardware.gpu import compute_device, set_determinism
+from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.hardware.host import peak_resident_bytes
 from scripts.bench.contestants import LEARNING_RATE, Measured, Task, batches_of, llama_config, run_as
 
@@ -22,8 +23,11 @@ from scripts.bench.contestants import LEARNING_RATE, Measured, Task, batches_of,
 def run_plain(task: Task) -> Measured:
     """Train with 16 bytes per parameter and the activations in memory."""
     device = compute_device(task.device)
-    if device.type != "cpu":
-        set_determinism(True, device)  # as Ratel does
+    with nullcontext() if device.type == "cpu" else determinism(True, device, notice=print):  # as Ratel does
+        return _train(task, device)
+
+
+def _train(task: Task, device: torch.device) -> Measured:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with device:

@@ -22,7 +22,7 @@ from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import StepTimes, Timeline
-from ratel_cli.hardware.gpu import compute_device, set_determinism
+from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.hardware.host import return_freed_memory
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.model.blocks import DecoderModel, find_blocks
@@ -159,10 +159,10 @@ def open_run(
     """Measure the machine, and make a store with the weights of `source`, or with the initialiser's random weights."""
     return_freed_memory()
     device = compute_device(task.device)
-    if device.type != "cpu":
-        set_determinism(True, device)
     model = find_blocks(build_skeleton(llama_config(task), dtype="bfloat16", attn_implementation="sdpa"), name="bench")
     with ExitStack() as resources:
+        if device.type != "cpu":
+            resources.enter_context(determinism(True, device, notice=print))
         directory = Path(resources.enter_context(tempfile.TemporaryDirectory(dir=task.directory)))
         config = run_config(task, directory, limit_bytes=limit_bytes, activations=activations)
         opened = resources.enter_context(open_context(config, RunLog(), device=device))

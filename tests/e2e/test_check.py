@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from ratel_cli.hardware.host import memory_bytes
+from ratel_cli.run import inputs
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import Ended, assert_rejected, finetune, output_of, ratel, succeed
 
@@ -225,3 +228,20 @@ def test_a_set_that_cannot_be_used_is_not_looked_for(
     assert [each["message"] for each in found] == [
         "`dataset`: 'pref' cannot be used: it has preferences (chosen and rejected answers), not answers to imitate"
     ]
+
+
+@pytest.mark.parametrize("command", [check, finetune])
+def test_flash_attention_that_cannot_be_deterministic(
+    make_config: MakeConfig, command: Callable[[Path], Ended], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for a machine on which the model takes it: no version of the package is installed here."""
+    read = inputs.read_base
+    monkeypatch.setattr(
+        inputs, "read_base", lambda config, log: replace(read(config, log), attention="flash_attention_2")
+    )
+    config = make_config()
+    ended = command(config)
+    assert_rejected(ended, 2)
+    assert "flash_attention_2 may give other bits each time" in ended.stderr
+    assert files(config.parent) == [config]
+    assert check(make_config(deterministic=False)).code == 0

@@ -227,10 +227,18 @@ def test_a_nondeterministic_operator_is_rejected_with_the_key_to_change(device: 
         values @ torch.ones(3, device=GPU)
 
 
-def test_a_nondeterministic_workspace_is_rejected_too(device: GpuDevice) -> None:
-    """Torch's message if the user has set CUBLAS_WORKSPACE_CONFIG to another value."""
+@pytest.mark.parametrize(
+    "message",
+    [
+        "this operation is not deterministic because it uses CuBLAS",
+        "Deterministic backward not supported for hdim 256.",
+    ],
+    ids=["workspace", "flash-attn-3"],
+)
+def test_other_messages_about_determinism_are_rejected_too(device: GpuDevice, message: str) -> None:
+    """Torch's if the user has set CUBLAS_WORKSPACE_CONFIG to another value; that of a package for some heads."""
     with pytest.raises(BadInput, match="not deterministic") as raised, device.translate_errors():
-        raise RuntimeError("this operation is not deterministic because it uses CuBLAS")
+        raise RuntimeError(message)
     assert raised.value.hint is not None and "deterministic: false" in raised.value.hint
 
 

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch.utils import deterministic
 
 from ratel_cli.errors import EnvironmentFailure
-from ratel_cli.hardware.gpu import compute_device, set_determinism
-
-
-@pytest.fixture
-def _settings_of_before() -> Iterator[None]:
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    yield
-    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-    deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+from ratel_cli.hardware.gpu import compute_device, determinism
 
 
 def test_cpu_means_the_cpu() -> None:
@@ -33,13 +22,21 @@ def test_without_a_gpu_auto_means_the_cpu_and_cuda_is_an_error() -> None:
     assert raised.value.hint == "set device: cpu, or leave it at auto"
 
 
-@pytest.mark.usefixtures("_settings_of_before")
 @pytest.mark.parametrize(("device", "warns"), [("cpu", True), ("cuda", False)], ids=["cpu", "gpu"])
 def test_an_operator_that_is_not_deterministic_warns_on_the_cpu_and_raises_on_a_gpu(device: str, warns: bool) -> None:
     """The backward of attention on a GPU is deterministic only if every operator must be."""
-    set_determinism(True, torch.device(device))
-    assert torch.are_deterministic_algorithms_enabled()
-    assert torch.is_deterministic_algorithms_warn_only_enabled() is warns
-    assert not deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    set_determinism(False, torch.device(device))
-    assert not torch.are_deterministic_algorithms_enabled()
+
+    def settings() -> tuple[bool, bool, bool]:
+        return (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        )
+
+    before = settings()
+    with determinism(True, torch.device(device), notice=pytest.fail):
+        assert settings() == (True, warns, False)
+        with determinism(False, torch.device(device), notice=pytest.fail):
+            assert settings()[0] is False
+        assert settings() == (True, warns, False)
+    assert settings() == before

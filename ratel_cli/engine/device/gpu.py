@@ -42,7 +42,11 @@ from ratel_cli.io.views import view
 from ratel_cli.planning.step_time import Resource
 from ratel_cli.units import parse_bytes
 
-_NOT_DETERMINISTIC = ("does not have a deterministic implementation", "this operation is not deterministic")
+_NOT_DETERMINISTIC = (
+    "does not have a deterministic implementation", "this operation is not deterministic",
+    "Deterministic backward not supported",  # flash-attn-3, for heads of more than 192 numbers
+)  # fmt: skip
+"""What is in messages about operators that would have to be deterministic and are not."""
 
 
 @dataclass(frozen=True, slots=True)
