@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import cast
 
 import numpy as np
@@ -18,6 +19,7 @@ from ratel_cli.closing import Closing
 from ratel_cli.data.chat import ChatRenderer, RenderedChat, located_messages
 from ratel_cli.data.chat_child import has_generation_tag
 from ratel_cli.data.drafts import ChatDraft, Draft, TextDraft, TokensDraft, TrainOnInputs, Unusable
+from ratel_cli.data.prompt_tokens import PromptTokens
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer
 from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.sizes import IGNORED_TARGET
@@ -68,6 +70,7 @@ class SampleEncoder(Closing):
         self._prefix = [] if isinstance(tokenizer, NoTokenizer) else opening_tokens(tokenizer)
         self._vocabulary = len(tokenizer)
         self._renderer: ChatRenderer | None = None
+        self._prompts: PromptTokens | None = None
 
     @property
     def closes_texts(self) -> bool:
@@ -159,14 +162,14 @@ class SampleEncoder(Closing):
             return
         has_marks = has_generation_tag(self._tokenizer.get_chat_template()) if chats else False
         batch = self._call([chat.text for _, chat in chats], offsets=True)
-        ids_of, offsets_of = cast(list[list[int]], batch["input_ids"]), batch["offset_mapping"]
-        prompts = [self._prompts(draft, chat, has_marks=has_marks) for draft, chat in chats]
-        prompt_ids = iter(self._tokenise([text for texts in prompts for text in texts]))
-        found = zip(chats, prompts, ids_of, cast(list[list[tuple[int, int]]], offsets_of), strict=True)
-        for (draft, chat), texts, ids, offsets in found:
-            prefixes = [next(prompt_ids) for _ in texts]
-            input_ids = np.array(ids, dtype=np.int32)
-            char_spans = np.array(offsets, dtype=np.int64).reshape(-1, 2)
+        ids_of = [np.array(ids, dtype=np.int32) for ids in cast(list[list[int]], batch["input_ids"])]
+        spans_of = [_as_array(spans) for spans in cast(list[list[tuple[int, int]]], batch["offset_mapping"])]
+        ends = [self._prompt_ends(draft, chat, has_marks=has_marks) for draft, chat in chats]
+        texts = [(chat.text, ids, spans) for (_, chat), ids, spans in zip(chats, ids_of, spans_of, strict=True)]
+        if self._prompts is None:
+            self._prompts = PromptTokens(self._tokenizer, self._tokenise)
+        prefixes_of = self._prompts.of_beginnings(list(zip(texts, ends, strict=True)))
+        for (draft, chat), (_, input_ids, char_spans), prefixes in zip(chats, texts, prefixes_of, strict=True):
             try:
                 if self._is_whole(draft):
                     labels = input_ids
@@ -178,12 +181,12 @@ class SampleEncoder(Closing):
             except Unusable as unusable:
                 yield unusable
 
-    def _prompts(self, draft: ChatDraft, chat: RenderedChat, *, has_marks: bool) -> list[str]:
-        """What stands before each turn, where a prompt for that turn has to have the same tokens at inference."""
+    def _prompt_ends(self, draft: ChatDraft, chat: RenderedChat, *, has_marks: bool) -> list[int]:
+        """The character where each turn begins, if the prompt for it has to have the same tokens at inference."""
         is_whole = self._is_whole(draft)
         if is_whole or draft.trained is not None or (has_marks and draft.completion_from is None):
             return []
-        return [chat.text[: span[0]] for span in chat.spans if span is not None]
+        return [span[0] for span in chat.spans if span is not None]
 
     def _label_words(
         self, draft: ChatDraft, chat: RenderedChat, input_ids: TokenIds, char_spans: npt.NDArray[np.int64]
@@ -277,6 +280,11 @@ def tokenised(tokenizer: Tokenizer, texts: list[str], *, special: bool, offsets:
             f"the tokenizer fails on a text: {excerpt(str(error))}",
             hint="use the tokenizer files that belong to the model",
         ) from error
+
+
+def _as_array(char_spans: list[tuple[int, int]]) -> npt.NDArray[np.int64]:
+    """The characters of each token `[tokens, 2]`. One by one: an array of tuples takes numpy four times as long."""
+    return np.fromiter(chain.from_iterable(char_spans), np.int64, 2 * len(char_spans)).reshape(-1, 2)
 
 
 def _label_turns(

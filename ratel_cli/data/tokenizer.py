@@ -16,6 +16,16 @@ class FastBackend(Protocol):
     def to_str(self) -> str: ...
 
 
+class AddedToken(Protocol):
+    """The part that we use of a token that is found in a text before anything else is done to it."""
+
+    content: str
+    normalized: bool
+    """It is found in the normalised text."""
+    single_word: bool
+    """It is found only as a word of its own."""
+
+
 class Tokenizer(Protocol):
     """The part that we use of a tokenizer of transformers."""
 
@@ -27,6 +37,8 @@ class Tokenizer(Protocol):
 
     @property
     def backend_tokenizer(self) -> FastBackend: ...
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
     def __len__(self) -> int: ...
     def __call__(
         self,
@@ -65,6 +77,10 @@ class NoTokenizer:
 
     @property
     def backend_tokenizer(self) -> FastBackend:
+        raise self.missing()
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
         raise self.missing()
 
     def __len__(self) -> int:
