@@ -28,7 +28,7 @@ from ratel_cli.run.plan_inputs import (
     find_hardware,
     forecaster_of,
     setting_of,
-    snapshot_tiers,
+    space_tiers,
     wear_warning,
     with_planned_split,
 )
@@ -65,8 +65,8 @@ def run(
     setting = setting_of(config, hardware, is_split_planned=is_split_planned)
     forecast = forecaster.forecast(setting)
     if hardware_path is None:
-        snapshot = snapshot_tiers(config, forecaster, nvme_bytes=forecast.prediction.nvme_bytes)
-        forecast = replace(forecast, tiers=(*forecast.tiers, *snapshot))
+        spaces = space_tiers(config, forecaster, nvme_bytes=forecast.prediction.nvme_bytes)
+        forecast = replace(forecast, tiers=(*forecast.tiers, *spaces))
     warning = wear_warning(config, forecaster)
     if warning is not None:
         log.warn(warning)

@@ -22,19 +22,15 @@ from ratel_cli.model.import_weights import WEIGHT_GROUP_ELEMENTS
 from ratel_cli.model.marker import check_output
 from ratel_cli.model.publishing import renamed_notice
 from ratel_cli.model.shards import ShardWriter, TensorSpec, file_bytes
-from ratel_cli.model.sidecars import add_sidecars, sidecar_names
+from ratel_cli.model.sidecars import add_sidecars, sidecar_bytes, sidecar_names
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.model.staging import Staging, require_space
 from ratel_cli.model.stored_weights import ParameterSlice, stored_weights
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.generation import Generation
-from ratel_cli.units import MIB
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
-_SIDECAR_BYTES = 64 * MIB
-"""Space for all files except weights. The largest tokenizers take 35 MB."""
-
 _HEADER_BYTES = 192
 """The most bytes of a header that one tensor takes, without its name; and that the file itself takes."""
 
@@ -83,9 +79,8 @@ def export_model(
     `output_dir` is unchanged; see `staging` for the last phase.
     """
     shards = _shards(spec, buffers, dtype, max_shard_bytes)
-    num_bytes = sum(file_bytes(shard.tensors) for shard in shards) + _SIDECAR_BYTES
     check_output(output_dir, overwrite=overwrite, option=option)
-    require_space(output_dir, num_bytes, option=option)
+    require_space(output_dir, _total_bytes(shards, base_dir), option=option)
     with Staging(output_dir, run=run, overwrite=overwrite, option=option) as staging:
         staging.reject_files_of_others(export_names(spec, buffers, dtype, base_dir, max_shard_bytes=max_shard_bytes))
         weights = stored_weights(spec, generation, pool, dtype, group_elements=group_elements, progress=progress)
@@ -120,6 +115,18 @@ def export_names(
     shards = _shards(spec, buffers, dtype, max_shard_bytes)
     index = [INDEX_NAME] if len(shards) > 1 else []
     return [*index, *(shard.file_name for shard in shards), *sidecar_names(base_dir)]
+
+
+def export_bytes(
+    spec: ModelSpec,
+    buffers: Mapping[str, torch.Tensor],
+    dtype: DtypeName,
+    base_dir: Path,
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> int:
+    """The space that an export takes. An earlier one stays until all of it is written, so its space does not count."""
+    return _total_bytes(_shards(spec, buffers, dtype, max_shard_bytes), base_dir)
 
 
 def split_into_shards(tensors: Sequence[TensorSpec], max_shard_bytes: int) -> list[Shard]:
@@ -159,6 +166,11 @@ def _shards(
         *(TensorSpec(name=name, dtype=each.dtype, shape=tuple(each.shape)) for name, each in buffers.items()),
     ]
     return split_into_shards(tensors, max_shard_bytes)
+
+
+def _total_bytes(shards: Sequence[Shard], base_dir: Path) -> int:
+    index_bytes = len(_index(shards)) if len(shards) > 1 else 0
+    return sum(file_bytes(shard.tensors) for shard in shards) + index_bytes + sidecar_bytes(base_dir)
 
 
 def _write_shard(staging: Staging, shard: Shard, parts: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -21,7 +21,8 @@ from typing import Final
 import xxhash
 
 from ratel_cli.errors import BadInput, EnvironmentFailure, printable
-from ratel_cli.io.files import sync_path
+from ratel_cli.hardware.host import free_bytes
+from ratel_cli.io.files import nearest_existing, sync_path
 from ratel_cli.json_fields import JsonFields, checked_text
 
 MARKER_NAME: Final = "ratel.files"
@@ -126,6 +127,15 @@ def check_output(output_dir: Path, *, overwrite: bool, option: str) -> None:
             "choose a new directory; or with --overwrite files of the same names as the model's are replaced there, "
             "and an index of other weights is renamed",
         )
+
+
+def space_for_export(output_dir: Path) -> int:
+    """Bytes that are available to an export to `output_dir`, with those of one that was interrupted there."""
+    marker, staging = read_marker(output_dir), output_dir / STAGING_NAME
+    is_removed = marker is not None and not marker.is_publishing and not staging.is_symlink()
+    left = [path.lstat() for path in staging.rglob("*")] if is_removed else []
+    left_bytes = sum(each.st_size for each in left if stat.S_ISREG(each.st_mode))
+    return free_bytes([nearest_existing(output_dir)]) + left_bytes
 
 
 def written_file(directory: Path, name: str, *, digest: str | None = None) -> WrittenFile:

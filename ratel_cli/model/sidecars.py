@@ -19,6 +19,7 @@ from ratel_cli.model.skeleton import read_model_config
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.model.staging import Staging
 from ratel_cli.sizes import DtypeName
+from ratel_cli.units import MIB
 
 _COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -27,11 +28,19 @@ _COPIED = (
     "LICENSE*", "NOTICE*",
 )  # fmt: skip
 _GENERATION_NAME = "generation_config.json"
+_WRITTEN_BYTES = 2 * MIB
+"""Space for the sidecars that are not copied: configuration, card and curves, all below 1 MiB together."""
 
 
 def sidecar_names(base_dir: Path) -> list[str]:
     """The names of all sidecars that `add_sidecars` may write."""
     return ["config.json", CARD_NAME, PICTURE_NAME, _GENERATION_NAME, *_copied_names(base_dir)]
+
+
+def sidecar_bytes(base_dir: Path) -> int:
+    """The space that all sidecars take."""
+    paths = [base_dir / name for name in _copied_names(base_dir)]
+    return sum(path.stat().st_size for path in paths if path.is_file()) + _WRITTEN_BYTES
 
 
 def add_sidecars(

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ratel_cli.closing import Closing
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.io.files import nearest_existing, sync_path
+from ratel_cli.io.files import sync_path
 from ratel_cli.model.marker import (
     MARKER_NAME,
     STAGING_NAME,
@@ -29,6 +29,7 @@ from ratel_cli.model.marker import (
     is_unchanged,
     read_marker,
     reject_files_of_others,
+    space_for_export,
     write_marker,
     written_file,
 )
@@ -39,9 +40,9 @@ from ratel_cli.units import format_bytes
 
 def require_space(output_dir: Path, num_bytes: int, *, option: str) -> None:
     """Raise EnvironmentFailure unless `num_bytes` bytes are free for `output_dir`, which `option` named."""
-    free_bytes = shutil.disk_usage(nearest_existing(output_dir)).free
-    if free_bytes < num_bytes:
-        needed, free = format_bytes(num_bytes), format_bytes(free_bytes)
+    available_bytes = space_for_export(output_dir)
+    if available_bytes < num_bytes:
+        needed, free = format_bytes(num_bytes), format_bytes(available_bytes)
         raise EnvironmentFailure(
             f"{output_dir}: the export needs {needed}, {free} available",
             f"free space there, or set another {option}",

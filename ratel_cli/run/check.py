@@ -20,7 +20,8 @@ from ratel_cli.commands import with_run_named
 from ratel_cli.config.load import Reading
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.errors import BadInput, DoesNotFit, EnvironmentFailure, ErrorList, RatelError
+from ratel_cli.errors import BadInput, DoesNotFit, EnvironmentFailure, ErrorList, NotEnoughSpace, RatelError
+from ratel_cli.model.export_weights import export_bytes
 from ratel_cli.report.check import CheckReport, ReportedError
 from ratel_cli.run.base_model import prepare_process
 from ratel_cli.run.finetune import run_finetune
@@ -65,7 +66,9 @@ def check_run(reading: Reading, *, path: Path, overrides: Sequence[str]) -> Chec
     elif config is not None:
         found = _errors_of(lambda: _read_rest(config, reading, log))
     if config is not None and (found or not is_right) and not reading.doubtful & _DECIDES_ABOUT_MACHINE:
-        found += _errors_of(lambda: _find_lacks(_of_its_run(config, path, overrides), found))
+        lacks = _errors_of(lambda: _find_lacks(_of_its_run(config, path, overrides), found))
+        reported = {each.key for each in found}  # where nothing can be written, for one, space does not matter
+        found += [each for each in lacks if each.key not in reported]
     found = [each for each in found if each.key[:1] not in {(key,) for key in reading.left_out}]
     exit_code = min((each.exit_code for each in found), default=0) if is_right else BadInput.exit_code
     return CheckReport(
@@ -115,7 +118,7 @@ def _find_lacks(config: RunConfig, found: Sequence[RatelError]) -> None:
     Raises EnvironmentFailure.
     """
     does_not_fit = any(isinstance(each, DoesNotFit) for each in found)
-    if not does_not_fit and any(isinstance(each, EnvironmentFailure) and not each.key for each in found):
+    if any(isinstance(each, NotEnoughSpace) or (_is_of_machine(each) and not does_not_fit) for each in found):
         return  # it came to all of it
     if config.base_model is None:
         return
@@ -124,10 +127,18 @@ def _find_lacks(config: RunConfig, found: Sequence[RatelError]) -> None:
         model = read_model(config, resources, RunLog(StringIO()), ErrorList())
         if model.base is None or model.device is None:
             return
-        base, device = model.base, model.device
-        check = partial(check_machine, config, base.model, device, errors, with_memory=not does_not_fit)
+        base, buffers = model.base, {} if model.weights is None else model.weights[1]
+        size = export_bytes(base.model.spec, buffers, config.dtype, base.directory)
+        check = partial(
+            check_machine, config, base.model, model.device, errors, export_bytes=size, with_memory=not does_not_fit
+        )
         errors.attempt(("storage",), check)
     errors.raise_all()
+
+
+def _is_of_machine(error: RatelError) -> bool:
+    """Whether the machine as a whole cannot do it, not what one key names."""
+    return isinstance(error, EnvironmentFailure) and not error.key
 
 
 def _errors_of(work: Callable[[], None]) -> list[RatelError]:

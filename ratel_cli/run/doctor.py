@@ -17,6 +17,7 @@ from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.hardware.checkup import (
     Diagnosis,
+    Verdict,
     check_clock,
     check_huge_pages,
     check_io_uring,
@@ -35,7 +36,8 @@ from ratel_cli.io.probe import probe_directory
 from ratel_cli.io.queue import IoQueue, open_queue
 from ratel_cli.run.model_description import describe_model
 from ratel_cli.run.places import Places
-from ratel_cli.run.settings import new_geometry, taken_bytes
+from ratel_cli.run.settings import new_geometry
+from ratel_cli.run.space import spaces_of, taken_bytes
 
 
 def examine(
@@ -84,17 +86,20 @@ def _place(path: Path, queue: IoQueue, files: SystemFiles) -> Place:
 
 
 def _space(config: RunConfig, places: Sequence[Place], log: RunLog) -> Iterator[Diagnosis]:
-    """Whether the config's store fits; nothing if its model is not here, so that its size is not known."""
+    """Whether the config's store, snapshot and export fit; nothing if the model is not here, which decides it."""
     try:
         spec = describe_model(config, name="", log=log).spec
     except BadInput as error:
         log.notice(f"the space that the store needs is not known: {error.message}")
         return
     paths = config.storage.paths
-    geometry = new_geometry(config, spec.block_elements, weights=(1,) * len(paths))
+    need_bytes = sum(new_geometry(config, spec.block_elements, weights=(1,) * len(paths)).file_bytes())
     available_bytes = free_bytes([nearest_existing(path) for path in paths]) + taken_bytes(config)
     mine = [place for place in places if place.path in paths]
-    yield check_space(mine, need_bytes=sum(geometry.file_bytes()), available_bytes=available_bytes)
+    yield check_space(mine, need_bytes=need_bytes, available_bytes=available_bytes)
+    for space in spaces_of(config, spec, nvme_bytes=need_bytes):
+        verdict: Verdict = "ok" if space.remedy is None else "broken"
+        yield Diagnosis(what=space.name, verdict=verdict, reason=space.words, remedy=space.remedy)
 
 
 def _locked_limit() -> int | None:

@@ -13,6 +13,7 @@ the run's only when nothing can refuse the command any more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -20,9 +21,10 @@ from functools import partial
 from ratel_cli.commands import command
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
+from ratel_cli.errors import ErrorList
 from ratel_cli.hardware.gpu import determinism
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.model.export_weights import export_model
+from ratel_cli.model.export_weights import export_bytes, export_model
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Plan
@@ -34,15 +36,15 @@ from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.hub import upload_export
 from ratel_cli.run.inputs import Inputs, facts_of, identity_of, read_inputs
 from ratel_cli.run.length import check_length
-from ratel_cli.run.machine_check import check_store_space
 from ratel_cli.run.origin import Origin, check_same_origin, read_origin
 from ratel_cli.run.output import claim_output, own_output, reject_lost_store
 from ratel_cli.run.planner import estimated_profile, make_planner
 from ratel_cli.run.profile_machine import measure_for_run
 from ratel_cli.run.run_directory import HARDWARE_NAME, MODEL_NAME, PLAN_NAME, CachedProfile
 from ratel_cli.run.run_files import files_of_training, forget_missing, write_run_files
-from ratel_cli.run.settings import SnapshotSpace, place_of, snapshot_space, taken_bytes, wear_limit
-from ratel_cli.run.snapshots import check_space, find_snapshot, make_snapshot, snapshot_rows, start_snapshots
+from ratel_cli.run.settings import place_of, wear_limit
+from ratel_cli.run.snapshots import find_snapshot, make_snapshot, space_rows, start_snapshots
+from ratel_cli.run.space import Space, check_store_space, spaces_of, taken_bytes
 from ratel_cli.run.split import plan_split, report_better_split, shaped_by_plan
 from ratel_cli.run.store import as_stored, find_store, make_store, resume_store
 from ratel_cli.run.tokenizer import tokenizer_files
@@ -94,13 +96,13 @@ def run_finetune(
         cache = CachedProfile(config, planner.spec, hardware)
         profile = cache.read() or estimated_profile(planner, inputs.model)
         plan = plan_split(planner, profile, is_new=store is None) if is_split_planned else planner.plan(profile)
-        space = snapshot_space(config, planner.spec, nvme_bytes=plan.nvme_bytes)
+        spaces = _spaces(context, inputs, plan, hardware)
         rows = _opening_rows(context, inputs, plan, hardware, first_step=first_step, is_split_planned=is_split_planned)
-        log.facts([*rows, *snapshot_rows(config, space, hardware)])
+        log.facts([*rows, *space_rows(config, spaces, hardware)])
         _warn_of_wear_limit(context, inputs, store, hardware, branch=branch, first_step=first_step)
         if is_split_planned and store is not None:
             report_better_split(planner, profile, plan, log)
-        _check_space(config, plan, hardware, has_store=store is not None, snapshot=space)
+        _check_space(config, plan, hardware, has_store=store is not None, spaces=spaces)
         if dry_run:
             return
 
@@ -227,6 +229,17 @@ def _first_step(context: RunContext, inputs: Inputs, store: Store | None, *, res
     return step
 
 
+def _spaces(context: RunContext, inputs: Inputs, plan: Plan, hardware: HardwareProfile) -> tuple[Space, ...]:
+    config, spec = context.config, inputs.model.spec
+    return spaces_of(
+        config,
+        spec,
+        nvme_bytes=plan.nvme_bytes,
+        export_bytes=export_bytes(spec, inputs.buffers, config.dtype, inputs.base_dir),
+        weights=hardware.nvme.weights,
+    )
+
+
 def _opening_rows(
     context: RunContext,
     inputs: Inputs,
@@ -288,12 +301,15 @@ def _check_space(
     hardware: HardwareProfile,
     *,
     has_store: bool,
-    snapshot: SnapshotSpace | None,
+    spaces: Sequence[Space],
 ) -> None:
-    """Raise EnvironmentFailure unless the snapshot fits, and store and scratch files of a new run together.
+    """Raise NotEnoughSpace unless snapshot and export fit, and store and scratch files of a new run together.
 
     Each directory is checked again when its file is made.
     """
+    errors = ErrorList()
     if not has_store:
-        check_store_space(config, plan.nvme_bytes, hardware)
-    check_space(snapshot)
+        errors.attempt(("storage", "paths"), lambda: check_store_space(config, plan.nvme_bytes, hardware))
+    for space in spaces:
+        errors.attempt(space.key, space.check)
+    errors.raise_all()

@@ -24,14 +24,23 @@ from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.output import has_own_store
 from ratel_cli.run.planner import estimated_profile, make_planner
 from ratel_cli.run.profile_machine import measure_for_run
-from ratel_cli.run.settings import new_geometry, place_of, taken_bytes
-from ratel_cli.units import format_bytes
+from ratel_cli.run.settings import new_geometry
+from ratel_cli.run.space import check_store_space, spaces_of
 
 
 def check_machine(
-    config: RunConfig, model: DecoderModel, device: torch.device, errors: ErrorList, *, with_memory: bool
+    config: RunConfig,
+    model: DecoderModel,
+    device: torch.device,
+    errors: ErrorList,
+    *,
+    export_bytes: int,
+    with_memory: bool,
 ) -> None:
-    """Check the space of the store and, `with_memory`, the memory of a step. What is lacking goes to `errors`."""
+    """Check the space of store, snapshot and export and, `with_memory`, the memory of a step.
+
+    What is lacking goes to `errors`.
+    """
     with open_context(config, RunLog(StringIO()), device=device) as context:
         has_store = has_own_store(config)
         hardware = errors.attempt(("storage",), lambda: measure_for_run(context, has_store=has_store))
@@ -40,21 +49,14 @@ def check_machine(
         plan = None
         if with_memory:
             plan = errors.attempt(("limits", "host_memory"), lambda: _plan(context, model, hardware))
+        weights = hardware.nvme.weights
+        geometry = new_geometry(config, model.spec.block_elements, weights=weights)
+        need_bytes = sum(geometry.file_bytes()) if plan is None else plan.nvme_bytes
         if not has_store:
-            geometry = new_geometry(config, model.spec.block_elements, weights=hardware.nvme.weights)
-            need_bytes = sum(geometry.file_bytes()) if plan is None else plan.nvme_bytes
             errors.attempt(("storage", "paths"), lambda: check_store_space(config, need_bytes, hardware))
-
-
-def check_store_space(config: RunConfig, need_bytes: int, hardware: HardwareProfile) -> None:
-    """Raise EnvironmentFailure unless store and scratch files of a new run fit together."""
-    available_bytes = hardware.nvme.free_bytes + taken_bytes(config)
-    if need_bytes > available_bytes:
-        raise EnvironmentFailure(
-            f"not enough space for the store: it needs {format_bytes(need_bytes)} in {place_of(config)}, "
-            f"{format_bytes(available_bytes)} available",
-            "free some space, set storage.paths to other directories, or halve the need with storage.durability: none",
-        )
+        spaces = spaces_of(config, model.spec, nvme_bytes=need_bytes, export_bytes=export_bytes, weights=weights)
+        for space in spaces:
+            errors.attempt(space.key, space.check)
 
 
 def check_writable(output_dir: Path) -> None:

@@ -33,7 +33,8 @@ from ratel_cli.run.profile_cache import (
     refresh_free_space,
 )
 from ratel_cli.run.run_directory import HARDWARE_NAME, CachedProfile, run_directory
-from ratel_cli.run.settings import decisions_of, snapshot_space, state_bytes, taken_bytes, wear_limit, workload_of
+from ratel_cli.run.settings import decisions_of, state_bytes, wear_limit, workload_of
+from ratel_cli.run.space import spaces_of, taken_bytes
 from ratel_cli.units import MIB
 
 _PROCESS_BYTES = 460 * MIB
@@ -101,15 +102,22 @@ def with_planned_chunk(config: RunConfig, hardware: HardwareProfile, *, name: st
     return config.chunked_by(forecaster.chunk_bytes(setting_of(config, hardware)))
 
 
-def snapshot_tiers(config: RunConfig, forecaster: Forecaster, *, nvme_bytes: int) -> tuple[Tier, ...]:
-    """The tier of the snapshot's device on this machine; empty if the config asks for no snapshot."""
+def space_tiers(config: RunConfig, forecaster: Forecaster, *, nvme_bytes: int) -> tuple[Tier, ...]:
+    """The tiers of the snapshot's device, if the config asks for a snapshot, and of the export's, on this machine.
+
+    Only a run knows the export to the byte: here it is its weights alone.
+    """
     if not isinstance(forecaster, RatelForecaster):
         return ()
-    space = snapshot_space(config, forecaster.spec, nvme_bytes=nvme_bytes)
-    if space is None:
-        return ()
-    remedy = "set storage.snapshot.path to a device with more space"
-    return (Tier(name="snapshot", need_bytes=space.need_bytes, have_bytes=space.available_bytes, remedy=remedy),)
+    return tuple(
+        Tier(
+            name=space.name,
+            need_bytes=space.need_bytes,
+            have_bytes=space.available_bytes,
+            remedy=f"set {space.option} to a device with more space",
+        )
+        for space in spaces_of(config, forecaster.spec, nvme_bytes=nvme_bytes)
+    )
 
 
 def wear_warning(config: RunConfig, forecaster: Forecaster) -> str | None:

@@ -5,26 +5,20 @@ Invariant: this file imports nothing heavy.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.hardware.host import memory_bytes
-from ratel_cli.io.files import nearest_existing
 from ratel_cli.json_fields import hash_of
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.head_chunk import CHUNK_BYTES, with_chunk
 from ratel_cli.planning.placement import StateBytes, Workload
 from ratel_cli.planning.problem import Decisions
 from ratel_cli.planning.split import divisors
-from ratel_cli.planning.traffic import store_bytes
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES
 from ratel_cli.store.layout import Geometry, record_layout
-from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.open import stored_identity
 from ratel_cli.training.wear_limit import WearLimit
 from ratel_cli.units import format_bytes
@@ -40,8 +34,6 @@ DECIDES_THE_LENGTH: Final = ("num_epochs", "max_steps")
 """Keys that may change when a run resumes, and decide the bits of the steps that follow."""
 _ADDED_LATER: Final = ("lr_scheduler_kwargs",)
 """Keys of these that are part of the hash only if they are set: stores that are older than the key stay valid."""
-SNAPSHOT_SLOTS: Final = 2
-"""Slots of a snapshot's store: the generation that was copied last, and the one that is being copied."""
 
 
 def settings_hash(config: RunConfig) -> str:
@@ -163,12 +155,6 @@ def store_hint(config: RunConfig) -> str:
     return f"{where}; or restore a lost store from its snapshot with `ratel restore CONFIG`"
 
 
-def taken_bytes(config: RunConfig) -> int:
-    """Bytes that an earlier store in the same directories takes: they are there already, or will be free."""
-    files = [path / DATA_FILE_NAME for path in config.storage.paths]
-    return sum(file.stat().st_size for file in files if os.path.isfile(file))  # is_file raises for long names
-
-
 def wear_limit(
     config: RunConfig, block_elements: tuple[int, ...], *, weights: tuple[int, ...], first_step: int
 ) -> WearLimit | None:
@@ -190,32 +176,3 @@ def wear_limit(
 def new_geometry(config: RunConfig, block_elements: tuple[int, ...], *, weights: tuple[int, ...]) -> Geometry:
     """The geometry of the store that the config asks for."""
     return Geometry(dtype=config.dtype, block_elements=block_elements, num_slots=num_slots(config), weights=weights)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotSpace:
-    """The space of a snapshot on the device of `storage.snapshot.path`."""
-
-    path: Path
-    need_bytes: int
-    available_bytes: int
-
-
-def snapshot_space(config: RunConfig, spec: ModelSpec, *, nvme_bytes: int) -> SnapshotSpace | None:
-    """The space that the config's snapshot needs and has; None if the config asks for no snapshot.
-
-    `nvme_bytes` is what the run needs in `storage.paths`, which may be on the same device.
-    """
-    if config.storage.snapshot is None:
-        return None
-    path = config.storage.snapshot.path
-    existing, file = nearest_existing(path), path / DATA_FILE_NAME
-    free = os.statvfs(existing)
-    available_bytes = free.f_bavail * free.f_frsize + (file.stat().st_size if file.is_file() else 0)
-    if existing.stat().st_dev in {nearest_existing(each).stat().st_dev for each in config.storage.paths}:
-        available_bytes -= max(0, nvme_bytes - taken_bytes(config))
-    return SnapshotSpace(
-        path=path,
-        need_bytes=store_bytes(spec, state_bytes(config), num_slots=SNAPSHOT_SLOTS),
-        available_bytes=max(0, available_bytes),
-    )

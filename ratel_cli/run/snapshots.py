@@ -8,6 +8,7 @@ small is reported before anything is written.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
@@ -19,14 +20,15 @@ from ratel_cli.report.run import snapshot_line
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.output import is_of_other_run
 from ratel_cli.run.run_directory import recorded_config
-from ratel_cli.run.settings import SNAPSHOT_SLOTS, SnapshotSpace, place_of
+from ratel_cli.run.settings import place_of
+from ratel_cli.run.space import SNAPSHOT_SLOTS, Space
 from ratel_cli.run.store import describe_store, prepare_store, reject_replacing
 from ratel_cli.store.layout import Geometry
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.run_record import read_record
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.training.snapshots import Snapshots
-from ratel_cli.units import format_bytes, format_rate
+from ratel_cli.units import format_rate
 
 _SHARE = 0.25
 """The share of the drives' read rate that a copy may take from training."""
@@ -60,27 +62,14 @@ def find_snapshot(
     return _open(context, wanted, identity)
 
 
-def check_space(space: SnapshotSpace | None) -> None:
-    """Raise EnvironmentFailure if the device is too small."""
-    if space is not None and space.need_bytes > space.available_bytes:
-        raise EnvironmentFailure(
-            f"not enough space for the snapshot: it needs {format_bytes(space.need_bytes)} in {space.path}, "
-            f"{format_bytes(space.available_bytes)} available",
-            "free some space there, or set storage.snapshot.path to another device",
-        )
-
-
-def snapshot_rows(config: RunConfig, space: SnapshotSpace | None, hardware: HardwareProfile) -> list[tuple[str, str]]:
-    """The row of the opening statement about the snapshot; none if none is wanted."""
+def space_rows(config: RunConfig, spaces: Sequence[Space], hardware: HardwareProfile) -> list[tuple[str, str]]:
+    """The rows of the opening statement about snapshot and export."""
+    words = {space.name: space.words for space in spaces}
     wanted = config.storage.snapshot
-    if wanted is None or space is None:
-        return []
-    every = f"{wanted.every} steps" if wanted.every > 1 else "step"
-    row = (
-        f"needs {format_bytes(space.need_bytes)} in {wanted.path}, {format_bytes(space.available_bytes)} available; "
-        f"every {every}, at up to {format_rate(_bytes_per_second(hardware))}"
-    )
-    return [("snapshot", row)]
+    if wanted is not None:
+        every = f"{wanted.every} steps" if wanted.every > 1 else "step"
+        words["snapshot"] += f"; every {every}, at up to {format_rate(_bytes_per_second(hardware))}"
+    return list(words.items())
 
 
 def make_snapshot(context: RunContext, spec: ModelSpec, identity: StoreIdentity, *, resume: str) -> Store | None:

@@ -24,6 +24,7 @@ from tests.e2e.runs import (
     file_hash,
     finetune,
     output_of,
+    ratel,
     store_of,
     succeed,
 )
@@ -197,13 +198,32 @@ def test_a_disk_without_the_space_for_measuring_it(
 
 
 def test_an_output_that_is_too_small(make_config: MakeConfig, small_disk: Path, tmp_path: Path) -> None:
+    """It is told before the first step, and once there is space, the run begins."""
+    config = make_config(
+        output_dir=str(small_disk / "out"), storage={"engine": "threads", "paths": [str(tmp_path / "s")]}
+    )
+    for command in (["check"], ["finetune", "--dry-run"], ["finetune"]):
+        ended = ratel(command[0], config, *command[1:])
+        assert_rejected(ended, 3, f"not enough space for the export: it needs 2.14 MiB in {small_disk}/out, ")
+        assert "hint: free some space there, or set output_dir to another device" in ended.stderr
+    assert not store_of(config).exists()
+    subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
+    succeed(config)
+    assert (small_disk / "out" / "model.safetensors").exists()
+
+
+def test_an_output_that_fills_up_while_the_run_trains(
+    make_config: MakeConfig, small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The store is whole. Once there is space again, the run ends normally."""
     config = make_config(
         output_dir=str(small_disk / "out"), storage={"engine": "threads", "paths": [str(tmp_path / "s")]}
     )
+    monkeypatch.setattr("ratel_cli.run.finetune.spaces_of", lambda *_, **__: ())
     ended = finetune(config)
-    assert_rejected(ended, 3, str(small_disk))
+    assert_rejected(ended, 3, f"{small_disk}/out: the export needs 2.14 MiB, ")
     assert not list((small_disk / "out").glob("*.safetensors"))
+    monkeypatch.undo()
     subprocess.run(["mount", "-o", "remount,size=200m", str(small_disk)], check=True)
     assert "all 4 steps are done" in succeed(config)
     assert (small_disk / "out" / "model.safetensors").exists()

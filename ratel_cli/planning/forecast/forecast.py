@@ -16,7 +16,7 @@ from ratel_cli.planning.prediction import Prediction
 from ratel_cli.planning.split import SplitRate
 from ratel_cli.planning.wear import WearPolicy
 
-TierName = Literal["GPU", "RAM", "NVMe", "snapshot"]
+TierName = Literal["GPU", "RAM", "NVMe", "snapshot", "export"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
