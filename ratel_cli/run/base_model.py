@@ -5,12 +5,10 @@ Invariant: a store that passes `check_model` has this model's parameters, in thi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import transformers
 from transformers import PretrainedConfig
 
@@ -22,6 +20,7 @@ from ratel_cli.json_fields import hash_of
 from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, persistent_buffers
 from ratel_cli.model.directory import resolve_base_model
+from ratel_cli.model.export_layout import ExportLayout, layout_of_model
 from ratel_cli.model.initialise import RandomSource
 from ratel_cli.model.skeleton import build_skeleton, read_model_config, supported_attention, why_unsupported
 from ratel_cli.model.spec import ModelSpec
@@ -74,18 +73,19 @@ def build_base(config: RunConfig) -> Base:
 
 def open_weights(
     config: RunConfig, base: Base, resources: ExitStack
-) -> tuple[CheckpointSource | RandomSource, Mapping[str, torch.Tensor]]:
-    """The source of the weights, whose files are checked, and the buffers, which the skeleton gets too.
+) -> tuple[CheckpointSource | RandomSource, ExportLayout]:
+    """The source of the weights, whose files are checked, and the layout of an export. The skeleton gets the buffers.
 
     Raises BadInput if the files do not match the model.
     """
-    skeleton = base.model.skeleton
+    skeleton, spec = base.model.skeleton, base.model.spec
     if config.random_init:
-        return RandomSource(skeleton, config.seed), persistent_buffers(skeleton)
-    source = resources.enter_context(CheckpointSource(base.directory, skeleton, base.model.spec))
+        layout = layout_of_model(spec, persistent_buffers(skeleton), config.dtype)
+        return RandomSource(skeleton, config.seed), layout
+    source = resources.enter_context(CheckpointSource(base.directory, skeleton, spec))
     buffers = source.read_buffers()
     install_buffers(skeleton, buffers)
-    return source, buffers
+    return source, layout_of_model(spec, buffers, config.dtype)
 
 
 def hub_id(config: RunConfig) -> str | None:

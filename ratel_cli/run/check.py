@@ -21,6 +21,7 @@ from ratel_cli.config.load import Reading
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, DoesNotFit, EnvironmentFailure, ErrorList, NotEnoughSpace, RatelError
+from ratel_cli.model.export_layout import layout_of_model
 from ratel_cli.model.export_weights import export_bytes
 from ratel_cli.report.check import CheckReport, ReportedError
 from ratel_cli.run.base_model import prepare_process
@@ -127,8 +128,9 @@ def _find_lacks(config: RunConfig, found: Sequence[RatelError]) -> None:
         model = read_model(config, resources, RunLog(StringIO()), ErrorList())
         if model.base is None or model.device is None:
             return
-        base, buffers = model.base, {} if model.weights is None else model.weights[1]
-        size = export_bytes(base.model.spec, buffers, config.dtype, base.directory)
+        base, spec = model.base, model.base.model.spec
+        layout = layout_of_model(spec, {}, config.dtype) if model.weights is None else model.weights[1]
+        size = export_bytes(layout, base.directory)
         check = partial(
             check_machine, config, base.model, model.device, errors, export_bytes=size, with_memory=not does_not_fit
         )

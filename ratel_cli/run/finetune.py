@@ -149,7 +149,7 @@ def _export(context: RunContext, inputs: Inputs, store: Store, *, overwrite: boo
         run=own_output(config),
         overwrite=overwrite,
         dtype=config.dtype,
-        buffers=inputs.buffers,
+        layout=inputs.layout,
         card=card_of(config, store, step=store.progress.step, log=log),
         replaced_sidecars=tokenizer_files(config, inputs.base_dir),
         progress=context.stop.check,
@@ -235,7 +235,7 @@ def _spaces(context: RunContext, inputs: Inputs, plan: Plan, hardware: HardwareP
         config,
         spec,
         nvme_bytes=plan.nvme_bytes,
-        export_bytes=export_bytes(spec, inputs.buffers, config.dtype, inputs.base_dir),
+        export_bytes=export_bytes(inputs.layout, inputs.base_dir),
         weights=hardware.nvme.weights,
     )
 

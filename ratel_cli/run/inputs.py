@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -36,6 +36,7 @@ from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.checkpoint import CheckpointSource
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
+from ratel_cli.model.export_layout import ExportLayout
 from ratel_cli.model.export_weights import export_names
 from ratel_cli.model.flash_attention import require_deterministic
 from ratel_cli.model.initialise import RandomSource
@@ -69,8 +70,8 @@ class Inputs:
     base_dir: Path
     model: DecoderModel
     source: CheckpointSource | RandomSource
-    buffers: Mapping[str, torch.Tensor]
-    """Tensors of the model that are not trained, by name."""
+    layout: ExportLayout
+    """What the files of the export hold."""
     data: TrainingData
     num_steps: int
     device: torch.device
@@ -102,12 +103,12 @@ def read_inputs(
         )
     errors.raise_all()
     assert base is not None and model.weights is not None and model.device is not None and data is not None
-    source, buffers = model.weights
+    source, layout = model.weights
     return Inputs(
         base_dir=base.directory,
         model=base.model,
         source=source,
-        buffers=buffers,
+        layout=layout,
         data=data,
         num_steps=num_steps(config, data.steps_per_epoch),
         device=model.device,
@@ -120,8 +121,8 @@ class ModelInputs:
 
     device: torch.device | None
     base: Base | None
-    weights: tuple[CheckpointSource | RandomSource, Mapping[str, torch.Tensor]] | None = None
-    """The source of the weights, and the buffers."""
+    weights: tuple[CheckpointSource | RandomSource, ExportLayout] | None = None
+    """The source of the weights, and what the files of the export hold."""
     tokenizer: Tokenizer | None = None
 
 
@@ -139,7 +140,7 @@ def read_model(
     errors.attempt(("output_dir",), lambda: reject_overlap(config.output_dir, base.directory))
     weights = errors.attempt(("base_model",), lambda: open_weights(config, base, resources))
     if weights is not None and not overwrite:
-        names = export_names(base.model.spec, weights[1], config.dtype, base.directory)
+        names = export_names(weights[1], base.directory)
         errors.attempt(("output_dir",), lambda: _check_names(config, names))
     tokenizer = errors.attempt(("base_model",), lambda: read_fitting_tokenizer(config, base, log))
     errors.attempt(("sequence_len",), lambda: check_positions(config.sequence_len, base.model, base.config, log))

@@ -73,7 +73,7 @@ def write_export(run: OpenedRun, generation: Generation, output: Path, *, overwr
     reject_overlap(output, run.base.directory, option="-o")
     check_export_output(context.config, output, step=step, overwrite=overwrite)
     with ExitStack() as resources:
-        _, buffers = open_weights(context.config, run.base, resources)
+        _, layout = open_weights(context.config, run.base, resources)
         notices = export_model(
             run.base.model.spec,
             generation,
@@ -84,7 +84,7 @@ def write_export(run: OpenedRun, generation: Generation, output: Path, *, overwr
             overwrite=overwrite,
             option="-o",
             dtype=context.config.dtype,
-            buffers=buffers,
+            layout=layout,
             card=card_of(context.config, run.store, step=step, log=context.log),
             replaced_sidecars=tokenizer_files(context.config, run.base.directory),
             progress=context.stop.check,

@@ -19,7 +19,8 @@ from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.checkpoint import CheckpointSource
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
-from ratel_cli.model.export_weights import export_model, split_into_shards
+from ratel_cli.model.export_layout import LaidOutTensor, TrainedContent, layout_of_model, split_into_shards
+from ratel_cli.model.export_weights import export_bytes, export_model
 from ratel_cli.model.marker import (
     MARKER_NAME,
     Marker,
@@ -30,11 +31,12 @@ from ratel_cli.model.marker import (
     write_marker,
     written_file,
 )
-from ratel_cli.model.shards import ShardReader, TensorSpec, file_bytes
+from ratel_cli.model.shards import ShardReader, file_bytes
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec, lay_out_block
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.store import Store
+from ratel_cli.units import MIB
 from tests.model.tiny import (
     FAMILIES,
     Tensors,
@@ -73,8 +75,7 @@ class Exported:
             run="/runs/a",
             overwrite=overwrite,
             dtype=dtype,
-            buffers=self.buffers,
-            max_shard_bytes=max_shard_bytes,
+            layout=layout_of_model(self.spec, self.buffers, dtype, max_shard_bytes=max_shard_bytes),
             group_elements=4096,
         )
 
@@ -239,6 +240,20 @@ def test_leftovers_of_a_killed_export_are_removed(tmp_path: Path) -> None:
     assert_same(import_all(output), reference(tmp_path / "base"))
 
 
+@pytest.mark.parametrize("max_shard_bytes", [10**9, SHARD_BYTES])
+def test_the_space_of_an_export_is_known_before(tmp_path: Path, max_shard_bytes: int) -> None:
+    """The weights and their index to the byte; the small files take at most what is counted for them."""
+    output = tmp_path / "out"
+    with in_store(tmp_path, "llama") as exported:
+        (exported.base / "tokenizer.json").write_text(" " * 5_000_000)
+        layout = layout_of_model(exported.spec, exported.buffers, "bfloat16", max_shard_bytes=max_shard_bytes)
+        exported.export(output, dtype="bfloat16", max_shard_bytes=max_shard_bytes)
+        needed = export_bytes(layout, exported.base)
+    sizes = {path.name: path.stat().st_size for path in output.iterdir()}
+    assert layout.num_bytes == sum(sizes[name] for name in layout.file_names)
+    assert sum(sizes.values()) <= needed <= sum(sizes.values()) + 2 * MIB
+
+
 def test_too_little_space_is_found_before_the_first_byte(tmp_path: Path) -> None:
     output = tmp_path / "out"
     with in_store(tmp_path, "llama") as exported:
@@ -397,7 +412,10 @@ def test_memory_is_one_group(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limit", [1, 500, 1000, 1 << 20])
 def test_shard_sizes(limit: int) -> None:
-    tensors = [TensorSpec(name=f"t{index}", dtype=torch.float32, shape=(index, 10)) for index in range(20)]
+    tensors = [
+        LaidOutTensor(name=f"t{at}", dtype=torch.float32, shape=(at, 10), content=TrainedContent(parameter="p"))
+        for at in range(20)
+    ]
     shards = split_into_shards(tensors, limit)
     assert [tensor for shard in shards for tensor in shard.tensors] == tensors
     for shard in shards:
