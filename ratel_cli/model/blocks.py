@@ -16,6 +16,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -27,6 +28,7 @@ from ratel_cli.errors import BadInput
 from ratel_cli.model.layer_runner import LayerRunner
 from ratel_cli.model.probe import Usage, probe_usage, separates_samples
 from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
+from ratel_cli.model.separation import samples_stay_apart
 from ratel_cli.model.spec import BlockKind, BlockSpec, LayerTraits, ModelSpec, ParameterSpec, decays, lay_out_block
 
 
@@ -55,6 +57,10 @@ class _PlacedParameter:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.unbound.shape)
 
+    def put(self, parameter: nn.Parameter) -> None:
+        """Put a parameter into the first place."""
+        self.places[0].put(parameter)
+
     def unbind(self) -> None:
         """Put the unbound parameter into every place."""
         for place in self.places:
@@ -71,7 +77,7 @@ class DecoderModel:
         layer_runner: LayerRunner,
         spec: ModelSpec,
         traits: LayerTraits,
-        packs: bool,
+        masks_separate: bool,
         parameters: Sequence[tuple[_PlacedParameter, ...]],
         lookup: RowLookup,
     ) -> None:
@@ -79,14 +85,29 @@ class DecoderModel:
         self.layer_runner = layer_runner
         self.spec = spec
         self.traits = traits
-        self.packs = packs
-        """Whether attention in every layer separates samples that are packed into one sequence."""
         self.parameter_names = tuple(name for name, _ in skeleton.named_parameters())
         """All parameters, in the order of torch's `named_parameters`."""
         self._parameters = tuple(parameters)
         """The parameters of each block, in the order of `spec`."""
+        self._masks_separate = masks_separate
         self._lookup = lookup
         self._device = torch.device("cpu")
+
+    @cached_property
+    def packs(self) -> bool:
+        """Whether samples that are packed into one sequence stay apart. Found by numbers when it is first asked, which
+        takes seconds for a large model; then the model must be on the CPU, with no block bound."""
+        if not self._masks_separate:
+            return False
+        assert self._device.type == "cpu"
+        before, *layers, after = self._parameters
+        return samples_stay_apart(
+            self.layer_runner,
+            (*before, *after),
+            layers,
+            vocab_size=self.spec.vocab_size,
+            num_positions=getattr(self.skeleton.config, "max_position_embeddings", None),
+        )
 
     def place(self, device: torch.device) -> None:
         """Move buffers and placeholders to the device that computes. Weights are where their caller binds them."""
@@ -133,7 +154,7 @@ class DecoderModel:
             self._lookup.bind(tokens)
         parameters = tuple(map(nn.Parameter, map(view, block.parameters, shapes)))
         for placed, parameter in zip(self._parameters[block.index], parameters, strict=True):
-            placed.places[0].put(parameter)
+            placed.put(parameter)
         return parameters
 
     def tie(self, embedding: Sequence[nn.Parameter]) -> nn.Parameter:
@@ -196,7 +217,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str) -> DecoderModel:
         layer_runner=layer_runner,
         spec=spec,
         traits=_layer_traits(skeleton.config, layers),
-        packs=layer_runner.takes_positions and separates_samples(embedded.calls),
+        masks_separate=layer_runner.takes_positions and separates_samples(embedded.calls),
         parameters=[tuple(parameters) for _, _, parameters in found],
         lookup=lookup,
     )

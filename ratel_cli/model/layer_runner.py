@@ -65,7 +65,7 @@ class LayerRunner:
     """The shims on one skeleton, and their state during a call of the owner."""
 
     def __init__(self, model: nn.Module, owner: nn.Module, layers: Sequence[nn.Module]) -> None:
-        self._model = model
+        self.model = model
         self._owner = owner
         self.layers = tuple(layers)
         self._forwards = tuple(layer.forward for layer in layers)
@@ -97,7 +97,7 @@ class LayerRunner:
             except (IndexError, TypeError, ValueError, AttributeError, RuntimeError):
                 continue
         raise rejection or BadInput(
-            f"{type(self._model).__name__}: its layers must return hidden states, or a tuple that begins with them"
+            f"{type(self.model).__name__}: its layers must return hidden states, or a tuple that begins with them"
         )
 
     def embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> Embedded:
@@ -130,7 +130,7 @@ class LayerRunner:
         output = _with_last_hidden_state(finished, hidden)
         with _instance_forward(self._owner, lambda *arguments, **keywords: output):
             placeholder = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-            result = self._model(input_ids=placeholder, use_cache=False)
+            result = self.model(input_ids=placeholder, use_cache=False)
         logits = result.logits
         assert isinstance(logits, torch.Tensor)
         return logits
@@ -165,7 +165,7 @@ class LayerRunner:
             self._start(None)
         if hidden is None or len(calls) != len(self.layers):
             raise BadInput(
-                f"{type(self._model).__name__}: only {len(calls)} of its {len(self.layers)} layers were called;"
+                f"{type(self.model).__name__}: only {len(calls)} of its {len(self.layers)} layers were called;"
                 " each must be called once, in order"
             )
         return Embedded(hidden=hidden, calls=calls), finished
@@ -193,7 +193,7 @@ class LayerRunner:
 
     def _code_between_layers(self) -> BadInput:
         return BadInput(
-            f"{type(self._model).__name__}: its code does something between its layers; "
+            f"{type(self.model).__name__}: its code does something between its layers; "
             "only models that pass hidden states directly from layer to layer can be streamed"
         )
 
@@ -205,12 +205,12 @@ class LayerRunner:
         elif isinstance(argument, torch.Tensor):
             if argument.requires_grad:
                 raise BadInput(
-                    f"{type(self._model).__name__}: its layers receive a trained tensor in addition to hidden states; "
+                    f"{type(self.model).__name__}: its layers receive a trained tensor in addition to hidden states; "
                     "such models cannot be streamed"
                 )
         elif argument is not None and not isinstance(argument, str | int | float | bool):
             raise BadInput(
-                f"{type(self._model).__name__}: its layers share a {type(argument).__name__}; "
+                f"{type(self.model).__name__}: its layers share a {type(argument).__name__}; "
                 "such models cannot be streamed"
             )
 

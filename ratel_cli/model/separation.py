@@ -1,0 +1,141 @@
+"""Finds out by numbers whether samples that are packed into one sequence stay apart.
+
+Attention masks say little: convolutions and recurrences reach over the end of a sample whatever the mask is. So three
+samples are packed, the tokens of the first and the last change, and the one between must stay as it is: behind the
+embedding, behind a layer of each kind, and behind the final norm. Layers of one kind have the same modules, the same
+shapes and the same arguments. Weights are random stand-ins, so this reads no file, and takes seconds for any model.
+
+The first sample is longer than the chunks of 64 tokens in which some recurrences compute, so that a state that goes
+from chunk to chunk is met as well as one inside a chunk.
+
+Invariant: a model that cannot be tried is not packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from ratel_cli.errors import BadInput
+from ratel_cli.model.layer_runner import Embedded, LayerCall, LayerRunner, last_hidden_state
+from ratel_cli.model.operators import tensors_in
+from ratel_cli.model.stand_ins import StandIns, StandsIn
+
+_SAMPLES = (67, 10, 19)
+"""Tokens of each packed sample."""
+_TOLERANCE = 1e-9
+"""How far the numbers of a sample may move, relative to the largest of them. Those of experts move by some 1e-16: how
+their sums are ordered depends on the other tokens."""
+_CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, NotImplementedError)
+
+
+def samples_stay_apart(
+    layer_runner: LayerRunner,
+    outside: Sequence[StandsIn],
+    layers: Sequence[Sequence[StandsIn]],
+    *,
+    vocab_size: int,
+    num_positions: int | None,
+) -> bool:
+    """Whether no sample of a packed sequence depends on another one's tokens.
+
+    `outside` and `layers` are the model's parameters, unbound and on the CPU. `num_positions`: the most tokens in a
+    sample; None if there is no limit.
+    """
+    samples = [min(size, num_positions or size) for size in _SAMPLES]
+    watched = slice(samples[0], samples[0] + samples[1])
+    training = layer_runner.model.training
+    layer_runner.model.eval()
+    try:
+        with torch.no_grad(), StandIns() as stand_ins:
+            return _stay_apart(layer_runner, outside, layers, stand_ins, samples, watched, vocab_size)
+    except (*_CANNOT_RUN, BadInput):
+        return False
+    finally:
+        layer_runner.model.train(training)
+
+
+def _stay_apart(
+    layer_runner: LayerRunner,
+    outside: Sequence[StandsIn],
+    layers: Sequence[Sequence[StandsIn]],
+    stand_ins: StandIns,
+    samples: Sequence[int],
+    watched: slice,
+    vocab_size: int,
+) -> bool:
+    config = layer_runner.model.config
+    assert isinstance(config, PretrainedConfig)
+    positions = torch.cat([torch.arange(size) for size in samples]).unsqueeze(0)
+    input_ids = [_token_ids(config, vocab_size, sum(samples), seed) for seed in (1, 2)]
+    input_ids[1][:, watched] = input_ids[0][:, watched]
+    with stand_ins.bound(outside):
+        embedded = [layer_runner.embed(ids, positions) for ids in input_ids]
+        if not _is_same([each.hidden for each in embedded], watched):
+            return False
+        hidden = [stand_ins.random(each.hidden.shape) for each in embedded]
+        hidden[1][:, watched] = hidden[0][:, watched]
+        finished = [
+            last_hidden_state(layer_runner.finish(each, ids, positions))
+            for each, ids in zip(hidden, input_ids, strict=True)
+        ]
+        if not _is_same(finished, watched):
+            return False
+    for index in _one_of_each_kind(layer_runner, layers, embedded):
+        with stand_ins.bound(layers[index]):
+            outputs = [
+                layer_runner.run_layer(index, each, call.calls[index])
+                for each, call in zip(hidden, embedded, strict=True)
+            ]
+        if not _is_same(outputs, watched):
+            return False
+    return True
+
+
+def _is_same(outputs: Sequence[torch.Tensor], watched: slice) -> bool:
+    """Whether the numbers `[1, tokens, ..]` of the watched tokens are finite and equal in both outputs."""
+    first, second = (each[:, watched] for each in outputs)
+    return bool((first - second).abs().max() <= _TOLERANCE * first.abs().max())  # False if one is NaN
+
+
+def _token_ids(config: PretrainedConfig, vocab_size: int, num_tokens: int, seed: int) -> torch.Tensor:
+    """Random tokens `[1, num_tokens]`, none of which the model's configuration names: it may mean padding."""
+    values = config.to_dict().items()
+    special = {value for key, value in values if key.endswith("_id") and isinstance(value, int)}
+    ordinary = torch.tensor([token for token in range(min(vocab_size, 4096)) if token not in special] or [0])
+    chosen = torch.randint(len(ordinary), (1, num_tokens), generator=torch.Generator().manual_seed(seed))
+    return ordinary[chosen]
+
+
+def _one_of_each_kind(
+    layer_runner: LayerRunner, layers: Sequence[Sequence[StandsIn]], embedded: Sequence[Embedded]
+) -> list[int]:
+    """The first layer of each kind."""
+    kinds: dict[object, int] = {}
+    for index, parameters in enumerate(layers):
+        shapes = tuple(each.shape for each in parameters)
+        call = tuple(_identity(each.calls[index]) for each in embedded)
+        kinds.setdefault((shapes, call, _modules(layer_runner.layers[index], index)), index)
+    return list(kinds.values())
+
+
+def _identity(call: LayerCall) -> tuple[object, ...]:
+    return tuple(id(tensor) for tensor in tensors_in((call.arguments, call.keywords)))
+
+
+def _modules(layer: nn.Module, index: int) -> tuple[object, ...]:
+    """What the layer's modules are, and what they were told: names, switches and numbers, other than the layer's."""
+    return tuple(
+        (
+            type(module),
+            tuple(
+                (name, value)
+                for name, value in vars(module).items()
+                if isinstance(value, str | bool) or (isinstance(value, int) and value != index)
+            ),
+        )
+        for module in layer.modules()
+    )

@@ -1,0 +1,182 @@
+"""Samples are packed where plain transformers gives each the logits that it has alone, and nowhere else."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from ratel_cli.hardware.host import resident_bytes
+from ratel_cli.model.blocks import DecoderModel, find_blocks
+from ratel_cli.model.skeleton import build_skeleton, supported_attention
+from tests.engine.architectures import tiny_config
+from tests.tiers import sample
+
+SIZES: dict[str, object] = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "head_dim": 8, "sliding_window": 8, "attention_window_size": 8, "chunk_size": 8, "lru_width": 32, "state_size": 8,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "mamba_n_heads": 8,
+    "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_d_ssm": 64, "mamba_chunk_size": 16,
+}  # fmt: skip
+"""Values for the keys that a configuration has."""
+_LATENT: dict[str, object] = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "head_dim": None,
+}  # fmt: skip
+_INDEXED = {**_LATENT, "index_topk": 4, "index_n_heads": 32, "index_head_dim": 8}
+"""Many heads: with few, scores of zero are frequent, and which of them is chosen depends on where the sample lies."""
+_GATED_EXPERTS = {
+    "layer_types": ["linear_attention", "indexed_attention"] * 2, "ple_layer_ids": [1], "ple_embed_dim": 32,
+    "heads_per_ngram": 2, "ngram_vocab_size_base": 50, "split_ngram_parts": 2, "hc_lowrank": 8, "indexer_n_heads": 2,
+    "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16, "indexer_compress_ratio": 4,
+}  # fmt: skip
+LEAK: dict[str, dict[str, object]] = {
+    "falcon_h1": {},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "inkling_text": {},
+    "qwen4_exp_text": _GATED_EXPERTS,
+    "mamba": {},
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "mamba_dt_rank": 4},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_ff_dim": 64},
+}
+SEPARATE: dict[str, dict[str, object]] = {
+    "llama": {},
+    "gemma2": {},
+    "gpt2": {"n_embd": 32, "n_layer": 3, "n_head": 4},
+    "deepseek_v3": _LATENT,
+    "deepseek_v32": _INDEXED,
+    "glm_moe_dsa": _INDEXED,
+    "axk2": _INDEXED,
+    "qwen3_moe": {},
+    "mixtral": {},
+}
+SAMPLES = (70, 11, 30)
+
+
+def config_of(family: str) -> PretrainedConfig:
+    config_class = transformers.CONFIG_MAPPING[family]
+    known = {*config_class().to_dict(), *config_class.attribute_map}
+    values = {**{key: value for key, value in SIZES.items() if key in known}, **(LEAK | SEPARATE)[family]}
+    return config_class(**{key: value for key, value in values.items() if value is not None})
+
+
+def decoder(config: PretrainedConfig) -> DecoderModel:
+    attention = supported_attention(config, "sdpa")
+    return find_blocks(build_skeleton(config, dtype="float32", attn_implementation=attention), name="tiny")
+
+
+def plain(config: PretrainedConfig) -> nn.Module:
+    """Plain transformers in fp64, with all parameters random."""
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=supported_attention(config, "sdpa"), experts_implementation="eager"
+    )
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.double().parameters():
+            scale = 0.3 if parameter.dim() < 2 else (parameter.shape[-1] * parameter.shape[-2]) ** -0.25
+            parameter.copy_(torch.randn_like(parameter) * scale)
+    return model.eval()
+
+
+def difference_when_packed(config: PretrainedConfig) -> float:
+    """How far packed logits are from those of each row alone, relative to the largest logit."""
+    model = plain(config)
+    rows = [torch.randint(3, 90, (1, size)) for size in SAMPLES]
+    positions = torch.cat([torch.arange(size) for size in SAMPLES]).unsqueeze(0)
+    with torch.no_grad():
+        packed = model(input_ids=torch.cat(rows, 1), position_ids=positions, use_cache=False).logits
+        alone = torch.cat([model(input_ids=row, use_cache=False).logits for row in rows], 1)
+    return float((packed - alone).abs().max() / alone.abs().max())
+
+
+@pytest.mark.parametrize("family", sample(list(LEAK), every=3))
+def test_families_whose_samples_leak_are_not_packed(family: str) -> None:
+    config = config_of(family)
+    assert not decoder(config).packs
+    if family == "mamba":  # takes no positions, so that nothing could tell it where a sample begins
+        return
+    assert difference_when_packed(config) > 1e-6
+
+
+@pytest.mark.parametrize("family", sample(list(SEPARATE), every=4, offset=3))
+def test_families_whose_samples_stay_apart_are_packed(family: str) -> None:
+    config = config_of(family)
+    assert difference_when_packed(config) < 1e-6
+    assert decoder(config).packs
+
+
+def reaching_back(tokens: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A change of `[1, tokens, ..]` that adds a little of what is so many tokens before."""
+    return lambda hidden: hidden + 1e-6 * functional.pad(hidden, (0, 0, tokens, 0))[:, : hidden.shape[1]]
+
+
+def totals(hidden: torch.Tensor) -> torch.Tensor:
+    """A state that goes from each chunk of 64 tokens to the next, and is not seen inside one."""
+    chunks = [torch.zeros_like(hidden[:, :1]), *(chunk.mean(1, keepdim=True) for chunk in hidden.split(64, 1))]
+    return hidden + torch.cat([chunks[number // 64] for number in range(hidden.shape[1])], 1)
+
+
+def reading_ahead(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden + functional.pad(hidden, (0, 0, 0, 1))[:, 1:]
+
+
+@pytest.mark.parametrize("where", ["embed_tokens", "layers.1", "layers.2.mlp.down_proj", "norm"])
+@pytest.mark.parametrize("leak", [reaching_back(1), reaching_back(9), totals, reading_ahead])
+def test_a_leak_is_found_wherever_it_is(where: str, leak: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Layers 1 and 2 have kinds of their own only through what leaks."""
+    skeleton = build_skeleton(tiny_config("llama"), dtype="bfloat16", attn_implementation="sdpa")
+    module = skeleton.get_submodule(f"model.{where}")
+    changed = type(
+        "Leaking", (type(module),), {"forward": lambda self, *a, **k: leak(super(changed, self).forward(*a, **k))}
+    )
+    module.__class__ = changed
+    assert not find_blocks(skeleton, name="leaks").packs
+
+
+def test_the_probe_leaves_no_trace() -> None:
+    model = decoder(tiny_config("llama_tied"))
+    before = {name: id(parameter) for name, parameter in model.skeleton.named_parameters()}
+    torch.manual_seed(5)
+    state = torch.random.get_rng_state()
+    assert model.packs
+    assert {name: id(parameter) for name, parameter in model.skeleton.named_parameters()} == before
+    assert model.skeleton.training and torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_model_that_cannot_run_on_stand_ins_is_not_packed() -> None:
+    skeleton = build_skeleton(tiny_config("llama"), dtype="float32", attn_implementation="sdpa")
+
+    def fails(*_: object, **__: object) -> torch.Tensor:
+        raise ValueError("this many tokens")
+
+    skeleton.get_submodule("model.layers.0.mlp").forward = fails
+    assert not find_blocks(skeleton, name="fails").packs
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("which", ["dense", "experts"])
+def test_a_large_model_takes_little_memory(which: str) -> None:
+    changes: dict[str, object] = (
+        {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8}
+        if which == "dense"
+        else {"hidden_size": 4096, "num_attention_heads": 64, "head_dim": 128, "num_experts": 128,
+              "num_experts_per_tok": 8, "moe_intermediate_size": 1536}
+    )  # fmt: skip
+    model = decoder(
+        tiny_config("llama" if which == "dense" else "qwen3_moe", vocab_size=128256, num_hidden_layers=80, **changes)
+    )
+    assert model.spec.num_parameters > 70e9
+    before = resident_bytes()
+    assert model.packs
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before < 1 << 30
