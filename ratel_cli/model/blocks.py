@@ -12,6 +12,7 @@ whose result is not needed.
 
 from __future__ import annotations
 
+import inspect
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -235,20 +236,29 @@ def _input_and_output(skeleton: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
     return embedding, head
 
 
-def _stack(skeleton: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:
-    """The owner and the layers: the ModuleList with most parameters, and the module that holds it."""
-    best: tuple[int, nn.Module, nn.ModuleList] | None = None
-    for module in skeleton.modules():
-        for child in module.children():
-            if isinstance(child, nn.ModuleList) and len(child) > 0:
-                size = sum(parameter.numel() for parameter in child.parameters())
-                if best is None or size > best[0]:
-                    best = (size, module, child)
-    if best is None:
+def _stack(skeleton: PreTrainedModel) -> tuple[nn.Module, tuple[nn.Module, ...]]:
+    """The owner and the layers of the language model: of the lists of layers that are nearest to the root of its
+    decoder, the one with most parameters.
+
+    A vision tower may have more parameters. It is next to the decoder, or deeper within it.
+    """
+    modules: list[nn.Module] = [skeleton.get_decoder()]
+    lists: list[tuple[nn.Module, nn.ModuleList]] = []
+    while modules and not lists:
+        children = [(module, child) for module in modules for child in module.children()]
+        lists = [(module, child) for module, child in children if isinstance(child, nn.ModuleList) and len(child)]
+        modules = [child for _, child in children]
+    if not lists:
         raise BadInput(
             f"{type(skeleton).__name__} has no list of layers; its layers must be in one torch.nn.ModuleList"
         )
-    return best[1], tuple(best[2])
+    owner, layers = max(lists, key=lambda each: sum(parameter.numel() for parameter in each[1].parameters()))
+    if "input_ids" not in inspect.signature(owner.forward).parameters:
+        raise BadInput(
+            f"{type(skeleton).__name__}: its layers are called by {type(owner).__name__}, which receives hidden states;"
+            " only models can be streamed whose layers are called by the module that embeds the tokens",
+        )
+    return owner, tuple(layers)
 
 
 def _placed_parameters(

@@ -23,6 +23,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from ratel_cli.closing import Closing
 from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.model.directory import WeightFiles, find_weight_files
+from ratel_cli.model.kind import declared_class
 from ratel_cli.model.renaming import Conversion, Renaming, plan_renaming
 from ratel_cli.model.shards import ShardReader
 from ratel_cli.model.spec import ModelSpec
@@ -146,7 +147,7 @@ class CheckpointSource(Closing):
         if unexpected:
             raise BadInput(
                 f"{self._where(unexpected[0])} does not belong to {spec.architecture}{_and_more(unexpected)}",
-                "check that config.json and the weights are of the same model",
+                self._other_class() or "check that config.json and the weights are of the same model",
             )
 
     def _check_direct(self) -> None:
@@ -201,7 +202,8 @@ class CheckpointSource(Closing):
         if missing:
             raise BadInput(
                 f"{self._directory}: tensor {missing[0]} is missing{_and_more(missing)}",
-                "check that config.json describes these weights and that the index names every file",
+                self._other_class()
+                or "check that config.json describes these weights and that the index names every file",
             )
         return sources
 
@@ -223,6 +225,13 @@ class CheckpointSource(Closing):
         entry = self._readers[name].tensors[name]
         is_mask = len(entry.shape) == 4 and entry.shape[:2] == (1, 1)
         return _CONSTANT.search(name) is not None or is_mask or not entry.dtype.is_floating_point
+
+    def _other_class(self) -> str | None:
+        """A hint, if config.json says that the weights are of another class than the model that is trained."""
+        declared, trained = declared_class(self._skeleton.config), type(self._skeleton).__name__
+        if declared in (None, trained):
+            return None
+        return f"config.json says that the weights are a {excerpt(str(declared))}; use those of a {trained}"
 
     def _where(self, name: str) -> str:
         return f"{self._readers[name].path}: tensor {excerpt(name)}"

@@ -26,7 +26,41 @@ _DOWNLOADED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*
 _NOT_DOWNLOADED = ["*/*", "consolidated*", "*.py"]
 _OPENED_BY_TRANSFORMERS = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "additional_chat_templates/*.jinja")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_FOREIGN_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf")
+_CONFIG_NAME = "config.json"
+_USE_SAFETENSORS = f"use a directory, or a hub id, with {_CONFIG_NAME} and safetensors files"
+_MERGE = (
+    "merge the adapter into its base model and train the result: "
+    "PeftModel.from_pretrained(BASE, ADAPTER).merge_and_unload().save_pretrained(NEW)"
+)
+_CONVERT_GGUF = (
+    "use the model that it was made from; if its weights are floating-point, convert it: "
+    "AutoModelForCausalLM.from_pretrained(OLD, gguf_file=NAME, dtype=...).save_pretrained(NEW)"
+)
+_USE_TRANSFORMERS_VERSION = "use the version for transformers, with config.json and model.safetensors or its shards"
+_OTHER_DIRECTORIES: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (
+        ("adapter_config.json", "adapter_model.*"),
+        "belongs to an adapter (LoRA or another of PEFT), and the model itself is not there",
+        _MERGE,
+    ),
+    (
+        ("*.gguf",),
+        "is not a safetensors file but GGUF, a format for inference, whose weights are usually quantised",
+        _CONVERT_GGUF,
+    ),
+    (
+        ("model_index.json",),
+        "belongs to a diffusion pipeline; only causal language models can be fine-tuned",
+        _USE_SAFETENSORS,
+    ),
+    (
+        ("consolidated*", "params.json"),
+        "is in the format of the model's maker, which transformers does not read",
+        _USE_TRANSFORMERS_VERSION,
+    ),
+)
+"""What else a directory may be: files that show it, what is said of them, and a hint."""
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +88,7 @@ def resolve_base_model(base_model: str, *, download: Callable[[str], str] | None
         return local
     if os.path.exists(local):
         raise BadInput(
-            f"base_model: {excerpt(base_model)} is a file", "set it to the directory that contains config.json"
+            f"base_model: {excerpt(base_model)} is a file", f"set it to the directory that contains {_CONFIG_NAME}"
         )
     if _HUB_ID.fullmatch(base_model) is None or ".." in base_model:
         raise BadInput(
@@ -85,7 +119,13 @@ def find_weight_files(directory: Path) -> WeightFiles:
 
 
 def check_sidecars(directory: Path) -> None:
-    """Raise BadInput if transformers would open a file of the directory that may not be opened."""
+    """Check the small files before transformers reads them.
+
+    Raises BadInput if there is no configuration, with what the directory is instead, or if transformers would open a
+    file that may not be opened.
+    """
+    if not _is_present(directory / _CONFIG_NAME):
+        raise _no_config(directory)
     for pattern in _OPENED_BY_TRANSFORMERS:
         for path in sorted(directory.glob(pattern)):
             trusted_file(directory, str(path.relative_to(directory)))
@@ -121,18 +161,48 @@ def _is_present(path: Path) -> bool:
     return path.exists() or path.is_symlink()
 
 
+def _no_config(directory: Path) -> BadInput:
+    """Why a directory without a configuration is no model, as far as its files show it."""
+    if _is_present(directory / "run" / "config.yaml"):
+        return BadInput(
+            f"{directory}: no {_CONFIG_NAME}: this run has not exported a model yet",
+            f"export it first: `ratel export {directory}`",
+        )
+    inner = sorted(path.parent.name for path in directory.glob(f"*/{_CONFIG_NAME}"))
+    fact = f"{directory}: no {_CONFIG_NAME}: this is not a model's directory"
+    if inner:
+        return _other_directory(directory) or BadInput(fact, f"did you mean {directory / excerpt(inner[0])}?")
+    return _other_directory(directory) or BadInput(fact, _USE_SAFETENSORS)
+
+
 def _no_weights(directory: Path) -> BadInput:
-    foreign = sorted({path.name for pattern in _FOREIGN_WEIGHTS for path in directory.glob(pattern)})
-    if not foreign:
+    other = _other_directory(directory)
+    if other is not None:
+        return other
+    pickles = _names(directory, _PICKLES)
+    if not pickles:
         return BadInput(
             f"{directory}: no weights: there is no {WEIGHTS_NAME} and no {INDEX_NAME}",
             "check base_model, or set random_init: true to start from random weights",
         )
     return BadInput(
-        f"{directory}: {excerpt(foreign[0])} is not a safetensors file; other formats are never loaded, since they can"
+        f"{directory}: {excerpt(pickles[0])} is not a safetensors file; other formats are never loaded, since they can"
         " contain code",
         "if you trust its author, convert it: AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)",
     )
+
+
+def _other_directory(directory: Path) -> BadInput | None:
+    """What the directory is if it is no model's; None if nothing shows it."""
+    for patterns, fact, hint in _OTHER_DIRECTORIES:
+        names = _names(directory, patterns)
+        if names:
+            return BadInput(f"{directory}: {excerpt(names[0])} {fact}", hint)
+    return None
+
+
+def _names(directory: Path, patterns: tuple[str, ...]) -> list[str]:
+    return sorted({path.name for pattern in patterns for path in directory.glob(pattern)})
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:

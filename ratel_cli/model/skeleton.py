@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.model.directory import check_sidecars
 from ratel_cli.model.flash_attention import KERNEL_PACKAGES
+from ratel_cli.model.kind import reject_other_kinds
 from ratel_cli.model.spec import check_depth
 from ratel_cli.sizes import DtypeName
 
@@ -38,7 +39,10 @@ _SCALES = ("initializer_range", "initializer_factor", "init_std", "init_method_s
 
 
 def read_model_config(directory: Path) -> PretrainedConfig:
-    """The model's configuration. Raises BadInput if transformers cannot read it without running remote code."""
+    """The configuration of a causal language model.
+
+    Raises BadInput if transformers cannot read it without running remote code, or if it is a model of another kind.
+    """
     check_sidecars(directory)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
@@ -50,6 +54,7 @@ def read_model_config(directory: Path) -> PretrainedConfig:
     num_layers = getattr(config, "num_hidden_layers", None)
     if isinstance(num_layers, int):
         check_depth(num_layers)
+    reject_other_kinds(config)
     return cast(PretrainedConfig, config)
 
 
@@ -74,7 +79,9 @@ def build_skeleton(config: PretrainedConfig, *, dtype: DtypeName, attn_implement
         raise BadInput(
             f"config.json: transformers cannot build a {config.model_type} language model from it: "
             f"{type(error).__name__}: {_fact(error)}",
-            "check the values in the model's config.json",
+            "install the package that transformers asks for"
+            if isinstance(error, ImportError)
+            else "check the values in the model's config.json",
         ) from error
     _reject_empty_parameters(model)
     model.train()
@@ -132,7 +139,8 @@ def _reject_unsupported(config: PretrainedConfig) -> None:
             )
     if getattr(config, "is_encoder_decoder", False):
         raise BadInput(
-            f"config.json: {config.model_type} is an encoder-decoder; only decoder language models can be fine-tuned"
+            f"config.json: {config.model_type} is an encoder-decoder; only causal language models can be fine-tuned",
+            "use a decoder model; its config.json names a causal language model in architectures",
         )
 
 

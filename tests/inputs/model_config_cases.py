@@ -102,7 +102,7 @@ def cases() -> Iterator[MalformedInput]:
         yield _changed(key, value, message)
     for name, content in _CONTENTS.items():
         yield _placed(name, lambda path, content=content: path.write_bytes(content), _NOT_KNOWN)
-    yield _placed("not there", lambda path: None, _NOT_KNOWN)
+    yield _placed("not there", lambda path: None, "no config.json")
     yield _placed("a directory", lambda path: path.mkdir(), "config.json is not a regular file")
     yield _placed("a dangling link", lambda path: path.symlink_to("gone"), "config.json is missing")
     yield _placed("a FIFO", os.mkfifo, "config.json is not a regular file")
@@ -157,7 +157,7 @@ def _bases() -> Iterator[MalformedInput]:
     neither = "there is no directory .*, and this cannot be a hub id"
     yield base("not there", "HERE/gone", neither)
     yield base("a file", "HERE/run.yaml", "run.yaml is a file")
-    yield base("an empty directory", "HERE", _NOT_KNOWN)
+    yield base("an empty directory", "HERE", "no config.json: this is not a model's directory")
     yield base("inside a file", "HERE/run.yaml/base", neither)
     yield base("a name too long", "HERE/" + "a" * 300, neither)
     yield base("a path too long", "HERE/" + "a/" * 3_000, neither)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ratel_cli.errors import BadInput
 from ratel_cli.hardware.host import resident_bytes
@@ -186,6 +186,39 @@ def odd_model(change: str) -> PretrainedConfig | nn.Module:
 def test_models_that_do_more_than_call_their_layers_are_rejected(change: str, message: str) -> None:
     with pytest.raises(BadInput, match=message):
         find_blocks(odd_model(change), name="odd")  # type: ignore[arg-type]
+
+
+VISION = {"num_attention_heads": 4, "image_size": 28, "patch_size": 14, "intermediate_size": 512}
+LARGE_TOWERS = {
+    "gemma3": {"vision_config": {"hidden_size": 256, "num_hidden_layers": 3, **VISION}},
+    "got_ocr2": {"vision_config": {"hidden_size": 256, "num_hidden_layers": 3, **VISION, "output_channels": 32}},
+    "phi4_multimodal": {
+        "vision_config": {
+            "hidden_size": 256, "num_hidden_layers": 3, **VISION, "image_size": 448, "crop_size": 448,
+            "nemo_final_size": 256,
+        },
+        "audio_config": {"hidden_size": 256, "num_blocks": 2, "num_attention_heads": 4, "intermediate_size": 512},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", LARGE_TOWERS)
+def test_the_layers_are_those_of_the_language_model(model_type: str) -> None:
+    """Although a tower for images has more parameters, next to the language model or within it."""
+    text = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2, "original_max_position_embeddings": 64, "head_dim": 8,
+    }  # fmt: skip
+    nested = {} if model_type == "phi4_multimodal" else {"text_config": text}
+    config = AutoConfig.for_model(model_type, **({} if nested else text), **nested, **LARGE_TOWERS[model_type])
+    skeleton = build_skeleton(config, dtype="float32", attn_implementation="eager")
+    model = find_blocks(skeleton, name="m")
+    decoder = skeleton.get_decoder()
+    assert model.layer_runner.layers == tuple(decoder.layers)
+    lists = [module for module in skeleton.modules() if isinstance(module, nn.ModuleList)]
+    largest = max(lists, key=lambda each: sum(parameter.numel() for parameter in each.parameters()))
+    assert largest is not decoder.layers
 
 
 def test_layers_that_share_a_tensor_are_rejected() -> None:

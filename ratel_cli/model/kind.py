@@ -1,0 +1,132 @@
+"""Which kind of model a configuration describes, so that a model that is no causal language model is refused by name.
+
+Invariant: what is known here about models comes from transformers' own tables of classes, and no family is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+from transformers.models.auto import modeling_auto
+
+from ratel_cli.errors import BadInput, excerpt
+
+_CAUSAL, _BARE, _MASKED = "FOR_CAUSAL_LM", "", "FOR_MASKED_LM"
+_ENCODER_DECODER = "an encoder-decoder"
+_MULTIMODAL = ("a vision-language model", "a multimodal language model")
+_WORDS: Mapping[str, str] = {
+    "FOR_IMAGE_TEXT_TO_TEXT": _MULTIMODAL[0],
+    "FOR_MULTIMODAL_LM": _MULTIMODAL[1],
+    "FOR_SEQ_TO_SEQ_CAUSAL_LM": _ENCODER_DECODER,
+    _MASKED: "a masked language model, whose tokens see the tokens after them",
+    "FOR_SEQUENCE_CLASSIFICATION": "a sequence classifier",
+    "FOR_TOKEN_CLASSIFICATION": "a token classifier",
+    "FOR_SPEECH_SEQ_2_SEQ": "a speech recogniser",
+    "FOR_CTC": "a speech recogniser",
+    "FOR_IMAGE": "an image encoder",
+}
+"""For a table of transformers: what its models are. The first one counts. Other tables speak for themselves."""
+_PAST_TABLES = ("FOR_PRETRAINING", "FOR_TEXT_ENCODING")
+"""Tables with models of every kind."""
+
+
+def reject_other_kinds(config: PretrainedConfig) -> None:
+    """Raise BadInput unless transformers has a causal language model for `config` and its weights are such a model's.
+
+    The class that made the weights is the first of `architectures`. A class that transformers does not know, and a bare
+    model without a head, are left to the check of the weights.
+    """
+    declared = declared_class(config)
+    is_causal_type = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if is_causal_type and declared in _classes(_CAUSAL):
+        return
+    kind = _kind_of_class(declared)
+    if kind is None and is_causal_type:
+        return
+    if kind is None:
+        kind, declared = _kind_of_type(config.model_type)
+    if config.is_encoder_decoder:
+        kind = _ENCODER_DECODER
+    shown = config.model_type if declared is None else f"{excerpt(declared)} ({config.model_type})"
+    if kind in _MULTIMODAL:
+        raise _multimodal(config, f"config.json: {shown} is {kind}")
+    if kind is None:
+        raise BadInput(
+            f"config.json: transformers has no causal language model for the model type {config.model_type}",
+            "use a model that AutoModelForCausalLM of transformers can load",
+        )
+    is_decoder = is_causal_type and kind != _ENCODER_DECODER and config.model_type not in _table(_MASKED)
+    raise BadInput(
+        f"config.json: {shown} is {kind}; only causal language models can be fine-tuned",
+        f"use the language model that it was made from, a {_names(_table(_CAUSAL)[config.model_type])[0]}"
+        if is_decoder
+        else "use a decoder model; its config.json names a causal language model in architectures",
+    )
+
+
+def declared_class(config: PretrainedConfig) -> str | None:
+    """The class that the configuration names as that of the weights; None if it names none."""
+    declared = config.architectures
+    first = declared[0] if isinstance(declared, list) and declared else None
+    return first if isinstance(first, str) else None
+
+
+def _multimodal(config: PretrainedConfig, fact: str) -> BadInput:
+    """The rejection of a model that reads more than text, with what can be done about its language part."""
+    text = config.get_text_config()
+    if text is not config and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return BadInput(
+            f"{fact}; Ratel cannot keep its parts for other inputs than text",
+            f"save its language part ({text.model_type}) as a model of its own and train that; docs/guide.md shows how,"
+            ' in "Models"',
+        )
+    return BadInput(
+        f"{fact}, and transformers has no causal language model for its language part ({text.model_type})",
+        "use a text model of this family",
+    )
+
+
+def _kind_of_class(name: str | None) -> str | None:
+    """What models of this class are, in words; None for a class that transformers does not know or a bare model."""
+    tables = [table for table in _tables() if name in _classes(table)]
+    return _words(tables)
+
+
+def _kind_of_type(model_type: str) -> tuple[str | None, str | None]:
+    """What most models of this type are, in words, and their class."""
+    tables = [table for table in _tables() if model_type in _table(table)]
+    kind = _words(tables)
+    first = next((table for table in (*_WORDS, *tables) if table in tables and _words([table]) == kind), None)
+    if first is None:
+        return None, None
+    return kind, _names(_table(first)[model_type])[0]
+
+
+def _words(tables: list[str]) -> str | None:
+    if not tables:
+        return None
+    known = next((words for table, words in _WORDS.items() if table in tables), None)
+    return known or f"a model {tables[0].lower().replace('_', ' ')}"
+
+
+def _tables() -> Iterator[str]:
+    """Names of transformers' tables of models that are no causal language models: `FOR_MASKED_LM`."""
+    for name in vars(modeling_auto):
+        table = name.removeprefix("MODEL_").removesuffix("_MAPPING_NAMES").removesuffix("MAPPING_NAMES")
+        if name == f"MODEL_{table}_MAPPING_NAMES" and table not in (_CAUSAL, _BARE, *_PAST_TABLES):
+            yield table
+
+
+def _classes(table: str) -> set[str]:
+    return {name for value in _table(table).values() for name in _names(value)}
+
+
+def _table(table: str) -> Mapping[str, object]:
+    found: Mapping[str, object] = getattr(modeling_auto, f"MODEL_{table}_MAPPING_NAMES")
+    return found
+
+
+def _names(value: object) -> tuple[str, ...]:
+    """The classes of one type: most types have one."""
+    return (value,) if isinstance(value, str) else tuple(value)  # type: ignore[arg-type]

@@ -1,0 +1,302 @@
+"""Directories that are no causal language model, or none that can be trained: the error names what they are.
+
+`finetune` and `check` say the same before any work: no store and no output directory is made.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.runs import finetune, ratel
+from tests.tiers import sample_kinds
+
+Change = Callable[[Path], object]
+"""Makes a directory, which is a copy of a healthy base model, what it shall be."""
+
+TEXT = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 64, "head_dim": 8,
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """One directory, and parts of the error and of the hint that must name it."""
+
+    kind: str
+    name: str
+    change: Change
+    message: tuple[str, ...]
+    hint: str
+
+
+def only(**files: str) -> Change:
+    """Leave nothing but these files. In their names, `_DOT_` stands for a dot and two underscores for a slash."""
+
+    def change(directory: Path) -> None:
+        shutil.rmtree(directory)
+        for name, content in files.items():
+            path = directory / name.replace("__", "/").replace("_DOT_", ".")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+
+    return change
+
+
+def config_of(model_type: str, *, architecture: str | None = None, **keys: object) -> Change:
+    """The configuration of a model of this type, whose weights must not matter."""
+
+    def change(directory: Path) -> None:
+        config = AutoConfig.for_model(model_type, **keys)
+        config.architectures = None if architecture is None else [architecture]
+        config.save_pretrained(directory)
+
+    return change
+
+
+def without_weights(*names: str) -> Change:
+    """Other files in place of the weights."""
+
+    def change(directory: Path) -> None:
+        (directory / "model.safetensors").unlink()
+        for name in names:
+            (directory / name).write_bytes(b"x")
+
+    return change
+
+
+def edited(**keys: object) -> Change:
+    """Keys of config.json."""
+
+    def change(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+
+    return change
+
+
+def saved_classifier(directory: Path) -> None:
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(directory))  # type: ignore[no-untyped-call]
+    model.save_pretrained(directory)
+
+
+def renamed_classifier(directory: Path) -> None:
+    """A classifier whose class transformers does not know."""
+    saved_classifier(directory)
+    edited(architectures=["OurScorer"])(directory)
+
+
+def bare_model(directory: Path) -> None:
+    """The model without its head, as `AutoModel` saves it."""
+    tensors = load_file(directory / "model.safetensors")
+    save_file(
+        {name.removeprefix("model."): each for name, each in tensors.items() if name != "lm_head.weight"},
+        directory / "model.safetensors",
+    )
+    edited(architectures=["LlamaModel"])(directory)
+
+
+def saved(model_type: str, **keys: object) -> Change:
+    """A whole causal language model of this type, saved by transformers."""
+
+    def change(directory: Path) -> None:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(model_type, **keys)
+        AutoModelForCausalLM.from_config(config).save_pretrained(directory)  # type: ignore[no-untyped-call]
+
+    return change
+
+
+ADAPTER = only(adapter_config_DOT_json="{}", adapter_model_DOT_safetensors="x")
+DECODER = "use a decoder model; its config.json names a causal language model"
+CLASSIFIER = "is a sequence classifier; only causal language models can be fine-tuned"
+LANGUAGE_PART = 'as a model of its own and train that; docs/guide.md shows how, in "Models"'
+CASES = [
+    Case("directory", "empty", only(README="x"), ("no config.json",), "safetensors files"),
+    Case("directory", "adapter", ADAPTER, ("adapter_config.json", "an adapter (LoRA"), "merge_and_unload"),
+    Case(
+        "directory",
+        "adapter without weights",
+        without_weights("adapter_config.json"),
+        ("an adapter (LoRA",),
+        "merge_and_unload",
+    ),
+    Case("directory", "gguf", only(m_DOT_gguf="x"), ("m.gguf", "GGUF"), "gguf_file"),
+    Case("directory", "gguf and config", without_weights("m.gguf"), ("m.gguf", "GGUF"), "gguf_file"),
+    Case(
+        "directory",
+        "maker's format",
+        only(params_DOT_json="{}", consolidated_DOT_00_DOT_pth="x"),
+        ("consolidated.00.pth", "format of the model's maker"),
+        "version for transformers",
+    ),
+    Case(
+        "directory",
+        "maker's weights",
+        without_weights("consolidated.safetensors"),
+        ("consolidated.safetensors", "format of the model's maker"),
+        "version for transformers",
+    ),
+    Case("directory", "pipeline", only(model_index_DOT_json="{}"), ("a diffusion pipeline",), "safetensors files"),
+    Case("directory", "parent", only(checkpoint5__config_DOT_json="{}"), ("no config.json",), "/checkpoint5?"),
+    Case(
+        "directory",
+        "run without export",
+        only(run__config_DOT_yaml=""),
+        ("has not exported a model yet",),
+        "`ratel export ",
+    ),
+    Case("directory", "nothing but a config", without_weights(), ("no weights",), "random_init"),
+    Case(
+        "class",
+        "classifier",
+        saved_classifier,
+        ("LlamaForSequenceClassification (llama)", CLASSIFIER),
+        "made from, a LlamaForCausalLM",
+    ),
+    Case(
+        "class",
+        "unknown class",
+        renamed_classifier,
+        ("score.weight does not belong to LlamaForCausalLM",),
+        "the weights are a OurScorer; use those of a LlamaForCausalLM",
+    ),
+    Case(
+        "class",
+        "bare",
+        bare_model,
+        ("lm_head.weight is missing",),
+        "the weights are a LlamaModel; use those of a LlamaForCausalLM",
+    ),
+    Case(
+        "class",
+        "token classifier",
+        edited(architectures=["LlamaForTokenClassification"]),
+        ("a token classifier",),
+        "LlamaForCausalLM",
+    ),
+    Case(
+        "class",
+        "question answering",
+        edited(architectures=["LlamaForQuestionAnswering"]),
+        ("a model for question answering",),
+        "LlamaForCausalLM",
+    ),
+    Case(
+        "class",
+        "no architectures",
+        config_of("modernbert"),
+        ("ModernBertForMaskedLM (modernbert) is a masked language model",),
+        DECODER,
+    ),
+    Case(
+        "class",
+        "masked",
+        config_of("bert", architecture="BertForMaskedLM"),
+        ("BertForMaskedLM (bert) is a masked language model",),
+        DECODER,
+    ),
+    Case(
+        "class",
+        "encoder classifier",
+        config_of("bert", architecture="BertForSequenceClassification"),
+        ("BertForSequenceClassification (bert)", CLASSIFIER),
+        DECODER,
+    ),
+    Case(
+        "class",
+        "encoder-decoder",
+        config_of("t5", architecture="T5ForConditionalGeneration"),
+        ("T5ForConditionalGeneration (t5) is an encoder-decoder",),
+        DECODER,
+    ),
+    Case(
+        "class",
+        "whole encoder-decoder",
+        config_of("bart", architecture="BartForConditionalGeneration"),
+        ("BartForConditionalGeneration (bart) is an encoder-decoder",),
+        DECODER,
+    ),
+    Case("class", "unnamed encoder-decoder", config_of("bart"), ("bart is an encoder-decoder",), DECODER),
+    Case("class", "image encoder", config_of("vit"), ("ViTModel (vit) is an image encoder",), DECODER),
+    Case(
+        "class",
+        "speech",
+        config_of("wav2vec2", architecture="Wav2Vec2ForCTC"),
+        ("a speech recogniser",),
+        DECODER,
+    ),
+    Case(
+        "class",
+        "text part alone",
+        config_of("qwen2_5_vl_text"),
+        ("no causal language model for the model type qwen2_5_vl_text",),
+        "AutoModelForCausalLM",
+    ),
+    Case(
+        "layers",
+        "stack in a stack",
+        saved("bert", is_decoder=True, **TEXT),
+        ("BertLMHeadModel: its layers are called by BertEncoder, which receives hidden states",),
+        "",
+    ),
+    *(
+        Case(
+            "multimodal",
+            name,
+            config_of(name, architecture=architecture),
+            (f"{architecture} ({name}) is a {kind}", f"no causal language model for its language part ({text})"),
+            "use a text model of this family",
+        )
+        for name, architecture, kind, text in (
+            ("qwen2_vl", "Qwen2VLForConditionalGeneration", "vision-language model", "qwen2_vl_text"),
+            ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "vision-language model", "qwen2_5_vl_text"),
+            ("qwen3_vl", "Qwen3VLForConditionalGeneration", "vision-language model", "qwen3_vl_text"),
+            ("mllama", "MllamaForConditionalGeneration", "vision-language model", "mllama_text_model"),
+            ("qwen2_5_omni", "Qwen2_5OmniForConditionalGeneration", "multimodal language model", "qwen2_5_omni_text"),
+        )
+    ),
+    *(
+        Case(
+            "multimodal",
+            name,
+            config_of(name, architecture=architecture),
+            (f"{architecture} ({name}) is a {kind}",),
+            f"save its language part ({text}) {LANGUAGE_PART}",
+        )
+        for name, architecture, kind, text in (
+            ("idefics3", "Idefics3ForConditionalGeneration", "vision-language model", "llama"),
+            ("internvl", "InternVLForConditionalGeneration", "vision-language model", "qwen2"),
+            ("paligemma", "PaliGemmaForConditionalGeneration", "vision-language model", "gemma"),
+            ("llama4", "Llama4ForConditionalGeneration", "vision-language model", "llama4_text"),
+            ("qwen2_audio", "Qwen2AudioForConditionalGeneration", "multimodal language model", "qwen2"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("case", sample_kinds(CASES, kind=lambda case: case.kind, every=5), ids=lambda case: case.name)
+def test_what_the_model_is_comes_before_any_work(
+    make_config: MakeConfig, base: Path, tmp_path: Path, case: Case
+) -> None:
+    directory = Path(shutil.copytree(base, tmp_path / "model"))
+    case.change(directory)
+    config = make_config(base=directory)
+    before = sorted(tmp_path.rglob("*"))
+    trained, checked = finetune(config), ratel("check", config)
+    assert (trained.code, checked.code) == (2, 2), trained.stderr
+    [error], [found] = trained.errors, checked.errors
+    assert [part for part in case.message if part not in error] == [], error
+    assert error.removeprefix("error: ") in found, found
+    hints = [line for line in trained.stderr.splitlines() if line.startswith("hint: ")]
+    assert case.hint in "".join(hints), hints
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is written"

@@ -1,0 +1,88 @@
+"""What a configuration describes, in words, for every model type that transformers has; and the guide's way to save
+the language part of a larger model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ratel_cli.errors import BadInput
+from ratel_cli.model.blocks import find_blocks
+from ratel_cli.model.kind import reject_other_kinds
+from ratel_cli.model.skeleton import build_skeleton
+from tests.e2e.runs import save_base
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
+TEXT = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 64, "head_dim": 8,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+
+
+def config_of(model_type: str) -> PretrainedConfig | None:
+    """The type's default configuration; None if it has none."""
+    try:
+        config: PretrainedConfig = CONFIG_MAPPING[model_type]()
+    except Exception:  # noqa: BLE001  packages that are missing, parts that must be given
+        return None
+    return config
+
+
+@pytest.mark.full
+def test_causal_language_models_pass_and_others_are_named() -> None:
+    """Every type of transformers: the class of its causal language model passes, and so does a class of unknown name;
+    other types are named."""
+    num_causal = num_others = 0
+    for model_type in CONFIG_MAPPING_NAMES:
+        config = config_of(model_type)
+        if config is None:
+            continue
+        if model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            config.architectures = [str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])]
+            reject_other_kinds(config)
+            config.architectures = ["OurOwnClass"]
+            reject_other_kinds(config)
+            num_causal += 1
+        else:
+            with pytest.raises(BadInput, match=re.escape(config.model_type)) as raised:
+                reject_other_kinds(config)
+            assert raised.value.hint
+            assert raised.value.message.isprintable()
+            num_others += 1
+    assert num_causal > 150
+    assert num_others > 200
+
+
+@pytest.mark.parametrize(
+    ("model_type", "text"),
+    [("llava", {"model_type": "llama", **TEXT}), ("mistral3", {"model_type": "mistral", **TEXT}), ("llama4", TEXT)],
+)
+def test_the_guide_saves_a_language_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, text: dict[str, object]
+) -> None:
+    """What its code saves has the logits of the whole model, and can be trained."""
+    monkeypatch.chdir(tmp_path)
+    save_base(Path("WHOLE"))  # for its tokenizer
+    vision = {**VISION, "model_type": "clip_vision_model"} if model_type == "llava" else VISION
+    config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision)
+    torch.manual_seed(0)
+    whole = AutoModelForImageTextToText.from_config(config)  # type: ignore[no-untyped-call]
+    whole.save_pretrained("WHOLE")
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    [code] = [block for block in blocks if "get_text_config" in block]
+    exec(code, {})  # noqa: S102
+    tokens = torch.arange(8).unsqueeze(0)
+    saved = AutoModelForCausalLM.from_pretrained("TEXT").eval()
+    with torch.no_grad():
+        assert torch.equal(saved(tokens).logits, whole.eval()(input_ids=tokens).logits)
+    find_blocks(build_skeleton(saved.config, dtype="float32", attn_implementation="eager"), name="text")
