@@ -28,7 +28,7 @@ from rich.text import Text
 from ratel_cli.closing import Closing
 from ratel_cli.commands import with_run_named
 from ratel_cli.errors import printable
-from ratel_cli.units import format_count, format_wait, meter
+from ratel_cli.units import format_count, format_rate_number, format_wait, meter
 
 DRAWS_PER_SECOND = 4
 _BAR_CELLS = 40
@@ -37,6 +37,8 @@ _LEAST_COLUMNS = 20
 """Text is not folded into less."""
 _MOST_COUNTED = 100_000
 """The largest total that a bar counts in plain numbers."""
+_LINE_SECONDS = 30.0
+"""How often long work prints a line where no bar can be shown."""
 _SETTLED_SECONDS = 0.5
 """After this time a terminal has reported its new size: tmux keeps one back for 0.25 s."""
 _SIZE_SECONDS = 0.02
@@ -49,26 +51,57 @@ Lines = Callable[[int], Sequence[Text]]
 
 
 class Bar:
-    """A line that shows how far a piece of work is."""
+    """A line that shows how far a piece of work is.
 
-    def __init__(self, what: str, total: float, *, ascii_only: bool = False) -> None:
+    `items`: what is counted, such as rows, where the amount of work is something else, such as bytes. `say`: prints a
+    line now and then, where no bar can be shown.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total: float,
+        *,
+        items: str = "",
+        ascii_only: bool = False,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
         self._what = what
         self._total = total
+        self._items = items
         self._done = 0.0
-        self._start = perf_counter()
+        self._num_items = 0
+        self._start = self._said_at = perf_counter()
         self._ascii_only = ascii_only
+        self._say = say
 
-    def advance(self, amount: float = 1) -> None:
+    def advance(self, amount: float = 1, items: int = 0) -> None:
         """Advance the bar by an amount of work."""
         self._done += amount
+        self._num_items += items
+        if self._say is not None and perf_counter() >= self._said_at + _LINE_SECONDS:
+            self._said_at = perf_counter()
+            self._say(f"{self._what}: {self._numbers()}")
+
+    def _share(self) -> float:
+        return min(1.0, self._done / self._total) if self._total else 1.0
+
+    def _numbers(self) -> str:
+        """How much is done, and the time that is left."""
+        seconds, share = max(perf_counter() - self._start, 1e-9), self._share()
+        if self._items:
+            numbers = (
+                f"{self._num_items} {self._items}, {format_rate_number(self._num_items / seconds)} {self._items}/s"
+            )
+        else:
+            each = "{:.0f}".format if self._total <= _MOST_COUNTED else format_count
+            numbers = f"{each(self._done)}/{each(self._total)}"
+        left = seconds * (1 - share) / share if 0 < share < 1 else 0.0
+        return numbers + (f", {format_wait(left)} left" if left >= 1 else "")
 
     def lines(self, width: int) -> list[Text]:
         """The bar, its numbers, and the time that is left."""
-        share = min(1.0, self._done / self._total) if self._total else 1.0
-        each = "{:.0f}".format if self._total <= _MOST_COUNTED else format_count
-        numbers = f" {each(self._done)}/{each(self._total)}"
-        left = (perf_counter() - self._start) * (1 - share) / share if 0 < share < 1 else 0.0
-        numbers += f", {format_wait(left)} left" if left >= 1 else ""
+        numbers, share = f" {self._numbers()}", self._share()
         cells = max(0, min(_BAR_CELLS, width - cell_len(self._what) - len(numbers) - 1))
         done, rest = meter(share, cells, ascii_only=self._ascii_only)
         line = Text.assemble(f"{self._what} ", (done, "cyan"), (rest, "dim"), numbers)
@@ -150,9 +183,13 @@ class RunLog:
                 self._print("", f"{part_name:<{width}}  {part}".rstrip())
 
     @contextmanager
-    def bar(self, what: str, total: float) -> Iterator[Bar]:
-        """Show a progress bar on a terminal; elsewhere nothing. `total` is the whole amount of work."""
-        bar = Bar(printable(what), total, ascii_only=self.ascii_only)
+    def bar(self, what: str, total: float, *, items: str = "") -> Iterator[Bar]:
+        """Show a progress bar on a terminal; elsewhere print a line now and then, if the work takes long.
+
+        `total` is the whole amount of work, `items` what is counted besides it.
+        """
+        say = None if self.is_live else self.say
+        bar = Bar(printable(what), total, items=items, ascii_only=self.ascii_only, say=say)
         with self.live(bar.lines):
             yield bar
 

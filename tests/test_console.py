@@ -13,6 +13,7 @@ from threading import Event
 import pytest
 from rich.text import Text
 
+from ratel_cli import console
 from ratel_cli.console import RunLog
 from tests.real_time import in_real_time
 from tests.terminal import Screen
@@ -65,6 +66,43 @@ def test_no_bar_without_a_terminal() -> None:
         run_log.say("step 1")
     assert stream.getvalue() == "step 1\n"
     assert not run_log.is_terminal
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_long_work_prints_a_line_now_and_then_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, stream = Clock(), io.StringIO()
+    monkeypatch.setattr(console, "perf_counter", clock)
+    with RunLog(stream).bar("reading the data", total=1000, items="rows") as bar:
+        for clock.now, amount in ((1, 10), (29, 40), (30, 50), (59, 100), (61, 50), (400, 250), (401, 500)):
+            bar.advance(amount, 2 * amount)
+    with RunLog(stream).bar("importing weights", total=4e9) as bar:
+        clock.now = 3000
+        bar.advance(1.5e9)
+    assert stream.getvalue().splitlines() == [
+        "reading the data: 200 rows, 6.667 rows/s, 4 min 30 s left",
+        "reading the data: 500 rows, 8.197 rows/s, 3 min 03 s left",
+        "reading the data: 1000 rows, 2.5 rows/s, 6 min 40 s left",
+        "importing weights: 1.50B/4.00B, 1 h 12 min left",
+    ]
+
+
+def test_a_bar_counts_items_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(console, "perf_counter", clock)
+    bar = console.Bar("reading", 100, items="rows")
+    clock.now = 10
+    bar.advance(50, 12345)
+    assert [line.plain for line in bar.lines(60)] == [
+        "reading " + "\u2501" * 8 + "\u2500" * 9 + " 12345 rows, 1234 rows/s, 10 s left"
+    ]
 
 
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "ratel_cli"
 PARTS = (
-    "errors", "units", "sizes", "closing", "json_fields", "commands", "console", "_native", "config", "io", "store",
+    "errors", "units", "sizes", "closing", "json_fields", "commands", "progress", "input_files",
+    "console", "_native", "config", "io", "store",
     "hardware", "data", "model", "planning", "engine", "training", "report", "run", "cli",
 )  # fmt: skip
 """From the ground up."""

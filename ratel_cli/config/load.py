@@ -40,6 +40,7 @@ from ratel_cli.config.yaml_marks import (
     read_text,
 )
 from ratel_cli.errors import ConfigKey
+from ratel_cli.input_files import uncompressed_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +136,7 @@ def examine_text(text: str, path: Path, overrides: Sequence[str] = ()) -> Readin
             dialect.notices.append(Finding(where=where, message=doubtful.message))
     notices = sorted(dialect.notices, key=lambda notice: notice.where)
     return Reading(
-        config=None if config is None else config.resolved(path.stem),
+        config=None if config is None else config.resolved(uncompressed_name(path).stem),
         left_out=left_out,
         doubtful=left_out | {steps[0] for steps in dialect.doubtful},
         findings=tuple(sorted(findings, key=lambda finding: finding.where)),

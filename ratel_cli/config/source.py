@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ratel_cli.config.yaml_marks import MAX_TEXT_BYTES, Marked, Where
 from ratel_cli.errors import BadInput
+from ratel_cli.input_files import open_to_read, uncompressed_name
 from ratel_cli.units import format_bytes
 
 Location = tuple[int | str, ...]
@@ -33,9 +34,12 @@ class KeyPlace:
 
 
 def read_file(path: Path, what: str) -> str:
-    """The text of a file. `what` it should be ("config") is for messages. Raises BadInput, also if it is too large."""
+    """The text of a file, which may be compressed. `what` it should be ("config") is for messages.
+
+    Raises BadInput, also if it is too large.
+    """
     try:
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             content = file.read(MAX_TEXT_BYTES + 1)
     except FileNotFoundError as exc:
         raise BadInput(f"{path}: no such file", similar_path(path, is_config_name)) from exc
@@ -120,4 +124,4 @@ def similar_path(path: Path, is_meant: Callable[[Path], bool]) -> str | None:
 
 def is_config_name(path: Path) -> bool:
     """Whether a file of this name may be a config."""
-    return path.suffix in (".yaml", ".yml", ".json")
+    return uncompressed_name(path).suffix in (".yaml", ".yml", ".json")

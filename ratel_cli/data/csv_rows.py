@@ -12,8 +12,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ratel_cli.data.lines import MAX_ROW_BYTES, BadLine, Reject, Row, bounded_lines, decode_line, open_after_bom
+from ratel_cli.data.lines import (
+    MAX_ROW_BYTES,
+    BadLine,
+    Progress,
+    Reject,
+    Row,
+    bounded_lines,
+    decode_line,
+    open_after_bom,
+)
 from ratel_cli.errors import BadInput, printable
+from ratel_cli.progress import no_progress
 from ratel_cli.units import counted
 
 
@@ -25,7 +35,9 @@ class _Record:
     raw: bytes
 
 
-def read_csv(path: Path, label: str, *, delimiter: str, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Row | Reject]:
+def read_csv(
+    path: Path, label: str, *, delimiter: str, max_row_bytes: int = MAX_ROW_BYTES, progress: Progress = no_progress
+) -> Iterator[Row | Reject]:
     """Read a file whose first row names the columns. `label` names the file in rows and messages.
 
     Blank lines are skipped. Quoting is that of RFC 4180: a value in double quotes may contain the delimiter, line ends
@@ -33,7 +45,7 @@ def read_csv(path: Path, label: str, *, delimiter: str, max_row_bytes: int = MAX
     """
     csv.field_size_limit(max(csv.field_size_limit(), max_row_bytes))
     columns: list[str] | None = None
-    for record in _records(path, label, max_row_bytes):
+    for record in _records(path, label, max_row_bytes, progress):
         try:
             values = _values(record, delimiter, max_row_bytes)
         except BadLine as bad:
@@ -52,10 +64,10 @@ def read_csv(path: Path, label: str, *, delimiter: str, max_row_bytes: int = MAX
             yield Row(file=label, line=record.line, record=dict(zip(columns, values, strict=True)))
 
 
-def _records(path: Path, label: str, max_row_bytes: int) -> Iterator[_Record]:
+def _records(path: Path, label: str, max_row_bytes: int, progress: Progress) -> Iterator[_Record]:
     """The rows as bytes. A row is complete when its quotes are paired: a doubled quote keeps the count even."""
     pending, start = b"", 0
-    with open_after_bom(path) as file:
+    with open_after_bom(path, progress) as file:
         for line, raw, ended in bounded_lines(file, max_row_bytes):
             if not pending:
                 start = line

@@ -33,6 +33,7 @@ from ratel_cli.data.token_cache import TokenCache
 from ratel_cli.data.tokenizer import Tokenizer
 from ratel_cli.errors import BadInput, ErrorList, printable
 from ratel_cli.json_fields import hash_of
+from ratel_cli.progress import OpenBar, no_bar
 from ratel_cli.units import counted
 
 WINDOW_SAMPLES = 1 << 14
@@ -220,14 +221,15 @@ def load_training_data(
     test_sources: Sequence[DatasetSource] = (),
     stream_steps: int | None = None,
     window_samples: int = WINDOW_SAMPLES,
+    open_bar: OpenBar = no_bar,
 ) -> TrainingData:
     """Read all samples, or find them in the cache, hold out the evaluation split, and pack the rest.
 
     `rejects_path` gets the rejected rows, and a file next to it those of `test_sources`, whose samples are for
     evaluation; None: they are not written. `rejects_shown_by`: what shows them to the user; None: this file, if there
     is one. `notice` gets remarks for the user. `stream_steps`: the sources are streams; read only as many rows as this
-    many steps need, and pack and mix `window_samples` at a time. Raises BadInput if the data cannot be used,
-    EnvironmentFailure if it cannot be read or the cache cannot be written.
+    many steps need, and pack and mix `window_samples` at a time. `open_bar` shows how far reading is. Raises BadInput
+    if the data cannot be used, EnvironmentFailure if it cannot be read or the cache cannot be written.
     """
     if settings.sequence_len < 2:
         raise BadInput(
@@ -247,7 +249,8 @@ def load_training_data(
         wanted: Sequence[DatasetSource], rejects: Path | None, key: str, demand: Demand | None = None
     ) -> TokenCache:
         return load_token_cache(
-            open_sources(wanted, key_of_sources=key, notice=notice, is_stream=demand is not None),
+            open_sources(wanted, key_of_sources=key, notice=notice, is_stream=demand is not None, open_bar=open_bar),
+            open_bar=open_bar,
             demand=demand,
             key_of_sources=key,
             tokenizer=tokenizer,
@@ -280,13 +283,19 @@ def load_training_data(
 
 
 def open_sources(
-    sources: Sequence[DatasetSource], *, key_of_sources: str, notice: Callable[[str], None], is_stream: bool
+    sources: Sequence[DatasetSource],
+    *,
+    key_of_sources: str,
+    notice: Callable[[str], None],
+    is_stream: bool,
+    open_bar: OpenBar,
 ) -> list[RowSource]:
     """Find the files of all sources, as `open_source` does. Raises its errors, those of all sources at once."""
     errors = ErrorList()
     opened = [
         errors.attempt(
-            (key_of_sources, number, "path"), partial(open_source, source, notice=notice, is_stream=is_stream)
+            (key_of_sources, number, "path"),
+            partial(open_source, source, notice=notice, is_stream=is_stream, open_bar=open_bar),
         )
         for number, source in enumerate(sources)
     ]

@@ -24,6 +24,7 @@ from ratel_cli.data.token_cache import FORMAT_VERSION, SourceCounts, TokenCache,
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template, tokenizer_hash
 from ratel_cli.errors import BadInput, EnvironmentFailure, ErrorList, printable
 from ratel_cli.json_fields import hash_of
+from ratel_cli.progress import Advance, OpenBar, no_bar
 
 _GROUP_ROWS = 256
 _GROUP_CHARS = 1 << 20  # a tokenizer takes about 120 bytes of RAM for each
@@ -43,12 +44,14 @@ def load_token_cache(
     notice: Callable[[str], None],
     demand: Demand | None = None,
     key_of_sources: str = "datasets",
+    open_bar: OpenBar = no_bar,
 ) -> TokenCache:
     """The tokenised samples of all sources. They come from the cache if exactly these were tokenised before.
 
     `demand`: the sources are streams, and only as much of them is read; None: all of them is.
-    `notice` gets remarks for the user, `rejects_path` the rejected rows if it is not None. `rejects_shown_by`: what
-    shows the user the rejected rows; None if nothing does. `key_of_sources` is their key in the config, for errors.
+    `open_bar` shows how far reading is. `notice` gets remarks for the user, `rejects_path` the rejected rows if it is
+    not None. `rejects_shown_by`: what shows the user the rejected rows; None if nothing does. `key_of_sources` is their
+    key in the config, for errors.
     Raises BadInput if the data cannot be used, EnvironmentFailure if it cannot be read or the cache cannot be written.
     The error has those of all sources, as far as their first rows show them.
     """
@@ -56,7 +59,7 @@ def load_token_cache(
         sources, tokenizer=tokenizer, sequence_len=sequence_len, train_on_inputs=train_on_inputs, demand=demand
     )
     try:
-        cache = TokenCache.open(cache_dir / key, notice=notice)
+        cache = TokenCache.open(cache_dir / key, notice=notice, open_bar=open_bar)
         if cache is None:
             encoder = SampleEncoder(
                 tokenizer, sequence_len=sequence_len, train_on_inputs=train_on_inputs, notice=notice
@@ -65,7 +68,7 @@ def load_token_cache(
                 ingestion = _Ingestion(
                     tokenizer, encoder, writer, sequence_len, rejects_path, rejects_shown_by, notice, key_of_sources
                 )
-                return ingestion.run(sources, demand)
+                return ingestion.run(sources, demand, open_bar)
         if rejects_path is not None:
             copy_rejects(cache.directory, rejects_path)
     except OSError as error:
@@ -90,6 +93,17 @@ class Demand:
     """Tokens of a sequence; None: a sequence is one sample."""
     window_samples: int
     """Samples that are packed and mixed together. The last window that a run needs is read to its end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """Rows that are encoded together."""
+
+    rows: list[Row | Reject]
+    drafts: list[Draft | Reject]
+    """What becomes of each row."""
+    share: float
+    """How much of its source is read."""
 
 
 class _Ingestion:
@@ -123,12 +137,15 @@ class _Ingestion:
         self._num_lost: Counter[str] = Counter()
         self._skips_header = False
 
-    def run(self, sources: Sequence[RowSource], demand: Demand | None) -> TokenCache:
+    def run(self, sources: Sequence[RowSource], demand: Demand | None, open_bar: OpenBar) -> TokenCache:
         """Read every source to its end or its `max_samples`, or until the demand is met. Raises BadInput."""
-        if demand is None:
-            self._read_all(sources)
-        else:
-            self._read_streams(sources, demand)
+        total = sum(source.num_bytes for source in sources) if demand is None else 1
+        what = f"reading the {'test data' if self._key_of_sources == 'test_datasets' else 'data'}"
+        with open_bar(what, total, items="rows") as advance:
+            if demand is None:
+                self._read_all(sources, advance)
+            else:
+                self._read_streams(sources, demand, advance)
         for source in sources:
             source.check_unchanged()
         if self._rejects_path is not None:
@@ -158,15 +175,19 @@ class _Ingestion:
     def _counts(self) -> tuple[int, int, int, int]:
         return self._num_rows, self._writer.num_rejected, self._num_truncated, self._writer.num_samples
 
-    def _read_all(self, sources: Sequence[RowSource]) -> None:
+    def _read_all(self, sources: Sequence[RowSource], advance: Advance) -> None:
         """Read one source after another, to its end or its `max_samples`. After an error, only the first rows."""
         errors = ErrorList()
 
         def read(source: RowSource) -> None:
+            shown = 0.0
             with closing(self._read(source)) as groups:
-                for _ in groups:
+                for num_rows, share in groups:
+                    advance(source.num_bytes * (share - shown), num_rows)
+                    shown = share
                     if errors:
                         return
+            advance(source.num_bytes * (1 - shown))
 
         for number, source in enumerate(sources):
             before = self._counts()
@@ -174,54 +195,69 @@ class _Ingestion:
             self._sources.append(SourceCounts(*map(sub, self._counts(), before)))
         errors.raise_all()
 
-    def _read_streams(self, sources: Sequence[RowSource], demand: Demand) -> None:
+    def _read_streams(self, sources: Sequence[RowSource], demand: Demand, advance: Advance) -> None:
         """Read groups of rows of all streams in turn, in the proportion of their weights, until the demand is met."""
         taken = dict.fromkeys(range(len(sources)), 0)
-        supply = _Supply(demand)
+        supply, shown = _Supply(demand), 0.0
         with ExitStack() as streams:
             reading = [streams.enter_context(closing(self._read(source))) for source in sources]
             while taken and not supply.is_enough(self._writer.lengths):
                 number = min(taken, key=lambda each: taken[each] / sources[each].source.weight)
                 before = self._writer.num_samples
-                if next(reading[number], None) is None:
+                group = next(reading[number], None)
+                if group is None:
                     del taken[number]
-                else:
-                    taken[number] += self._writer.num_samples - before
+                    continue
+                taken[number] += self._writer.num_samples - before
+                share = supply.share(self._writer.lengths)
+                advance(share - shown, group[0])
+                shown = share
         if len(sources) == 1:
             self._sources.append(SourceCounts(*self._counts()))
 
-    def _read(self, source: RowSource) -> Generator[bool, None, None]:
-        """Read one source; yields after each group of rows."""
-        left = source.source.max_samples
+    def _read(self, source: RowSource) -> Generator[tuple[int, float], None, None]:
+        """Read one source; yields after each group its rows, and the share of the source that is read."""
+        most = left = source.source.max_samples
+        with closing(self._drafted(source)) as groups:
+            for group in groups:
+                answers = iter(self._encoder.encode([draft for draft in group.drafts if not isinstance(draft, Reject)]))
+                for row, draft in zip(group.rows, group.drafts, strict=True):
+                    if left == 0:
+                        return
+                    answer = draft if isinstance(draft, Reject) else next(answers)
+                    if isinstance(answer, Encoded):
+                        self._add(answer)
+                        left = None if left is None else left - 1
+                    elif isinstance(answer, Reject):
+                        self._reject(answer)
+                    else:
+                        self._reject(Reject(file=row.file, line=row.line, reason=str(answer)))
+                share = group.share if most is None or left is None else max(group.share, 1 - left / most)
+                yield len(group.rows), min(1.0, share)
+
+    def _drafted(self, source: RowSource) -> Generator[_Group, None, None]:
+        """The rows of one source in groups, checked by its format."""
+        num_bytes = 0
+
+        def progress(amount: float) -> None:
+            nonlocal num_bytes
+            num_bytes += int(amount)
+
         row_format: RowFormat | None = None
-        with closing(source.read()) as rows:
+        with closing(source.read(progress)) as rows:
             for group in _groups(rows):
-                drafts: list[tuple[Row, Draft]] = []
-                rejects: dict[int, Reject] = {}
-                for index, row in enumerate(group):
+                drafts: list[Draft | Reject] = []
+                for row in group:
                     if isinstance(row, Reject):
-                        rejects[index] = row
+                        drafts.append(row)
                         continue
                     if row_format is None:
                         row_format = self._decide(source, row)
                     try:
-                        drafts.append((row, row_format.draft(row.record)))
+                        drafts.append(row_format.draft(row.record))
                     except Unusable as unusable:
-                        rejects[index] = Reject(file=row.file, line=row.line, reason=str(unusable))
-                answers = zip(drafts, self._encoder.encode([draft for _, draft in drafts]), strict=True)
-                for index in range(len(group)):
-                    if left == 0:
-                        return
-                    reject = rejects.get(index)
-                    if reject is None:
-                        (row, _), answer = next(answers)
-                        if isinstance(answer, Encoded):
-                            self._add(answer)
-                            left = None if left is None else left - 1
-                            continue
-                        reject = Reject(file=row.file, line=row.line, reason=str(answer))
-                    self._reject(reject)
-                yield True
+                        drafts.append(Reject(file=row.file, line=row.line, reason=str(unusable)))
+                yield _Group(rows=group, drafts=drafts, share=num_bytes / source.num_bytes if source.num_bytes else 0.0)
 
     def _decide(self, source: RowSource, row: Row) -> RowFormat:
         missing = self._tokenizer if isinstance(self._tokenizer, NoTokenizer) else None
@@ -275,6 +311,7 @@ class _Supply:
         self._demand = demand
         self._counted = 0
         self._num_sequences = 0
+        self._shown = (0, 0)
 
     def is_enough(self, lengths: Sequence[int]) -> bool:
         """Whether whole windows of these samples hold the sequences that are needed, however well they pack."""
@@ -284,6 +321,14 @@ class _Supply:
             self._num_sequences += window if capacity is None else -(-tokens // capacity)
             self._counted += window
         return self._num_sequences >= self._demand.num_sequences
+
+    def share(self, lengths: Sequence[int]) -> float:
+        """About how much of the demand these samples meet."""
+        counted, num_tokens = self._shown
+        self._shown = len(lengths), num_tokens + sum(lengths[counted:])
+        capacity = self._demand.capacity
+        num_sequences = len(lengths) if capacity is None else self._shown[1] / capacity
+        return min(1.0, num_sequences / max(1, self._demand.num_sequences))
 
 
 def _groups(rows: Iterator[Row | Reject]) -> Iterator[list[Row | Reject]]:

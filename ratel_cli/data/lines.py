@@ -7,16 +7,21 @@ becomes a `Reject`. A JSON file that is broken in the middle cannot be read furt
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from ratel_cli.errors import BadInput, excerpt, printable
+from ratel_cli.input_files import open_to_read
+from ratel_cli.progress import no_progress
 
 MAX_ROW_BYTES = 8 << 20
 """The most bytes of one row. A tokenizer takes about 120 bytes of RAM for each byte of a text (measured on a row of
 12 MiB with tokenizers 0.23), so a row takes at most about 1 GiB."""
+
+Progress = Callable[[int], None]
+"""Called with the bytes of each part of a file that was read."""
 
 _CHUNK_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"
@@ -46,12 +51,15 @@ class Reject:
         return f"{self.file}:{self.line}: {self.reason}"
 
 
-def read_json_lines(path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Row | Reject]:
+def read_json_lines(
+    path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTES, progress: Progress = no_progress
+) -> Iterator[Row | Reject]:
     """Read a file with one JSON object in each line. `label` names the file in rows and messages.
 
-    Blank lines are skipped. CRLF and a byte order mark at the start are accepted. Raises OSError.
+    Blank lines are skipped. CRLF and a byte order mark at the start are accepted. Raises OSError, and BadInput if a
+    compressed file is damaged; so do the other readers.
     """
-    with open_after_bom(path) as file:
+    with open_after_bom(path, progress) as file:
         for line, raw, ended in bounded_lines(file, max_row_bytes):
             try:
                 text = decode_line(raw, max_row_bytes)
@@ -61,12 +69,14 @@ def read_json_lines(path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTE
                 yield Reject(file=label, line=line, reason=str(bad))
 
 
-def read_text_lines(path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Row | Reject]:
+def read_text_lines(
+    path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTES, progress: Progress = no_progress
+) -> Iterator[Row | Reject]:
     """Read a file with one sample in each line, into the column `text`, as the `datasets` library does.
 
     Blank lines are skipped. Raises OSError.
     """
-    with open_after_bom(path) as file:
+    with open_after_bom(path, progress) as file:
         for line, raw, _ in bounded_lines(file, max_row_bytes):
             try:
                 text = decode_line(raw, max_row_bytes)
@@ -76,9 +86,11 @@ def read_text_lines(path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTE
                 yield Reject(file=label, line=line, reason=str(bad))
 
 
-def read_text_file(path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Row | Reject]:
+def read_text_file(
+    path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTES, progress: Progress = no_progress
+) -> Iterator[Row | Reject]:
     """Read a whole file as one sample, into the column `text`. An empty file has none. Raises OSError."""
-    with open_after_bom(path) as file:
+    with open_after_bom(path, progress) as file:
         raw = file.read(max_row_bytes + 1)
     try:
         text = decode_line(raw, max_row_bytes, unit="file")
@@ -88,15 +100,17 @@ def read_text_file(path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTES
         yield Reject(file=label, line=1, reason=str(bad))
 
 
-def read_json(path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Row | Reject]:
+def read_json(
+    path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTES, progress: Progress = no_progress
+) -> Iterator[Row | Reject]:
     """Read a file with a JSON array of objects, with objects one after another, or with JSON Lines.
 
     Raises BadInput if the JSON is broken or a value is longer than `max_row_bytes`, and OSError.
     """
     if _looks_like_json_lines(path, max_row_bytes):
-        yield from read_json_lines(path, label, max_row_bytes=max_row_bytes)
+        yield from read_json_lines(path, label, max_row_bytes=max_row_bytes, progress=progress)
         return
-    with open_after_bom(path) as file:
+    with open_after_bom(path, progress) as file:
         values = _JsonValues(file, label, max_row_bytes)
         for line, value in values.read():
             try:
@@ -105,11 +119,15 @@ def read_json(path: Path, label: str, *, max_row_bytes: int = MAX_ROW_BYTES) -> 
                 yield Reject(file=label, line=line, reason=str(bad))
 
 
-def open_after_bom(path: Path) -> BinaryIO:
+def open_after_bom(path: Path, progress: Progress = no_progress) -> BinaryIO:
     """Open a file behind its byte order mark, so that no bound on the first line counts the mark."""
-    file = path.open("rb", buffering=_CHUNK_BYTES)
-    if file.read(len(_BOM)) != _BOM:
-        file.seek(0)
+    file = open_to_read(path, progress=progress)
+    try:
+        if file.peek(len(_BOM)).startswith(_BOM):
+            file.read(len(_BOM))
+    except BaseException:
+        file.close()
+        raise
     return file
 
 

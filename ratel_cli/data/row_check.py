@@ -13,9 +13,10 @@ from ratel_cli.data.ingest import MAX_SHOWN_REJECTS, reject_too_many
 from ratel_cli.data.lines import Reject, Row
 from ratel_cli.data.rows import DatasetSource, RowSource
 from ratel_cli.errors import BadInput
+from ratel_cli.progress import OpenBar, no_bar
 
 
-def check_rows(source: RowSource, *, knows_type: bool) -> None:
+def check_rows(source: RowSource, *, knows_type: bool, open_bar: OpenBar = no_bar) -> None:
     """Raise BadInput if too many rows of a local source are bad, EnvironmentFailure if it cannot be read.
 
     Without `knows_type` only rows are bad that are no rows at all. Rows of the hub are not looked at: they would have
@@ -25,8 +26,9 @@ def check_rows(source: RowSource, *, knows_type: bool) -> None:
         return
     formats: list[RowFormat] | None = None
     shown, num_rows, num_rejected = list[Reject](), 0, 0
-    with closing(source.read()) as rows:
+    with open_bar("reading the data", source.num_bytes, items="rows") as advance, closing(source.read(advance)) as rows:
         for row in rows:
+            advance(0, 1)
             reject = row if isinstance(row, Reject) else None
             if isinstance(row, Row) and knows_type:
                 formats = formats or _formats(source.source, row)

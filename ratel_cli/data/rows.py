@@ -10,26 +10,36 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from io import BufferedReader
 from itertools import islice
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 from ratel_cli.data.csv_rows import read_csv
 from ratel_cli.data.drafts import TrainOnEos
-from ratel_cli.data.lines import Reject, Row, read_json, read_json_lines, read_text_file, read_text_lines
+from ratel_cli.data.lines import Progress, Reject, Row, read_json, read_json_lines, read_text_file, read_text_lines
 from ratel_cli.data.splits import Part, parse_split
 from ratel_cli.errors import BadInput, EnvironmentFailure, excerpt, printable
+from ratel_cli.input_files import SUFFIXES, CountedFile, uncompressed_name
+from ratel_cli.progress import OpenBar, no_bar, no_progress
 
 DatasetType = Literal["auto", "completion", "chat_template", "alpaca", "tokens"]
 TextUnit = Literal["line", "file"]
 RowStream = Generator[Row | Reject, None, None]
-Reader = Callable[[Path, str], Iterator[Row | Reject]]
+
+
+class Reader(Protocol):
+    """Reads the rows of one file, which the second argument names in messages."""
+
+    def __call__(self, path: Path, label: str, /, *, progress: Progress) -> Iterator[Row | Reject]: ...
+
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _ROWS_PER_BATCH = 64  # rows that exist as Python objects at a time
+_QUICK_BYTES = 64 << 20  # are hashed in a tenth of a second
 _NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 
 
@@ -89,24 +99,30 @@ class FileStamp:
 
 
 class RowSource:
-    """The rows of one `DatasetSource`, and the files that hold them.
-
-    `read` yields all rows; each call starts again. It raises BadInput or EnvironmentFailure if a file cannot be read.
-    """
+    """The rows of one `DatasetSource`, and the files that hold them."""
 
     def __init__(
         self,
         source: DatasetSource,
         files: tuple[FileStamp, ...],
-        read: Callable[[], RowStream],
+        read: Callable[[Progress], RowStream],
         *,
         part: Part | None = None,
     ) -> None:
         self.source = source
         self.files = files
-        self.read = read if part is None else partial(_read_part, read, part)
+        self._read = read
         self.part = part
         """The rows of the files that are read; None: all of them."""
+        self.num_bytes = sum(stamp.identity[2] for stamp in files) * (2 if part is not None and part.needs_count else 1)
+        """How much `read` reports as its progress if it reads all rows; 0 if that is not known."""
+
+    def read(self, progress: Progress = no_progress) -> RowStream:
+        """All rows; each call starts again. `progress` is called with bytes of the files as they are read.
+
+        Raises BadInput or EnvironmentFailure if a file cannot be read.
+        """
+        return self._read(progress) if self.part is None else _read_part(self._read, self.part, progress)
 
     def check_unchanged(self) -> None:
         """Raise BadInput if a file was written to since it was hashed."""
@@ -118,7 +134,9 @@ class RowSource:
                 )
 
 
-def open_source(source: DatasetSource, *, notice: Callable[[str], None], is_stream: bool = False) -> RowSource:
+def open_source(
+    source: DatasetSource, *, notice: Callable[[str], None], is_stream: bool = False, open_bar: OpenBar = no_bar
+) -> RowSource:
     """Find and hash the files of a source. `notice` gets remarks for the user.
 
     Of a stream no content is read ahead: neither hashed, nor downloaded from the hub.
@@ -127,16 +145,16 @@ def open_source(source: DatasetSource, *, notice: Callable[[str], None], is_stre
     """
     paths = _local_files(source.path)
     if paths is None:
-        return _open_hub(source, is_stream=is_stream)
+        return _open_hub(source, is_stream=is_stream, open_bar=open_bar)
     part = _part(source, is_stream=is_stream, notice=notice)
-    if source.text_unit == "line" and any(path.suffix.lower() == ".txt" for path in paths):
+    if source.text_unit == "line" and any(_suffix(path) == ".txt" for path in paths):
         notice(f"{printable(source.path)}: each line of a text file is one sample; text_unit: file takes whole files")
-    stamps = tuple(_stamp(path, is_stream=is_stream) for path in paths)
+    stamps = _stamps(paths, is_stream=is_stream, open_bar=open_bar)
 
-    def read() -> RowStream:
+    def read(progress: Progress) -> RowStream:
         for path in paths:
             try:
-                yield from _reader(path, source.text_unit)(path, printable(str(path)))
+                yield from _reader(path, source.text_unit)(path, printable(str(path)), progress=progress)
             except OSError as error:
                 raise EnvironmentFailure(f"{printable(str(path))}: cannot be read: {error.strerror}") from error
 
@@ -145,9 +163,7 @@ def open_source(source: DatasetSource, *, notice: Callable[[str], None], is_stre
 
 def is_hub_id(path: str) -> bool:
     """Whether the path of a source can only be a dataset on the hub."""
-    return (
-        _HUB_ID.fullmatch(path) is not None and Path(path).suffix.lower() not in _READERS and not os.path.exists(path)
-    )
+    return _HUB_ID.fullmatch(path) is not None and _suffix(Path(path)) not in _READERS and not os.path.exists(path)
 
 
 def _local_files(path_text: str) -> list[Path] | None:
@@ -158,9 +174,7 @@ def _local_files(path_text: str) -> list[Path] | None:
     label = printable(path_text)
     # Methods of Path would raise for names that are too long.
     if os.path.isdir(path):
-        found = sorted(
-            item for item in path.rglob("*") if item.suffix.lower() in _READERS and _is_visible_data(item, path)
-        )
+        found = sorted(item for item in path.rglob("*") if _suffix(item) in _READERS and _is_visible_data(item, path))
         if not found:
             raise BadInput(f"{label}: there are no data files in this directory", hint=_KNOWN_FILES)
         return found
@@ -194,27 +208,39 @@ def _part(source: DatasetSource, *, is_stream: bool, notice: Callable[[str], Non
     return part
 
 
-def _read_part(read: Callable[[], RowStream], part: Part) -> RowStream:
+def _read_part(read: Callable[[Progress], RowStream], part: Part, progress: Progress) -> RowStream:
     """The rows of one part. Percent, and bounds from the end, need all rows to be counted before."""
-    first, end = part.of(sum(1 for _ in read())) if part.needs_count else (part.first or 0, part.end)
-    yield from islice(read(), first, end if end is None else max(first, end))
+    first, end = part.of(sum(1 for _ in read(progress))) if part.needs_count else (part.first or 0, part.end)
+    yield from islice(read(progress), first, end if end is None else max(first, end))
 
 
 def _is_visible_data(item: Path, root: Path) -> bool:
     hidden = any(part.startswith(".") for part in item.relative_to(root).parts)
-    return not hidden and item.is_file() and item.name not in _NOT_DATA
+    return not hidden and item.is_file() and uncompressed_name(item).name not in _NOT_DATA
+
+
+def _suffix(path: Path) -> str:
+    """The ending that says what is in a file. A parquet file is compressed inside, and read from its end."""
+    inner = uncompressed_name(path).suffix.lower()
+    return path.suffix.lower() if inner == ".parquet" else inner
 
 
 def _known(path: Path) -> Path:
-    if path.suffix.lower() not in _READERS:
+    if _suffix(path) not in _READERS:
         raise BadInput(f"{printable(str(path))}: this type of file cannot be read", hint=_KNOWN_FILES)
     return path
 
 
-def _stamp(path: Path, *, is_stream: bool = False) -> FileStamp:
+def _stamps(paths: Sequence[Path], *, is_stream: bool, open_bar: OpenBar) -> tuple[FileStamp, ...]:
+    total = 0 if is_stream else sum(_identity(path)[2] for path in paths)
+    with (open_bar if total > _QUICK_BYTES else no_bar)("hashing the data", total) as advance:
+        return tuple(_stamp(path, advance, is_stream=is_stream) for path in paths)
+
+
+def _stamp(path: Path, progress: Progress, *, is_stream: bool) -> FileStamp:
     try:
         identity = _identity(path)
-        with path.open("rb") as file:
+        with BufferedReader(CountedFile(path, progress)) as file:
             if is_stream:
                 digest = hashlib.sha256(str(identity[2:]).encode()).hexdigest()
             else:
@@ -233,18 +259,20 @@ def _identity(path: Path) -> tuple[int, int, int, int]:
 
 
 def _reader(path: Path, text_unit: TextUnit) -> Reader:
-    suffix = path.suffix.lower()
+    suffix = _suffix(path)
     return read_text_file if suffix == ".txt" and text_unit == "file" else _READERS[suffix]
 
 
-def _read_parquet(path: Path, label: str) -> Iterator[Row | Reject]:
+def _read_parquet(path: Path, label: str, *, progress: Progress) -> Iterator[Row | Reject]:
     import pyarrow  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     line = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            num_rows, num_bytes = file.metadata.num_rows, path.stat().st_size
             for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH):
+                progress(num_bytes * (line + len(batch)) // num_rows - num_bytes * line // num_rows)
                 for record in cast(list[dict[str, object]], batch.to_pylist()):
                     line += 1
                     yield Row(file=label, line=line, record=record)
@@ -254,7 +282,7 @@ def _read_parquet(path: Path, label: str) -> Iterator[Row | Reject]:
         raise BadInput(f"{label}: not a usable parquet file: {excerpt(str(error))}") from error
 
 
-def _open_hub(source: DatasetSource, *, is_stream: bool) -> RowSource:
+def _open_hub(source: DatasetSource, *, is_stream: bool, open_bar: OpenBar) -> RowSource:
     """A dataset on the hub, which `datasets` downloads and maps, or streams. A dataset's own code is never run."""
     import datasets  # type: ignore[import-untyped]
 
@@ -270,11 +298,15 @@ def _open_hub(source: DatasetSource, *, is_stream: bool) -> RowSource:
             hint="check path, name and split; for a local file, write its path with its ending",
         ) from error
     files = () if is_stream else dataset.cache_files
-    stamps = tuple(_stamp(Path(entry["filename"])) for entry in files)
+    stamps = _stamps([Path(entry["filename"]) for entry in files], is_stream=False, open_bar=open_bar)
     assert is_stream or stamps or not len(dataset), "a dataset without files would be cached under no content hash"
 
-    def read() -> RowStream:
+    num_bytes = sum(stamp.identity[2] for stamp in stamps)
+    num_rows = len(dataset) if stamps else 1
+
+    def read(progress: Progress) -> RowStream:
         for index, record in enumerate(cast(Iterable[dict[str, object]], dataset)):
+            progress(num_bytes * (index + 1) // num_rows - num_bytes * index // num_rows)
             yield Row(file=label, line=index + 1, record=record)
 
     return RowSource(source, stamps, read)
@@ -288,4 +320,4 @@ _READERS: dict[str, Reader] = {
     ".csv": partial(read_csv, delimiter=","),
     ".tsv": partial(read_csv, delimiter="\t"),
 }
-_KNOWN_FILES = "data files end in " + ", ".join(_READERS)
+_KNOWN_FILES = f"data files end in {', '.join(_READERS)}, all but parquet also with {' or '.join(SUFFIXES)} behind it"

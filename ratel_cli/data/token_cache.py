@@ -29,12 +29,14 @@ from ratel_cli.data.file_names import CACHE_FILE_NAMES, LENGTHS_NAME, META_NAME,
 from ratel_cli.data.lines import Reject
 from ratel_cli.errors import EnvironmentFailure, printable
 from ratel_cli.io.files import sync_path
+from ratel_cli.progress import Advance, OpenBar, no_bar
 from ratel_cli.sizes import IGNORED_TARGET
 
 FORMAT_VERSION = 1
 
 _DISK_DTYPE = np.dtype("<i4")
 _HASHED_PART_BYTES = 4 << 20
+_QUICK_BYTES = 64 << 20  # are checked in a tenth of a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class TokenCache:
         return any(os.path.lexists(directory / name) for name in CACHE_FILE_NAMES)
 
     @classmethod
-    def open(cls, directory: Path, *, notice: Callable[[str], None]) -> TokenCache | None:
+    def open(cls, directory: Path, *, notice: Callable[[str], None], open_bar: OpenBar = no_bar) -> TokenCache | None:
         """The cache in a directory; None if there is none. Removes a damaged cache, with a notice. Raises OSError."""
         if not cls.is_in(directory):
             return None
@@ -86,8 +88,10 @@ class TokenCache:
             sources = tuple(SourceCounts(**each) for each in meta.pop("sources", ()))
             summary = CacheSummary(**{**meta, "notices": tuple(meta["notices"]), "sources": sources})
             lengths = np.load(directory / LENGTHS_NAME, allow_pickle=False)
-            with (directory / TOKEN_IDS_NAME).open("rb") as file:
-                whole = _digest(file, lengths) == summary.tokens_sha256
+            num_bytes = 2 * _DISK_DTYPE.itemsize * int(lengths.sum())
+            bar = (open_bar if num_bytes > _QUICK_BYTES else no_bar)("checking the cached tokens", num_bytes)
+            with (directory / TOKEN_IDS_NAME).open("rb") as file, bar as advance:
+                whole = _digest(file, lengths, advance) == summary.tokens_sha256
             if whole and summary.format_version == FORMAT_VERSION and (directory / REJECTS_NAME).is_file():
                 return cls(directory, summary, lengths)
         except (OSError, ValueError, TypeError, KeyError, EOFError):
@@ -222,10 +226,11 @@ def _remove_files(directory: Path) -> None:
         directory.rmdir()
 
 
-def _digest(file: BinaryIO, lengths: npt.NDArray[np.int64]) -> str:
+def _digest(file: BinaryIO, lengths: npt.NDArray[np.int64], advance: Advance) -> str:
     digest = hashlib.sha256()
     while content := file.read(_HASHED_PART_BYTES):
         digest.update(content)
+        advance(len(content))
     digest.update(_length_bytes(lengths))
     return digest.hexdigest()
 

@@ -103,7 +103,7 @@ def _read_rest(config: RunConfig, reading: Reading, log: RunLog) -> None:
         if reading.doubtful & _DECIDES_ABOUT_ROWS:
             read_model(config, resources, log, errors)
             knows_types = not reading.doubtful & _DECIDES_ABOUT_TYPES
-            find_data(config, errors, reads_rows=True, knows_types=knows_types)
+            find_data(config, errors, log, reads_rows=True, knows_types=knows_types)
         else:
             errors.attempt((), lambda: read_inputs(config, resources, log, dry_run=True))
     errors.raise_all()

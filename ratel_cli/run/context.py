@@ -9,7 +9,7 @@ Invariant: whatever `resources` holds is closed before the queue and the memory 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,15 +22,11 @@ from ratel_cli.hardware.host import default_limit_bytes, resident_bytes
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.pinning import GpuPinning
 from ratel_cli.io.queue import IoQueue, depth_for, open_queue
+from ratel_cli.progress import Advance, OpenBar
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.training.stopping import StopRequest
 
 CPU: Final = torch.device("cpu")
-
-Advance = Callable[[float], None]
-"""Called with the amount of work that was done since the last call."""
-OpenBar = Callable[[str, float], AbstractContextManager[Advance]]
-"""Opens a progress bar, by what is done and how much of it there is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +95,17 @@ def open_context(config: RunConfig, log: RunLog, *, device: torch.device = CPU) 
         )
 
 
+def bars_of(log: RunLog) -> OpenBar:
+    """Opens progress bars of a log, for work that any signal ends at once."""
+
+    @contextmanager
+    def open_bar(what: str, total: float, *, items: str = "") -> Iterator[Advance]:
+        with log.bar(what, total, items=items) as bar:
+            yield bar.advance
+
+    return open_bar
+
+
 @contextmanager
 def stoppable_bar(log: RunLog, stop: StopRequest, what: str, total: float) -> Iterator[Advance]:
     """A progress bar over long work. Yields the callback for each part of the work that is done.
@@ -107,16 +114,11 @@ def stoppable_bar(log: RunLog, stop: StopRequest, what: str, total: float) -> It
     """
     with log.bar(what, total) as bar:
 
-        def advance(amount: float) -> None:
+        def advance(amount: float, items: int = 0) -> None:
             stop.check()
-            bar.advance(amount)
+            bar.advance(amount, items)
 
         yield advance
-
-
-def no_bar(what: str, total: float) -> AbstractContextManager[Advance]:  # noqa: ARG001 - as OpenBar has it
-    """A progress bar that is not shown, and that never stops."""
-    return nullcontext(lambda amount: None)
 
 
 def _open_queue(config: RunConfig, log: RunLog) -> IoQueue:

@@ -57,7 +57,7 @@ def inspect_data(config: RunConfig, log: RunLog, *, num_samples: int, num_reject
                 cache_dir=directory / TOKENS_NAME,
                 rejects_path=directory / REJECTS_NAME,
                 rejects_shown_by=SHOWS_REJECTS,
-                notice=log.notice,
+                log=log,
             )
         except BadInput as error:
             rejects = _read_rejects(directory, num_rejects)

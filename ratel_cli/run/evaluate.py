@@ -82,7 +82,7 @@ def _read_rows(
         cache_dir=Path(directory),
         rejects_path=None,
         rejects_shown_by=rejects_shown_by,
-        notice=log.notice,
+        log=log,
     )
     return rows, is_packed
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -43,6 +43,7 @@ from ratel_cli.model.initialise import RandomSource
 from ratel_cli.model.marker import reject_files_of_others
 from ratel_cli.planning.head_chunk import CHUNK_BYTES
 from ratel_cli.run.base_model import Base, model_hash, open_weights, read_base
+from ratel_cli.run.context import bars_of
 from ratel_cli.run.length import num_steps
 from ratel_cli.run.machine_check import check_writable
 from ratel_cli.run.output import claim_output, is_claimed, may_claim_at_once, reject_overlap
@@ -96,7 +97,7 @@ def read_inputs(
     model = read_model(config, resources, log, errors, overwrite=overwrite)
     base, tokenizer = model.base, model.tokenizer
     if base is None or tokenizer is None or (errors and not dry_run):
-        find_data(config, errors, reads_rows=dry_run)
+        find_data(config, errors, log, reads_rows=dry_run)
     else:
         data = errors.attempt(
             ("datasets",), lambda: _read_data(config, base, tokenizer, resources, log, dry_run=dry_run)
@@ -147,7 +148,9 @@ def read_model(
     return ModelInputs(device=device, base=base, weights=weights, tokenizer=tokenizer)
 
 
-def find_data(config: RunConfig, errors: ErrorList, *, reads_rows: bool = False, knows_types: bool = True) -> None:
+def find_data(
+    config: RunConfig, errors: ErrorList, log: RunLog, *, reads_rows: bool = False, knows_types: bool = True
+) -> None:
     """Find the files of all datasets. What is wrong goes to `errors`.
 
     `reads_rows`: also what is wrong with local rows whatever the tokenizer is, and with `knows_types` by their types.
@@ -157,7 +160,8 @@ def find_data(config: RunConfig, errors: ErrorList, *, reads_rows: bool = False,
             find = partial(open_source, source, notice=lambda text: None, is_stream=True)
             found = errors.attempt((key, number, "path"), find)
             if found is not None and reads_rows and not config.streaming:
-                errors.attempt((key, number, "path"), partial(check_rows, found, knows_type=knows_types))
+                check = partial(check_rows, found, knows_type=knows_types, open_bar=bars_of(log))
+                errors.attempt((key, number, "path"), check)
 
 
 def why_not_packed(model_type: str, attention: str) -> str:
@@ -190,7 +194,7 @@ def _read_data(
             cache_dir=records / TOKENS_NAME,
             rejects_path=records / REJECTS_NAME if rejects else None,
             rejects_shown_by=None if rejects else SHOWS_REJECTS,
-            notice=log.notice,
+            log=log,
         )
     finally:
         if rejects:
@@ -205,11 +209,12 @@ def load_data(
     cache_dir: Path,
     rejects_path: Path | None,
     rejects_shown_by: str | None,
-    notice: Callable[[str], None],
+    log: RunLog,
 ) -> TrainingData:
     """The config's data, tokenised and packed. Raises BadInput, EnvironmentFailure.
 
-    `rejects_path` gets the rejected rows. `rejects_shown_by`: what shows them to the user, if it is not this file.
+    `log` shows how far reading is. `rejects_path` gets the rejected rows. `rejects_shown_by`: what shows them to the
+    user, if it is not this file.
     """
     size, number = config.split_by(1).split if config.is_split_planned else config.split
     return load_training_data(
@@ -228,7 +233,8 @@ def load_data(
         cache_dir=cache_dir,
         rejects_path=rejects_path,
         rejects_shown_by=rejects_shown_by,
-        notice=notice,
+        notice=log.notice,
+        open_bar=bars_of(log),
         test_sources=_sources(config.test_datasets),
         stream_steps=config.max_steps if config.streaming else None,
     )

@@ -13,6 +13,7 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.config.yaml_marks import MAX_TEXT_BYTES
 from ratel_cli.errors import BadInput
 from tests.config.config_loading import MINIMAL, Complain, Load
+from tests.test_input_files import compressed
 
 OF_THE_INTERFACE = """
     base_model model_shape cost_model random_init datasets test_datasets streaming chat_template chat_template_jinja
@@ -349,3 +350,22 @@ def test_a_learning_rate_that_can_hardly_be_meant(load: Load) -> None:
 def test_an_empty_key_has_its_default(load: Load, line: str, default: str) -> None:
     (notice,) = load(f"{MINIMAL}{line}\n").notices
     assert notice == f"run.yaml:3:1: `{line[:-1]}` is empty, so its default is used: {default}"
+
+
+def test_a_compressed_config_is_read(tmp_path: Path) -> None:
+    plain = tmp_path / "run.yaml"
+    plain.write_text(MINIMAL)
+    expected = load_config(plain).config
+    for suffix in (".gz", ".zst"):
+        path = tmp_path / f"run.yaml{suffix}"
+        path.write_bytes(compressed(MINIMAL.encode(), suffix))
+        assert load_config(path).config == expected
+        path.write_bytes(compressed(b"seed: [1\nbase_model: x\n", suffix))
+        with pytest.raises(BadInput, match=rf"^{path}:2:11: "):
+            load_config(path)
+        path.write_bytes(compressed(b" " * (MAX_TEXT_BYTES + 1), suffix))
+        with pytest.raises(BadInput, match="this is not a config"):
+            load_config(path)
+        path.write_bytes(compressed(MINIMAL.encode(), suffix)[:-4])
+        with pytest.raises(BadInput, match="the compressed file is damaged or cut off"):
+            load_config(path)
