@@ -86,7 +86,7 @@ def _measure(
 ) -> DriveRates:
     with (
         Scratch(paths, budget.span_bytes, queue, weights=weights) as scratch,
-        pool.lease(budget.buffer_bytes, "measuring the drives") as lease,
+        pool.lease(budget.buffer_bytes, "measuring the drives", crosses_link=False) as lease,
     ):
         probe = _Probe(scratch=scratch, memory=lease.memory)
         # The first write to reserved space also changes the file's map, so it must be the warm-up: the steps of a run

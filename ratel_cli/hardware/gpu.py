@@ -17,7 +17,7 @@ from ratel_cli.hardware.budget import best_seconds
 from ratel_cli.hardware.host import memory_bytes, processor_name
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES, ComputeDevice, Link, margin_bytes, plannable_gpu_bytes
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.pinning import GpuPinning
+from ratel_cli.io.pinning import GpuPinning, copy_in_pieces
 from ratel_cli.io.views import view
 from ratel_cli.units import MIB
 
@@ -177,9 +177,9 @@ def _copy_rates(device: torch.device, in_host: torch.Tensor, out_of_host: torch.
     def rate(up_bytes: int, down_bytes: int) -> float:
         def work() -> None:
             with module.stream(up):
-                on_gpu[:up_bytes].copy_(out_of_host[:up_bytes], non_blocking=True)
+                copy_in_pieces(on_gpu[:up_bytes], out_of_host[:up_bytes])
             with module.stream(down):
-                in_host[:down_bytes].copy_(off_gpu[:down_bytes], non_blocking=True)
+                copy_in_pieces(in_host[:down_bytes], off_gpu[:down_bytes])
             torch.accelerator.synchronize(device)
 
         return (up_bytes + down_bytes) / best_seconds(work, seconds)

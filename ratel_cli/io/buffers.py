@@ -11,19 +11,23 @@ of its purpose that is not larger. One that a purpose outgrows gives way to a la
 power of two, but to no more than the lease says that any step needs, or, if it does not say, to an eighth of a power of
 two. So a purpose has no more buffers than it needed at once, and they are made again only a few times in a run.
 
+Pinning takes a tenth of a second per GB, so a buffer is made without the pool's lock, once its bytes are reserved; and
+`pin_ahead` makes the buffers that a plan needs before the first step. A buffer that could not be pinned is leased all
+the same, and tried again when it has been leased once more, then twice more, then four times more.
+
 Invariants: leased plus idle bytes never pass the limit, and a lease counts with the whole size of its buffer; without a
 GPU, sizes are exact; memory that anything still refers to is never unmapped (mappings are dropped by reference, so a
-tensor made from a lease cannot dangle).
+tensor made from a lease cannot dangle); a buffer belongs to one lease, or is idle, so that no two threads pin it.
 """
 
 from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from threading import Lock
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 from ratel_cli import _native
 from ratel_cli.closing import Closing
@@ -38,6 +42,15 @@ it could not be pinned."""
 _Kind = tuple[int, bool]
 """Size of a buffer, and whether it is pinned."""
 _Name = TypeVar("_Name")
+
+
+class PinnedBuffers(NamedTuple):
+    """Buffers that cross the link and are needed at the same time."""
+
+    purpose: str
+    num_bytes: int
+    """Of each."""
+    number: int
 
 
 class Lease:
@@ -123,22 +136,76 @@ class BufferPool(Closing):
         """
         assert num_bytes >= 0
         size_bytes = align_up(num_bytes, PAGE_BYTES)
+        pin = self._pin if crosses_link else None
         with self._lock:
             assert not self._closed, "a buffer was leased from a closed pool"
-            pin = self._pin if crosses_link else None
             region = self._take_own(size_bytes, purpose) if pin is not None else None
             if region is None and purpose in self._pinned_keys and pin is not None:  # it has outgrown what it has
                 self._drop_largest(purpose)
                 size_bytes = self._rounded_up(size_bytes, at_most_bytes)
             elif region is None:
                 region = self._take_idle(size_bytes, is_pinned=pin is not None)
+            if region is None and pin is None and not self._has_bytes_for(size_bytes):
+                region = self._take_idle(size_bytes, is_pinned=True)  # rather than to give up a pinned one for it
             if region is None:
                 self._free_bytes_for(size_bytes, purpose)
-                region = _Region(size_bytes, purpose, pin)
-            region.purpose = purpose
-            self.leased_bytes += region.size_bytes
-            self.peak_bytes = max(self.peak_bytes, self.leased_bytes + self._idle_bytes)
+            else:
+                size_bytes = region.size_bytes
+            self._reserve(size_bytes)
+        if region is None:
+            region = self._made(size_bytes, purpose, pin)
+        elif pin is not None:
+            region.try_again(pin)
+        region.purpose = purpose
         return Lease(self, region, num_bytes)
+
+    def pin_ahead(
+        self, buffers: Iterable[PinnedBuffers], most_bytes: int, *, progress: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Make the idle pinned buffers that are missing of these, while all buffers take no more than `most_bytes`.
+
+        Without a GPU there are none. Where memory cannot be pinned it stops: leases try again. `progress` is called
+        with the bytes of each buffer that was made, or was there; what it raises stops the work. Raises as `lease`.
+        """
+        if self._pin is None:
+            return
+        for purpose, num_bytes, number in buffers:
+            size_bytes = align_up(num_bytes, PAGE_BYTES)
+            with self._lock:
+                own = [self._idle[key] for key in self._pinned_keys.get(purpose, ())]
+                num_there = sum(region.size_bytes >= size_bytes for region in own)
+            for position in range(number):
+                if position >= num_there and not self._make_idle(size_bytes, purpose, most_bytes):
+                    return
+                progress(num_bytes)
+
+    def _make_idle(self, size_bytes: int, purpose: str, most_bytes: int) -> bool:
+        """Make an idle pinned buffer. False if there is no memory for it, or if it could not be pinned."""
+        with self._lock:
+            if self.leased_bytes + self._idle_bytes + size_bytes > most_bytes or not self._has_bytes_for(size_bytes):
+                return False
+            self._reserve(size_bytes)
+        region = self._made(size_bytes, purpose, self._pin)
+        self._take_back(region)
+        return region.was_pinned
+
+    def _has_bytes_for(self, size_bytes: int) -> bool:
+        """Whether a new buffer passes no limit while all idle ones stay."""
+        limits = (each for each in (self.limit_bytes, self.idle_limit_bytes) if each is not None)
+        return all(self.leased_bytes + self._idle_bytes + size_bytes <= limit for limit in limits)
+
+    def _reserve(self, size_bytes: int) -> None:
+        self.leased_bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.leased_bytes + self._idle_bytes)
+
+    def _made(self, size_bytes: int, purpose: str, pin: PinMemory | None) -> _Region:
+        """A new buffer, whose bytes are reserved. Not under the lock: other leases must not wait for it."""
+        try:
+            return _Region(size_bytes, purpose, pin)
+        except BaseException:
+            with self._lock:
+                self.leased_bytes -= size_bytes
+            raise
 
     def trim(self) -> None:
         """Give idle buffers back to the system. For the end of a phase whose buffer sizes do not come back."""
@@ -233,6 +300,12 @@ class _Region:
         """Of its lease, or of the last one."""
         self.is_pinned = pin is not None
         """Or should have been: the device may have refused."""
+        self.was_pinned = False
+        """Whether the device accepted it."""
+        self._num_waited = 0
+        """Leases since it was refused last."""
+        self._num_to_wait = 1
+        """Leases before it is tried again."""
         if size_bytes == 0:
             self.memory = memoryview(bytearray())
             return
@@ -252,8 +325,22 @@ class _Region:
             # Whole huge pages only: one that reaches past the end would take up to 2 MiB that no limit counts.
             _advise_huge_pages(mapping, start, size_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
         self.memory = memoryview(mapping)[start : start + size_bytes]
-        unpin = pin(address_of(self.memory), size_bytes) if pin is not None else None
+        if pin is not None:
+            self._pin(pin)
+
+    def try_again(self, pin: PinMemory) -> None:
+        """Pin what was refused, if that is due. Only for the owner of the buffer."""
+        if self.was_pinned or self.size_bytes == 0:
+            return
+        self._num_waited += 1
+        if self._num_waited >= self._num_to_wait:
+            self._num_waited, self._num_to_wait = 0, 2 * self._num_to_wait
+            self._pin(pin)
+
+    def _pin(self, pin: PinMemory) -> None:
+        unpin = pin(address_of(self.memory), self.size_bytes)
         if unpin is not None:
+            self.was_pinned = True
             # Called when the pool drops the region. No transfer uses it then, though a view of it may live on.
             weakref.finalize(self, unpin).atexit = False
 

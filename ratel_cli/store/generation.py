@@ -112,7 +112,7 @@ class Generation:
             raise BadInput("the store was made without checksums, so it cannot be verified")
         largest_bytes = 4 * chunks.chunk_elements
         at_most = _READ_AHEAD * self._slots.files.num_drives
-        with pool.lease(at_most * largest_bytes, "chunks to check") as lease:
+        with pool.lease(at_most * largest_bytes, "chunks to check", crosses_link=False) as lease:
             reads = self._read_chunks(chunks, lease.memory, largest_bytes)
             with closing(in_flight(reads, at_most=at_most)) as finished:
                 for num_bytes in finished:

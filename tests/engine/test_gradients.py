@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from ratel_cli.engine.device.device import Download, HostDevice
 from ratel_cli.engine.optimizer.gradients import GradientSum, clip_coefficient, total_norm
 from ratel_cli.engine.optimizer.tied_sum import TiedSum
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
-from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.buffers import BufferPool, address_of
 from ratel_cli.io.queue import open_queue
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.model.spec import BlockSpec, lay_out_block
@@ -204,8 +204,15 @@ def test_norms_are_stacked_in_the_given_order() -> None:
 
 
 def test_spilled_and_fetched_is_unchanged(block: BlockSpec, tmp_path: Path) -> None:
+    """And what is fetched need not be pinned: only the update reads it."""
+    pinned: list[int] = []
+
+    def pin(address: int, num_bytes: int) -> Callable[[], None]:
+        pinned.append(address)
+        return lambda: pinned.remove(address)
+
     with (
-        BufferPool(None) as pool,
+        BufferPool(None, pin=pin) as pool,
         open_queue("threads", notice=print) as queue,
         Scratch([tmp_path], 1 << 20, queue) as scratch,
     ):
@@ -219,6 +226,7 @@ def test_spilled_and_fetched_is_unchanged(block: BlockSpec, tmp_path: Path) -> N
             _ = gradient.flat
         gradient.fetch(pool)
         assert torch.equal(gradient.flat, wanted)
+        assert address_of(gradient.memory) not in pinned and len(pinned) == 1
         gradient.fetch(pool)
         gradient.release()
         gradient.release()

@@ -16,10 +16,10 @@ from ratel_cli.errors import BadInput, DoesNotFit
 from ratel_cli.io.buffers import BufferPool, address_of
 from ratel_cli.io.pinning import GpuPinning, _unregister
 from ratel_cli.io.views import view
-from ratel_cli.units import MIB
+from ratel_cli.units import KIB, MIB, align_up
 from tests.gpu.machine import GPU, NEEDS_GPU
 from tests.real_time import in_real_time
-from tests.simulated_gpu import is_simulated, set_eagerness
+from tests.simulated_gpu import is_simulated, pinning, set_eagerness
 
 pytestmark = NEEDS_GPU
 
@@ -244,7 +244,7 @@ def test_other_messages_about_determinism_are_rejected_too(device: GpuDevice, me
 
 def test_unpinning_memory_that_was_not_pinned_does_no_harm(device: GpuDevice, pool: BufferPool) -> None:
     with pool.lease(MIB, "test") as lease:
-        _unregister(GPU, address_of(lease.memory) + 4096)
+        _unregister(GPU, [address_of(lease.memory) + 4096])
         assert float(torch.ones(3, device=device.torch_device).sum()) == 3.0  # CUDA's last error was cleared
 
 
@@ -265,26 +265,71 @@ def test_unpinned_memory_can_be_pinned_again(pool: BufferPool) -> None:
         pool.trim()
 
 
-def test_a_failure_to_pin_is_reported_once_and_copies_are_correct(timeline: Timeline) -> None:
+@pytest.mark.skipif(not is_simulated(), reason="a real GPU refuses nothing when it is asked to")
+def test_a_refusal_is_one_buffers_alone_and_ends(timeline: Timeline) -> None:
+    """Copies of that buffer are correct meanwhile; others are pinned, and so is that one when it is leased again."""
     notices: list[str] = []
-    pinning = GpuPinning(GPU, notices.append)
-    with BufferPool(None) as other, other.lease(MIB, "test") as lease:
-        undo = pinning(address_of(lease.memory), MIB)
-        assert undo is not None
-        assert pinning(address_of(lease.memory), MIB) is None, "it is registered already"
-        undo()
-    assert len(notices) == 1 and "cannot pin" in notices[0]
     with (
-        BufferPool(None, pin=pinning) as pool,
-        pool.lease(LARGE, "pageable") as lease,
+        BufferPool(None, pin=GpuPinning(GPU, notices.append)) as pool,
         GpuDevice(GPU, timeline) as device,
+        pinning(refusals=1),
     ):
-        assert not view(lease.memory, torch.uint8).is_pinned()
-        device.download([(torch.full((LARGE,), 3, dtype=torch.uint8, device=GPU), lease.memory)], LABEL).wait()
-        upload = device.upload(lease.memory, device.reserve(LARGE), LABEL)
-        assert bool((upload.open() == 3).all())
+        for is_pinned in (False, True):
+            with pool.lease(LARGE, "pageable at first") as lease, pool.lease(MIB, "another") as other:
+                assert view(lease.memory, torch.uint8).is_pinned() is is_pinned
+                assert view(other.memory, torch.uint8).is_pinned()
+                leaving = torch.full((LARGE,), 3, dtype=torch.uint8, device=GPU)
+                device.download([(leaving, lease.memory)], LABEL).wait()
+                upload = device.upload(lease.memory, device.reserve(LARGE), LABEL)
+                assert bool((upload.open() == 3).all())
+                upload.wait()
+    assert len(notices) == 1 and "cannot pin 16.0 MiB of host memory now (error 2)" in notices[0]
+
+
+def test_refusals_are_reported_once() -> None:
+    notices: list[str] = []
+    with BufferPool(None, pin=GpuPinning(GPU, pytest.fail)) as pool, pool.lease(MIB, "test") as lease:
+        other = GpuPinning(GPU, notices.append)
+        for _ in range(3):
+            assert other(address_of(lease.memory), MIB) is None, "it is registered already"
+    assert len(notices) == 1 and "cannot pin 1.00 MiB" in notices[0]
+
+
+@pytest.mark.skipif(not is_simulated(), reason="only the simulated GPU is known to refuse copies across pieces")
+@pytest.mark.parametrize("num_bytes", [4095, 64 * KIB - 1, 64 * KIB, 64 * KIB + 1, 1000 * KIB + 5])
+@pytest.mark.parametrize("start", [0, 4097, 64 * KIB - 1])
+def test_memory_is_registered_and_copied_in_pieces(
+    device: GpuDevice, num_bytes: int, start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ratel_cli.io.pinning.PIECE_BYTES", 64 * KIB)
+    values = torch.arange(num_bytes, dtype=torch.int32).to(torch.uint8)
+    with (
+        pinning(most_bytes=64 * KIB),
+        BufferPool(None, pin=GpuPinning(GPU, pytest.fail)) as pool,
+        pool.lease(start + num_bytes, "test") as lease,
+    ):
+        memory = lease.memory[start:]
+        assert view(memory, torch.uint8).is_pinned()
+        device.download([(values.to(GPU), memory)], LABEL).wait()
+        assert torch.equal(view(memory, torch.uint8), values)
+        upload = device.upload(memory, device.reserve(num_bytes), LABEL)
+        assert torch.equal(upload.open().cpu(), values)
         upload.wait()
-    assert len(notices) == 1
+
+
+@pytest.mark.skipif(not is_simulated(), reason="a real GPU refuses nothing when it is asked to")
+def test_of_a_buffer_all_pieces_are_pinned_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last piece is longer than the GPU takes; those before it are given back, so that they can be pinned later."""
+    monkeypatch.setattr("ratel_cli.io.pinning.PIECE_BYTES", 64 * KIB)
+    notices: list[str] = []
+    with BufferPool(None) as pool, pool.lease(2 * MIB, "test") as lease:
+        register = GpuPinning(GPU, notices.append)
+        address = align_up(address_of(lease.memory), 64 * KIB) + 60 * KIB
+        with pinning(most_bytes=32 * KIB):
+            assert register(address, 40 * KIB) is None  # pieces of 4 and 36 KiB
+        undo = register(address, 40 * KIB)
+        assert undo is not None and len(notices) == 1
+        undo()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

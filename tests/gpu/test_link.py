@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 
 from ratel_cli.engine.telemetry import Span
 from ratel_cli.errors import Interrupted
+from ratel_cli.io.buffers import PinMemory
 from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.step_time import Resource
 from tests.engine.architectures import tiny_config
@@ -122,14 +123,22 @@ def test_a_stop_between_blocks_gives_every_buffer_back(tmp_path: Path, num_check
         assert ratel.train(random_steps(1, 2), recipe)[0].applied
 
 
+def noting(pinned: list[int]) -> PinMemory:
+    """Accepts all memory, and notes its sizes."""
+
+    def pin(address: int, num_bytes: int) -> Callable[[], None]:
+        pinned.append(num_bytes)
+        return lambda: None
+
+    return pin
+
+
 def test_memory_is_not_pinned_again_in_each_step(tmp_path: Path) -> None:
     """Pinning costs as much as filling, so the pool saves leased buffers for the next step."""
     pinned: list[int] = []
     recipe, steps = Recipe(dtype=torch.bfloat16), random_steps(4, 2)
     placement = replace(AHEAD, swapped=EVERYTHING)
-    with gpu_machine(
-        tmp_path, tiny_config("llama"), recipe, placement=placement, pin=lambda address, num_bytes: pinned.append(1)
-    ) as ratel:
+    with gpu_machine(tmp_path, tiny_config("llama"), recipe, placement=placement, pin=noting(pinned)) as ratel:
         ratel.train(steps[:2], recipe)
         num_pinned = len(pinned)
         assert num_pinned > 0
@@ -156,7 +165,7 @@ def test_buffers_for_rows_of_any_width_are_reused(tmp_path: Path, spilled_units:
             Recipe(dtype=torch.bfloat16),
             placement=placement,
             micro_batch_tokens=2 * most_tokens,
-            pin=lambda address, num_bytes: pinned.append(num_bytes),
+            pin=noting(pinned),
         ) as ratel:
             ratel.train(steps, Recipe(dtype=torch.bfloat16), before_step=lambda _: before_step.append(len(pinned)))
             return [after - before for before, after in pairwise([*before_step, len(pinned)])], ratel.pool.peak_bytes
@@ -184,7 +193,7 @@ def test_optimizer_states_are_not_pinned(tmp_path: Path) -> None:
             tiny_config("llama", num_hidden_layers=num_layers),
             recipe,
             placement=placement,
-            pin=lambda address, num_bytes: pinned.append(num_bytes),
+            pin=noting(pinned),
         ) as ratel:
             ratel.train(random_steps(2, 2), recipe)
             fp32_bytes = {4 * block.num_elements for block in ratel.model.spec.blocks}

@@ -11,6 +11,7 @@ import pytest
 from ratel_cli.cli.app import main
 from ratel_cli.config.load import load_config
 from ratel_cli.hardware.gpu import compute_device
+from ratel_cli.io.buffers import BufferPool, Lease
 from tests.e2e.runs import (
     curve,
     export_hash,
@@ -47,11 +48,29 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("data") / "rows.jsonl")
 
 
-def test_the_config_that_ran_on_the_cpu_runs_on_the_gpu(tmp_path: Path, base: Path, rows: Path) -> None:
+CROSSING = ("copies ", "weights of ", "rows of ", "gradient of ", "norms of ", "sums of ", "activations ")
+"""How the purposes of buffers begin that are copied to or from a GPU."""
+
+
+def test_the_config_that_ran_on_the_cpu_runs_on_the_gpu(
+    tmp_path: Path, base: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its host memory, what crosses the link is pinned, and nothing else."""
+    lease, pinned = BufferPool.lease, set[str]()
+
+    def noting(
+        pool: BufferPool, num_bytes: int, purpose: str, *, crosses_link: bool = True, at_most_bytes: int | None = None
+    ) -> Lease:
+        if pool._pin is not None and crosses_link:
+            pinned.add(purpose)
+        return lease(pool, num_bytes, purpose, crosses_link=crosses_link, at_most_bytes=at_most_bytes)
+
+    monkeypatch.setattr(BufferPool, "lease", noting)
     on_cpu = write_config(tmp_path / "cpu", base=base, rows=rows, learning_rate=1e-4)
     on_gpu = write_config(tmp_path / "gpu", base=base, rows=rows, learning_rate=1e-4, device="auto")
     succeed(on_cpu)
     output = succeed(on_gpu)
+    assert pinned and {purpose for purpose in pinned if not purpose.startswith(CROSSING)} == set()
     assert "FLOP/s; one block at a time" in output
     assert all(line["gpu_peak_bytes"] > 0 and line["num_alloc_retries"] == 0 for line in metrics(on_gpu))
     for (step, loss, _), (other_step, other_loss, _) in zip(curve(on_cpu), curve(on_gpu), strict=True):

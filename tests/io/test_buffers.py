@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from ratel_cli.errors import DoesNotFit, EnvironmentFailure
-from ratel_cli.io.buffers import BufferPool, address_of
+from ratel_cli.io.buffers import BufferPool, PinnedBuffers, address_of
+from ratel_cli.io.pinning import pieces
 from ratel_cli.sizes import HUGE_PAGE_BYTES, PAGE_BYTES
-
-MIB = 1 << 20
+from ratel_cli.units import GIB, MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -415,3 +417,131 @@ def test_without_a_gpu_sizes_are_exact() -> None:
             assert pool.leased_bytes == 3 * PAGE_BYTES
         with pool.lease(19 * PAGE_BYTES, "units", at_most_bytes=99 * PAGE_BYTES):
             assert pool.leased_bytes == 19 * PAGE_BYTES
+
+
+@pytest.mark.parametrize("start", [0, 1, 4096, 1 * GIB - 1, 1 * GIB, 1 * GIB + 1, 3 * GIB - 4096])
+@pytest.mark.parametrize("num_bytes", [0, 1, 4096, 1 * GIB - 1, 1 * GIB, 1 * GIB + 1, 5 * GIB])
+def test_pieces_cover_a_range_and_end_where_every_range_ends_them(start: int, num_bytes: int) -> None:
+    """So whoever copies a part of a buffer knows where the buffer's pieces end."""
+    found = list(pieces(start, num_bytes))
+    assert sum(size for _, size in found) == num_bytes
+    assert all(address + size == following for (address, size), (following, _) in itertools.pairwise(found))
+    assert not found or found[0][0] == start
+    ends = {address + size for address, size in found}
+    assert ends - {start + num_bytes} == {end for end in range(0, 9 * GIB, GIB) if start < end < start + num_bytes}
+    assert all(0 < size <= GIB for _, size in found)
+
+
+class Refusing(RecordingPins):
+    """Refuses as often as it is told to."""
+
+    def __init__(self, num_refusals: int) -> None:
+        super().__init__()
+        self.left = num_refusals
+        self.num_asked = 0
+
+    def __call__(self, address: int, num_bytes: int) -> Callable[[], None] | None:
+        self.num_asked += 1
+        if self.left:
+            self.left -= 1
+            return None
+        return super().__call__(address, num_bytes)
+
+
+def test_a_buffer_that_was_refused_is_tried_again_ever_more_rarely() -> None:
+    """After 1, 2, 4, 8 and 16 more leases."""
+    pins, tried = Refusing(5), []
+    with BufferPool(None, pin=pins) as pool:
+        for number in range(40):
+            before = pins.num_asked
+            with pool.lease(PAGE_BYTES, "weights") as lease:
+                if pins.num_asked > before:
+                    tried.append(number)
+                assert (address_of(lease.memory) in pins.sizes) is (number >= 31)
+    assert tried == [0, 1, 3, 7, 15, 31]
+    assert pins.unpinned == [PAGE_BYTES]
+
+
+def test_a_refusal_is_one_buffers_alone() -> None:
+    pins = Refusing(1)
+    with BufferPool(None, pin=pins) as pool, pool.lease(PAGE_BYTES, "a") as one, pool.lease(PAGE_BYTES, "b") as other:
+        assert set(pins.sizes) == {address_of(other.memory)}
+        assert address_of(one.memory) != address_of(other.memory)
+
+
+def test_others_lease_and_release_while_memory_is_pinned() -> None:
+    """The bytes of the buffer in the making count meanwhile; they are free again if it cannot be made."""
+    asked, goes_on = threading.Event(), threading.Event()
+
+    def pin(address: int, num_bytes: int) -> None:
+        asked.set()
+        assert goes_on.wait(60)
+        raise RuntimeError("the GPU is gone")
+
+    with BufferPool(4 * PAGE_BYTES, pin=pin) as pool, ThreadPoolExecutor() as threads:
+        making = threads.submit(pool.lease, 3 * PAGE_BYTES, "weights")
+        assert asked.wait(60)
+        assert pool.leased_bytes == 3 * PAGE_BYTES
+        with pool.lease(PAGE_BYTES, "states", crosses_link=False):
+            assert pool.leased_bytes == 4 * PAGE_BYTES
+            with pytest.raises(DoesNotFit):
+                pool.lease(1, "more", crosses_link=False)
+        assert not making.done()
+        goes_on.set()
+        with pytest.raises(RuntimeError, match="gone"):
+            making.result()
+        assert pool.leased_bytes == 0
+        pool.lease(4 * PAGE_BYTES, "all", crosses_link=False).release()
+
+
+def test_what_will_be_needed_is_pinned_ahead() -> None:
+    pins, done = CountingPins(), []
+    wanted = [PinnedBuffers("weights", 2 * PAGE_BYTES, 2), PinnedBuffers("unit", 3 * PAGE_BYTES - 1, 1)]
+    with BufferPool(None, pin=pins) as pool:
+        pool.pin_ahead(wanted, 100 * PAGE_BYTES, progress=done.append)
+        assert sorted(pins.sizes.values()) == [2 * PAGE_BYTES, 2 * PAGE_BYTES, 3 * PAGE_BYTES]
+        assert done == [2 * PAGE_BYTES, 2 * PAGE_BYTES, 3 * PAGE_BYTES - 1]
+        assert pool.leased_bytes == 0
+        one, two = pool.lease(2 * PAGE_BYTES, "weights"), pool.lease(2 * PAGE_BYTES, "weights of another block")
+        unit = pool.lease(2 * PAGE_BYTES + 1, "unit", at_most_bytes=3 * PAGE_BYTES)
+        assert pins.num_pinned == 3, "the step pins nothing"
+        for lease in (one, two, unit):
+            lease.release()
+        pool.pin_ahead([PinnedBuffers("unit", 3 * PAGE_BYTES, 2)], 100 * PAGE_BYTES)
+        assert pins.num_pinned == 4, "one was there"
+
+
+@pytest.mark.parametrize(("limit", "idle_limit", "most"), [(5, None, 9), (None, 5, 9), (9, 9, 5)])
+def test_pinning_ahead_ends_at_each_limit(limit: int | None, idle_limit: int | None, most: int) -> None:
+    pins = CountingPins()
+    with BufferPool(None if limit is None else limit * PAGE_BYTES, pin=pins) as pool:
+        pool.idle_limit_bytes = None if idle_limit is None else idle_limit * PAGE_BYTES
+        pool.pin_ahead([PinnedBuffers("unit", 2 * PAGE_BYTES, 4)], most * PAGE_BYTES)
+        assert (pins.num_pinned, pool.peak_bytes) == (2, 4 * PAGE_BYTES)
+
+
+def test_pinning_ahead_ends_where_memory_is_refused() -> None:
+    """Leases try again later."""
+    pins = Refusing(1)
+    with BufferPool(None, pin=pins) as pool:
+        pool.pin_ahead([PinnedBuffers("unit", PAGE_BYTES, 3)], 9 * PAGE_BYTES)
+        assert pins.num_asked == 1
+        with pool.lease(PAGE_BYTES, "unit") as lease:
+            assert set(pins.sizes) == {address_of(lease.memory)}
+
+
+def test_without_a_gpu_nothing_is_made_ahead() -> None:
+    with BufferPool(None) as pool:
+        pool.pin_ahead([PinnedBuffers("unit", PAGE_BYTES, 3)], 9 * PAGE_BYTES)
+        assert pool.peak_bytes == 0
+
+
+def test_where_memory_is_short_an_idle_pinned_buffer_serves_what_does_not_cross_the_link() -> None:
+    """Otherwise it would be given up for that, and pinned again in the next step."""
+    pins = RecordingPins()
+    with BufferPool(2 * PAGE_BYTES, pin=pins) as pool:
+        pool.lease(2 * PAGE_BYTES, "gradient").release()
+        with pool.lease(2 * PAGE_BYTES, "gradient", crosses_link=False) as lease:
+            assert set(pins.sizes) == {address_of(lease.memory)}
+        with pool.lease(2 * PAGE_BYTES, "gradient") as lease:
+            assert set(pins.sizes) == {address_of(lease.memory)} and not pins.unpinned

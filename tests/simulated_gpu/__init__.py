@@ -13,6 +13,9 @@ nothing about the speed of a GPU's own kernels, or about CUDA where CUDA differs
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -61,3 +64,16 @@ def set_eagerness(share: float) -> None:
         from tests.simulated_gpu import module
 
         module.set_eagerness(share)
+
+
+@contextmanager
+def pinning(*, refusals: int = 0, most_bytes: int = sys.maxsize, seconds_per_byte: float = 0.0) -> Iterator[None]:
+    """Inside the `with` statement, how the simulated GPU registers host memory: it refuses the next `refusals` ranges,
+    and those of more than `most_bytes`; and nothing else is done on the GPU while it registers one."""
+    from tests.simulated_gpu import module
+
+    module.set_pinning(refusals, most_bytes, seconds_per_byte)
+    try:
+        yield
+    finally:
+        module.set_pinning(0, sys.maxsize, 0.0)

@@ -221,5 +221,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("set_eagerness", set_eagerness, Released());
     module.def("pin", pin, Released());
     module.def("unpin", unpin, Released());
+    module.def("set_pinning", set_pinning, Released());
     module.def("set_limit", set_limit, Released());
 }

@@ -6,6 +6,8 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <chrono>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <iomanip>
@@ -14,12 +16,13 @@
 #include <mutex>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <utility>
 
 namespace simulated {
 
 inline const c10::Device kDevice{c10::DeviceType::PrivateUse1, 0};
-constexpr int kAlreadyRegistered = 712, kNotRegistered = 713;  // cudaErrorHostMemory...
+constexpr int kNoMemory = 2, kAlreadyRegistered = 712, kNotRegistered = 713;  // cudaError...
 
 inline std::mutex mutex;  // guards everything here and in streams.h; no holder needs the GIL
 
@@ -127,15 +130,34 @@ inline auto first_behind(uintptr_t address) {
     return range;
 }
 
-inline bool is_pinned(const void* pointer) {
+// Bytes from the pointer to the end of its range; 0 if it is in none.
+inline size_t pinned_bytes_from(const void* pointer) {
     const auto address = reinterpret_cast<uintptr_t>(pointer);
     std::lock_guard guard(mutex);
     const auto range = first_behind(address);
-    return range != pinned.end() && range->first <= address;
+    return range != pinned.end() && range->first <= address ? range->first + range->second - address : 0;
 }
 
+inline bool is_pinned(const void* pointer) { return pinned_bytes_from(pointer) > 0; }
+
+// How memory is registered, for tests: a number of refusals, the longest range, and how long a byte takes.
+inline int64_t pin_refusals = 0;
+inline size_t most_pin_bytes = SIZE_MAX;
+inline double pin_seconds_per_byte = 0;
+
+inline void set_pinning(int64_t refusals, size_t most_bytes, double seconds_per_byte) {
+    std::lock_guard guard(mutex);
+    pin_refusals = refusals;
+    most_pin_bytes = most_bytes;
+    pin_seconds_per_byte = seconds_per_byte;
+}
+
+// Holds the lock while it takes its time: as with CUDA, every other call waits meanwhile.
 inline int pin(uintptr_t address, size_t num_bytes) {
     std::lock_guard guard(mutex);
+    if (pin_refusals > 0) return --pin_refusals, kNoMemory;
+    if (num_bytes > most_pin_bytes) return kNoMemory;
+    std::this_thread::sleep_for(std::chrono::duration<double>(pin_seconds_per_byte * double(num_bytes)));
     const auto range = first_behind(address);
     if (range != pinned.end() && range->first < address + num_bytes) return kAlreadyRegistered;
     pinned[address] = num_bytes;

@@ -135,6 +135,11 @@ def num_stops() -> int:
     return int(_device.num_stops())
 
 
+def set_pinning(refusals: int, most_bytes: int, seconds_per_byte: float) -> None:
+    """Let the next registrations of host memory be refused, those of more bytes too, and let others take time."""
+    _device.set_pinning(refusals, most_bytes, seconds_per_byte)
+
+
 def set_rates(flops_per_second: float, up_bytes_per_second: float, down_bytes_per_second: float) -> None:
     """Let work take time (clock.h). What was queued before must be over."""
     _device.set_rates(flops_per_second, up_bytes_per_second, down_bytes_per_second)

@@ -261,7 +261,9 @@ inline void set_eagerness(double share) {
 inline void copy_on_stream(const at::Tensor& to, const at::Tensor& from, bool non_blocking) {
     TORCH_CHECK(to.is_contiguous() && from.is_contiguous() && to.dtype() == from.dtype() && to.sizes() == from.sizes(),
                 "the simulated GPU's other streams only copy between tensors of one layout");
-    const bool returns_at_once = non_blocking && is_pinned((to.is_cpu() ? to : from).data_ptr());
+    const size_t pinned_bytes = pinned_bytes_from((to.is_cpu() ? to : from).data_ptr());
+    TORCH_CHECK(pinned_bytes == 0 || pinned_bytes >= to.nbytes(), "a copy goes beyond the memory that was registered");
+    const bool returns_at_once = non_blocking && pinned_bytes > 0;
     {
         std::lock_guard guard(mutex);
         check_order(from.is_cpu() ? to.data_ptr() : from.data_ptr(), from.is_cpu());

@@ -38,6 +38,7 @@ from ratel_cli.closing import Closing
 from ratel_cli.engine.device.device import DeviceBuffer, Download, Moment, UploadLane
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import BadInput, DoesNotFit, first_line
+from ratel_cli.io.pinning import copy_in_pieces
 from ratel_cli.io.views import view
 from ratel_cli.planning.step_time import Resource
 from ratel_cli.units import parse_bytes
@@ -175,7 +176,7 @@ class GpuDevice(Closing):
             stream.wait_event(after.end)
         start = _record(stream)
         with self._module.stream(stream):
-            buffer.values.copy_(view(memory, torch.uint8), non_blocking=True)
+            copy_in_pieces(buffer.values, view(memory, torch.uint8))
         return _GpuUpload(self, buffer.values, self._measure("up", label, start, stream))
 
     def download(
@@ -186,7 +187,7 @@ class GpuDevice(Closing):
         start = _record(self._down)
         with self._module.stream(self._down):
             for tensor, memory in pieces:
-                view(memory, torch.uint8).copy_(tensor, non_blocking=True)
+                copy_in_pieces(view(memory, torch.uint8), tensor)
                 self._downloading.append(_Leaving(_record(self._down), tensor))
         return _GpuDownload(self._measure("down", label, start, self._down))
 

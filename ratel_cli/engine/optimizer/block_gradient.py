@@ -123,9 +123,11 @@ class BlockGradient:
         self._wait_download()
         if self._lease is None:
             assert self._scratch is not None
-            name, largest = f"gradient of {self.block.name}", self.block if self._rows is None else self._rows.largest
-            at_most_bytes = largest.num_elements * self._bytes_per_element
-            self._lease = pool.lease(self.num_bytes, name, at_most_bytes=at_most_bytes)
+            name, rows = f"gradient of {self.block.name}", self._rows
+            # Only the update reads it, so it need not be pinned. But rows vary in number, and only pinned buffers serve
+            # sizes that vary: theirs has the one in which they came.
+            at_most_bytes = None if rows is None else rows.largest.num_elements * self._bytes_per_element
+            self._lease = pool.lease(self.num_bytes, name, crosses_link=rows is not None, at_most_bytes=at_most_bytes)
             self._scratch.read_sealed(self._offset_bytes, self._lease.memory, name).wait()
 
     def release(self) -> None:
