@@ -326,7 +326,7 @@ MUTANTS = (
     Mutant("loss on TRL's prompts", "data/chat_child.py", "return text, [(start, len(text))]", "return text, [(0, len(text))]", "only completions carry loss", "data/test_forms.py"),
     Mutant("every role is trained", "data/conversations.py", 'if message["role"] in roles if flag is None else flag:', "if True:", "roles_to_train chooses the turns", "data/test_forms.py"),
     Mutant("EOS of every turn", "data/encode.py", 'if draft.train_on_eos == "all" or (draft.train_on_eos == "turn" and is_trained):', "if True:", "train_on_eos chooses the EOS tokens", "data/test_forms.py"),
-    Mutant("lost calls are not counted", "data/ingest.py", "self._num_lost.update(encoded.lost)", "pass", "what a template leaves out is counted", "data/test_forms.py"),
+    Mutant("lost calls are not counted", "data/ingest.py", "self._remarks.update(encoded.remarks)", "pass", "what a template leaves out is counted", "data/test_forms.py"),
     Mutant("new keys change every hash", "data/rows.py", "if key in _FIRST_KEYS or value != _DEFAULTS[key]", "if True", "an earlier run finds its token cache", "data/test_forms.py"),
     Mutant("roles of ShareGPT", "data/conversations.py", '_ROLES.get(role, role) if "role" in names else role', "role", "ShareGPT's roles are translated", "data/test_dataset.py"),
     Mutant("vectors decay", "model/spec.py", "num_dimensions >= 2 and ", "", "vectors do not decay", "model/test_spec.py"),

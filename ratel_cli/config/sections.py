@@ -125,6 +125,11 @@ class DatasetConfig(Section):
     """The configuration of a hub dataset that has several. Default: the dataset's own default."""
     field: Column = "text"
     """The column with the text, for `completion`."""
+    field_prompt: Column = "prompt"
+    """The column with the prompt, which has no loss: a text, or a list of messages."""
+    field_completion: Column = "completion"
+    """The column with the answer to `field_prompt`, which has loss: a text, or a list of messages. With
+    `type: chat_template` two texts are a user's and an assistant's turn."""
     field_messages: Column = "messages"
     """The column with the list of messages, for `chat_template`. Each message has a `role` and a `content`."""
     field_instruction: Column = "instruction"
@@ -134,6 +139,10 @@ class DatasetConfig(Section):
     there is no further input."""
     field_output: Column = "output"
     """The column with the answer, for `alpaca`."""
+    media: Literal["reject", "ignore"] = "reject"
+    """What becomes of rows with images, video or sound, in columns such as `image`, in parts of messages, or as marks
+    such as `<image>` in a text. `reject`: they cannot be used, because Ratel trains on text. `ignore`: their text is
+    trained without them."""
     max_samples: int | None = Field(default=None, ge=1)
     """Use only the first N usable rows. Default: all of them."""
     weight: float = Field(default=1.0, gt=0)

@@ -23,6 +23,7 @@ from typing import cast
 from ratel_cli.closing import Closing
 from ratel_cli.data.chat_child import ChatMessage
 from ratel_cli.data.drafts import ChatDraft, Unusable
+from ratel_cli.data.remarks import Remark
 from ratel_cli.errors import BadInput, EnvironmentFailure, excerpt, printable
 
 LIMIT_SECONDS = 10.0
@@ -41,7 +42,11 @@ class RenderedChat:
     text: str
     spans: tuple[tuple[int, int] | None, ...]
     """Characters [start, end) of each part, in order; None for the words of a message that were not found."""
-    lost: tuple[str, ...]
+    quiet: tuple[int | None, ...]
+    """For each part None, or where it begins behind the prompt for an answer without reasoning."""
+    muted: tuple[tuple[int, int], ...]
+    """Characters of the turns that have no loss, whatever part they are in."""
+    remarks: tuple[Remark, ...]
     """What the conversation has and the text has not, such as tool calls."""
     skips_header: bool
     """Whether the template has no generation prompt, so that turns begin behind their headers."""
@@ -99,23 +104,37 @@ class ChatRenderer(Closing):
         """Render one conversation and, with `locate`, find the parts of it that the draft wants trained.
 
         These are the words of its `located_messages`, if it names messages to train; what follows the prompt, if it
-        has one; else the assistant turns.
+        has one; else the assistant turns. Muted turns are found in any case.
         Raises Unusable if the template fails on this conversation, BadInput if it takes too long or ends the child.
         """
+        muted = [] if draft.trained is not None else _muted_turns(draft)
+        wanted = _wanted(draft) if locate else None
         reply = self._answer(
-            {"messages": draft.messages, "tools": draft.tools, "locate": _wanted(draft) if locate else None}
+            {
+                "messages": draft.messages,
+                "tools": draft.tools,
+                "variables": dict(draft.variables),
+                "locate": wanted,
+                "muted": muted,
+            }
         )
         spans = cast(list[list[int] | None], reply["spans"])
         return RenderedChat(
             text=cast(str, reply["text"]),
             spans=tuple(None if span is None else (span[0], span[1]) for span in spans),
-            lost=tuple(cast(list[str], reply["lost"])),
+            quiet=tuple(cast(list[int | None], reply["quiet"])),
+            muted=tuple((first, end) for first, end in cast(list[list[int]], reply["muted"])),
+            remarks=tuple((kind, what) for kind, what in cast(list[tuple[str, str]], reply["remarks"])),
             skips_header=bool(reply["skips_header"]),
         )
 
     def render_prompt(self, messages: Sequence[ChatMessage]) -> str:
         """Render one conversation with the prompt for its next turn. Raises what `render` raises."""
-        reply = self._answer({"messages": list(messages), "tools": None, "locate": {"what": "prompt"}})
+        no_turns = list[int]()
+        locate = {"what": "prompt"}
+        reply = self._answer(
+            {"messages": list(messages), "tools": None, "variables": {}, "locate": locate, "muted": no_turns}
+        )
         return cast(str, reply["text"])
 
     def close(self) -> None:
@@ -180,6 +199,10 @@ def located_messages(draft: ChatDraft) -> tuple[int, ...]:
     """The messages of a draft whose words are located: those that have loss, and those whose EOS token may have it."""
     assert draft.trained is not None
     return draft.trained if draft.train_on_eos in ("turn", "none") else tuple(range(len(draft.messages)))
+
+
+def _muted_turns(draft: ChatDraft) -> list[int]:
+    return [index for index in draft.muted if draft.messages[index]["role"] == "assistant"]
 
 
 def _wanted(draft: ChatDraft) -> dict[str, object]:

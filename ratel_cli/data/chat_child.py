@@ -6,14 +6,18 @@ end nothing else. Invariant: this file imports nothing of ours, and only JSON cr
 
  1. parent -> child   {"template", "variables", "limit_seconds", "limit_bytes", "start_seconds"}
  2. child  -> parent  {} when it is ready, or {"error": reason}
- 3. parent -> child   {"messages", "tools", "locate"}, where "locate" is one of
+ 3. parent -> child   {"messages", "tools", "variables", "locate", "muted"}, where "locate" is one of
                       null                              nothing
                       {"what": "prompt"}                nothing; the prompt for the next turn follows
                       {"what": "turns"}                 the assistant turns, each with the mark that ends it
                       {"what": "from", "message": k}    everything from message k on
                       {"what": "words", "messages": []} what stands in each of these messages, without marks
- 4. child  -> parent  {"text", "spans", "lost", "skips_header"} or {"error": reason}; then 3 again, until the input ends
-                      "spans": [start, end] or null (only for "words") each; "lost": what the template did not write
+                      and "muted" has the messages whose turns are located as well, to be left out
+ 4. child  -> parent  {"text", "spans", "quiet", "muted", "remarks", "skips_header"} or {"error": reason}; then 3 again,
+                      until the input ends
+                      "spans": [start, end] or null (only for "words") each
+                      "quiet": for each span null, or where it begins for a model that does not think
+                      "muted": [start, end] of each muted turn; "remarks": [kind, what] each
 """
 
 from __future__ import annotations
@@ -24,19 +28,27 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from dataclasses import dataclass
+from typing import Literal, cast
 
 MAX_RENDERED_CHARS = 64 << 20
 _STAND_IN = "TextOfOneAssistantTurn"
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message with what the assistant thought before it answered: each template knows at most one of them."""
+_THOUGHT, _THOUGHT_ENDS = "<think>", "</think>"
+"""The marks around reasoning that stands in the content of a message."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+_WITHOUT_THINKING = {"enable_thinking": False, "thinking": False}
+"""What templates ask whether the model thinks: each knows at most one of these."""
 
 ChatMessage = dict[str, object]
 CharSpan = tuple[int, int]
 """Characters [start, end) of a text."""
-Render = Callable[[list[ChatMessage], bool], str]
-"""Renders messages; True adds the prompt for the next turn. Raises RenderFailure."""
+Prompt = Literal["none", "plain", "quiet"]
+"""Whether the prompt for the next turn follows the messages: not, as it is by default, or without thinking."""
+Render = Callable[[list[ChatMessage], Prompt], str]
+"""Renders messages and a prompt. Raises RenderFailure."""
 
 
 class RenderFailure(Exception):
@@ -48,25 +60,40 @@ def has_generation_tag(template: str) -> bool:
     return _GENERATION_TAG.search(template) is not None
 
 
-def find_turns(render: Render, messages: list[ChatMessage]) -> tuple[str, list[CharSpan], bool]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The rendered conversation, and the parts of it that were asked for."""
+
+    text: str
+    spans: Sequence[CharSpan | None]
+    """Characters of each part; None for the words of a message that were not found."""
+    quiet: Sequence[int | None] = ()
+    """For each span where it begins behind the prompt of a model that does not think; None: at the same place, or
+    nothing depends on it. Empty: the same for all spans."""
+    skips_header: bool = False
+    """Whether turns begin behind their headers, because the template has no generation prompt."""
+
+
+def find_turns(render: Render, messages: list[ChatMessage]) -> Found:
     """The rendered conversation and the characters of each assistant turn, found by rendering parts of it.
 
     A turn begins where the prompt for it ends (`messages[:k]` with the generation prompt), and it ends where
     `messages[:k + 1]` ends. Some templates render a turn differently when others follow it: they drop its reasoning.
     Then these parts are no prefixes of the conversation, and the turn is found by replacing its words by others. A
     template may have no generation prompt: then a turn begins behind its header, which is what stands before its words.
-    The last value says whether a header was found in this way. Raises RenderFailure if a turn cannot be found.
+    Raises RenderFailure if a turn cannot be found.
     """
-    text = render(messages, False)
+    text = render(messages, "none")
     spans: list[CharSpan] = []
+    quiet: list[int | None] = []
     skips_header = False
     for index, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
-        start = _prefix_length(render, messages[:index], True, text) if index else None
+        start, other = _start_of_turn(render, messages[:index], text) if index else (None, None)
         if start is not None and (header := _header_length(render, messages, index, text[:start])):
-            start, skips_header = start + header, True
-        end = _prefix_length(render, messages[: index + 1], False, text)
+            start, other, skips_header = start + header, None, True
+        end = _prefix_length(render, messages[: index + 1], "none", text)
         if start is None or end is None:
             first, last = _find_by_stand_in(render, messages, index, text)
             start, end = first if start is None else start, last if end is None else end
@@ -75,52 +102,78 @@ def find_turns(render: Render, messages: list[ChatMessage]) -> tuple[str, list[C
                 f"assistant turn {index + 1} cannot be located: the chat template changes the order of the turns"
             )
         spans.append((start, end))
-    return text, spans, skips_header
+        quiet.append(other if other is not None and other <= end else None)
+    return Found(text=text, spans=spans, quiet=quiet, skips_header=skips_header)
 
 
-def find_completion(render: Render, messages: list[ChatMessage], first: int) -> tuple[str, list[CharSpan]]:
+def find_completion(render: Render, messages: list[ChatMessage], first: int) -> Found:
     """The rendered conversation, and its characters from message `first` on: what follows the prompt for an answer.
 
-    Raises RenderFailure if the messages before it, with the generation prompt, are no prefix of the conversation.
+    Raises RenderFailure if it is not found where the messages before it end, nor by the words of message `first`.
     """
-    text = render(messages, False)
-    start = _prefix_length(render, messages[:first], True, text)
+    text = render(messages, "none")
+    start, other = _start_of_turn(render, messages[:first], text)
     if start is None:
-        raise RenderFailure("the completion cannot be located: the chat template changes the prompt when it is there")
-    return text, [(start, len(text))]
+        around = _around_stand_in(render, messages, first, _words_alone(messages[first]), text)
+        if around is None or messages[first].get("role") != "assistant":
+            raise RenderFailure(
+                "the completion cannot be located: the chat template changes the prompt when it is there"
+            )
+        start = len(around[0])
+    return Found(text=text, spans=[(start, len(text))], quiet=[other])
 
 
-def find_words(render: Render, messages: list[ChatMessage], wanted: list[int]) -> tuple[str, list[CharSpan | None]]:
+def find_words(render: Render, messages: list[ChatMessage], wanted: list[int]) -> Found:
     """The rendered conversation, and the characters that each wanted message adds between its marks; None: not found.
 
-    They are what changes when the message has other words, as in axolotl.
+    They are what changes when the message has other words and nothing else, as in axolotl: its reasoning and its tool
+    calls are among them.
     """
-    text = render(messages, False)
+    text = render(messages, "none")
     spans: list[CharSpan | None] = []
     for index in wanted:
         other: ChatMessage = {"role": messages[index]["role"]}
         around = _around_stand_in(render, messages, index, other, text)
         spans.append(None if around is None else (len(around[0]), len(text) - len(around[1])))
-    return text, spans
+    return Found(text=text, spans=spans)
 
 
-def lost_parts(messages: list[ChatMessage], tools: list[object] | None, text: str) -> list[str]:
-    """What the conversation has and its rendered text has not: words, reasoning, tool calls, tools."""
-    lost = set()
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, str) and not _stands_in(content, text):
-            lost.add(f"text of {message.get('role')} messages")
-        reasoning = (message.get(key) for key in _REASONING_KEYS)
-        if any(isinstance(words, str) and not _stands_in(words, text) for words in reasoning):
-            lost.add(f"reasoning of {message.get('role')} messages")
-        calls = message.get("tool_calls")
-        for call in calls if isinstance(calls, list) else ():
-            if not _stands_in(_function_name(call), text):
-                lost.add("tool calls")
-    if any(not _stands_in(_function_name(tool), text) for tool in tools or ()):
-        lost.add("tools")
-    return sorted(lost)
+def remarks_on(messages: list[ChatMessage], tools: list[object] | None, text: str) -> list[tuple[str, str]]:
+    """What the conversation has and its rendered text has not, and reasoning that the template did not recognise.
+
+    Each with its kind: `lost` words, tool calls or tools; `reasoning` that is lost; `marks` of reasoning that the
+    template took for words.
+    """
+    found = set()
+    last = max((at for at, message in enumerate(messages) if message.get("role") == "assistant"), default=-1)
+    for index, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        thoughts = [each for key in _REASONING_KEYS if isinstance(each := message.get(key), str)]
+        if isinstance(content, str):
+            thought, ends, words = content.rpartition(_THOUGHT_ENDS)
+            thoughts += [thought.replace(_THOUGHT, "").replace(_THOUGHT_ENDS, "")] if ends else []
+            if not _stands_in(words, text):
+                found.add(("lost", f"text of {role} messages"))
+            if ends and _has_marks_in_words(text):
+                found.add(("marks", ""))
+        if not all(_stands_in(each, text) for each in thoughts):
+            found.add(("reasoning", "earlier" if index < last else "last"))
+        if not all(_stands_in(_name_of(call), text) for call in _calls_in([message])):
+            found.add(("lost", "tool calls"))
+    if not all(_stands_in(_function_name(tool), text) for tool in tools or ()):
+        found.add(("lost", "tools"))
+    return sorted(found)
+
+
+def _has_marks_in_words(text: str) -> bool:
+    """Whether an end of reasoning has no beginning, or reasoning follows on reasoning."""
+    marks = re.split(f"({_THOUGHT}|{_THOUGHT_ENDS})", text)
+    for at in range(3, len(marks), 2):
+        if marks[at] == _THOUGHT_ENDS == marks[at - 2] or (
+            marks[at - 2] == _THOUGHT_ENDS and not marks[at - 1].strip()
+        ):
+            return True
+    return marks[1:2] == [_THOUGHT_ENDS]
 
 
 def _stands_in(content: str, text: str) -> bool:
@@ -130,26 +183,72 @@ def _stands_in(content: str, text: str) -> bool:
     return any(form in text for form in forms)
 
 
-def _function_name(call: object) -> str:
-    """The name in a tool or a tool call; empty if it has none."""
-    inner = call.get("function", call) if isinstance(call, dict) else None
-    name = inner.get("name") if isinstance(inner, dict) else None
+def _function_name(tool: object) -> str:
+    """The name of a tool; empty if it has none."""
+    inner = tool.get("function", tool) if isinstance(tool, dict) else None
+    return _name_of(inner) if isinstance(inner, dict) else ""
+
+
+def _name_of(function: Mapping[str, object]) -> str:
+    name = function.get("name")
     return name if isinstance(name, str) else ""
+
+
+def _calls_in(messages: list[ChatMessage]) -> list[dict[str, object]]:
+    """The functions that the tool calls of messages call, with their arguments."""
+    calls = [call for message in messages if isinstance(each := message.get("tool_calls"), list) for call in each]
+    found = [call.get("function", call) for call in calls if isinstance(call, dict)]
+    return [each for each in found if isinstance(each, dict)]
+
+
+def _with_arguments(messages: list[ChatMessage], convert: Callable[[object], object]) -> list[ChatMessage]:
+    """The messages with the arguments of all tool calls converted."""
+    changed = cast(list[ChatMessage], json.loads(json.dumps(messages)))
+    for call in _calls_in(changed):
+        call["arguments"] = convert(call.get("arguments"))
+    return changed
+
+
+def _parsed(arguments: object) -> object:
+    """An object from its JSON text; anything else as it is."""
+    try:
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _unparsed(arguments: object) -> object:
+    """The JSON text of an object; anything else as it is."""
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else arguments
 
 
 def _header_length(render: Render, messages: list[ChatMessage], index: int, prompt: str) -> int:
     """How many characters of header follow `prompt`, the conversation before a turn: 0 if the prompt has the header."""
     try:
-        if render(messages[:index], False) != prompt:
+        if render(messages[:index], "none") != prompt:
             return 0  # the template has a generation prompt
-        probe = render([*messages[:index], {"role": "assistant", "content": _STAND_IN}], False)
+        probe = render([*messages[:index], {"role": "assistant", "content": _STAND_IN}], "none")
     except RenderFailure:
         return 0
     header, found, _ = probe[len(prompt) :].partition(_STAND_IN)
     return len(header) if found and header.strip() and probe.startswith(prompt) else 0
 
 
-def _prefix_length(render: Render, messages: list[ChatMessage], prompt: bool, text: str) -> int | None:
+def _start_of_turn(render: Render, before: list[ChatMessage], text: str) -> tuple[int | None, int | None]:
+    """Where the turn behind these messages begins: behind its prompt, and behind the prompt without thinking.
+
+    The latter is looked for only where the first is not in the text, or where its last white space may share a token
+    with the white space behind it: `<think>` and a line end, before a turn that begins with a line end.
+    """
+    start = _prefix_length(render, before, "plain", text)
+    if start is not None and not text[max(0, start - 1) : start + 1].isspace():
+        return start, None
+    quiet = _prefix_length(render, before, "quiet", text)
+    return (quiet, None) if start is None else (start, None if quiet == start else quiet)
+
+
+def _prefix_length(render: Render, messages: list[ChatMessage], prompt: Prompt, text: str) -> int | None:
     try:
         prefix = render(messages, prompt)
     except RenderFailure:  # a template may reject a conversation that ends here
@@ -158,13 +257,15 @@ def _prefix_length(render: Render, messages: list[ChatMessage], prompt: bool, te
 
 
 def _find_by_stand_in(render: Render, messages: list[ChatMessage], index: int, text: str) -> CharSpan:
-    """The turn's content is what changes with its words. Its end mark is what follows when the turn is the last."""
-    if not isinstance(messages[index].get("content"), str):
-        raise RenderFailure(f"assistant turn {index + 1} cannot be located: it has no text")
+    """The turn's content is what changes with its words. Its end mark is what follows when the turn is the last.
+
+    Without words, the content is what changes if the message has words and nothing else.
+    """
+    message = _words_alone(messages[index])
     stand_in = _unused_words(text)
-    last = [*messages[:index], {**messages[index], "content": stand_in}]
-    around = _around_stand_in(render, messages, index, messages[index], text)
-    _, found_last, closing = render(last, False).partition(stand_in)
+    last = [*messages[:index], {**message, "content": stand_in}]
+    around = _around_stand_in(render, messages, index, message, text)
+    _, found_last, closing = render(last, "none").partition(stand_in)
     if around is None or not found_last:
         raise RenderFailure(
             f"assistant turn {index + 1} cannot be located in the rendered conversation; "
@@ -177,12 +278,34 @@ def _find_by_stand_in(render: Render, messages: list[ChatMessage], index: int, t
 def _around_stand_in(
     render: Render, messages: list[ChatMessage], index: int, message: ChatMessage, text: str
 ) -> tuple[str, str] | None:
-    """What stands before and behind the words of a message; None if they are not what differs from `text`."""
+    """What stands in `text` before and behind what message `index` adds; None if that is not what differs.
+
+    `message`: the same message without some of its parts. They may stand before its words, as reasoning does: then what
+    the text and the changed text have in common stands before it.
+    """
     stand_in = _unused_words(text)
     changed = [*messages[:index], {**message, "content": stand_in}, *messages[index + 1 :]]
-    before, found, after = render(changed, False).partition(stand_in)
+    before, found, after = render(changed, "none").partition(stand_in)
+    if _has_more(messages[index]) and not _has_more(message):
+        before = _common_start(before, text)
     fits = text.startswith(before) and text.endswith(after) and len(before) + len(after) <= len(text)
     return (before, after) if found and fits else None
+
+
+def _common_start(one: str, other: str) -> str:
+    """The longest text that both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return one[: next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))]
+
+
+def _has_more(message: ChatMessage) -> bool:
+    """Whether a message has reasoning or tool calls, or anything else that a template may write beside its words."""
+    return bool(message.keys() - {"role", "content"}) or _THOUGHT_ENDS in str(message.get("content"))
+
+
+def _words_alone(message: ChatMessage) -> ChatMessage:
+    """A message whose words can be replaced by others: itself, or without its tool calls if it has no words."""
+    return message if isinstance(message.get("content"), str) and message["content"] else {"role": "assistant"}
 
 
 def _unused_words(text: str) -> str:
@@ -206,46 +329,79 @@ class ChatTemplate:
 
     def answer(self, request: Mapping[str, object]) -> dict[str, object]:
         """The reply to one request."""
-        messages = cast(list[ChatMessage], request["messages"])
         tools = cast(list[object] | None, request["tools"])
-        locate = cast(Mapping[str, object], request["locate"] or {})
-        spans: Sequence[CharSpan | None]
-        skips_header = False
-
-        def render(some: list[ChatMessage], prompt: bool) -> str:
-            return self._render(some, tools, prompt=prompt)[0]
-
+        given = {"tools": tools, **cast(Mapping[str, object], request["variables"])}
         try:
-            match locate.get("what"):
-                case "from":
-                    text, spans = find_completion(render, messages, cast(int, locate["message"]))
-                case "words":
-                    text, spans = find_words(render, messages, cast(list[int], locate["messages"]))
-                case "prompt":
-                    text, spans = render(messages, True), []
-                case "turns" if not has_generation_tag(self._template):
-                    text, spans, skips_header = find_turns(render, messages)
-                case what:
-                    text, spans = self._render(messages, tools, marks=what is not None)
+            messages = self._with_fitting_arguments(cast(list[ChatMessage], request["messages"]), given)
+            found = self._find(messages, given, cast(Mapping[str, object], request["locate"] or {}))
+            muted = self._turns(messages, given, cast(list[int], request["muted"]))
         except RenderFailure as failure:
             return {"error": str(failure)}
         except MemoryError:
             return {"error": "the chat template needs too much memory for this conversation"}
-        lost = lost_parts(messages, tools, text)
-        return {"text": text, "spans": spans, "lost": lost, "skips_header": skips_header}
+        return {
+            "text": found.text,
+            "spans": found.spans,
+            "quiet": [*found.quiet] or [None] * len(found.spans),
+            "muted": muted,
+            "remarks": remarks_on(messages, tools, found.text),
+            "skips_header": found.skips_header,
+        }
+
+    def _find(self, messages: list[ChatMessage], given: Mapping[str, object], locate: Mapping[str, object]) -> Found:
+        def render(some: list[ChatMessage], prompt: Prompt) -> str:
+            return self._render(some, given, prompt=prompt)[0]
+
+        match locate.get("what"):
+            case "from":
+                return find_completion(render, messages, cast(int, locate["message"]))
+            case "words":
+                return find_words(render, messages, cast(list[int], locate["messages"]))
+            case "prompt":
+                return Found(text=render(messages, "plain"), spans=[])
+            case "turns" if not has_generation_tag(self._template):
+                return find_turns(render, messages)
+            case what:
+                text, spans = self._render(messages, given, marks=what is not None)
+                return Found(text=text, spans=spans)
+
+    def _turns(self, messages: list[ChatMessage], given: Mapping[str, object], wanted: list[int]) -> list[CharSpan]:
+        """The characters of these turns, whether the template marks what the assistant wrote or not."""
+        if not wanted:
+            return []
+        found = find_turns(lambda some, prompt: self._render(some, given, prompt=prompt)[0], messages)
+        turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
+        return [cast(CharSpan, span) for index, span in zip(turns, found.spans, strict=True) if index in wanted]
+
+    def _with_fitting_arguments(self, messages: list[ChatMessage], given: Mapping[str, object]) -> list[ChatMessage]:
+        """The messages with the arguments of tool calls in the form that the template writes: an object, or its JSON.
+
+        Most templates take objects, and write JSON text as text in quotes, or fail; some take JSON text only.
+        """
+        texts = [text for call in _calls_in(messages) if isinstance(text := call.get("arguments"), str)]
+        if not any(call.get("arguments") for call in _calls_in(messages)):
+            return messages
+        for form in (messages, _with_arguments(messages, _parsed), _with_arguments(messages, _unparsed)):
+            try:
+                text = self._render(form, given)[0]
+            except RenderFailure:
+                continue
+            if form is not messages or not any(json.dumps(each, ensure_ascii=False) in text for each in texts):
+                return form
+        return messages
 
     def _render(
-        self, messages: list[ChatMessage], tools: list[object] | None, *, prompt: bool = False, marks: bool = False
+        self, messages: list[ChatMessage], given: Mapping[str, object], *, prompt: Prompt = "none", marks: bool = False
     ) -> tuple[str, list[CharSpan]]:
         """The text and, with `marks`, the characters of its `{% generation %}` blocks."""
+        variables = {**self._variables, **given, **(_WITHOUT_THINKING if prompt == "quiet" else {})}
         try:
             rendered, spans = self._render_jinja(
                 conversations=[messages],
-                tools=tools,
                 chat_template=self._template,
-                add_generation_prompt=prompt,
+                add_generation_prompt=prompt != "none",
                 return_assistant_tokens_mask=marks,
-                **self._variables,
+                **variables,
             )
         except MemoryError:
             raise

@@ -8,15 +8,39 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ratel_cli.data.chat_child import ChatMessage
 from ratel_cli.data.drafts import ChatDraft, TrainOnEos, Unusable
 from ratel_cli.data.lines import json_name
+from ratel_cli.data.media import is_media
+from ratel_cli.data.remarks import Remark
 from ratel_cli.errors import printable
 
-_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "observation": "tool"}
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "observation": "tool",
+}
+_TOOL_ROLES = {
+    "function": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+    "function_call": "function_call",
+    "tool_call": "function_call",
+}
+"""Names of roles that data sets have and chat templates do not."""
 _FUNCTION_CALL = "function_call"
+"""The role of a message whose content is a tool call as JSON. No chat template gets it."""
+_WEIGHT = "weight"
+"""OpenAI's key of a message: 1, or 0 for no loss on it."""
+_MASK_KEYS = ("train", "training", "loss", "train_detail", "training_detail")
+"""Other tools' keys of a message that say whether it has loss, or which of its characters have."""
+_TEXT_PARTS = ("text", "input_text", "output_text")
+_VARIABLES = "chat_template_kwargs"
+"""TRL's column with what else the chat template gets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,36 +61,66 @@ class TurnOptions:
     train_on_eos: TrainOnEos | None = None
     training_key: str | None = None
     """The key of a message that says whether it has loss."""
+    drops_media: bool = False
+    """Whether images, video and sound among the parts of a message are left out. Otherwise they make it unusable."""
 
     @property
     def chooses_turns(self) -> bool:
         """Whether the config, and not the chat template, says which turns have loss."""
         return not (self.roles_to_train is None and self.train_on_eos is None and self.training_key is None)
 
-    def draft(self, messages: list[ChatMessage], tools: list[object] | None) -> ChatDraft:
-        """The conversation with its marks of loss. Raises Unusable."""
-        if not self.chooses_turns:
-            return ChatDraft(messages=messages, tools=tools)
+    def draft(
+        self, record: Mapping[str, object], messages: list[ChatMessage], *, completion_from: int | None = None
+    ) -> ChatDraft:
+        """The conversation of a row with its marks of loss. Raises Unusable."""
+        remarks = self._remarks(messages)
+        tools, variables = tools_in(record, self.tools), _variables_in(record)
+        muted = self._pop_muted(messages)
+        draft = ChatDraft(
+            messages=messages,
+            tools=tools,
+            variables=variables,
+            completion_from=completion_from,
+            muted=muted,
+            remarks=(*remarks, ("muted", "")) if muted else remarks,
+        )
+        if completion_from is not None or not self.chooses_turns:
+            return draft
+        return replace(draft, trained=self._trained(messages, muted), train_on_eos=self.train_on_eos or "turn")
+
+    def _trained(self, messages: list[ChatMessage], muted: tuple[int, ...]) -> tuple[int, ...]:
+        """The messages that have loss, by their roles and by their own keys."""
         roles = {self._role(role) for role in self.roles_to_train or ("assistant",)}
         trained = []
         for index, message in enumerate(messages):
             flag = message.pop(self.training_key, None) if self.training_key is not None else None
             if flag is not None and not (isinstance(flag, bool) or flag in (0, 1)):
                 raise Unusable(f"{printable(str(self.training_key))!r} of message {index + 1} must be true or false")
-            if message["role"] in roles if flag is None else flag:
+            if (message["role"] in roles if flag is None else flag) and index not in muted:
                 trained.append(index)
-        return ChatDraft(
-            messages=messages, tools=tools, trained=tuple(trained), train_on_eos=self.train_on_eos or "turn"
-        )
+        return tuple(trained)
 
     def _role(self, written: str) -> str:
-        return self.roles.get(written, _ROLES.get(written, written))
+        return self.roles.get(written, (_SHAREGPT_ROLES | _TOOL_ROLES).get(written, written))
+
+    def _remarks(self, messages: list[ChatMessage]) -> tuple[Remark, ...]:
+        """Keys of messages that say in other tools which of them have loss, and that are not read."""
+        keys = {key for message in messages for key in _MASK_KEYS if key in message} - {self.training_key}
+        whole = "`message_field_training: {}` makes it choose the turns that have loss"
+        parts = "a turn has loss as a whole"
+        return tuple(("key", f"{key}; {parts if 'detail' in key else whole.format(key)}") for key in sorted(keys))
+
+    def _pop_muted(self, messages: list[ChatMessage]) -> tuple[int, ...]:
+        """Take OpenAI's weights out of messages. Returns the messages whose weight is 0."""
+        if self.training_key == _WEIGHT:
+            return ()
+        weights = [message.pop(_WEIGHT, 1) for message in messages]
+        return tuple(at for at, weight in enumerate(weights) if weight == 0)
 
 
 def conversation(record: dict[str, object], column: str, options: TurnOptions) -> ChatDraft:
     """The messages in one column, behind the system prompt in another, if there is one. Raises Unusable."""
-    turns = with_system_prompt(record, options, messages_in(record, column, options))
-    return options.draft(turns, tools_in(record, options.tools))
+    return options.draft(record, with_system_prompt(record, options, messages_in(record, column, options)))
 
 
 def instruction(record: dict[str, object], columns: tuple[str, ...], options: TurnOptions) -> ChatDraft:
@@ -80,7 +134,14 @@ def instruction(record: dict[str, object], columns: tuple[str, ...], options: Tu
     extra = further_input(record, columns)
     earlier = _history(record, columns[3]) if len(columns) > 3 else []
     turns = [*earlier, _turn("user", f"{asked}\n{extra}" if extra else asked), _turn("assistant", answer)]
-    return options.draft(with_system_prompt(record, options, turns), tools_in(record, options.tools))
+    return options.draft(record, with_system_prompt(record, options, turns))
+
+
+def question_and_answer(record: dict[str, object], columns: tuple[str, str], options: TurnOptions) -> ChatDraft:
+    """A question as a user's turn, its answer as the assistant's. Raises Unusable."""
+    question, answer = (text_in(record, column) for column in columns)
+    turns = [_turn("user", question), _turn("assistant", answer)]
+    return options.draft(record, with_system_prompt(record, options, turns))
 
 
 def further_input(record: dict[str, object], columns: tuple[str, ...]) -> str:
@@ -90,20 +151,28 @@ def further_input(record: dict[str, object], columns: tuple[str, ...]) -> str:
 
 def prompt_and_completion(record: dict[str, object], columns: tuple[str, str], options: TurnOptions) -> ChatDraft:
     """TRL's conversational prompt and completion: only the completion has loss. Raises Unusable."""
-    prompt, completion = (messages_in(record, column, options) for column in columns)
+    prompt = messages_in(record, columns[0], options, role="user")
+    completion = messages_in(record, columns[1], options, role="assistant")
     if prompt[-1]["role"] == "assistant":
         raise Unusable(f"{printable(columns[0])!r} ends with an assistant turn, so there is nothing to answer")
-    messages = with_system_prompt(record, options, prompt)
-    return ChatDraft(
-        messages=[*messages, *completion], tools=tools_in(record, options.tools), completion_from=len(messages)
-    )
+    before = with_system_prompt(record, options, prompt)
+    return options.draft(record, [*before, *completion], completion_from=len(before))
 
 
-def messages_in(record: dict[str, object], column: str, options: TurnOptions) -> list[ChatMessage]:
-    """The messages in a column, checked, with our names of keys and roles. Raises Unusable."""
+def messages_in(
+    record: dict[str, object], column: str, options: TurnOptions, *, role: str | None = None
+) -> list[ChatMessage]:
+    """The messages in a column, checked, with our names of keys and roles. Raises Unusable.
+
+    `role`: the column may also have one message, or the text of a message with this role.
+    """
     if column not in record:
         raise Unusable(f"the field {printable(column)!r} is missing")
     turns = record[column]
+    if role is not None and isinstance(turns, str):
+        return [_turn(role, checked_text(turns, column))]
+    if role is not None and isinstance(turns, dict):
+        turns = [turns]
     if not isinstance(turns, list):
         raise Unusable(f"{printable(column)!r} must be an array of messages, not {json_name(turns)}")
     if not turns:
@@ -111,7 +180,15 @@ def messages_in(record: dict[str, object], column: str, options: TurnOptions) ->
     return [_message(turn, f"message {index + 1}", options) for index, turn in enumerate(turns)]
 
 
-def tools_in(record: dict[str, object], column: str) -> list[object] | None:
+def _variables_in(record: Mapping[str, object]) -> Mapping[str, object]:
+    """What else the chat template gets for this row. Raises Unusable."""
+    found = record.get(_VARIABLES)
+    if found is not None and not isinstance(found, dict):
+        raise Unusable(f"{_VARIABLES!r} must be an object, not {json_name(found)}")
+    return found or {}
+
+
+def tools_in(record: Mapping[str, object], column: str) -> list[object] | None:
     """The tools of a row: an array, or its JSON text. Raises Unusable."""
     tools = record.get(column)
     if isinstance(tools, str) and tools.strip():
@@ -155,14 +232,38 @@ def _message(turn: object, where: str, options: TurnOptions) -> ChatMessage:
     if "role" not in message:
         raise Unusable(f"{where} has no role")
     role = checked_text(message["role"], f"role of {where}")
-    message["role"] = options.roles.get(role, _ROLES.get(role, role) if "role" in names else role)
+    known = _SHAREGPT_ROLES | _TOOL_ROLES if "role" in names else _TOOL_ROLES
+    message["role"] = options.roles.get(role, known.get(role, role))
+    if message["role"] == _FUNCTION_CALL:
+        message |= {"role": "assistant", "tool_calls": _calls(message.pop("content", None), where)}
+    elif isinstance(message.get(_FUNCTION_CALL), dict):  # before OpenAI had tool calls
+        message["tool_calls"] = [{"type": "function", "function": message.pop(_FUNCTION_CALL)}]
     if "content" in message:
-        checked_text(message["content"], f"content of {where}")
+        message["content"] = _content(message["content"], where, drops_media=options.drops_media)
     elif not message.get("tool_calls"):
         raise Unusable(f"{where} has no content")
-    if message["role"] == _FUNCTION_CALL and _FUNCTION_CALL in options.roles.values():
-        return {"role": "assistant", "tool_calls": _calls(message.get("content"), where)}
+    if options.training_key != _WEIGHT and message.get(_WEIGHT, 1) not in (0, 1):
+        raise Unusable(f"the weight of {where} must be 0 or 1, not {printable(str(message[_WEIGHT]))}")
     return message
+
+
+def _content(content: object, where: str, *, drops_media: bool) -> str:
+    """The text of a message: as it is, or its parts, one directly behind the other. Raises Unusable."""
+    if not isinstance(content, list):
+        return checked_text(content, f"content of {where}")
+    texts = []
+    for number, part in enumerate(content, start=1):
+        place = f"part {number} of the content of {where}"
+        if not isinstance(part, dict):
+            raise Unusable(f"{place} must be an object with a type and a text, not {json_name(part)}")
+        kind = part.get("type") or "text"
+        if drops_media and is_media(str(kind)):
+            continue
+        if kind not in _TEXT_PARTS:
+            way = "; `media: ignore` leaves it out" if is_media(str(kind)) else ""
+            raise Unusable(f"{place} is of type {printable(str(kind))}; Ratel trains on text{way}")
+        texts.append(checked_text(part.get("text"), f"text of {place}"))
+    return "".join(texts)
 
 
 def _calls(content: object, where: str) -> list[object]:

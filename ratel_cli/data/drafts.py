@@ -6,10 +6,12 @@ row that cannot become one raised `Unusable` with the reason.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ratel_cli.data.chat_child import ChatMessage
+from ratel_cli.data.remarks import Remark
 
 TrainOnEos = Literal["all", "turn", "last", "none"]
 """Which EOS tokens behind turns have loss: all, those of trained turns, the last of the conversation, or none."""
@@ -32,6 +34,8 @@ class TextDraft:
     """Has loss."""
     splittable: bool = False
     """Whether a text that is too long becomes several samples. Otherwise it is truncated."""
+    remarks: tuple[Remark, ...] = ()
+    """What of its row is not used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +45,18 @@ class ChatDraft:
     messages: list[ChatMessage]
     """Each has a role, and content or tool calls; further keys are for the template."""
     tools: list[object] | None
+    variables: Mapping[str, object] = field(default_factory=dict)
+    """What else the chat template gets, such as `enable_thinking`."""
     completion_from: int | None = None
     """Not None: everything from this message on has loss, and nothing before it. It is the index of a message."""
     trained: tuple[int, ...] | None = None
     """Not None: only what stands in these messages has loss, without the marks around them, and `train_on_eos`."""
+    muted: tuple[int, ...] = ()
+    """Messages with a weight of 0: assistant turns among them have no loss, whatever else has."""
     train_on_eos: TrainOnEos = "turn"
     """With `trained`: which EOS tokens have loss as well."""
+    remarks: tuple[Remark, ...] = ()
+    """What of its row is not used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +66,8 @@ class TokensDraft:
     input_ids: list[int]
     labels: list[int]
     """The target of each token; -100 where there is no loss."""
+    remarks: tuple[Remark, ...] = ()
+    """What of its row is not used."""
 
 
 Draft = TextDraft | ChatDraft | TokensDraft

@@ -20,6 +20,7 @@ from ratel_cli.data.chat import ChatRenderer, RenderedChat, located_messages
 from ratel_cli.data.chat_child import has_generation_tag
 from ratel_cli.data.drafts import ChatDraft, Draft, TextDraft, TokensDraft, TrainOnInputs, Unusable
 from ratel_cli.data.prompt_tokens import PromptTokens
+from ratel_cli.data.remarks import Remark
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer
 from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.sizes import IGNORED_TARGET
@@ -46,8 +47,8 @@ class Encoded:
     """One; several if a long text was split."""
     truncated: bool = False
     """Whether tokens beyond `sequence_len` were dropped."""
-    lost: tuple[str, ...] = ()
-    """What the chat template did not write, such as tool calls."""
+    remarks: tuple[Remark, ...] = ()
+    """What of the row is left out, such as tool calls that the chat template did not write."""
     skips_header: bool = False
     """Whether the chat template has no generation prompt, so that loss begins behind the headers of turns."""
 
@@ -94,11 +95,14 @@ class SampleEncoder(Closing):
         answers: list[Encoded | Unusable] = []
         for draft in drafts:
             if isinstance(draft, TextDraft):
-                answers.append(next(text_answers))
+                answer = next(text_answers)
             elif isinstance(draft, ChatDraft):
-                answers.append(next(chat_answers))
+                answer = next(chat_answers)
             else:
-                answers.append(self._encode_tokens(draft))
+                answer = self._encode_tokens(draft)
+            if isinstance(answer, Encoded) and draft.remarks:
+                answer = replace(answer, remarks=(*draft.remarks, *answer.remarks))
+            answers.append(answer)
         return answers
 
     def _encode_texts(self, drafts: Sequence[TextDraft]) -> Iterator[Encoded | Unusable]:
@@ -129,13 +133,13 @@ class SampleEncoder(Closing):
             if isinstance(chat, RenderedChat):
                 answer = next(encoded)
                 if isinstance(answer, Encoded):
-                    answer = replace(answer, lost=chat.lost, skips_header=chat.skips_header)
+                    answer = replace(answer, remarks=chat.remarks, skips_header=chat.skips_header)
                 yield answer
             else:
                 yield chat
 
     def _render(self, draft: ChatDraft) -> RenderedChat | Unusable:
-        if not (self._tokenizer.is_fast or self._is_whole(draft)):
+        if not self._tokenizer.is_fast and (draft.muted or not self._is_whole(draft)):
             raise BadInput(
                 "a fast tokenizer is needed to find the assistant turns, and this model has none",
                 hint="set train_on_inputs: true, or use a dataset of type tokens",
@@ -155,7 +159,7 @@ class SampleEncoder(Closing):
         return self.train_on_inputs
 
     def _encode_rendered(self, chats: list[tuple[ChatDraft, RenderedChat]]) -> Iterator[Encoded | Unusable]:
-        if all(self._is_whole(draft) for draft, _ in chats):
+        if all(self._is_whole(draft) and not chat.muted for draft, chat in chats):
             for ids in self._tokenise([chat.text for _, chat in chats]):
                 input_ids = np.array(ids, dtype=np.int32)
                 yield self._truncate(input_ids, input_ids)
@@ -169,14 +173,19 @@ class SampleEncoder(Closing):
         if self._prompts is None:
             self._prompts = PromptTokens(self._tokenizer, self._tokenise)
         prefixes_of = self._prompts.of_beginnings(list(zip(texts, ends, strict=True)))
-        for (draft, chat), (_, input_ids, char_spans), prefixes in zip(chats, texts, prefixes_of, strict=True):
+        found = zip(chats, texts, ends, prefixes_of, strict=True)
+        for (draft, chat), (_, input_ids, char_spans), places, tokens in found:
+            prefixes = dict(zip(places, tokens, strict=True))
             try:
                 if self._is_whole(draft):
-                    labels = input_ids
+                    labels = input_ids.copy()
                 elif draft.trained is not None:
                     labels = self._label_words(draft, chat, input_ids, char_spans)
                 else:
                     labels = _label_turns(chat, input_ids, char_spans, prefixes)
+                for span in chat.muted:
+                    first, last = _tokens_of(char_spans, span)
+                    labels[first:last] = IGNORED_TARGET
                 yield self._truncate(input_ids, labels)
             except Unusable as unusable:
                 yield unusable
@@ -186,7 +195,8 @@ class SampleEncoder(Closing):
         is_whole = self._is_whole(draft)
         if is_whole or draft.trained is not None or (has_marks and draft.completion_from is None):
             return []
-        return [span[0] for span in chat.spans if span is not None]
+        starts = {span[0] for span in chat.spans if span is not None} | {at for at in chat.quiet if at is not None}
+        return sorted(starts)
 
     def _label_words(
         self, draft: ChatDraft, chat: RenderedChat, input_ids: TokenIds, char_spans: npt.NDArray[np.int64]
@@ -204,12 +214,14 @@ class SampleEncoder(Closing):
                 if is_trained:
                     raise Unusable(f"message {index + 1} cannot be located in the rendered conversation")
                 continue
-            first, last = _tokens_of(char_spans, span, exact=False)
+            first, last = _tokens_of(char_spans, span)
             if is_trained:
                 labels[first:last] = input_ids[first:last]
             behind = np.flatnonzero(input_ids[last : last + _MOST_BEFORE_EOS + 1] == self._tokenizer.eos_token_id)
             if first < last and len(behind):
-                last_eos = last + int(behind[0])
+                last_eos = None if index in draft.muted else last + int(behind[0])
+                if last_eos is None:
+                    continue
                 if draft.train_on_eos == "all" or (draft.train_on_eos == "turn" and is_trained):
                     labels[last_eos] = input_ids[last_eos]
         if draft.train_on_eos == "last" and last_eos is not None:
@@ -288,36 +300,55 @@ def _as_array(char_spans: list[tuple[int, int]]) -> npt.NDArray[np.int64]:
 
 
 def _label_turns(
-    chat: RenderedChat, input_ids: TokenIds, char_spans: npt.NDArray[np.int64], prefixes: list[list[int]]
+    chat: RenderedChat, input_ids: TokenIds, char_spans: npt.NDArray[np.int64], prefixes: Mapping[int, list[int]]
 ) -> TokenIds:
-    """The labels of whole turns. `char_spans`: `[tokens, 2]`, `prefixes`: for each turn the tokens of its prompt.
+    """The labels of whole turns. `char_spans`: `[tokens, 2]`. `prefixes`: by number of characters, the tokens of the
+    text up to there.
 
     Without prefixes the template has marked the turns. Raises Unusable if a turn would be trained after other tokens
     than those of its prompt.
     """
     labels = np.full_like(input_ids, IGNORED_TARGET)
-    for index, span in enumerate(chat.spans):
+    for span, quiet in zip(chat.spans, chat.quiet, strict=True):
         assert span is not None
-        first, last = _tokens_of(char_spans, span, exact=bool(prefixes))
-        if prefixes and first < last and input_ids[:first].tolist() != prefixes[index]:
-            raise Unusable(_NOT_SEPARATE)
+        first, last = _tokens_of(char_spans, span)
+        if prefixes and first < last:
+            if char_spans[last - 1, 1] > span[1]:
+                raise Unusable(_NOT_SEPARATE)
+            first = _first_of_turn(chat.text, (span[0], quiet), input_ids, char_spans, prefixes)
         labels[first:last] = input_ids[first:last]
     return labels
 
 
-def _tokens_of(offsets: npt.NDArray[np.int64], span: tuple[int, int], *, exact: bool) -> tuple[int, int]:
-    """The tokens [first, last) that cover the characters of a span. `offsets`: `[tokens, 2]`, characters of each token.
+def _first_of_turn(
+    text: str,
+    starts: tuple[int, int | None],
+    input_ids: TokenIds,
+    char_spans: npt.NDArray[np.int64],
+    prefixes: Mapping[int, list[int]],
+) -> int:
+    """The first token of a turn behind the same tokens as those of its prompt. Raises Unusable if there is none.
 
-    With `exact`, raises Unusable if a token also covers characters outside the span.
+    The turn begins at one of `starts`. If white space at the end of its prompt shares a token with white space behind
+    it, it begins with the next token: `<think>` and a line end, before a turn that has no reasoning.
     """
-    starts, ends = offsets[:, 0], offsets[:, 1]
-    touched = np.flatnonzero((starts < span[1]) & (ends > span[0]))
-    if not len(touched):
-        return 0, 0
-    first, last = int(touched[0]), int(touched[-1]) + 1
-    if exact and (starts[first] < span[0] or ends[last - 1] > span[1]):
-        raise Unusable(_NOT_SEPARATE)
-    return first, last
+    for start in starts:
+        if start is not None and start < len(text):
+            first = int(np.flatnonzero(char_spans[:, 1] > start)[0])
+            if char_spans[first, 0] >= start and input_ids[:first].tolist() == prefixes[start]:
+                return first
+    first = int(np.flatnonzero(char_spans[:, 1] > starts[0])[0])
+    shared, end = (int(at) for at in char_spans[first])
+    is_same_before = input_ids[:first].tolist() == prefixes[starts[0]][:first]
+    if shared < starts[0] and text[shared:end].isspace() and is_same_before:
+        return first + 1
+    raise Unusable(_NOT_SEPARATE)
+
+
+def _tokens_of(char_spans: npt.NDArray[np.int64], span: tuple[int, int]) -> tuple[int, int]:
+    """The tokens [first, last) that cover the characters of a span. `char_spans`: `[tokens, 2]`."""
+    touched = np.flatnonzero((char_spans[:, 0] < span[1]) & (char_spans[:, 1] > span[0]))
+    return (int(touched[0]), int(touched[-1]) + 1) if len(touched) else (0, 0)
 
 
 def opening_tokens(tokenizer: Tokenizer) -> list[int]:

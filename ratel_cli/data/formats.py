@@ -10,20 +10,22 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ratel_cli.data.chat_child import ChatMessage
 from ratel_cli.data.conversations import (
     TurnOptions,
     conversation,
     further_input,
     instruction,
     prompt_and_completion,
+    question_and_answer,
     text_in,
-    with_system_prompt,
 )
-from ratel_cli.data.drafts import Draft, TextDraft, TokensDraft, TrainOnInputs, Unusable
+from ratel_cli.data.drafts import ChatDraft, Draft, TextDraft, TokensDraft, TrainOnInputs, Unusable
 from ratel_cli.data.lines import json_name
-from ratel_cli.data.rows import DatasetSource
+from ratel_cli.data.media import has_mark, has_media_parts, media_column, without_marks
+from ratel_cli.data.rows import DatasetSource, Media
+from ratel_cli.data.unread import has_verdict, reject_preferences, unread_columns
 from ratel_cli.errors import BadInput, printable
+from ratel_cli.sizes import IGNORED_TARGET
 
 Kind = Literal[
     "completion", "prompt_completion", "alpaca", "messages", "chat_completion", "instruction", "question_answer",
@@ -31,6 +33,7 @@ Kind = Literal[
 ]  # fmt: skip
 _CONVERSATIONS = ("messages", "chat_completion", "instruction", "question_answer")
 
+_TEXT_ALONE = "Ratel trains on text: `media: ignore` in the dataset leaves them out"
 _INT32_MAX = 2**31 - 1
 
 # The prompts of Stanford Alpaca. Models that were tuned on them expect exactly these words.
@@ -54,9 +57,28 @@ class RowFormat:
     """Names of the columns that this kind reads, in the order of their roles."""
     turns: TurnOptions = field(default_factory=TurnOptions)
     """For conversations."""
+    media: Media = "reject"
+    """What becomes of rows with images, video or sound."""
 
     def draft(self, record: dict[str, object]) -> Draft:
         """Turn one row into a draft. Raises Unusable."""
+        column = None if self.kind == "completion" else media_column(record)
+        if column is not None and self.media == "reject":
+            raise Unusable(f"the row has an image, video or sound ({printable(column)}); {_TEXT_ALONE}")
+        draft = self._read(record)
+        read = {*self.columns, self.turns.tools, self.turns.system}
+        if self.turns.system_prompt is not None:  # it takes the place of all others
+            read |= {"system", "system_prompt"}
+        remarks = (*draft.remarks, *unread_columns(self.kind, read, record))
+        is_marked = self.kind != "completion" and any(map(has_mark, _asked(draft)))
+        if is_marked and self.media == "reject":
+            raise Unusable(f"a text has the mark of an image, video or sound, such as <image>; {_TEXT_ALONE}")
+        if is_marked or column is not None or (self.media == "ignore" and has_media_parts(record)):
+            draft = _without_marks(draft)
+            remarks = (*remarks, ("media", "images, video and sound"))
+        return replace(draft, remarks=remarks) if remarks else draft
+
+    def _read(self, record: dict[str, object]) -> Draft:
         match self.kind:
             case "completion":
                 return TextDraft(prompt="", answer=text_in(record, self.columns[0]), splittable=True)
@@ -72,12 +94,7 @@ class RowFormat:
             case "instruction":
                 return instruction(record, self.columns, self.turns)
             case "question_answer":
-                question, answer = (text_in(record, column) for column in self.columns)
-                turns: list[ChatMessage] = [
-                    {"role": "user", "content": question},
-                    {"role": "assistant", "content": answer},
-                ]
-                return self.turns.draft(with_system_prompt(record, self.turns, turns), None)
+                return question_and_answer(record, (self.columns[0], self.columns[1]), self.turns)
             case "tokens":
                 return _tokens(record)
 
@@ -88,11 +105,11 @@ class RowFormat:
         if self.kind == "tokens":
             return "type tokens: token ids from input_ids, and labels if there are any"
         what, loss = {
-            "completion": (f"type completion: text from {first}", "all of it"),
+            "completion": (f"type completion: texts in the column {first}", "all of it"),
             "prompt_completion": (f"type completion: {first} followed by {last}", last),
             "alpaca": (f"type alpaca: the Alpaca prompt with {', '.join(columns)}", last),
-            "messages": (f"type chat_template: conversations from {first}", self._trained_turns()),
-            "chat_completion": (f"type chat_template: conversations from {first} and {last}", f"all of {last}"),
+            "messages": (f"type chat_template: conversations in the column {first}", self._trained_turns()),
+            "chat_completion": (f"type chat_template: conversations in {first} and {last}", f"all of {last}"),
             "instruction": (f"type chat_template: {', '.join(columns)} as turns", self._trained_turns()),
             "question_answer": (f"type chat_template: {first} and {last} as two turns", last),
         }[self.kind]
@@ -112,13 +129,20 @@ class RowFormat:
 def decide_format(source: DatasetSource, record: dict[str, object], *, has_chat_template: bool) -> RowFormat:
     """Choose the format of a source from its settings and its first row. Raises BadInput if no type fits."""
     found = _matching_format(source, record, has_chat_template=has_chat_template)
-    if found is None or (found.kind == "messages" and found.columns[0] not in record):
-        _reject_preferences(source, record)
+    if found is None or not _reads_answers(source, found, record):
+        reject_preferences(source, record)
     if found is None:
         names = ", ".join(map(printable, record)) or "(none)"
         raise BadInput(
             f"{printable(source.path)}: no type of dataset has the columns {names}",
             hint="set the type and the names of its columns, for example type: completion and field: NAME",
+        )
+    column = None if found.kind == "completion" else media_column(record)
+    if column is not None and source.media == "reject":
+        raise BadInput(
+            f"{printable(source.path)}: its rows have images, video or sound (column {printable(column)}); "
+            "Ratel trains on text",
+            hint="to train on their text alone, set media: ignore in the dataset",
         )
     if found.kind in _CONVERSATIONS and not has_chat_template:
         raise BadInput(
@@ -126,24 +150,18 @@ def decide_format(source: DatasetSource, record: dict[str, object], *, has_chat_
             hint="set chat_template, or use a base model whose tokenizer has one, or set type: alpaca or type: "
             "completion",
         )
-    return replace(found, turns=_turn_options(source))
+    return replace(found, turns=_turn_options(source), media=source.media)
 
 
-def _reject_preferences(source: DatasetSource, record: dict[str, object]) -> None:
-    """Raise BadInput if the rows are for preference tuning: pairs of answers, or answers with a verdict."""
-    names = record.keys()
-    if {"chosen", "rejected"} <= names:
-        what = "pairs of a chosen and a rejected answer, for preference tuning (DPO, ORPO, reward models)"
-        is_chat = isinstance(record["chosen"], list)
-        column = "type: chat_template and field_messages: chosen" if is_chat else "field: chosen"
-        hint: str | None = f"to train on the chosen answers only, set {column}"
-    elif {"kto_tag"} <= names or ({"prompt", "completion", "label"} <= names and isinstance(record["label"], bool)):
-        what, hint = "answers with a verdict, for preference tuning (KTO)", None
-    elif {"prompt", "completions", "labels"} <= names:
-        what, hint = "solutions with a verdict for each step, for a reward model", None
-    else:
-        return
-    raise BadInput(f"{printable(source.path)}: its rows are {what}; Ratel does supervised fine-tuning only", hint=hint)
+def _reads_answers(source: DatasetSource, found: RowFormat, record: dict[str, object]) -> bool:
+    """Whether a format reads answers to imitate, even if the row has others that are to be compared with them."""
+    if any(column not in record for column in found.columns[:1]):
+        return False
+    if source.type == "auto" and has_verdict(record):
+        return False
+    turns = record[found.columns[0]]
+    last = turns[-1] if found.kind == "messages" and isinstance(turns, list) and turns else None
+    return not isinstance(last, dict) or last.get("role", last.get("from")) not in ("user", "human")
 
 
 def _turn_options(source: DatasetSource) -> TurnOptions:
@@ -156,6 +174,7 @@ def _turn_options(source: DatasetSource) -> TurnOptions:
         roles_to_train=source.roles_to_train,
         train_on_eos=source.train_on_eos,
         training_key=source.message_field_training,
+        drops_media=source.media == "ignore",
     )
 
 
@@ -173,6 +192,7 @@ def _matching_format(source: DatasetSource, record: dict[str, object], *, has_ch
             named = (source.field_instruction, source.field_output) != _ALPACA_COLUMNS
             has_turns = {source.field_instruction, source.field_output} <= names
             guesses = (
+                _named_pair(source, record),
                 turns if named and has_turns else None,
                 _conversation(source, names),
                 _QUESTIONS if _asks(names) else None,
@@ -187,6 +207,7 @@ def _matching_format(source: DatasetSource, record: dict[str, object], *, has_ch
         case "auto":
             questions = replace(alpaca, columns=("question", source.field_input, "answer"))
             of_all_types = (
+                _named_pair(source, record),
                 _TOKENS if "input_ids" in names else None,
                 _conversation(source, names),
                 alpaca if {source.field_instruction, source.field_output} <= names else None,
@@ -199,6 +220,7 @@ def _matching_format(source: DatasetSource, record: dict[str, object], *, has_ch
 
 _TOKENS = RowFormat(kind="tokens", columns=("input_ids", "labels"))
 _ALPACA_COLUMNS = ("instruction", "output")
+_PAIR_COLUMNS = ("prompt", "completion")
 """The names of these columns by default. Others are the user's choice, and looked for before all else."""
 _QUESTIONS = RowFormat(kind="question_answer", columns=("question", "answer"))
 
@@ -214,6 +236,18 @@ def _conversation(source: DatasetSource, names: AbstractSet[str]) -> RowFormat |
     return None if found is None else RowFormat(kind="messages", columns=(found,))
 
 
+def _named_pair(source: DatasetSource, record: dict[str, object]) -> RowFormat | None:
+    """The columns that the user names for prompt and completion, as texts or as messages."""
+    pair = (source.field_prompt, source.field_completion)
+    if pair == _PAIR_COLUMNS or not {*pair} <= record.keys():
+        return None
+    if all(isinstance(record[column], str) for column in pair):
+        return RowFormat(
+            kind="question_answer" if source.type == "chat_template" else "prompt_completion", columns=pair
+        )
+    return RowFormat(kind="chat_completion", columns=pair)
+
+
 def _chat_completion(record: dict[str, object]) -> RowFormat | None:
     is_chat = isinstance(record.get("prompt"), list) and isinstance(record.get("completion"), list)
     return RowFormat(kind="chat_completion", columns=("prompt", "completion")) if is_chat else None
@@ -227,11 +261,34 @@ def _preference_free(source: DatasetSource, record: dict[str, object]) -> RowFor
 
 
 def _plain_text(source: DatasetSource, names: AbstractSet[str]) -> RowFormat | None:
+    pair = (source.field_prompt, source.field_completion)
+    if pair != _PAIR_COLUMNS:
+        return RowFormat(kind="prompt_completion", columns=pair)
     if source.field in names or source.field != "text":
         return RowFormat(kind="completion", columns=(source.field,))
-    if {"prompt", "completion"} <= names:
-        return RowFormat(kind="prompt_completion", columns=("prompt", "completion"))
+    if {*_PAIR_COLUMNS} <= names:
+        return RowFormat(kind="prompt_completion", columns=_PAIR_COLUMNS)
     return None
+
+
+def _asked(draft: Draft) -> list[str]:
+    """The texts of a draft that an answer follows."""
+    if isinstance(draft, TextDraft):
+        return [draft.prompt]
+    messages = draft.messages if isinstance(draft, ChatDraft) else []
+    return [str(each["content"]) for each in messages if each["role"] != "assistant" and "content" in each]
+
+
+def _without_marks(draft: Draft) -> Draft:
+    if isinstance(draft, TextDraft):
+        return replace(draft, prompt=without_marks(draft.prompt), answer=without_marks(draft.answer))
+    if isinstance(draft, ChatDraft):
+        messages = draft.messages
+        clean = [
+            {**each, "content": without_marks(str(each["content"]))} if "content" in each else each for each in messages
+        ]
+        return replace(draft, messages=clean)
+    return draft
 
 
 def _alpaca(record: dict[str, object], columns: tuple[str, ...], options: TurnOptions) -> TextDraft:
@@ -249,9 +306,31 @@ def _alpaca(record: dict[str, object], columns: tuple[str, ...], options: TurnOp
 def _tokens(record: dict[str, object]) -> TokensDraft:
     input_ids = _integers(record, "input_ids")
     labels = input_ids if record.get("labels") is None else _integers(record, "labels")
-    if len(labels) != len(input_ids):
-        raise Unusable(f"'labels' and 'input_ids' have different lengths, {len(labels)} and {len(input_ids)}")
+    masks = {name: _integers(record, name) for name in _MASKS if record.get(name) is not None}
+    for name, values in {"labels": labels, **masks}.items():
+        if len(values) != len(input_ids):
+            raise Unusable(f"{name!r} and 'input_ids' have different lengths, {len(values)} and {len(input_ids)}")
+    if record.get("labels") is None:
+        for name in _LOSS_MASKS & masks.keys():
+            labels = [label if flag else IGNORED_TARGET for label, flag in zip(labels, masks[name], strict=True)]
+    if "attention_mask" in masks:  # what it hides is padding
+        kept = [index for index, flag in enumerate(masks["attention_mask"]) if flag]
+        input_ids, labels = ([values[index] for index in kept] for values in (input_ids, labels))
+    _check_not_packed(record)
     return TokensDraft(input_ids=input_ids, labels=labels)
+
+
+_LOSS_MASKS = frozenset({"completion_mask", "assistant_masks", "loss_mask"})
+"""Columns of TRL and others with a 1 for each token that has loss."""
+_MASKS = ("attention_mask", *sorted(_LOSS_MASKS))
+
+
+def _check_not_packed(record: dict[str, object]) -> None:
+    """Raise Unusable if a row has several samples, which would see each other."""
+    lengths, positions = record.get("seq_lengths"), record.get("position_ids")
+    restarts = isinstance(positions, list) and any(position == 0 for position in positions[1:])
+    if restarts or (isinstance(lengths, list) and len(lengths) > 1):
+        raise Unusable("the row has several packed samples; write one sample in each row, and Ratel packs them")
 
 
 def _integers(record: dict[str, object], column: str) -> list[int]:

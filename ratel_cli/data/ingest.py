@@ -19,6 +19,7 @@ from ratel_cli.data.drafts import Draft, TrainOnInputs, Unusable
 from ratel_cli.data.encode import Encoded, SampleEncoder
 from ratel_cli.data.formats import RowFormat, decide_format
 from ratel_cli.data.lines import MAX_ROW_BYTES, Reject, Row
+from ratel_cli.data.remarks import Remark, sentences
 from ratel_cli.data.rows import RowSource
 from ratel_cli.data.token_cache import FORMAT_VERSION, SourceCounts, TokenCache, TokenCacheWriter, copy_rejects
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template, tokenizer_hash
@@ -134,7 +135,7 @@ class _Ingestion:
         self._num_rows = 0
         self._num_truncated = 0
         self._num_split = 0
-        self._num_lost: Counter[str] = Counter()
+        self._remarks: Counter[Remark] = Counter()
         self._skips_header = False
 
     def run(self, sources: Sequence[RowSource], demand: Demand | None, open_bar: OpenBar) -> TokenCache:
@@ -156,8 +157,8 @@ class _Ingestion:
             self._note(f"split {self._num_split} of {self._num_rows} texts: {longer}")
         if self._num_truncated:
             self._note(f"truncated {self._num_truncated} of {self._num_rows} samples: {longer}")
-        for lost, number in sorted(self._num_lost.items()):
-            self._note(f"the chat template leaves out {lost} in {number} of {self._num_rows} conversations")
+        for remark in sentences(self._remarks, self._num_rows):
+            self._note(remark)
         if self._skips_header:
             self._note(
                 "the chat template has no generation prompt: loss begins at the first word of an assistant turn, after "
@@ -275,7 +276,7 @@ class _Ingestion:
         self._num_rows += 1
         self._num_truncated += encoded.truncated
         self._num_split += len(encoded.samples) > 1
-        self._num_lost.update(encoded.lost)
+        self._remarks.update(encoded.remarks)
         self._skips_header |= encoded.skips_header
         for sample in encoded.samples:
             self._writer.add(sample)

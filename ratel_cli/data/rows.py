@@ -28,6 +28,7 @@ from ratel_cli.progress import OpenBar, no_bar, no_progress
 
 DatasetType = Literal["auto", "completion", "chat_template", "alpaca", "tokens"]
 TextUnit = Literal["line", "file"]
+Media = Literal["reject", "ignore"]
 RowStream = Generator[Row | Reject, None, None]
 
 
@@ -71,6 +72,9 @@ class DatasetSource:
     roles_to_train: tuple[str, ...] | None = None
     train_on_eos: TrainOnEos | None = None
     message_field_training: str | None = None
+    field_prompt: str = "prompt"
+    field_completion: str = "completion"
+    media: Media = "reject"
 
     def described(self) -> dict[str, object]:
         """What decides the tokens of its samples, for a hash: keys that came later count only if they are set."""
@@ -275,7 +279,7 @@ def _read_parquet(path: Path, label: str, *, progress: Progress) -> Iterator[Row
                 progress(num_bytes * (line + len(batch)) // num_rows - num_bytes * line // num_rows)
                 for record in cast(list[dict[str, object]], batch.to_pylist()):
                     line += 1
-                    yield Row(file=label, line=line, record=record)
+                    yield Row(file=label, line=line, record=_without_padding(record))
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise  # a fault of the drive; Arrow's own errors about a file have no errno
@@ -307,9 +311,25 @@ def _open_hub(source: DatasetSource, *, is_stream: bool, open_bar: OpenBar) -> R
     def read(progress: Progress) -> RowStream:
         for index, record in enumerate(cast(Iterable[dict[str, object]], dataset)):
             progress(num_bytes * (index + 1) // num_rows - num_bytes * index // num_rows)
-            yield Row(file=label, line=index + 1, record=record)
+            yield Row(file=label, line=index + 1, record=_without_padding(record))
 
     return RowSource(source, stamps, read)
+
+
+def _without_padding(record: dict[str, object]) -> dict[str, object]:
+    """A row of Arrow without the keys that it pads: a struct has null for each key that only other rows have.
+
+    A null that was written cannot be told from one of these. Items of lists are never padded.
+    """
+    return {column: _unpadded(value) for column, value in record.items()}
+
+
+def _unpadded(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _unpadded(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list) and value and isinstance(value[0], dict | list | None):
+        return [_unpadded(item) for item in value]
+    return value
 
 
 _READERS: dict[str, Reader] = {

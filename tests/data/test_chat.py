@@ -12,7 +12,7 @@ import jinja2
 import pytest
 
 from ratel_cli.data.chat import ChatRenderer
-from ratel_cli.data.chat_child import ChatMessage, RenderFailure, find_turns, has_generation_tag
+from ratel_cli.data.chat_child import ChatMessage, Prompt, RenderFailure, find_turns, has_generation_tag
 from ratel_cli.data.drafts import ChatDraft, Unusable
 from ratel_cli.errors import BadInput, EnvironmentFailure
 
@@ -45,14 +45,15 @@ def _turns(*contents: str) -> list[ChatMessage]:
 def _located(template: str, messages: list[ChatMessage]) -> list[str]:
     compiled = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).from_string(template)
 
-    def render(some: list[ChatMessage], prompt: bool) -> str:
+    def render(some: list[ChatMessage], prompt: Prompt) -> str:
         if not some:
             raise RenderFailure("no messages")
-        return compiled.render(messages=some, add_generation_prompt=prompt)
+        thinks = {} if prompt != "quiet" else {"enable_thinking": False}
+        return compiled.render(messages=some, add_generation_prompt=prompt != "none", **thinks)
 
-    text, spans, _ = find_turns(render, messages)
-    assert text == render(messages, False)
-    return [text[start:end] for start, end in spans]
+    found = find_turns(render, messages)
+    assert found.text == render(messages, "none")
+    return [found.text[span[0] : span[1]] for span in found.spans if span is not None]
 
 
 @pytest.mark.parametrize(
@@ -96,11 +97,13 @@ def test_a_template_that_hides_turns_is_rejected(template: str) -> None:
         _located(template, _turns("a", "one", "b", "two", "c"))
 
 
-def test_a_turn_without_text_out_of_place_is_rejected() -> None:
+def test_a_turn_without_text_out_of_place() -> None:
+    """Only the last answer shows reasoning, so the conversation up to an earlier call is no prefix of the whole."""
     messages = _turns("a", "one", "b", "two")
-    messages[1] = {"role": "assistant", "tool_calls": [{}]}
-    with pytest.raises(RenderFailure, match="has no text"):
-        _located(REASONING, messages)
+    messages[1] = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    template = REASONING.replace("{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls %}[call]{% endfor %}")
+    assert _located(template, messages) == ["[call]</>\n", "<think></think>two</>\n"]
+    assert _located(REASONING, messages) == ["</>\n", "<think></think>two</>\n"]
 
 
 @pytest.mark.parametrize(
@@ -207,13 +210,13 @@ def test_what_a_template_leaves_out_is_reported(case: str) -> None:
     draft = ChatDraft(messages=[message], tools=tools)
     everything = "{{ messages | tojson }}{{ tools | tojson }}"
     with ChatRenderer("{{ messages | length }}", {}) as drops, ChatRenderer(everything, {}) as writes:
-        assert lost in drops.render(draft, locate=False).lost
-        assert writes.render(draft, locate=False).lost == ()
+        assert ("lost", lost) in drops.render(draft, locate=False).remarks
+        assert writes.render(draft, locate=False).remarks == ()
 
 
 def test_words_may_be_trimmed_by_the_template() -> None:
     with ChatRenderer("{% for m in messages %}{{ m.content | trim }}{% endfor %}", {}) as renderer:
-        assert renderer.render(_draft(" a \n", "", "b"), locate=False).lost == ()
+        assert renderer.render(_draft(" a \n", "", "b"), locate=False).remarks == ()
 
 
 @pytest.mark.parametrize("locate", [False, True])

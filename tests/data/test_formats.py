@@ -74,16 +74,15 @@ def test_unknown_columns_are_named() -> None:
     [
         ({"chosen": "a", "rejected": "b"}, "pairs of a chosen and a rejected answer", "field: chosen"),
         ({"prompt": "p", "chosen": TURNS, "rejected": TURNS}, "pairs of a chosen", "field_messages: chosen"),
-        ({"conversations": [], "kto_tag": True, "x": 1}, "", None),
+        ({"conversations": [], "kto_tag": True, "x": 1}, "answers with a verdict", "type: chat_template"),
+        ({"messages": TURNS, "label": False}, "answers with a verdict", "type: chat_template"),
+        ({"input": {}, "preferred_output": [], "non_preferred_output": []}, "a preferred and another", "prompt and"),
         ({"instruction": "a", "kto_tag": True}, "answers with a verdict", None),
         ({"prompt": "a", "completion": "b", "label": False}, "answers with a verdict", None),
         ({"prompt": "a", "completions": ["b"], "labels": [True]}, "a verdict for each step", None),
     ],
 )
 def test_preference_data_is_named_as_such(record: dict[str, object], what: str, hint: str | None) -> None:
-    if not what:  # conversations with a verdict are conversations first
-        assert decide_format(DatasetSource(path="p"), record, has_chat_template=True).kind == "messages"
-        return
     with pytest.raises(BadInput, match=f"p: its rows are .*{what}.* supervised fine-tuning only") as caught:
         decide_format(DatasetSource(path="p"), record, has_chat_template=True)
     assert hint is None or hint in (caught.value.hint or "")
@@ -191,14 +190,14 @@ _NO_CALL = "message 1 is no tool call: an object with name and arguments is need
         (
             CHAT,
             {"messages": [{"role": "user", "content": [1]}]},
-            "'content of message 1' must be text, not an array",
+            "part 1 of the content of message 1 must be an object with a type and a text, not a number",
         ),
         (CHAT, {"messages": TURNS, "tools": 7}, "'tools' must be an array, not a number"),
         (CHAT, {"messages": TURNS, "tools": "{}"}, "'tools' must be an array, not an object"),
         (CHAT, {"messages": TURNS, "tools": "x"}, "'tools' is not JSON"),
         (CHAT, {"messages": TURNS, "tools": "[" * 100_000}, "'tools' is not JSON"),
         (CHAT_PAIR, {"prompt": TURNS[:1]}, "the field 'completion' is missing"),
-        (CHAT_PAIR, {"prompt": "a", "completion": TURNS}, "'prompt' must be an array of messages, not text"),
+        (CHAT_PAIR, {"prompt": 7, "completion": TURNS}, "'prompt' must be an array of messages, not a number"),
         (CHAT_PAIR, {"prompt": TURNS[:1], "completion": []}, "the conversation has no messages"),
         (
             CHAT_PAIR,

@@ -231,7 +231,7 @@ FORMS = {
                 "tools": '[{"name": "f"}]',
             }
         ),
-        keys={"field_system": "system", "roles": {"function_call": ("function_call",)}},
+        keys={"field_system": "system"},
         template=WITH_CALLS,
         samples=(f'{S}s{END}\n{U}a{END}\n{A}⟦[f{{"x": 1}}]{END}\n⟧{T}o{END}\n{A}⟦b{END}\n⟧',),
     ),
@@ -304,8 +304,10 @@ def test_what_the_template_does_is_said(load: Load, tmp_path: Path, notices: lis
         notices.clear()
         load(path, tokenizer=char_tokenizer(NO_PROMPT, eos="<|im_end|>"))
         assert notices[1:] == [
-            "the chat template leaves out reasoning of assistant messages in 2 of 3 conversations",
-            "the chat template leaves out tool calls in 1 of 3 conversations",
+            "the chat template leaves out tool calls in 1 of 3 conversations; `chat_template_jinja` sets a template that "
+            "writes them",
+            "the chat template leaves out the reasoning of the last assistant turn in 2 of 3 conversations; if it reads "
+            "another key, `message_property_mappings` names yours: {reasoning_content: KEY}",
             HEADERLESS,
         ]
 

@@ -1,0 +1,93 @@
+"""Columns that change what a row means in other tools, and that a format does not read.
+
+Invariant: a row that has something in such a column is rejected as made for another training method, or has a remark
+that names the column and the way to have it read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+
+from ratel_cli.data.remarks import Remark
+from ratel_cli.data.rows import DatasetSource
+from ratel_cli.errors import BadInput, printable
+
+_COMPARED = ("chosen", "rejected")
+_OPENAI_COMPARED = ("preferred_output", "non_preferred_output")
+_PROMPTS = ("prompt", "instruction", "question", "query", "input", "conversations", "messages")
+
+_CHATS = ("messages", "chat_completion", "instruction", "question_answer")
+_TEXTS = ("completion", "prompt_completion", "alpaca")
+_ALL = (*_CHATS, *_TEXTS, "tokens")
+_ONE_ANSWER = "Ratel trains on the answers that it reads, and compares none"
+_WAYS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "system": ((*_CHATS, "alpaca"), "`field_system: system` makes it the system prompt"),
+    "system_prompt": ((*_CHATS, "alpaca"), "`field_system: system_prompt` makes it the system prompt"),
+    "history": (("instruction", "alpaca"), "`field_history: history` with `type: chat_template` makes turns of it"),
+    "functions": (_CHATS, "`field_tools: functions` gives them to the chat template as tools"),
+    "tools": (_TEXTS, "only conversations have tools; see `type: chat_template`"),
+    "image": (("completion",), "Ratel trains on text"),
+    "images": (("completion",), "Ratel trains on text"),
+    **dict.fromkeys((*_COMPARED, *_OPENAI_COMPARED), (_ALL, _ONE_ANSWER)),
+    "kto_tag": (_ALL, "good and bad answers are trained alike"),
+}
+"""By column: the kinds of formats where it means something elsewhere, and what to do to have it read."""
+
+
+def unread_columns(kind: str, read: AbstractSet[str | None], record: Mapping[str, object]) -> tuple[Remark, ...]:
+    """A remark for each column that means something elsewhere, has something in it, and is not `read`."""
+    is_chosen = bool(read & {_COMPARED[0], _OPENAI_COMPARED[0]})
+    known = {*read, *_COMPARED, *_OPENAI_COMPARED} if is_chosen else read
+    found = [
+        ("unread", f"{column}; {way}")
+        for column, (kinds, way) in _WAYS.items()
+        if kind in kinds and column not in known and record.get(column) not in (None, "", [], {}, False)
+    ]
+    if "label" not in read and isinstance(record.get("label"), bool) and has_verdict(record):
+        found.append(("unread", "label; good and bad answers are trained alike"))
+    if isinstance(record.get("weight"), int | float) and record["weight"] != 1:
+        found.append(("unread", "weight; all rows of a dataset count alike; the config has one `weight` for it"))
+    return tuple(found)
+
+
+def has_verdict(record: Mapping[str, object]) -> bool:
+    """Whether a row says of its answer that it is good or bad, for preference tuning (KTO)."""
+    is_answer = record.keys() & {"messages", "conversations", "completion"}
+    return "kto_tag" in record or bool(is_answer and isinstance(record.get("label"), bool))
+
+
+def reject_preferences(source: DatasetSource, record: Mapping[str, object]) -> None:
+    """Raise BadInput if the rows are for preference tuning: answers to compare, or answers with a verdict."""
+    names = record.keys()
+    if {*_COMPARED} <= names:
+        what = "pairs of a chosen and a rejected answer, for preference tuning (DPO, ORPO, reward models)"
+        hint: str | None = _way_to_chosen(record)
+    elif {*_OPENAI_COMPARED} <= names:
+        what = "pairs of a preferred and another answer, for preference tuning (DPO)"
+        hint = "to train on the preferred answers only, write their prompts and them as lists of messages into the "
+        hint += "columns prompt and completion"
+    elif has_verdict(record):
+        what = "answers with a verdict, for preference tuning (KTO)"
+        hint = "remove the rows with bad answers, and set the type of the others, such as type: chat_template"
+    elif {"prompt", "completions", "labels"} <= names:
+        what, hint = "solutions with a verdict for each step, for a reward model", None
+    else:
+        return
+    raise BadInput(f"{printable(source.path)}: its rows are {what}; Ratel does supervised fine-tuning only", hint=hint)
+
+
+def _way_to_chosen(record: Mapping[str, object]) -> str:
+    """The keys of a dataset with which the chosen answers are trained, behind their prompts."""
+    chosen = record["chosen"]
+    prompt = next((each for each in _PROMPTS if record.get(each)), None)
+    first = chosen[0] if isinstance(chosen, list) and chosen else None
+    starts_with_answer = isinstance(first, dict) and first.get("role", first.get("from")) in ("assistant", "gpt")
+    to = "to train on the chosen answers only, set"
+    if isinstance(chosen, list) and not (starts_with_answer and prompt):
+        return f"{to} type: chat_template and field_messages: chosen, which has the prompts too"
+    if prompt is None:
+        return f"{to} type: completion and field: chosen, which has the prompts too"
+    names = "field_completion: chosen" if prompt == "prompt" else f"field_prompt: {prompt} and field_completion: chosen"
+    turns = "; with type: chat_template they are turns of a chat" if isinstance(chosen, str) else ""
+    return f"to train on the chosen answers behind their prompts, set {names}{turns}"
