@@ -50,12 +50,13 @@ def describe_set(info: Mapping[str, Plain], directory: Path, *, is_text: bool) -
     """One set with our keys; a text with the reason if Ratel cannot train on it. `is_text`: for `stage: pt`."""
     path = info.get("file_name")
     hub = info.get("hf_hub_url") or info.get("ms_hub_url") or info.get("script_url") or info.get("cloud_file_name")
-    if info.get("ranking"):
-        return "it has preferences (chosen and rejected answers), not answers to imitate"
-    if not isinstance(path or hub, str):
-        return "it names no file and no hub id"
     columns = info.get("columns")
     columns = columns if isinstance(columns, dict) else {}
+    reason = _why_not(info, columns)
+    if reason is not None:
+        return reason
+    if not isinstance(path or hub, str):
+        return "it names no file and no hub id"
     ours: dict[str, Plain] = {"path": str(directory / str(path)) if path else hub}
     for key, name in (("subset", "name"), ("split", "split"), ("num_samples", "max_samples")):
         if info.get(key) is not None:
@@ -70,10 +71,20 @@ def describe_set(info: Mapping[str, Plain], directory: Path, *, is_text: bool) -
     tags = tags if isinstance(tags, dict) else {}
     if "messages" not in columns:
         ours["field_messages"] = "conversations"
-    tags = {"function_tag": "function_call", **tags}
     names = {**_SHAREGPT, **tags}
     ours["message_property_mappings"] = {"role": names["role_tag"], "content": names["content_tag"]}
     roles: dict[str, Plain] = {role: [tags[tag]] for tag, role in _ROLES.items() if isinstance(tags.get(tag), str)}
     if roles:
         ours["roles"] = roles
     return ours
+
+
+def _why_not(info: Mapping[str, Plain], columns: Mapping[str, Plain]) -> str | None:
+    """Why a set is not for supervised training on text; None if it is."""
+    if info.get("ranking"):
+        return "it has preferences (chosen and rejected answers), not answers to imitate"
+    if columns.get("kto_tag"):
+        return "it has answers with a verdict (kto_tag), not only answers to imitate"
+    if any(columns.get(media) for media in ("images", "videos", "audios")):
+        return "it has images, video or sound; a set in `datasets` with `media: ignore` trains on the text alone"
+    return None

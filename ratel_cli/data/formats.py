@@ -66,7 +66,9 @@ class RowFormat:
         if column is not None and self.media == "reject":
             raise Unusable(f"the row has an image, video or sound ({printable(column)}); {_TEXT_ALONE}")
         draft = self._read(record)
-        read = {*self.columns, self.turns.tools, self.turns.system}
+        read = {*self.columns, self.turns.system}
+        if self.kind in _CONVERSATIONS:
+            read.add(self.turns.tools)
         if self.turns.system_prompt is not None:  # it takes the place of all others
             read |= {"system", "system_prompt"}
         remarks = (*draft.remarks, *unread_columns(self.kind, read, record))

@@ -308,6 +308,8 @@ INFO = {
     },
     "shared": {"file_name": "shared.json", "formatting": "sharegpt"},
     "ranked": {"file_name": "ranked.json", "ranking": True},
+    "judged": {"file_name": "judged.json", "columns": {"kto_tag": "good"}},
+    "seen": {"file_name": "seen.json", "formatting": "sharegpt", "columns": {"images": "pictures"}},
     "nowhere": {"columns": {}},
 }
 
@@ -324,7 +326,7 @@ def test_the_sets_of_llama_factory(load: Load) -> None:
     assert (mine.field_system, mine.field_history, mine.max_samples) == ("sys", "before", 9)
     assert (chats.path, chats.name, chats.split, chats.field_messages) == ("org/chats", "en", "sft", "turns")
     assert chats.message_property_mappings == {"role": "who", "content": "what"}
-    assert chats.roles == {"user": ("me",), "assistant": ("you",), "function_call": ("function_call",)}
+    assert chats.roles == {"user": ("me",), "assistant": ("you",)}
     assert (other.path, other.type) == ("other.jsonl", "auto")
     (shared,) = config.test_datasets
     assert (shared.field_messages, shared.message_property_mappings) == (
@@ -340,6 +342,8 @@ def test_the_sets_of_llama_factory(load: Load) -> None:
     [
         ("ranked", "`dataset`: 'ranked' cannot be used: it has preferences (chosen and rejected answers), not answers"),
         ("nowhere", "`dataset`: 'nowhere' cannot be used: it names no file and no hub id"),
+        ("judged", "`dataset`: 'judged' cannot be used: it has answers with a verdict (kto_tag)"),
+        ("seen", "`dataset`: 'seen' cannot be used: it has images, video or sound; a set in `data"),
     ],
 )
 def test_a_set_of_llama_factory_that_cannot_be_used(complain: Complain, name: str, error: str) -> None:

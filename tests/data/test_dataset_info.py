@@ -58,6 +58,16 @@ FORMS = {
         },
         sample=f"{S}be{END}\n{U}a{END}\n{A}⟦[f{{}}]{END}\n⟧{T}o{END}\n{A}⟦b{END}\n⟧",
     ),
+    "sharegpt with another name for function calls": Described(
+        entry={"formatting": "sharegpt", "tags": {"function_tag": "called"}},
+        row={
+            "conversations": [
+                {"from": "human", "value": "a"},
+                {"from": "called", "value": '{"name": "function_call", "arguments": {}}'},
+            ]
+        },
+        sample=f"{U}a{END}\n{A}⟦[function_call{{}}]{END}\n⟧",
+    ),
     "OpenAI's messages with other roles": Described(
         entry={"formatting": "sharegpt", "columns": {"messages": "messages"}, "tags": OPENAI_TAGS},
         row={"messages": [{"role": "pupil", "content": "a"}, {"role": "teacher", "content": "b"}]},
