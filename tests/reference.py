@@ -10,6 +10,7 @@ seeds each draw included; `tests/test_oracles.py` holds this.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -47,6 +48,8 @@ class Recipe:
     attn_implementation: str = "sdpa"
     chunk_tokens: int | None = None
     loss_scale: float = 1.0
+    fresh: bool = False
+    """Whether each micro-batch goes through a copy of the model that has not run yet."""
     device: str = "cpu"
     """Where the model computes; masters and AdamW are on the CPU."""
 
@@ -133,7 +136,9 @@ def _gradients(
     num_targets = sum(batch.num_targets for batch in batches)
     total = 0.0
     sums: dict[str, torch.Tensor] = {}
+    original = model
     for position, batch in enumerate(batches):
+        model = copy.deepcopy(original) if recipe.fresh else original
         model.zero_grad(set_to_none=True)
         if recipe.chunk_tokens is not None:
             total += _chunked_backward(model, batch, num_targets, recipe.chunk_tokens, sums)

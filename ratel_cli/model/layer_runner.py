@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -26,6 +26,7 @@ from torch import nn
 from transformers.utils.generic import ModelOutput
 
 from ratel_cli.errors import BadInput
+from ratel_cli.model.module_state import ModuleState
 
 Argument: TypeAlias = "torch.Tensor | str | int | float | bool | tuple[Argument, ...] | list[Argument] | None"
 
@@ -77,6 +78,19 @@ class LayerRunner:
         self._injected: torch.Tensor | None = None
         self.at_layer: Callable[[], None] | None = None
         """Called whenever the owner reaches a layer. For the probe."""
+        in_layers = {id(module) for layer in layers for module in layer.modules()}
+        named = dict(model.named_modules())
+
+        def state_of(modules: Iterable[nn.Module]) -> ModuleState:
+            chosen = {id(module) for module in modules}
+            return ModuleState(
+                {name: module for name, module in named.items() if id(module) in chosen},
+                model_name=type(model).__name__,
+            )
+
+        self._state_outside = state_of(module for module in named.values() if id(module) not in in_layers)
+        self._state_outside.is_learning = True
+        self._state_of_layers = tuple(state_of(layer.modules()) for layer in layers)
         for index, layer in enumerate(layers):
             layer.forward = self._shim(index)
 
@@ -100,6 +114,20 @@ class LayerRunner:
             f"{type(self.model).__name__}: its layers must return hidden states, or a tuple that begins with them"
         )
 
+    def learn_state(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, num_positions: int) -> None:
+        """Learn by trials which tensors outside the layers the model's code writes to: they will be copied.
+
+        Both tensors: `[1, tokens]`. Short and long rows are tried, and rows beyond `num_positions`. Afterwards a call
+        that writes to any other tensor raises BadInput. Raises BadInput if the code changes its layers before they run.
+        """
+        for number, first in ((1, 0), (3, num_positions), (1, 0)):
+            with contextlib.ExitStack() as unchanged:
+                for state in self._state_of_layers:
+                    unchanged.enter_context(state.unchanged())
+                with contextlib.suppress(IndexError, TypeError, ValueError, RuntimeError):
+                    self.embed(input_ids.repeat(1, number), position_ids.repeat(1, number) + first)
+        self._state_outside.is_learning = False
+
     def embed(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> Embedded:
         """The first hidden states and every layer's arguments. Raises BadInput.
 
@@ -109,7 +137,8 @@ class LayerRunner:
 
     def run_layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """The output of one decoder layer. `hidden` and the result: `[batch, tokens, hidden_size]`."""
-        output = self._forwards[index](hidden, *call.arguments, **call.keywords)
+        with self._state_of_layers[index].kept():
+            output = self._forwards[index](hidden, *call.arguments, **call.keywords)
         first = output[0] if isinstance(output, tuple | list) else output
         assert isinstance(first, torch.Tensor)
         return first
@@ -138,17 +167,25 @@ class LayerRunner:
     @contextlib.contextmanager
     def running_whole(self, around: Callable[[int], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
         """A context in which a call of the model runs its layers too, each of them inside of `around(index)`."""
-        for index, layer in enumerate(self.layers):
-            layer.forward = self._inside(index, around)
-        try:
-            yield
-        finally:
+        kept, hooks = contextlib.ExitStack(), contextlib.ExitStack()
+
+        def before(*_: object) -> None:
+            kept.enter_context(self._state_outside.kept())
+
+        def after(*_: object) -> None:
+            kept.close()
+
+        with hooks:
+            hooks.callback(self._owner.register_forward_pre_hook(before).remove)
+            hooks.callback(self._owner.register_forward_hook(after, always_call=True).remove)
             for index, layer in enumerate(self.layers):
-                layer.forward = self._shim(index)
+                hooks.callback(setattr, layer, "forward", self._shim(index))
+                layer.forward = self._inside(index, around)
+            yield
 
     def _inside(self, index: int, around: Callable[[int], contextlib.AbstractContextManager[None]]) -> Forward:
         def forward(*arguments: Argument, **keywords: Argument) -> object:
-            with around(index):
+            with around(index), self._state_of_layers[index].kept():
                 return self._forwards[index](*arguments, **keywords)
 
         return forward
@@ -159,7 +196,8 @@ class LayerRunner:
         self._start(injected)
         keywords = {"position_ids": position_ids} if self.takes_positions else {}
         try:
-            finished = self._owner(input_ids=input_ids, use_cache=False, **keywords)
+            with self._state_outside.kept():
+                finished = self._owner(input_ids=input_ids, use_cache=False, **keywords)
             hidden, calls = self._expected, tuple(self._calls)
         finally:
             self._start(None)

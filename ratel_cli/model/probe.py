@@ -20,6 +20,8 @@ from ratel_cli.model.operators import OperatorMode, TorchOperator, tensors_in
 from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
 
 _SAMPLE_TOKENS = 4
+_POSITIONS = 1 << 24
+"""More positions than any model was trained with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,7 @@ def probe_usage(
     names = {parameter.untyped_storage()._cdata: name for name, parameter in parameters.items()}
     with torch.no_grad(), _UsageWatch(names, embedding) as watch:
         layer_runner.find_layer_output(input_ids, position_ids)
+        layer_runner.learn_state(input_ids, position_ids, num_positions=_POSITIONS)
         looks_up_rows = lookup.is_possible and _looks_up_rows(layer_runner, lookup, watch, input_ids, position_ids)
         watch.before.clear()
         layer_runner.at_layer = watch.enter_layers
