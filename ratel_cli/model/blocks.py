@@ -26,6 +26,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ratel_cli.errors import BadInput
+from ratel_cli.model.kept_precision import reject_kept_parameters
 from ratel_cli.model.layer_runner import LayerRunner
 from ratel_cli.model.probe import Usage, probe_usage, separates_samples
 from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
@@ -213,6 +214,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str) -> DecoderModel:
         vocab_size=first.shape[0],
         looks_up_rows=usage.looks_up_rows,
     )
+    reject_kept_parameters(skeleton)
     return DecoderModel(
         skeleton=skeleton,
         layer_runner=layer_runner,
