@@ -1,4 +1,4 @@
-"""`ratel check CONFIG`: everything that is wrong about a run, at once; nothing is written.
+"""`ratel check CONFIG`: everything that is wrong about a run, at once; nothing is written but caches.
 
 What would run goes to stdout, everything else to stderr. Invariant: the exit code is that of `finetune --dry-run`.
 """

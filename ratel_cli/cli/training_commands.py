@@ -34,7 +34,7 @@ def finetune(
         ),
     ] = "auto",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan and stop. Nothing is written anywhere.")
+        bool, typer.Option("--dry-run", help="Print the plan and stop. Nothing is written but caches.")
     ] = False,
     overwrite: Overwrite = False,
     overwrite_store: Annotated[
@@ -94,7 +94,7 @@ def init(
 
 
 @commands.command(
-    help="Report all errors of a run at once. Config, model, data and this machine are checked; nothing is written.",
+    help="Report all errors of a run at once: of config, model, data and machine. Nothing is written but caches.",
     epilog="Example: ratel check my-run.yaml",
 )
 def check(

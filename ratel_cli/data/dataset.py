@@ -29,6 +29,7 @@ from ratel_cli.data.file_names import TEST_REJECTS_NAME
 from ratel_cli.data.ingest import Demand, load_token_cache
 from ratel_cli.data.packing import Integers, MicroBatch, Sequences, assemble, one_per_sequence, pack, random_order
 from ratel_cli.data.rows import DatasetSource, RowSource, open_source
+from ratel_cli.data.shared_tokens import SharedTokens
 from ratel_cli.data.token_cache import TokenCache
 from ratel_cli.data.tokenizer import Tokenizer
 from ratel_cli.errors import BadInput, ErrorList, printable
@@ -221,6 +222,7 @@ def load_training_data(
     test_sources: Sequence[DatasetSource] = (),
     stream_steps: int | None = None,
     window_samples: int = WINDOW_SAMPLES,
+    shared: SharedTokens | None = None,
     open_bar: OpenBar = no_bar,
 ) -> TrainingData:
     """Read all samples, or find them in the cache, hold out the evaluation split, and pack the rest.
@@ -228,8 +230,9 @@ def load_training_data(
     `rejects_path` gets the rejected rows, and a file next to it those of `test_sources`, whose samples are for
     evaluation; None: they are not written. `rejects_shown_by`: what shows them to the user; None: this file, if there
     is one. `notice` gets remarks for the user. `stream_steps`: the sources are streams; read only as many rows as this
-    many steps need, and pack and mix `window_samples` at a time. `open_bar` shows how far reading is. Raises BadInput
-    if the data cannot be used, EnvironmentFailure if it cannot be read or the cache cannot be written.
+    many steps need, and pack and mix `window_samples` at a time. `shared`: tokens of other commands. `open_bar` shows
+    how far reading is. Raises BadInput if the data cannot be used, EnvironmentFailure if it cannot be read or the cache
+    cannot be written.
     """
     if settings.sequence_len < 2:
         raise BadInput(
@@ -251,6 +254,7 @@ def load_training_data(
         return load_token_cache(
             open_sources(wanted, key_of_sources=key, notice=notice, is_stream=demand is not None, open_bar=open_bar),
             open_bar=open_bar,
+            shared=shared if demand is None else None,  # the content of a stream is not known before it is read
             demand=demand,
             key_of_sources=key,
             tokenizer=tokenizer,

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from functools import partial
 from operator import sub
 from pathlib import Path
@@ -21,6 +22,7 @@ from ratel_cli.data.formats import RowFormat, decide_format
 from ratel_cli.data.lines import MAX_ROW_BYTES, Reject, Row
 from ratel_cli.data.remarks import Remark, sentences
 from ratel_cli.data.rows import RowSource
+from ratel_cli.data.shared_tokens import SharedTokens
 from ratel_cli.data.token_cache import FORMAT_VERSION, SourceCounts, TokenCache, TokenCacheWriter, copy_rejects
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template, tokenizer_hash
 from ratel_cli.errors import BadInput, EnvironmentFailure, ErrorList, printable
@@ -45,11 +47,13 @@ def load_token_cache(
     notice: Callable[[str], None],
     demand: Demand | None = None,
     key_of_sources: str = "datasets",
+    shared: SharedTokens | None = None,
     open_bar: OpenBar = no_bar,
 ) -> TokenCache:
     """The tokenised samples of all sources. They come from the cache if exactly these were tokenised before.
 
-    `demand`: the sources are streams, and only as much of them is read; None: all of them is.
+    `demand`: the sources are streams, and only as much of them is read; None: all of them is. `shared`: tokens of other
+    commands, which are used as well and get those that are new; None: no others are.
     `open_bar` shows how far reading is. `notice` gets remarks for the user, `rejects_path` the rejected rows if it is
     not None. `rejects_shown_by`: what shows the user the rejected rows; None if nothing does. `key_of_sources` is their
     key in the config, for errors.
@@ -59,8 +63,11 @@ def load_token_cache(
     key = _cache_key(
         sources, tokenizer=tokenizer, sequence_len=sequence_len, train_on_inputs=train_on_inputs, demand=demand
     )
+    shared_key = _with_date(key, tokenizer)
     try:
         cache = TokenCache.open(cache_dir / key, notice=notice, open_bar=open_bar)
+        if cache is None and shared is not None:
+            cache = shared.find(shared_key, cache_dir / key, open_bar=open_bar)
         if cache is None:
             encoder = SampleEncoder(
                 tokenizer, sequence_len=sequence_len, train_on_inputs=train_on_inputs, notice=notice
@@ -69,7 +76,10 @@ def load_token_cache(
                 ingestion = _Ingestion(
                     tokenizer, encoder, writer, sequence_len, rejects_path, rejects_shown_by, notice, key_of_sources
                 )
-                return ingestion.run(sources, demand, open_bar)
+                cache = ingestion.run(sources, demand, open_bar)
+            if shared is not None:
+                shared.add(shared_key, cache)
+            return cache
         if rejects_path is not None:
             copy_rejects(cache.directory, rejects_path)
     except OSError as error:
@@ -360,6 +370,12 @@ def _size(value: object) -> int:
     if isinstance(value, list):
         return sum(_size(item) for item in value) if value and not isinstance(value[0], int) else 4 * len(value)
     return 8
+
+
+def _with_date(key: str, tokenizer: Tokenizer) -> str:
+    """The key of tokens that are to be those that a command would make today: a template may write the date."""
+    writes_date = "strftime_now" in str(tokenizer.chat_template)
+    return f"{key} {datetime.now().astimezone().date()}" if writes_date else key
 
 
 def _cache_key(

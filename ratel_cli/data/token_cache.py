@@ -15,7 +15,7 @@ import os
 import shutil
 from array import array
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -83,6 +83,19 @@ class TokenCache:
         """The cache in a directory; None if there is none. Removes a damaged cache, with a notice. Raises OSError."""
         if not cls.is_in(directory):
             return None
+        found = cls.whole_in(directory, open_bar=open_bar)
+        if found is not None:
+            return found
+        notice(f"{printable(str(directory))}: the token cache is damaged or of another version; rebuilding it")
+        if directory.is_symlink():
+            directory.unlink()
+        else:
+            _remove_files(directory)
+        return None
+
+    @classmethod
+    def whole_in(cls, directory: Path, *, open_bar: OpenBar = no_bar) -> TokenCache | None:
+        """The cache in a directory; None if there is none, or if it is damaged."""
         try:
             meta = json.loads((directory / META_NAME).read_bytes())
             sources = tuple(SourceCounts(**each) for each in meta.pop("sources", ()))
@@ -96,11 +109,6 @@ class TokenCache:
                 return cls(directory, summary, lengths)
         except (OSError, ValueError, TypeError, KeyError, EOFError):
             pass  # whatever is wrong with it, it is built again
-        notice(f"{printable(str(directory))}: the token cache is damaged or of another version; rebuilding it")
-        if directory.is_symlink():
-            directory.unlink()
-        else:
-            _remove_files(directory)
         return None
 
     def read(self, sample_ids: npt.NDArray[np.int64]) -> list[Sample]:
@@ -185,18 +193,7 @@ class TokenCacheWriter(Closing):
         (self._partial / META_NAME).write_text(json.dumps(asdict(summary)), encoding="utf-8")
         self._tokens.close()
         self._rejects.close()
-        for path in self._partial.iterdir():
-            sync_path(path)
-        try:
-            self._partial.rename(self._directory)
-        except OSError:
-            if not self._directory.is_dir():
-                raise
-            # Another run with the same data was faster: its files have the same bytes. Or the user's files are there.
-            for name in CACHE_FILE_NAMES:
-                os.replace(self._partial / name, self._directory / name)
-            sync_path(self._directory)
-        sync_path(self._directory.parent)
+        _publish(self._partial, self._directory)
         return TokenCache(self._directory, summary, lengths)
 
     def close(self) -> None:
@@ -204,6 +201,49 @@ class TokenCacheWriter(Closing):
         self._tokens.close()
         self._rejects.close()
         shutil.rmtree(self._partial, ignore_errors=True)
+
+
+def copy_cache(
+    cache: TokenCache,
+    directory: Path,
+    *,
+    private_lock: Callable[[Path], AbstractContextManager[None]] | None = None,
+) -> TokenCache:
+    """A copy of a cache under another name, which appears whole. Raises OSError.
+
+    `private_lock`: nobody but the user can read the copy, it is locked in this way while it is made, and it is an error
+    if there are files in its place; None: it is as other caches are, and takes the place of what is left of one.
+    """
+    partial = directory.with_name(f"{directory.name}.partial-{os.getpid()}")
+    if private_lock is None:
+        _remove_abandoned(directory)
+    partial.mkdir(mode=0o777 if private_lock is None else 0o700, parents=True)
+    try:
+        with nullcontext() if private_lock is None else private_lock(partial):
+            for name in CACHE_FILE_NAMES:
+                shutil.copyfile(cache.directory / name, partial / name)
+                if private_lock is not None:
+                    (partial / name).chmod(0o600)
+            _publish(partial, directory, replaces=private_lock is None)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return TokenCache(directory, cache.summary, cache.lengths)
+
+
+def _publish(partial: Path, directory: Path, *, replaces: bool = True) -> None:
+    """Make the files durable, and give their directory its name."""
+    for path in partial.iterdir():
+        sync_path(path)
+    try:
+        partial.rename(directory)
+    except OSError:
+        if not (replaces and directory.is_dir()):
+            raise
+        # Another run with the same data was faster: its files have the same bytes. Or the user's files are there.
+        for name in CACHE_FILE_NAMES:
+            os.replace(partial / name, directory / name)
+        sync_path(directory)
+    sync_path(directory.parent)
 
 
 def copy_rejects(directory: Path, target: Path) -> None:

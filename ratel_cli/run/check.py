@@ -4,8 +4,8 @@
     2. of a config with errors, the inputs that it names rightly are read, as in phase 1 of a run
     3. what the machine lacks is looked for where these did not come to it: memory and space each on its own
 
-Invariants: a config passes exactly if its dry run does. Nothing is written but temporary files and, of what a config
-names on the hub, the hub's cache.
+Invariants: a config passes exactly if its dry run does. Nothing is written but temporary files, the user's
+cache and, of what a config names on the hub, the hub's cache.
 """
 
 from __future__ import annotations

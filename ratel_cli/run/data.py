@@ -1,7 +1,7 @@
 """The content of `ratel data`: what a run would train on, without its weights and its store.
 
-Invariant: nothing is written but into a temporary directory. The tokens of an earlier start of the run are used if they
-are there.
+Invariant: nothing is written but into a temporary directory and the user's cache. The tokens of an earlier start of the
+run are used if they are there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ratel_cli.data.token_cache import TokenCache
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer
 from ratel_cli.errors import BadInput
 from ratel_cli.run.base_model import prepare_process, read_base
-from ratel_cli.run.inputs import SHOWS_REJECTS, load_data, temporary_records
+from ratel_cli.run.inputs import SHOWS_REJECTS, load_data, shared_tokens, temporary_records
 from ratel_cli.run.run_directory import TOKENS_NAME
 from ratel_cli.run.tokenizer import read_tokenizer
 from ratel_cli.sizes import IGNORED_TARGET
@@ -57,6 +57,7 @@ def inspect_data(config: RunConfig, log: RunLog, *, num_samples: int, num_reject
                 cache_dir=directory / TOKENS_NAME,
                 rejects_path=directory / REJECTS_NAME,
                 rejects_shown_by=SHOWS_REJECTS,
+                shared=resources.enter_context(shared_tokens(log, copies=False)),
                 log=log,
             )
         except BadInput as error:

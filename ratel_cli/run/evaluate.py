@@ -28,7 +28,7 @@ from ratel_cli.planning.activations import logits_bytes, tokens_per_chunk
 from ratel_cli.report.evaluation import EvaluationReport
 from ratel_cli.run.base_model import prepare_process
 from ratel_cli.run.context import RunContext, open_context
-from ratel_cli.run.inputs import check_positions, load_data, read_fitting_tokenizer
+from ratel_cli.run.inputs import check_positions, load_data, read_fitting_tokenizer, shared_tokens
 from ratel_cli.run.named_model import NamedModel, overrides_for_data, with_data
 from ratel_cli.run.streamed import (
     BlockMemory,
@@ -82,6 +82,7 @@ def _read_rows(
         cache_dir=Path(directory),
         rejects_path=None,
         rejects_shown_by=rejects_shown_by,
+        shared=context.resources.enter_context(shared_tokens(log, copies=False)),
         log=log,
     )
     return rows, is_packed

@@ -29,6 +29,7 @@ from ratel_cli.data.dataset import DataSettings, TrainingData, load_training_dat
 from ratel_cli.data.file_names import REJECTS_NAME
 from ratel_cli.data.row_check import check_rows
 from ratel_cli.data.rows import DatasetSource, open_source
+from ratel_cli.data.shared_tokens import SharedTokens
 from ratel_cli.data.token_cache import TokenCache
 from ratel_cli.data.tokenizer import Tokenizer
 from ratel_cli.errors import BadInput, ErrorList, RatelError
@@ -57,7 +58,7 @@ from ratel_cli.run.settings import (
     warn_of_host_limit,
 )
 from ratel_cli.run.tokenizer import read_tokenizer
-from ratel_cli.run.user_cache import ratel_version
+from ratel_cli.run.user_cache import ratel_version, user_cache_directory
 from ratel_cli.store.store import StoreIdentity
 from ratel_cli.training.facts import RunFacts
 
@@ -194,6 +195,7 @@ def _read_data(
             cache_dir=records / TOKENS_NAME,
             rejects_path=records / REJECTS_NAME if rejects else None,
             rejects_shown_by=None if rejects else SHOWS_REJECTS,
+            shared=resources.enter_context(shared_tokens(log, copies=not dry_run)),
             log=log,
         )
     finally:
@@ -209,6 +211,7 @@ def load_data(
     cache_dir: Path,
     rejects_path: Path | None,
     rejects_shown_by: str | None,
+    shared: SharedTokens,
     log: RunLog,
 ) -> TrainingData:
     """The config's data, tokenised and packed. Raises BadInput, EnvironmentFailure.
@@ -234,10 +237,16 @@ def load_data(
         rejects_path=rejects_path,
         rejects_shown_by=rejects_shown_by,
         notice=log.notice,
+        shared=shared,
         open_bar=bars_of(log),
         test_sources=_sources(config.test_datasets),
         stream_steps=config.max_steps if config.streaming else None,
     )
+
+
+def shared_tokens(log: RunLog, *, copies: bool) -> SharedTokens:
+    """The tokens that all commands share. `copies`: the command gets copies of those that it uses."""
+    return SharedTokens(user_cache_directory() / TOKENS_NAME, copies=copies, notice=log.notice)
 
 
 def temporary_records(config: RunConfig, resources: ExitStack) -> Path:

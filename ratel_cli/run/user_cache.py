@@ -14,10 +14,14 @@ from pathlib import Path
 from ratel_cli.json_fields import hash_of
 
 
+def user_cache_directory() -> Path:
+    """The directory of all that Ratel caches for the user, whether it exists or not."""
+    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "ratel"
+
+
 def user_cache_file(kind: str, depends_on: object) -> Path:
     """The file of this kind for `depends_on`: any value of JSON that holds everything which the content depends on."""
-    directory = Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "ratel"
-    return directory / f"{kind}-{hash_of(depends_on)[:16]}.json"
+    return user_cache_directory() / f"{kind}-{hash_of(depends_on)[:16]}.json"
 
 
 def write_user_cache(file: Path, text: str) -> None:

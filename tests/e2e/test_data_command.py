@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -47,6 +48,26 @@ def test_the_numbers_are_those_of_the_run(make_config: MakeConfig, rows: Path) -
     for sample in before["samples"]:
         assert len(sample["input_ids"]) == len(sample["has_loss"])
         assert sum(sample["has_loss"]) < len(sample["has_loss"])
+
+
+def test_commands_share_tokens(make_config: MakeConfig, rows: Path) -> None:
+    """Each of them repeats the notice that is in the one entry, so none has tokenised by itself."""
+    config = make_config("run", data_type=CHAT)
+    assert ratel("check", config).code == 0
+    (entry,) = (Path(os.environ["XDG_CACHE_HOME"]) / "ratel" / "tokens").iterdir()
+    meta = json.loads((entry / "meta.json").read_text())
+    (entry / "meta.json").write_text(json.dumps({**meta, "notices": ["from the entry"]}))
+    for command in ("data", "finetune"):
+        ended = ratel(command, config)
+        assert ended.code == 0 and "note: from the entry\n" in ended.stderr, ended.stderr
+    assert list(entry.parent.iterdir()) == [entry]
+    (own,) = (output_of(config) / "run" / "tokens").iterdir()
+    assert {each.name: each.read_bytes() for each in own.iterdir()} == {
+        each.name: each.read_bytes() for each in entry.iterdir()
+    }
+    shutil.rmtree(entry)
+    assert ratel("eval", output_of(config), rows).code == 0
+    assert len(list(entry.parent.iterdir())) == 1
 
 
 def test_nothing_is_written_into_a_run(make_config: MakeConfig) -> None:
