@@ -218,6 +218,8 @@ MUTANTS = (
     Mutant("spilled gradients are pinned", "engine/optimizer/block_gradient.py", "crosses_link=rows is not None", "crosses_link=True", "only what crosses the link is pinned", "engine/test_gradients.py"),
     Mutant("a pinned buffer is given up", "io/buffers.py", "if region is None and pin is None and not self._has_bytes_for(size_bytes):", "if False:", "pinned buffers are not made again in each step", "io/test_buffers.py"),
     Mutant("measured memory is pinned", "hardware/measure.py", '"measuring RAM", crosses_link=False', '"measuring RAM"', "only what crosses the link is pinned", "gpu/test_runs.py"),
+    Mutant("units are pinned in the step", "engine/pinned.py", "        if number > 0:\n            yield PinnedBuffers(purpose_of_units", "        if False:\n            yield PinnedBuffers(purpose_of_units", "memory is pinned before the steps", "gpu/test_link.py"),
+    Mutant("nothing is pinned before step 1", "run/train.py", "        pin_ahead(self._context, self._inputs.model.spec, plan)\n", "", "memory is pinned before the steps", "gpu/test_runs.py"),
     Mutant("optimizer states are pinned", "engine/optimizer/groups.py", "crosses_link=False", "crosses_link=True", "only what crosses the link is pinned", "gpu/test_link.py"),
     Mutant("hashing on the compute thread", "io/checksum_workers.py", "self._threads.submit(ticket.run, work)", "ticket.run(work)", "checksums are taken by threads of their own", "io/test_checksum_workers.py gpu/test_simulated_time.py"),
     Mutant("scratch space is not checked", "io/scratch.py", "!= self._digests[offset]:", "== 0:", "bytes read are the bytes written", "io/test_scratch.py engine/test_offloading.py"),

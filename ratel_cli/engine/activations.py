@@ -172,7 +172,16 @@ class _PackedUnit:
             wait()
 
     def label(self, stage: Stage) -> SpanLabel:
-        return SpanLabel(text=f"activations of block {self.block}", block=self.block, stage=stage)
+        return SpanLabel(text=purpose_of_units(self.block), block=self.block, stage=stage)
+
+
+WINDOW_PURPOSE = "activations on their way"
+"""Of the buffers for units that go to NVMe."""
+
+
+def purpose_of_units(block: int) -> str:
+    """Of the buffers for a block's units that stay in host memory."""
+    return f"activations of block {block}"
 
 
 class ActivationOffloader:
@@ -399,7 +408,7 @@ class ActivationOffloader:
 
     def _lease(self, packed: _PackedUnit) -> None:
         # Buffers of the window serve any block. The others are leased all at once, each size once for each layer.
-        purpose = f"activations of block {packed.block}" if packed.offset is None else "activations on their way"
+        purpose = purpose_of_units(packed.block) if packed.offset is None else WINDOW_PURPOSE
         at_most_bytes = packed.num_bytes
         if self._micro_batch_tokens is not None:
             at_most_bytes = -(-packed.num_bytes * self._micro_batch_tokens // packed.num_tokens)

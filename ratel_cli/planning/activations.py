@@ -81,6 +81,8 @@ class OffloadedActivations:
     """Units that stay in the GPU's memory."""
     exposed: ExposedUnits = NOT_EXPOSED
     """What of them moves while nothing computes, because the GPU has no memory for it earlier."""
+    unit_bytes: tuple[int, ...] = ()
+    """The size of a unit of each layer; empty where any byte may go anywhere."""
 
     @property
     def written_bytes(self) -> int:
@@ -153,6 +155,7 @@ def offload(
         largest_unit=largest_unit or LargestUnit(largest_bytes, largest_bytes, largest_bytes),
         gpu_bytes=gpu_bytes,
         exposed=exposed,
+        unit_bytes=tuple(unit_bytes),
     )
 
 

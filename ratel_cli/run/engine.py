@@ -12,14 +12,18 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.engine.build import EngineParts, EngineSettings, open_device
 from ratel_cli.engine.optimizer.adamw import AdamWSettings
 from ratel_cli.engine.optimizer.update import UpdateSettings
+from ratel_cli.engine.pinned import block_buffers, unit_buffers
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.capacity import RUNTIME_BYTES
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.context import RunContext
+from ratel_cli.run.settings import state_bytes
 from ratel_cli.store.store import Store
+from ratel_cli.units import GIB, format_bytes
 
 
 def engine_settings(config: RunConfig, plan: Plan) -> EngineSettings:
@@ -46,6 +50,37 @@ def engine_settings(config: RunConfig, plan: Plan) -> EngineSettings:
         chunk_tokens=plan.workload.chunk_tokens,
         micro_batch_tokens=plan.workload.micro_batch_tokens,
     )
+
+
+def pin_ahead(context: RunContext, spec: ModelSpec, plan: Plan, *, units_only: bool = False) -> None:
+    """Pin the host memory that crosses the link in the steps of a plan, where a GPU computes and it is not there yet.
+
+    `units_only`: an engine of another plan has the rest. Raises Interrupted where a signal asked the run to stop.
+    """
+    if context.device.type == "cpu":
+        return
+    config, placement, num_micro_batches = context.config, plan.placement, plan.workload.num_micro_batches
+    buffers = list(unit_buffers(placement, plan.offloaded.unit_bytes, num_micro_batches))
+    if not units_only:
+        buffers += block_buffers(
+            spec,
+            state_bytes(config),
+            placement,
+            num_micro_batches=num_micro_batches,
+            holds_gradients=plan.decisions.holds_gradients,
+            overlap=plan.decisions.overlap,
+            spilled_blocks=plan.spilled_blocks,
+        )
+    total_bytes = sum(each.num_bytes * each.number for each in buffers)
+    if total_bytes >= GIB:  # else it is done in a moment
+        context.log.remark(f"pinning {format_bytes(total_bytes)} of host memory for the GPU")
+    with context.bar("pinning host memory", total_bytes) as advance:
+        context.pool.pin_ahead(buffers, _pool_bytes(context, plan), progress=advance)
+
+
+def _pool_bytes(context: RunContext, plan: Plan) -> int:
+    """What the pool may hold of host memory: not where torch or the process will be."""
+    return max(0, context.host_limit_bytes - plan.memory.process - RUNTIME_BYTES)
 
 
 @contextmanager
@@ -84,9 +119,7 @@ def open_planned_engines(
                 # peaked at 4.16 GiB.
                 context.pool.trim()
             else:
-                # Pinned buffers take long to make, so idle ones stay, but not where torch or the process will be.
-                others_bytes = followed.memory.process + RUNTIME_BYTES
-                context.pool.idle_limit_bytes = max(0, context.host_limit_bytes - others_bytes)
+                context.pool.idle_limit_bytes = _pool_bytes(context, followed)  # they take long to make, so they stay
             return parts.engine(engine_settings(context.config, followed))
 
         yield engine_for

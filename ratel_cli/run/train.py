@@ -25,7 +25,7 @@ from ratel_cli.report.panel import Panel, PanelFacts
 from ratel_cli.report.run import adapted_line, evaluation_line, plan_line, run_summary, saved_line, step_line
 from ratel_cli.run.adaptation import NUM_STEPS, Adaptation
 from ratel_cli.run.context import RunContext
-from ratel_cli.run.engine import open_planned_engines
+from ratel_cli.run.engine import open_planned_engines, pin_ahead
 from ratel_cli.run.inputs import Inputs
 from ratel_cli.run.length import learning_rates
 from ratel_cli.run.origin import read_origin
@@ -95,6 +95,7 @@ class Training(Closing):
             plan = self._planner.plan_recording(profile)
         else:
             self._adaptation = Adaptation(self._planner, plan, profile)
+        pin_ahead(self._context, self._inputs.model.spec, plan)
         try:
             with self._log.live(panel.lines):
                 self._steps(plan, panel, recording=StepRecording() if profile.source == "analytic" else None)
@@ -163,6 +164,8 @@ class Training(Closing):
                 followed = self._new_plan(metrics, recording, is_typical=is_typical)
                 recording, previous = None, None if loop.is_committed else metrics
                 if followed is not None and metrics.step < num_steps:
+                    panel.show_work("pinning host memory")
+                    pin_ahead(self._context, self._inputs.model.spec, followed, units_only=True)
                     loop.follow(partial(engine_for, followed), self._loop_settings(followed))
                     previous = None
 

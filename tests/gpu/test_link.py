@@ -7,15 +7,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
+from ratel_cli.engine.pinned import block_buffers, unit_buffers
+from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.telemetry import Span
 from ratel_cli.errors import Interrupted
 from ratel_cli.io.buffers import PinMemory
-from ratel_cli.planning.placement import Placement
+from ratel_cli.planning.placement import Placement, StateBytes
 from ratel_cli.planning.step_time import Resource
+from ratel_cli.sizes import PAGE_BYTES
+from ratel_cli.units import align_up
 from tests.engine.architectures import tiny_config
 from tests.engine.exactness import AHEAD, assert_same_training, check_training, reference
 from tests.engine.machine import random_steps
@@ -145,6 +151,57 @@ def test_memory_is_not_pinned_again_in_each_step(tmp_path: Path) -> None:
         ratel.train(steps, recipe)
         # Twice as many steps would pin twice as much again. Transfers may overlap a little more than they did before.
         assert len(pinned) < 2 * num_pinned
+
+
+@pytest.mark.parametrize(
+    ("changes", "max_grad_norm"),
+    [
+        ({}, None),
+        ({}, 0.5),
+        ({"resident_weights": frozenset(range(5)), "gpu_units_from": 4}, None),
+        ({"spilled_units": 4, "gpu_holds_sums": False}, 0.5),
+        ({"gpu_holds_sums": False, "prefetch_blocks": 0, "pending_updates": 0}, None),
+    ],
+    ids=["eager", "held", "resident", "spilled", "nothing ahead"],
+)
+def test_a_step_pins_nothing_of_weight_that_could_be_pinned_ahead(
+    tmp_path: Path, changes: dict[str, Any], max_grad_norm: float | None
+) -> None:
+    """What is left to it: rows of the embedding, norms, and a buffer more where transfers overlap longer than usual."""
+    num_layers, num_micro_batches = 3, 2
+    recipe = Recipe(dtype=torch.bfloat16, max_grad_norm=max_grad_norm)
+    others = {"swapped": EVERYTHING, "gpu_units_from": None, "gpu_holds_sums": True}
+    placement = replace(AHEAD, **{**others, **changes})
+    config, pinned = tiny_config("llama", num_hidden_layers=num_layers), list[int]()
+    [outcome] = _trained(tmp_path / "sizes", config, recipe, Placement(swapped=EVERYTHING))
+    unit_bytes = outcome.swapped_bytes // (num_layers * num_micro_batches)
+    with gpu_machine(tmp_path / "run", config, recipe, placement=placement, pin=noting(pinned)) as ratel:
+        spec = ratel.model.spec
+        used = replace(placement, gpu_embedding_rows=1 << 20)
+        buffers = [
+            *unit_buffers(used, [unit_bytes] * num_layers, num_micro_batches),
+            *block_buffers(
+                spec,
+                StateBytes(compute=2, record=12, num_fields=4, gradient=2),
+                used,
+                num_micro_batches=num_micro_batches,
+                holds_gradients=max_grad_norm is not None,
+                overlap="optimized",
+                spilled_blocks=0,
+            ),
+        ]
+        ratel.pool.pin_ahead(buffers, 1 << 40)
+        ahead_bytes, layer_bytes = sum(pinned), 2 * spec.blocks[1].num_elements
+        pinned.clear()
+        ratel.train(random_steps(1, num_micro_batches), recipe)
+        assert sum(size >= layer_bytes for size in pinned) <= 1, (pinned, buffers)
+        wanted_bytes = sum(align_up(each.num_bytes, PAGE_BYTES) * each.number for each in buffers)
+        assert ahead_bytes == wanted_bytes
+
+
+def _trained(directory: Path, config: PretrainedConfig, recipe: Recipe, placement: Placement) -> list[StepOutcome]:
+    with gpu_machine(directory, config, recipe, placement=placement) as ratel:
+        return ratel.train(random_steps(1, 2), recipe)
 
 
 @pytest.mark.parametrize("spilled_units", [0, 4])

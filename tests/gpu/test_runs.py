@@ -11,7 +11,7 @@ import pytest
 from ratel_cli.cli.app import main
 from ratel_cli.config.load import load_config
 from ratel_cli.hardware.gpu import compute_device
-from ratel_cli.io.buffers import BufferPool, Lease
+from ratel_cli.io.buffers import BufferPool, Lease, PinMemory
 from tests.e2e.runs import (
     curve,
     export_hash,
@@ -78,6 +78,31 @@ def test_the_config_that_ran_on_the_cpu_runs_on_the_gpu(
     for name, found in exported(on_gpu).items():
         # Four steps of AdamW of at most 1e-4 each. Rounding may turn their sign where a gradient is almost zero.
         assert float((found - exported(on_cpu)[name]).abs().max()) <= 8.1e-4, name
+
+
+def test_weights_and_activations_are_pinned_before_the_steps(
+    tmp_path: Path, base: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the step that is recorded, and before the next one, whose plan moves other activations."""
+    make, make_idle = BufferPool._made, BufferPool._make_idle
+    ahead, in_steps = list[str](), list[str]()
+
+    def noting(pool: BufferPool, size_bytes: int, purpose: str, pin: PinMemory | None) -> object:
+        if pin is not None and pin is pool._pin:
+            in_steps.append(purpose)
+        return make(pool, size_bytes, purpose, pin)
+
+    def noting_idle(pool: BufferPool, size_bytes: int, purpose: str, most_bytes: int) -> bool:
+        made = make_idle(pool, size_bytes, purpose, most_bytes)
+        ahead.append(in_steps.pop())
+        return made
+
+    monkeypatch.setattr(BufferPool, "_made", noting)
+    monkeypatch.setattr(BufferPool, "_make_idle", noting_idle)
+    succeed(write_config(tmp_path, base=base, rows=rows, activations="swap_all", **BFLOAT16))
+    moved = ("weights of ", "activations of ")
+    assert all(any(purpose.startswith(words) for purpose in ahead) for words in moved)
+    assert [purpose for purpose in in_steps if purpose.startswith(moved)] == []
 
 
 @pytest.mark.parametrize("dtype", sample(["float32", "bfloat16"], every=2, offset=1))

@@ -92,6 +92,7 @@ def walk(unit_bytes: list[int], num_micro_batches: int, spilled_units: int) -> O
         written_units=tuple(SpilledUnits(1, size) for size in spilled),
         read_units=tuple(reversed(read)),
         largest_unit=unit_of(max(unit_bytes)),
+        unit_bytes=tuple(unit_bytes),
     )
 
 
