@@ -100,6 +100,11 @@ def counted(count: int, singular: str, plural: str | None = None) -> str:
     return f"{count} {singular if count == 1 else plural or singular + 's'}"
 
 
+def align_down(value: int, alignment: int) -> int:
+    """The greatest multiple of `alignment` that is at most `value`."""
+    return value // alignment * alignment
+
+
 def align_up(value: int, alignment: int) -> int:
     """The least multiple of `alignment` that is at least `value`."""
     return -(-value // alignment) * alignment

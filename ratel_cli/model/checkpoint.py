@@ -9,8 +9,7 @@ transformers computes from several tensors, those tensors and the result, until 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +22,12 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from ratel_cli.closing import Closing
 from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.model.directory import WeightFiles, find_weight_files
+from ratel_cli.model.export_layout import ExportLayout, Origins, layout_of_files, own_names
 from ratel_cli.model.kind import declared_class
-from ratel_cli.model.renaming import Conversion, Renaming, plan_renaming
+from ratel_cli.model.renaming import CONVERSION_ERRORS, Conversion, Renaming, plan_renaming, targets_of, twins
 from ratel_cli.model.shards import ShardReader
 from ratel_cli.model.spec import ModelSpec
+from ratel_cli.sizes import DtypeName
 from ratel_cli.units import counted
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -56,14 +57,19 @@ class CheckpointSource(Closing):
             )
         files = find_weight_files(directory)
         with ExitStack() as opened:
-            self._readers = open_shards(opened, files)
+            shards = [opened.enter_context(ShardReader(path)) for path in files.paths]
+            self._shards = dict(zip(files.names, shards, strict=True))
+            self._readers = readers_of(shards, files)
             renaming = plan_renaming(skeleton, self._readers)
             self._direct = dict(renaming.direct)
             self._converted: dict[str, Conversion] = {}
             self._check_names(renaming, spec)
             self._check_direct()
-            self._check_conversions(renaming.conversions)
+            conversions = self._check_conversions(renaming.conversions)
             self._sources = self._choose_sources(spec)
+            self._origins = Origins(
+                model=skeleton, own_names=own_names(skeleton, spec), direct=self._direct, conversions=conversions
+            )
             self._resources = opened.pop_all()
 
     def close(self) -> None:
@@ -91,6 +97,10 @@ class CheckpointSource(Closing):
         for start in range(0, len(out), _ROUNDED_ELEMENTS):
             stop = min(start + _ROUNDED_ELEMENTS, len(out))
             out[start:stop] = self._read(target, start, stop)
+
+    def layout(self, dtype: DtypeName) -> ExportLayout:
+        """What an export holds: the tensors of these files, the trained ones in `dtype`. It reads from this source."""
+        return layout_of_files(self._shards, self._origins, dtype)
 
     @property
     def conversion_bytes(self) -> int:
@@ -159,9 +169,12 @@ class CheckpointSource(Closing):
             if state[target].is_floating_point() and entry.dtype not in _WEIGHT_DTYPES:
                 raise BadInput(f"{self._where(name)} has dtype {entry.dtype}; weights must be floating point")
 
-    def _check_conversions(self, conversions: Sequence[Conversion]) -> None:
-        """Run every conversion on meta tensors to check the names and shapes of its results, without reading a byte."""
-        state = self._skeleton.state_dict()
+    def _check_conversions(self, conversions: Sequence[Conversion]) -> list[tuple[Conversion, Sequence[str]]]:
+        """Run every conversion on meta tensors to check the names and shapes of its results, without reading a byte.
+
+        Returns each with the names of its results.
+        """
+        state, checked = self._skeleton.state_dict(), list[tuple[Conversion, Sequence[str]]]()
         for conversion in conversions:
             first = conversion.source_names[0]
             entries = [self._readers[name].tensors[name] for name in conversion.source_names]
@@ -170,28 +183,31 @@ class CheckpointSource(Closing):
                     where = self._where(entry.name)
                     raise BadInput(f"{where} has dtype {entry.dtype}; weights must be floating point")
             try:
-                converted = conversion.run(self._skeleton, self._meta_tensor)
-            except (RuntimeError, ValueError, IndexError, AttributeError) as error:
+                shapes = {entry.name: entry.shape for entry in entries}
+                converted = targets_of(conversion, self._skeleton, shapes)
+            except CONVERSION_ERRORS as error:
                 raise BadInput(
                     f"{self._where(first)} and {counted(len(entries) - 1, 'other')} cannot be combined into"
                     f" {conversion.first_target}: one is missing or has a wrong shape"
                 ) from error
-            for target, value in converted.items():
+            for target, shape in converted.items():
                 wanted = tuple(state[target].shape) if target in state else None
-                if tuple(value.shape) != wanted:
+                if shape != wanted:
                     raise BadInput(
                         f"{self._where(first)} and {counted(len(entries) - 1, 'other')} give {target} with shape"
-                        f" {tuple(value.shape)}, but the model needs {wanted}: one is missing or has a wrong shape"
+                        f" {shape}, but the model needs {wanted}: one is missing or has a wrong shape"
                     )
                 self._converted[target] = conversion
+            checked.append((conversion, list(converted)))
+        return checked
 
     def _choose_sources(self, spec: ModelSpec) -> dict[str, str]:
         """For every parameter its name in the files; for a tied parameter that may be its twin's name."""
-        twins = _twins(self._skeleton)
+        names_of = twins(self._skeleton)
         sources: dict[str, str] = {}
         missing: list[str] = []
         for parameter in (parameter for block in spec.blocks for parameter in block.parameters):
-            names = [parameter.name, *(name for name in twins[parameter.name] if name != parameter.name)]
+            names = [parameter.name, *(name for name in names_of[parameter.name] if name != parameter.name)]
             present = [name for name in names if name in self._direct or name in self._converted]
             if not present:
                 missing.append(parameter.name)
@@ -215,10 +231,6 @@ class CheckpointSource(Closing):
                     f"{self._directory}: config.json ties {twin} to {name}, but their values in the files differ",
                     "set tie_word_embeddings: false in the model's config.json to train both",
                 )
-
-    def _meta_tensor(self, name: str) -> torch.Tensor:
-        entry = self._readers[name].tensors[name]
-        return torch.empty(entry.shape, dtype=torch.float32, device="meta")
 
     def _is_constant(self, name: str) -> bool:
         """True if a tensor is a constant that older versions of transformers saved: frequencies, positions, masks."""
@@ -260,25 +272,21 @@ class _Findings:
 
 def open_shards(resources: ExitStack, files: WeightFiles) -> dict[str, ShardReader]:
     """Open every file. Returns the open file of each tensor. Raises BadInput if the index and the files disagree."""
+    return readers_of([resources.enter_context(ShardReader(path)) for path in files.paths], files)
+
+
+def readers_of(shards: Iterable[ShardReader], files: WeightFiles) -> dict[str, ShardReader]:
+    """The open file of each tensor. Raises BadInput if the index and the files disagree."""
     readers: dict[str, ShardReader] = {}
-    for path in files.paths:
-        reader = resources.enter_context(ShardReader(path))
+    for reader in shards:
         for name in reader.tensors:
             if name in readers:
-                raise BadInput(f"{path}: tensor {excerpt(name)} is in {readers[name].path.name} too")
+                raise BadInput(f"{reader.path}: tensor {excerpt(name)} is in {readers[name].path.name} too")
             readers[name] = reader
     for name, path in files.listed:
         if name not in readers or readers[name].path != path:
             raise BadInput(f"{path}: tensor {excerpt(name)} is missing; the index says that it is in this file")
     return readers
-
-
-def _twins(skeleton: PreTrainedModel) -> dict[str, list[str]]:
-    """For every parameter name all names of the same tensor, including itself."""
-    names_of: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in skeleton.named_parameters(remove_duplicate=False):
-        names_of[id(parameter)].append(name)
-    return {name: names for names in names_of.values() for name in names}
 
 
 def _and_more(names: Sequence[str]) -> str:

@@ -68,6 +68,8 @@ class WeightFiles:
     """The safetensors files of a model. They are checked and resolved, but not yet opened."""
 
     paths: tuple[Path, ...]
+    names: tuple[str, ...]
+    """The name of each in the model's directory."""
     listed: tuple[tuple[str, Path], ...]
     """(tensor, file) for each tensor of the index; empty for a single file."""
 
@@ -104,7 +106,7 @@ def find_weight_files(directory: Path) -> WeightFiles:
     Raises BadInput if there are none, or if a file is unsafe, missing or of another format.
     """
     if _is_present(directory / WEIGHTS_NAME):
-        return WeightFiles(paths=(trusted_file(directory, WEIGHTS_NAME),), listed=())
+        return WeightFiles(paths=(trusted_file(directory, WEIGHTS_NAME),), names=(WEIGHTS_NAME,), listed=())
     if not _is_present(directory / INDEX_NAME):
         raise _no_weights(directory)
     weight_map = _read_weight_map(trusted_file(directory, INDEX_NAME))
@@ -114,7 +116,9 @@ def find_weight_files(directory: Path) -> WeightFiles:
             raise BadInput(f"{directory / INDEX_NAME}: {excerpt(name)} in weight_map is not a .safetensors file")
         paths[name] = trusted_file(directory, name)
     return WeightFiles(
-        paths=tuple(paths.values()), listed=tuple((tensor, paths[name]) for tensor, name in weight_map.items())
+        paths=tuple(paths.values()),
+        names=tuple(paths),
+        listed=tuple((tensor, paths[name]) for tensor, name in weight_map.items()),
     )
 
 

@@ -8,13 +8,15 @@ and open files only, so its size is known to the byte, and writing it can fail o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
-from ratel_cli.model.shards import TensorSpec, file_bytes
+from ratel_cli.model.renaming import Conversion, Reversal, plan_renaming, reverse, saved_names, targets_of, twins
+from ratel_cli.model.shards import ShardReader, TensorSpec, file_bytes
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.sizes import DtypeName
@@ -26,9 +28,27 @@ _HEADER_BYTES = 192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedContent:
-    """The content is a parameter, from its first element to its last."""
+    """The content is a strided view of a flattened parameter: all of it, or an expert's matrix, perhaps transposed."""
 
     parameter: str
+    offset: int
+    """The index of the view's first element."""
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertedContent:
+    """The content is computed from whole parameters, because no view of one parameter is the same."""
+
+    convert: Callable[[Callable[[str], torch.Tensor]], Mapping[str, torch.Tensor]]
+    """Computes tensors by their names in the files, given what reads a parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseContent:
+    """The content is that of the tensor with the same name in a file of the base model, byte for byte."""
+
+    reader: ShardReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +58,14 @@ class BufferContent:
     values: torch.Tensor
 
 
+Content = TrainedContent | ConvertedContent | BaseContent | BufferContent
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaidOutTensor(TensorSpec):
     """A tensor of a file that will be written."""
 
-    content: TrainedContent | BufferContent
+    content: Content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +81,8 @@ class ExportLayout:
     """All files of weights of an export."""
 
     shards: tuple[Shard, ...]
+    architecture: str
+    """The class in transformers that loads them; config.json names it."""
 
     @property
     def file_names(self) -> list[str]:
@@ -82,30 +107,127 @@ class ExportLayout:
         return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origins:
+    """Where the tensors of files come from that training changes."""
+
+    model: PreTrainedModel
+    """The model whose conversions lead from these files to parameters."""
+    own_names: Mapping[str, str]
+    """The spec's name of each trained parameter, by all its names in `model`."""
+    direct: Mapping[str, str]
+    """Name in the model -> name in the files, for tensors that need no conversion."""
+    conversions: Sequence[tuple[Conversion, Sequence[str]]]
+    """Each with the names of its results in the model."""
+
+    def contents(self, tensors: Mapping[str, TensorSpec]) -> dict[str, Content]:
+        """The content of each of the files' `tensors` that is trained, by its name.
+
+        A conversion that has no way back is left out: see `irreversible`.
+        """
+        contents: dict[str, Content] = {
+            name: whole_parameter(self.own_names[target], tensors[name].shape)
+            for target, name in self.direct.items()
+            if target in self.own_names
+        }
+        for conversion, targets in self._trained():
+            reversal = self._reverse(conversion, targets, tensors)
+            if reversal is not None:
+                contents |= self._reversed(reversal, targets)
+        return contents
+
+    def irreversible(self, tensors: Mapping[str, TensorSpec]) -> list[tuple[Conversion, Sequence[str]]]:
+        """The conversions that transformers cannot undo. An export has their results instead of their sources."""
+        return [each for each in self._trained() if self._reverse(*each, tensors) is None]
+
+    def _trained(self) -> list[tuple[Conversion, Sequence[str]]]:
+        return [each for each in self.conversions if all(target in self.own_names for target in each[1])]
+
+    def _reverse(
+        self, conversion: Conversion, targets: Sequence[str], tensors: Mapping[str, TensorSpec]
+    ) -> Reversal | None:
+        shapes = {name: tensors[name].shape for name in conversion.source_names}
+        return reverse(conversion, self.model, targets, shapes)
+
+    def _reversed(self, reversal: Reversal, targets: Iterable[str]) -> dict[str, Content]:
+        state = self.model.state_dict()
+        parameters = {name: torch.empty(state[name].shape, device="meta") for name in targets}
+        storages = {each.untyped_storage()._cdata: self.own_names[name] for name, each in parameters.items()}
+
+        def convert(read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+            return reversal.run(self.model, lambda name: read(self.own_names[name]))
+
+        contents: dict[str, Content] = {}
+        for name, view in reversal.views(self.model, parameters).items():
+            parameter = storages.get(view.untyped_storage()._cdata)
+            contents[name] = (
+                ConvertedContent(convert=convert)
+                if parameter is None
+                else TrainedContent(parameter=parameter, offset=int(view.storage_offset()), strides=view.stride())
+            )
+        return contents
+
+
+def layout_of_files(readers: Mapping[str, ShardReader], origins: Origins, dtype: DtypeName) -> ExportLayout:
+    """The layout of the base model's files, by their names: trained tensors in `dtype`, all others as they are."""
+    tensors = {name: entry for reader in readers.values() for name, entry in reader.tensors.items()}
+    contents = origins.contents(tensors)
+    instead = _results_instead(origins, tensors, dtype)
+    shards = []
+    for file_name, reader in readers.items():
+        placed: list[LaidOutTensor] = []
+        for entry in sorted(reader.tensors.values(), key=lambda entry: entry.offset):
+            content = contents.get(entry.name)
+            if content is not None:
+                placed.append(_trained(entry.name, entry.shape, content, dtype))
+            elif entry.name in instead:
+                placed += instead[entry.name]
+            else:
+                base = BaseContent(reader=reader)
+                placed.append(LaidOutTensor(name=entry.name, dtype=entry.dtype, shape=entry.shape, content=base))
+        shards.append(Shard(file_name=file_name, tensors=tuple(placed)))
+    return ExportLayout(shards=tuple(shards), architecture=type(origins.model).__name__)
+
+
 def layout_of_model(
-    spec: ModelSpec,
-    buffers: Mapping[str, torch.Tensor],
-    dtype: DtypeName,
-    *,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    model: PreTrainedModel, spec: ModelSpec, dtype: DtypeName, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES
 ) -> ExportLayout:
-    """The layout with the model's own names, in the order of its blocks, and then the `buffers`."""
-    parameters = (parameter for block in spec.blocks for parameter in block.parameters)
-    tensors = [
+    """The layout of a model that no files were read for: what `save_pretrained` would write, in files of this size."""
+    shapes, buffers = saved_names(model), dict(model.named_buffers())
+    tensors = {name: TensorSpec(name=name, dtype=DTYPES[dtype], shape=shape) for name, shape in shapes.items()}
+    renaming = plan_renaming(model, tensors)
+    conversions = [(each, list(targets_of(each, model, shapes))) for each in renaming.conversions]
+    origins = Origins(model=model, own_names=own_names(model, spec), direct=renaming.direct, conversions=conversions)
+    contents = origins.contents(tensors)
+    held = {
+        name: BufferContent(values=buffers[target].contiguous())
+        for target, name in renaming.direct.items()
+        if target in buffers
+    }
+    placed = [
+        *(_trained(name, shapes[name], contents[name], dtype) for name in shapes if name in contents),
         *(
-            LaidOutTensor(
-                name=each.name, dtype=DTYPES[dtype], shape=each.shape, content=TrainedContent(parameter=each.name)
-            )
-            for each in parameters
-        ),
-        *(
-            LaidOutTensor(
-                name=name, dtype=each.dtype, shape=tuple(each.shape), content=BufferContent(values=each.contiguous())
-            )
-            for name, each in buffers.items()
+            LaidOutTensor(name=name, dtype=each.values.dtype, shape=shapes[name], content=each)
+            for name, each in held.items()
         ),
     ]
-    return ExportLayout(shards=split_into_shards(tensors, max_shard_bytes))
+    return ExportLayout(shards=split_into_shards(placed, max_shard_bytes), architecture=spec.architecture)
+
+
+def own_names(model: PreTrainedModel, spec: ModelSpec) -> dict[str, str]:
+    """The spec's name of each parameter, by all names that the parameter has in the model."""
+    names_of = twins(model)
+    return {name: each.name for block in spec.blocks for each in block.parameters for name in names_of[each.name]}
+
+
+def whole_parameter(parameter: str, shape: Sequence[int]) -> TrainedContent:
+    """The content that is all of a parameter of this shape."""
+    return TrainedContent(parameter=parameter, offset=0, strides=contiguous_strides(shape))
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a tensor whose elements lie one after another."""
+    return torch.empty(shape, device="meta").stride()
 
 
 def split_into_shards(tensors: Sequence[LaidOutTensor], max_shard_bytes: int) -> tuple[Shard, ...]:
@@ -123,3 +245,23 @@ def split_into_shards(tensors: Sequence[LaidOutTensor], max_shard_bytes: int) ->
     if len(files) == 1:
         names = [WEIGHTS_NAME]
     return tuple(Shard(file_name=name, tensors=tuple(file)) for name, file in zip(names, files, strict=True))
+
+
+def _results_instead(
+    origins: Origins, tensors: Mapping[str, TensorSpec], dtype: DtypeName
+) -> dict[str, list[LaidOutTensor]]:
+    """What takes the place of each source of a conversion that cannot be undone: its results, and then nothing."""
+    state = origins.model.state_dict()
+    instead: dict[str, list[LaidOutTensor]] = {}
+    for conversion, targets in origins.irreversible(tensors):
+        first, *others = conversion.source_names
+        instead[first] = [
+            _trained(name, shape, whole_parameter(origins.own_names[name], shape), dtype)
+            for name, shape in ((target, tuple(state[target].shape)) for target in targets)
+        ]
+        instead |= {name: [] for name in others}
+    return instead
+
+
+def _trained(name: str, shape: tuple[int, ...], content: Content, dtype: DtypeName) -> LaidOutTensor:
+    return LaidOutTensor(name=name, dtype=DTYPES[dtype], shape=shape, content=content)

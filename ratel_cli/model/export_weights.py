@@ -7,14 +7,14 @@ store is only read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.card import Card, plain_card
 from ratel_cli.model.directory import INDEX_NAME
-from ratel_cli.model.export_layout import BufferContent, ExportLayout, Shard, TrainedContent
+from ratel_cli.model.export_contents import ContentReader
+from ratel_cli.model.export_layout import ExportLayout, Shard
 from ratel_cli.model.import_weights import WEIGHT_GROUP_ELEMENTS
 from ratel_cli.model.marker import check_output
 from ratel_cli.model.publishing import renamed_notice
@@ -22,7 +22,7 @@ from ratel_cli.model.shards import ShardWriter
 from ratel_cli.model.sidecars import add_sidecars, sidecar_bytes, sidecar_names
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.model.staging import Staging, require_space
-from ratel_cli.model.stored_weights import ParameterSlice, stored_weights
+from ratel_cli.model.stored_weights import StoredWeights
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.generation import Generation
 
@@ -65,10 +65,10 @@ def export_model(
     require_space(output_dir, export_bytes(layout, base_dir), option=option)
     with Staging(output_dir, run=run, overwrite=overwrite, option=option) as staging:
         staging.reject_files_of_others(export_names(layout, base_dir))
-        weights = stored_weights(spec, generation, pool, dtype, group_elements=group_elements, progress=progress)
-        with closing(weights):
+        weights = StoredWeights(spec, generation, pool, dtype, group_elements=group_elements, progress=progress)
+        with weights:
             for shard in layout.shards:
-                _write_shard(staging, shard, weights)
+                _write_shard(staging, shard, ContentReader(weights, group_elements=group_elements, progress=progress))
         if layout.index is not None:
             staging.write_text(INDEX_NAME, layout.index)
         add_sidecars(
@@ -94,19 +94,11 @@ def export_names(layout: ExportLayout, base_dir: Path) -> list[str]:
     return [*layout.file_names, *sidecar_names(base_dir)]
 
 
-def _write_shard(staging: Staging, shard: Shard, weights: Iterator[ParameterSlice]) -> None:
-    """Write one file of weights: take slices until its tensors are complete."""
+def _write_shard(staging: Staging, shard: Shard, contents: ContentReader) -> None:
+    """Write one file of weights."""
     with ShardWriter(staging.path / shard.file_name, shard.tensors) as writer:
         for tensor in shard.tensors:
-            match tensor.content:
-                case BufferContent(values=values):
-                    writer.write(values)
-                case TrainedContent(parameter=name):
-                    num_left = tensor.num_elements
-                    while num_left:
-                        part = next(weights)
-                        assert part.name == name, f"{name} is out of order"
-                        writer.write(part.values)
-                        num_left -= part.values.numel()
+            for elements in contents.read(tensor):
+                writer.write(elements)
         writer.finish()
         staging.add(shard.file_name, xxh3_128=writer.xxh3_128)

@@ -1,4 +1,4 @@
-"""The weights of one generation, decoded from the store's records, in the order of the blocks.
+"""The weights of one generation, decoded from the store's records, parameter by parameter in any order.
 
 Memory is one group of elements, whatever the model's size. Invariant: in the store's compute dtype the values are the
 generation's, bit for bit; in any other dtype they are the fp32 master weights, rounded once.
@@ -6,72 +6,104 @@ generation's, bit for bit; in any other dtype they are the fp32 master weights, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 import torch
 
 from ratel_cli import _native
+from ratel_cli.closing import Closing
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import join
 from ratel_cli.io.views import view_field
-from ratel_cli.model.import_weights import WEIGHT_GROUP_ELEMENTS, overlaps
+from ratel_cli.model.import_weights import WEIGHT_GROUP_ELEMENTS
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.generation import Generation
+from ratel_cli.units import align_down, align_up
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterSlice:
-    """Consecutive elements of one flattened parameter. Valid only until the next slice is requested."""
+class StoredWeights(Closing):
+    """Reads the parameters of one generation, in one dtype."""
 
-    name: str
-    start: int
-    """The index of the first element in the flattened parameter."""
-    values: torch.Tensor
-    """Shape `[elements]`."""
+    def __init__(
+        self,
+        spec: ModelSpec,
+        generation: Generation,
+        pool: BufferPool,
+        dtype: DtypeName,
+        *,
+        group_elements: int = WEIGHT_GROUP_ELEMENTS,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Lease the memory of a group from `pool`. `progress` is called before each group is read.
 
+        Raises DoesNotFit if the pool has no memory for a group.
+        """
+        stored = generation.layout.dtype
+        self.dtype = DTYPES[dtype]
+        """The dtype of the values."""
+        self._generation, self._dtype, self._progress = generation, dtype, progress
+        self._group_elements = min(group_elements, max(spec.block_elements))
+        self._placed = {each.name: (block, each) for block in spec.blocks for each in block.parameters}
+        self._sizes = {name: generation.layout.field(name).bytes_per_element for name in fields_for(stored, dtype)}
+        self._resources = ExitStack()
+        with ExitStack() as leased:
+            self._memories = {
+                name: leased.enter_context(
+                    pool.lease(self._group_elements * num_bytes, f"stored weights, {name}", crosses_link=False)
+                ).memory
+                for name, num_bytes in (self._sizes | {"w32": 4} if len(self._sizes) > 1 else self._sizes).items()
+            }
+            self._resources = leased.pop_all()
 
-def stored_weights(
-    spec: ModelSpec,
-    generation: Generation,
-    pool: BufferPool,
-    dtype: DtypeName,
-    *,
-    group_elements: int = WEIGHT_GROUP_ELEMENTS,
-    progress: Callable[[], None] = lambda: None,
-) -> Generator[ParameterSlice, None, None]:
-    """Yield every parameter in `dtype`, in one or more slices. Close the generator if it is not exhausted.
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        self._memories = {}
+        self._resources.close()
 
-    `progress` is called before each group is read. Raises IntegrityFailure if a record is damaged, DoesNotFit if the
-    pool has no memory for a group.
-    """
-    stored = generation.layout.dtype
-    group_elements = min(group_elements, max(spec.block_elements))
-    sizes = {name: generation.layout.field(name).bytes_per_element for name in fields_for(stored, dtype)}
-    with ExitStack() as resources:
-        memories = {
-            name: resources.enter_context(
-                pool.lease(group_elements * num_bytes, f"stored weights, {name}", crosses_link=False)
-            ).memory
-            for name, num_bytes in (sizes | {"w32": 4} if len(sizes) > 1 else sizes).items()
-        }
-        for block in spec.blocks:
-            for start in range(0, block.num_elements, group_elements):
-                progress()
-                stop = min(start + group_elements, block.num_elements)
-                tickets = [
-                    generation.read(block.index, name, start, stop, memories[name][: (stop - start) * num_bytes])
-                    for name, num_bytes in sizes.items()
-                ]
-                join(tickets).wait()
-                fields = {name: view_field(memory, name, stop - start) for name, memory in memories.items()}
-                values = decode_weights(fields, dtype)
-                for parameter, first, last in overlaps(block, start, stop):
-                    part = values[first - start : last - start]
-                    yield ParameterSlice(name=parameter.name, start=first - parameter.start, values=part)
+    def slices(self, name: str, start: int, stop: int) -> Iterator[torch.Tensor]:
+        """Elements `start` to `stop` of a flattened parameter, in slices. Each is valid until the next is requested.
+
+        Raises IntegrityFailure if a record is damaged.
+        """
+        block, parameter = self._placed[name]
+        assert 0 <= start <= stop <= parameter.num_elements, (name, start, stop)
+        position, end = parameter.start + start, parameter.start + stop
+        unit = self._generation.chunk_elements
+        while position < end:
+            first = align_down(position, unit)
+            last = min(first + self._group_elements, align_up(end, unit), block.num_elements)
+            values = self._read(block.index, first, last)
+            yield values[position - first : min(end, last) - first]
+            position = last
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole parameter in its own shape, in memory of its own. Raises what `slices` raises."""
+        _, parameter = self._placed[name]
+        return self.range(name, 0, parameter.num_elements).reshape(parameter.shape)
+
+    def range(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements `start` to `stop` of a flattened parameter, `[stop - start]`, in memory of their own.
+
+        Raises what `slices` raises.
+        """
+        values, position = torch.empty(stop - start, dtype=self.dtype), 0
+        for part in self.slices(name, start, stop):
+            values[position : position + len(part)] = part
+            position += len(part)
+        return values
+
+    def _read(self, block: int, start: int, stop: int) -> torch.Tensor:
+        self._progress()
+        tickets = [
+            self._generation.read(block, name, start, stop, self._memories[name][: (stop - start) * num_bytes])
+            for name, num_bytes in self._sizes.items()
+        ]
+        join(tickets).wait()
+        fields = {name: view_field(memory, name, stop - start) for name, memory in self._memories.items()}
+        return decode_weights(fields, self._dtype)
 
 
 def fields_for(stored: DtypeName, dtype: DtypeName) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from ratel_cli.errors import BadInput
 from ratel_cli.hardware.host import return_freed_memory, returning_small_buffers
 from ratel_cli.json_fields import hash_of
 from ratel_cli.model.blocks import DecoderModel, find_blocks
-from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, persistent_buffers
+from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
 from ratel_cli.model.directory import resolve_base_model
 from ratel_cli.model.export_layout import ExportLayout, layout_of_model
 from ratel_cli.model.initialise import RandomSource
@@ -80,12 +80,10 @@ def open_weights(
     """
     skeleton, spec = base.model.skeleton, base.model.spec
     if config.random_init:
-        layout = layout_of_model(spec, persistent_buffers(skeleton), config.dtype)
-        return RandomSource(skeleton, config.seed), layout
+        return RandomSource(skeleton, config.seed), layout_of_model(skeleton, spec, config.dtype)
     source = resources.enter_context(CheckpointSource(base.directory, skeleton, spec))
-    buffers = source.read_buffers()
-    install_buffers(skeleton, buffers)
-    return source, layout_of_model(spec, buffers, config.dtype)
+    install_buffers(skeleton, source.read_buffers())
+    return source, source.layout(config.dtype)
 
 
 def hub_id(config: RunConfig) -> str | None:

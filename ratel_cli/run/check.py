@@ -128,8 +128,8 @@ def _find_lacks(config: RunConfig, found: Sequence[RatelError]) -> None:
         model = read_model(config, resources, RunLog(StringIO()), ErrorList())
         if model.base is None or model.device is None:
             return
-        base, spec = model.base, model.base.model.spec
-        layout = layout_of_model(spec, {}, config.dtype) if model.weights is None else model.weights[1]
+        base, (skeleton, spec) = model.base, (model.base.model.skeleton, model.base.model.spec)
+        layout = layout_of_model(skeleton, spec, config.dtype) if model.weights is None else model.weights[1]
         size = export_bytes(layout, base.directory)
         check = partial(
             check_machine, config, base.model, model.device, errors, export_bytes=size, with_memory=not does_not_fit

@@ -12,7 +12,7 @@ Invariants: nothing is changed. A check that depends on something that was found
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -26,12 +26,12 @@ from ratel_cli.engine.block_reader import BlockReader, GenerationBlocks
 from ratel_cli.engine.forward import BlockwiseForward
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.hardware.host import default_limit_bytes
-from ratel_cli.model.checkpoint import install_buffers, open_shards, persistent_buffers
+from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, open_shards, persistent_buffers
 from ratel_cli.model.directory import WEIGHTS_NAME, find_weight_files
 from ratel_cli.model.reload import check_values, holds_export, load_export, read_parameter
 from ratel_cli.model.shards import ShardReader
 from ratel_cli.model.skeleton import DTYPES
-from ratel_cli.model.stored_weights import stored_weights
+from ratel_cli.model.stored_weights import StoredWeights
 from ratel_cli.report.verify import Check
 from ratel_cli.run.base_model import check_model, prepare_process
 from ratel_cli.run.context import RunContext, open_context, stoppable_bar
@@ -46,7 +46,7 @@ _TOKEN_STRIDE = 7919
 """A prime, so that the tokens come from the whole vocabulary. They are the same ones each time."""
 
 _ReadValues = Callable[[str, int, int], torch.Tensor]
-"""Reads elements of a tensor of the export, given its name, the first element and their number."""
+"""Reads elements of a parameter of the export, given its name, the first element and their number."""
 
 
 def verify_run(config: RunConfig, log: RunLog) -> list[Check]:
@@ -177,7 +177,7 @@ def _compare(run: OpenedRun, generations: Sequence[Generation], model: PreTraine
     differing: list[str] = []
     try:
         with ExitStack() as resources:
-            read = _reader_of(run.context.config.output_dir, model, resources)
+            read = _reader_of(run, model, resources)
             for generation in generations:
                 found = _first_difference(run, generation, read)
                 if found is None:
@@ -199,18 +199,13 @@ def _compare(run: OpenedRun, generations: Sequence[Generation], model: PreTraine
         return [equal, Check(what="logits", num_bytes=0, checked="", verdict=failure.message, is_wrong=True)]
 
 
-def _reader_of(directory: Path, model: PreTrainedModel | None, resources: ExitStack) -> _ReadValues:
-    """Reads values of the loaded model, or of the export's files if no model was loaded."""
+def _reader_of(run: OpenedRun, model: PreTrainedModel | None, resources: ExitStack) -> _ReadValues:
+    """Reads values of the loaded model, or of the export's files, as transformers would, if no model was loaded."""
     if model is not None:
         return lambda name, start, number: read_parameter(model, name, start, number)
-    readers = open_shards(resources, find_weight_files(directory))
-
-    def read(name: str, start: int, num_elements: int) -> torch.Tensor:
-        if name not in readers or readers[name].tensors[name].num_elements < start + num_elements:
-            raise IntegrityFailure(f"tensor {name} is missing from the export, or too small")
-        return readers[name].read(name, start, start + num_elements)
-
-    return read
+    config, decoder = run.context.config, run.base.model
+    source = resources.enter_context(CheckpointSource(config.output_dir, decoder.skeleton, decoder.spec))
+    return lambda name, start, number: source.read(name, start, start + number).to(DTYPES[config.dtype])
 
 
 def _first_difference(run: OpenedRun, generation: Generation, read: _ReadValues) -> str | None:
@@ -219,11 +214,14 @@ def _first_difference(run: OpenedRun, generation: Generation, read: _ReadValues)
     The weights are rounded as an export rounds them.
     """
     context, spec = run.context, run.base.model.spec
-    weights = stored_weights(spec, generation, context.pool, context.config.dtype, progress=context.stop.check)
-    with closing(weights):
-        for piece in weights:
-            if not _same_bits(read(piece.name, piece.start, piece.values.numel()), piece.values):
-                return piece.name
+    dtype, progress = context.config.dtype, context.stop.check
+    with StoredWeights(spec, generation, context.pool, dtype, progress=progress) as weights:
+        for parameter in (parameter for block in spec.blocks for parameter in block.parameters):
+            start = 0
+            for values in weights.slices(parameter.name, 0, parameter.num_elements):
+                if not _same_bits(read(parameter.name, start, len(values)), values):
+                    return parameter.name
+                start += len(values)
     return None
 
 

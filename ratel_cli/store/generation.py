@@ -55,6 +55,8 @@ class Generation:
         """The fields of every record."""
         self.block_elements = slots.records.block_elements
         """Number of elements of each block, gaps between parameters included."""
+        self.chunk_elements = BLOCK_ALIGNMENT if slots.chunks is None else slots.chunks.chunk_elements
+        """Reads begin at a multiple of so many elements, and end at one or at the end of a block."""
         self._slots = slots
         self._entry = entry
         self._table = table

@@ -17,9 +17,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.checkpoint import CheckpointSource
+from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
 from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
-from ratel_cli.model.export_layout import LaidOutTensor, TrainedContent, layout_of_model, split_into_shards
+from ratel_cli.model.export_layout import (
+    ExportLayout,
+    LaidOutTensor,
+    layout_of_model,
+    split_into_shards,
+    whole_parameter,
+)
 from ratel_cli.model.export_weights import export_bytes, export_model
 from ratel_cli.model.marker import (
     MARKER_NAME,
@@ -33,7 +39,7 @@ from ratel_cli.model.marker import (
 )
 from ratel_cli.model.shards import ShardReader, file_bytes
 from ratel_cli.model.skeleton import DTYPES
-from ratel_cli.model.spec import ModelSpec, lay_out_block
+from ratel_cli.model.spec import ModelSpec
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.store import Store
 from ratel_cli.units import MIB
@@ -55,8 +61,11 @@ SHARD_BYTES = 60_000
 class Exported:
     """A base model, and a store that holds its weights."""
 
-    def __init__(self, base: Path, spec: ModelSpec, buffers: Tensors, store: Store, pool: BufferPool) -> None:
-        self.base, self.spec, self.buffers, self.store, self.pool = base, spec, buffers, store, pool
+    def __init__(self, base: Path, skeleton: PreTrainedModel, spec: ModelSpec, store: Store, pool: BufferPool) -> None:
+        self.base, self.skeleton, self.spec, self.store, self.pool = base, skeleton, spec, store, pool
+
+    def layout(self, dtype: DtypeName, max_shard_bytes: int) -> ExportLayout:
+        return layout_of_model(self.skeleton, self.spec, dtype, max_shard_bytes=max_shard_bytes)
 
     def export(
         self,
@@ -65,7 +74,9 @@ class Exported:
         dtype: DtypeName = "float32",
         max_shard_bytes: int = SHARD_BYTES,
         overwrite: bool = False,
+        layout: ExportLayout | None = None,
     ) -> None:
+        """Without a `layout`, one of this size that no files of the base decide."""
         export_model(
             self.spec,
             self.store.current(),
@@ -75,7 +86,7 @@ class Exported:
             run="/runs/a",
             overwrite=overwrite,
             dtype=dtype,
-            layout=layout_of_model(self.spec, self.buffers, dtype, max_shard_bytes=max_shard_bytes),
+            layout=layout or self.layout(dtype, max_shard_bytes),
             group_elements=4096,
         )
 
@@ -86,9 +97,9 @@ def in_store(tmp_path: Path, family: str, dtype: DtypeName = "float32", **change
     save_tiny(family, base, **changes)
     skeleton, spec = skeleton_of(base)
     with CheckpointSource(base, skeleton, spec) as source:
-        buffers = source.read_buffers()
+        install_buffers(skeleton, source.read_buffers())
         with imported_store(tmp_path / "store", spec, source, dtype) as (store, pool):
-            yield Exported(base, spec, buffers, store, pool)
+            yield Exported(base, skeleton, spec, store, pool)
 
 
 def load(directory: Path, **options: object) -> PreTrainedModel:
@@ -246,7 +257,7 @@ def test_the_space_of_an_export_is_known_before(tmp_path: Path, max_shard_bytes:
     output = tmp_path / "out"
     with in_store(tmp_path, "llama") as exported:
         (exported.base / "tokenizer.json").write_text(" " * 5_000_000)
-        layout = layout_of_model(exported.spec, exported.buffers, "bfloat16", max_shard_bytes=max_shard_bytes)
+        layout = exported.layout("bfloat16", max_shard_bytes)
         exported.export(output, dtype="bfloat16", max_shard_bytes=max_shard_bytes)
         needed = export_bytes(layout, exported.base)
     sizes = {path.name: path.stat().st_size for path in output.iterdir()}
@@ -257,11 +268,11 @@ def test_the_space_of_an_export_is_known_before(tmp_path: Path, max_shard_bytes:
 def test_too_little_space_is_found_before_the_first_byte(tmp_path: Path) -> None:
     output = tmp_path / "out"
     with in_store(tmp_path, "llama") as exported:
-        block = lay_out_block(index=0, kind="embedding", name="e", parameters=[("e", (1 << 50,), True)])
-        huge = ModelSpec(name="x", architecture="X", blocks=(block,), tied=False, hidden_size=1, vocab_size=1)
-        exported.spec = huge
+        content = whole_parameter("model.norm.weight", (1 << 50,))
+        tensor = LaidOutTensor(name="e", dtype=torch.float32, shape=(1 << 50,), content=content)
+        layout = ExportLayout(shards=split_into_shards([tensor], 1), architecture="X")
         with pytest.raises(EnvironmentFailure, match=r"the export needs 4096 TiB, .* available"):
-            exported.export(output)
+            exported.export(output, layout=layout)
     assert not output.exists()
 
 
@@ -413,7 +424,7 @@ def test_memory_is_one_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize("limit", [1, 500, 1000, 1 << 20])
 def test_shard_sizes(limit: int) -> None:
     tensors = [
-        LaidOutTensor(name=f"t{at}", dtype=torch.float32, shape=(at, 10), content=TrainedContent(parameter="p"))
+        LaidOutTensor(name=f"t{at}", dtype=torch.float32, shape=(at, 10), content=whole_parameter("p", (at, 10)))
         for at in range(20)
     ]
     shards = split_into_shards(tensors, limit)
