@@ -89,7 +89,10 @@ class Reversal:
 
         Where the converter only splits or transposes, they are views of the parameters.
         """
-        with _WithoutCopies():  # type: ignore[no-untyped-call]
+        try:
+            with _WithoutCopies():  # type: ignore[no-untyped-call]
+                return self.run(model, lambda name: parameters[name])
+        except CONVERSION_ERRORS:  # no view has the elements in the order that the converter needs
             return self.run(model, lambda name: parameters[name])
 
 
