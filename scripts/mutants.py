@@ -336,6 +336,7 @@ MUTANTS = (
     Mutant("the prompt without thinking", "data/chat_child.py", "(start, None if quiet == start else quiet)", "(start, None)", "loss begins behind the prompt without thinking", "data/test_thinking.py"),
     Mutant("padding of Arrow", "data/rows.py", "for key, item in value.items() if item is not None}", "for key, item in value.items()}", "keys that Arrow pads do not reach the template", "data/test_row_meanings.py"),
     Mutant("images are left out silently", "data/formats.py", 'if column is not None and self.media == "reject":', "if False:", "a row with an image is rejected", "data/test_row_meanings.py"),
+    Mutant("long samples are kept", "data/encode.py", "if excess_tokens and not self._truncates:", "if False:", "excess_length_strategy: drop leaves long samples out", "data/test_excess_length.py"),
     Mutant("roles of ShareGPT", "data/conversations.py", 'known = _SHAREGPT_ROLES | _TOOL_ROLES if "role" in names else _TOOL_ROLES', "known = _TOOL_ROLES", "ShareGPT's roles are translated", "data/test_dataset.py"),
     Mutant("vectors decay", "model/spec.py", "num_dimensions >= 2 and ", "", "vectors do not decay", "model/test_spec.py"),
     Mutant("norms by another spelling decay", "model/spec.py", "name.lower()", "name", "norms do not decay however they are spelt", "model/test_spec.py"),

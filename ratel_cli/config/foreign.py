@@ -288,7 +288,6 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         max_train_samples skip_train_samples""",
     ),
     (_TURNS, "mask_history train_on_last_turn_only"),
-    (_but(_TRUNCATION, "truncate", "drop"), "excess_length_strategy"),
     (_but(_TRUNCATION, "keep_start", "right"), "truncation_mode truncation_side"),
     (
         _RATES,

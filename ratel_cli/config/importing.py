@@ -62,7 +62,7 @@ def import_config(path: Path) -> Imported:
     )
     dialect.translate(TOP, root)
     if root.content.keys() & _ONLY_OURS and all(outcome.fate == "kept" for outcome in dialect.outcomes):
-        tool = "Ratel"  # axolotl shares the other keys
+        tool, defaults = "Ratel", {}  # axolotl shares the other keys
     has_warmup = tool in ("torchtune", "Ratel") or not is_constant
     steps = root.content.get("warmup_steps")
     if steps is not None and steps.value.content and "warmup_ratio" in root.content:

@@ -23,7 +23,7 @@ from ratel_cli.commands import command
 from ratel_cli.config.aliases import SECTIONS, TOP
 from ratel_cli.config.dialect import Dialect
 from ratel_cli.config.messages import contradictions_in, finding_of
-from ratel_cli.config.other_tools import other_mask, recognise_surely
+from ratel_cli.config.other_tools import other_length, other_mask, recognise_surely
 from ratel_cli.config.overrides import apply_override
 from ratel_cli.config.schema import RunConfig, doubtful_keys
 from ratel_cli.config.source import Location, is_written, keys_by_place, locate, place_of_keys, read_file
@@ -124,8 +124,7 @@ def examine_text(text: str, path: Path, overrides: Sequence[str] = ()) -> Readin
     for number, argument in enumerate(overrides, start=1):
         apply_override(root, argument, number, dialect)
     dialect.finish()
-    mask = other_mask(tool, root)
-    dialect.notices += [] if mask is None else [mask]
+    dialect.notices += filter(None, (other_mask(tool, root), other_length(tool, root)))
     config, left_out = validate(root, dialect), frozenset[str]()
     if findings:
         config, left_out = _usable_part(root)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 
 from ratel_cli.config.aliases import ALIASES, TOP
+from ratel_cli.config.reporting import Entries
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.config.torchtune import is_torchtune
 from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Scalar
@@ -33,7 +34,7 @@ _TRAINER_DEFAULTS: Mapping[str, Scalar] = {
     "warmup_ratio": 0,
 }
 _DEFAULTS: Mapping[str, Mapping[str, Scalar]] = {
-    "axolotl": {"sequence_len": 512, "sample_packing": False},
+    "axolotl": {"sequence_len": 512, "sample_packing": False, "excess_length_strategy": "drop"},
     "LLaMA-Factory": {
         **_TRAINER_DEFAULTS,
         "learning_rate": 5e-5,
@@ -110,6 +111,26 @@ def write_mask(each: Marked) -> None:
 
 MASK = "roles_to_train: [assistant], train_on_eos: turn"
 """What `write_mask` writes."""
+
+
+def other_length(tool: str, root: Marked) -> Finding | None:
+    """A notice if the tool would drop samples that Ratel truncates, because no key says what becomes of them."""
+    assert isinstance(root.content, dict)
+    if tool != "axolotl" or "excess_length_strategy" in root.content:
+        return None
+    for each in _sets_in(root, "datasets"):
+        if "type" in each and each["type"].value.content not in ("auto", "completion"):  # plain text is split there too
+            message = "Ratel truncates samples that are longer than `sequence_len`, axolotl drops them; for that write"
+            return Finding(where=root.content["datasets"].where, message=f"{message} `excess_length_strategy: drop`")
+    return None
+
+
+def _sets_in(root: Marked, key: str) -> Iterator[Entries]:
+    """The keys of each dataset."""
+    assert isinstance(root.content, dict)
+    sets = root.content[key].value.content if key in root.content else None
+    for each in sets if isinstance(sets, list) else ():
+        yield each.content if isinstance(each.content, dict) else {}
 
 
 def other_mask(tool: str, root: Marked) -> Finding | None:

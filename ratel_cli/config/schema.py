@@ -97,8 +97,11 @@ class RunConfig(Section):
     """Also train on the tokens of the prompt. By default only the answer counts in the loss. `conversations`: train on
     all tokens of conversations, but not on a prompt that has a completion of its own; this is the default of TRL."""
     sequence_len: int = Field(default=1024, ge=2)
-    """The most tokens in a sequence. Longer samples are truncated, except plain text (`completion`), which is split
-    into several samples."""
+    """The most tokens in a sequence. For longer samples see `excess_length_strategy`."""
+    excess_length_strategy: Literal["truncate", "drop", "raise"] = "truncate"
+    """What becomes of a sample that is longer than `sequence_len`. `truncate`: its end is cut off. `drop`: it is left
+    out; this is the default of axolotl. `raise`: it is an error. A notice counts the samples that were truncated or
+    dropped. Plain text (`completion`) is split into several samples whatever this is."""
     sample_packing: bool = True
     """Put several short samples into one sequence, so that fewer tokens are padding. No token attends to another
     sample. A model that cannot separate packed samples gets one sample per sequence, with a notice."""

@@ -325,7 +325,7 @@ _MAY_BE_EMPTY = (
     "num_train_epochs", "epochs", "learning_rate", "lr", "lr_scheduler", "lr_scheduler_type", "warmup_steps",
     "warmup_ratio", "optimizer", "optim", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay",
     "attn_implementation", "save_total_limit", "val_set_size", "val_size", "logging_steps", "seed", "train_on_prompt",
-    "completion_only_loss", "assistant_only_loss", "output_dir", "streaming",
+    "completion_only_loss", "assistant_only_loss", "output_dir", "streaming", "excess_length_strategy",
 )  # fmt: skip
 
 _TRANSLATIONS: tuple[Callable[[Entries, Report], None], ...] = (

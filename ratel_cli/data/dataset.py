@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ratel_cli.data.drafts import TrainOnInputs
+from ratel_cli.data.drafts import ExcessLengthStrategy, TrainOnInputs
 from ratel_cli.data.file_names import TEST_REJECTS_NAME
 from ratel_cli.data.ingest import Demand, load_token_cache
 from ratel_cli.data.packing import Integers, MicroBatch, Sequences, assemble, one_per_sequence, pack, random_order
@@ -215,6 +215,7 @@ def load_training_data(
     *,
     tokenizer: Tokenizer,
     train_on_inputs: TrainOnInputs,
+    excess_length_strategy: ExcessLengthStrategy = "truncate",
     cache_dir: Path,
     rejects_path: Path | None,
     notice: Callable[[str], None],
@@ -260,6 +261,7 @@ def load_training_data(
             tokenizer=tokenizer,
             sequence_len=settings.sequence_len,
             train_on_inputs=train_on_inputs,
+            excess_length_strategy=excess_length_strategy,
             cache_dir=cache_dir,
             rejects_path=rejects,
             rejects_shown_by=rejects_shown_by or (None if rejects is None else printable(str(rejects))),

@@ -19,6 +19,9 @@ TrainOnEos = Literal["all", "turn", "last", "none"]
 TrainOnInputs = bool | Literal["conversations"]
 """Whether prompts have loss too. `conversations`: all of a conversation has, unless it has a completion of its own."""
 
+ExcessLengthStrategy = Literal["truncate", "drop", "raise"]
+"""What becomes of a sample that is longer than `sequence_len` and is no plain text."""
+
 
 class Unusable(Exception):
     """Why one row cannot be trained on."""

@@ -44,9 +44,9 @@ class Encoded:
     """The samples of one row."""
 
     samples: tuple[Sample, ...]
-    """One; several if a long text was split."""
-    truncated: bool = False
-    """Whether tokens beyond `sequence_len` were dropped."""
+    """One; several if a long text was split; none if the row is longer than `sequence_len` and not truncated."""
+    excess_tokens: int = 0
+    """Tokens of the row beyond `sequence_len`, which no sample has."""
     remarks: tuple[Remark, ...] = ()
     """What of the row is left out, such as tool calls that the chat template did not write."""
     skips_header: bool = False
@@ -62,8 +62,11 @@ class SampleEncoder(Closing):
         *,
         sequence_len: int,
         train_on_inputs: TrainOnInputs,
+        truncates: bool = True,
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
+        """`truncates`: what is longer than `sequence_len` is truncated; otherwise there is no sample of it."""
+        self._truncates = truncates
         self._tokenizer = tokenizer
         self._sequence_len = sequence_len
         self.train_on_inputs = train_on_inputs
@@ -251,12 +254,14 @@ class SampleEncoder(Closing):
         return Encoded(samples=tuple(Sample(input_ids=input_ids[part], labels=labels[part]) for part in parts))
 
     def _truncate(self, input_ids: TokenIds, labels: TokenIds) -> Encoded | Unusable:
-        truncated = len(input_ids) > self._sequence_len
+        excess_tokens = max(0, len(input_ids) - self._sequence_len)
+        if excess_tokens and not self._truncates:
+            return Encoded(samples=(), excess_tokens=excess_tokens)
         sample = Sample(input_ids=input_ids[: self._sequence_len], labels=labels[: self._sequence_len])
         if not (sample.labels[1:] != IGNORED_TARGET).any():
-            where = f" within the first {self._sequence_len} tokens" if truncated else ""
+            where = f" within the first {self._sequence_len} tokens" if excess_tokens else ""
             return Unusable(f"all masked: no token has loss{where}")
-        return Encoded(samples=(sample,), truncated=truncated)
+        return Encoded(samples=(sample,), excess_tokens=excess_tokens)
 
     def _tokenise(self, texts: list[str]) -> list[list[int]]:
         return cast(list[list[int]], self._call(texts, offsets=False)["input_ids"])

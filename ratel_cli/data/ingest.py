@@ -16,7 +16,7 @@ from functools import partial
 from operator import sub
 from pathlib import Path
 
-from ratel_cli.data.drafts import Draft, TrainOnInputs, Unusable
+from ratel_cli.data.drafts import Draft, ExcessLengthStrategy, TrainOnInputs, Unusable
 from ratel_cli.data.encode import Encoded, SampleEncoder
 from ratel_cli.data.formats import RowFormat, decide_format
 from ratel_cli.data.lines import MAX_ROW_BYTES, Reject, Row
@@ -41,6 +41,7 @@ def load_token_cache(
     tokenizer: Tokenizer,
     sequence_len: int,
     train_on_inputs: TrainOnInputs,
+    excess_length_strategy: ExcessLengthStrategy = "truncate",
     cache_dir: Path,
     rejects_path: Path | None,
     rejects_shown_by: str | None,
@@ -61,7 +62,12 @@ def load_token_cache(
     The error has those of all sources, as far as their first rows show them.
     """
     key = _cache_key(
-        sources, tokenizer=tokenizer, sequence_len=sequence_len, train_on_inputs=train_on_inputs, demand=demand
+        sources,
+        tokenizer=tokenizer,
+        sequence_len=sequence_len,
+        train_on_inputs=train_on_inputs,
+        excess_length_strategy=excess_length_strategy,
+        demand=demand,
     )
     shared_key = _with_date(key, tokenizer)
     try:
@@ -70,12 +76,17 @@ def load_token_cache(
             cache = shared.find(shared_key, cache_dir / key, open_bar=open_bar)
         if cache is None:
             encoder = SampleEncoder(
-                tokenizer, sequence_len=sequence_len, train_on_inputs=train_on_inputs, notice=notice
+                tokenizer,
+                sequence_len=sequence_len,
+                train_on_inputs=train_on_inputs,
+                truncates=excess_length_strategy == "truncate",
+                notice=notice,
             )
             with encoder, TokenCacheWriter(cache_dir / key) as writer:
                 ingestion = _Ingestion(
-                    tokenizer, encoder, writer, sequence_len, rejects_path, rejects_shown_by, notice, key_of_sources
-                )
+                    tokenizer, encoder, writer, sequence_len, rejects_path, rejects_shown_by, notice, key_of_sources,
+                    raises_for_length=excess_length_strategy == "raise",
+                )  # fmt: skip
                 cache = ingestion.run(sources, demand, open_bar)
             if shared is not None:
                 shared.add(shared_key, cache)
@@ -130,6 +141,8 @@ class _Ingestion:
         rejects_shown_by: str | None,
         notice: Callable[[str], None],
         key_of_sources: str,
+        *,
+        raises_for_length: bool,
     ) -> None:
         self._key_of_sources = key_of_sources
         self._tokenizer = tokenizer
@@ -143,7 +156,9 @@ class _Ingestion:
         self._sources: list[SourceCounts] = []
         self._first_rejects: list[Reject] = []
         self._num_rows = 0
+        self._raises_for_length = raises_for_length
         self._num_truncated = 0
+        self._num_dropped = 0
         self._num_split = 0
         self._remarks: Counter[Remark] = Counter()
         self._skips_header = False
@@ -165,6 +180,8 @@ class _Ingestion:
         longer = f"longer than sequence_len ({self._sequence_len} tokens)"
         if self._num_split:
             self._note(f"split {self._num_split} of {self._num_rows} texts: {longer}")
+        if self._num_dropped:
+            self._note(f"dropped {self._num_dropped} of {self._num_rows} samples: {longer}")
         if self._num_truncated:
             self._note(f"truncated {self._num_truncated} of {self._num_rows} samples: {longer}")
         for remark in sentences(self._remarks, self._num_rows):
@@ -183,8 +200,9 @@ class _Ingestion:
         self._notices.append(text)
         self._notice(text)
 
-    def _counts(self) -> tuple[int, int, int, int]:
-        return self._num_rows, self._writer.num_rejected, self._num_truncated, self._writer.num_samples
+    def _counts(self) -> tuple[int, int, int, int, int]:
+        writer = self._writer
+        return self._num_rows, writer.num_rejected, self._num_truncated, writer.num_samples, self._num_dropped
 
     def _read_all(self, sources: Sequence[RowSource], advance: Advance) -> None:
         """Read one source after another, to its end or its `max_samples`. After an error, only the first rows."""
@@ -237,8 +255,8 @@ class _Ingestion:
                         return
                     answer = draft if isinstance(draft, Reject) else next(answers)
                     if isinstance(answer, Encoded):
-                        self._add(answer)
-                        left = None if left is None else left - 1
+                        self._add(row, answer)
+                        left = None if left is None else left - bool(answer.samples)
                     elif isinstance(answer, Reject):
                         self._reject(answer)
                     else:
@@ -282,9 +300,18 @@ class _Ingestion:
             self._note("the tokenizer has no EOS token: the model will not learn where a text ends")
         return row_format
 
-    def _add(self, encoded: Encoded) -> None:
+    def _add(self, row: Row | Reject, encoded: Encoded) -> None:
+        """Write the samples of a row. Raises BadInput if it is too long, and the user wants to know it."""
+        is_excess = encoded.excess_tokens > 0
+        if is_excess and self._raises_for_length:
+            num_tokens = self._sequence_len + encoded.excess_tokens
+            raise BadInput(
+                f"{row.file}:{row.line}: the sample has {num_tokens} tokens, and sequence_len is {self._sequence_len}",
+                hint="set a larger sequence_len, or excess_length_strategy: drop or truncate",
+            )
         self._num_rows += 1
-        self._num_truncated += encoded.truncated
+        self._num_truncated += is_excess and bool(encoded.samples)
+        self._num_dropped += not encoded.samples
         self._num_split += len(encoded.samples) > 1
         self._remarks.update(encoded.remarks)
         self._skips_header |= encoded.skips_header
@@ -300,6 +327,11 @@ class _Ingestion:
     def _check_rejects(self, sources: Sequence[RowSource]) -> None:
         """Raise BadInput if too many rows are rejected, or if no sample is left."""
         reject_too_many(self._writer.num_rejected, self._num_rows, self._first_rejects, shown_by=self._rejects_shown_by)
+        if self._num_dropped and self._writer.num_samples == 0:
+            raise BadInput(
+                f"there is no sample: all {self._num_dropped} are longer than sequence_len ({self._sequence_len})",
+                hint="set a larger sequence_len, or excess_length_strategy: truncate",
+            )
         if self._writer.num_samples == 0:
             paths = ", ".join(printable(source.source.path) for source in sources)
             raise BadInput(f"there is no sample: {f'no rows in {paths}' if paths else 'no dataset is given'}")
@@ -384,6 +416,7 @@ def _cache_key(
     tokenizer: Tokenizer,
     sequence_len: int,
     train_on_inputs: TrainOnInputs,
+    excess_length_strategy: ExcessLengthStrategy,
     demand: Demand | None,
 ) -> str:
     """A hash of everything that decides the content of the cache and of its rejects."""
@@ -400,6 +433,7 @@ def _cache_key(
         "tokenizer": tokenizer_hash(tokenizer),
         "sequence_len": sequence_len,
         "train_on_inputs": train_on_inputs,
+        **({} if excess_length_strategy == "truncate" else {"excess_length_strategy": excess_length_strategy}),
         **({} if demand is None else {"demand": asdict(demand)}),
     }
     return hash_of(parts)[:32]

@@ -33,6 +33,7 @@ def statistics_of(cache: TokenCache, names: list[str]) -> list[SetStatistics]:
                 num_rows=counts.num_rows,
                 num_rejected=counts.num_rejected,
                 num_truncated=counts.num_truncated,
+                num_dropped=counts.num_dropped,
                 num_samples=counts.num_samples,
                 num_tokens=int(lengths.sum()),
                 num_loss_tokens=_num_loss_tokens(cache, start - counts.num_samples, start),

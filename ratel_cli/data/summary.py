@@ -15,6 +15,8 @@ class SetStatistics:
     num_rows: int
     num_rejected: int
     num_truncated: int
+    num_dropped: int
+    """Samples that are too long."""
     num_samples: int
     num_tokens: int
     num_loss_tokens: int

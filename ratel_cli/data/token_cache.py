@@ -47,6 +47,8 @@ class SourceCounts:
     num_rejected: int
     num_truncated: int
     num_samples: int
+    num_dropped: int = 0
+    """Rows whose sample was too long; 0 in caches of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

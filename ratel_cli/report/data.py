@@ -18,6 +18,7 @@ _HEADINGS = (
     "rows",
     "rejected",
     "truncated",
+    "dropped",
     "samples",
     "tokens",
     "with loss",
@@ -85,5 +86,5 @@ def data_to_json(report: DataReport) -> dict[str, object]:
 
 
 def _row(each: SetStatistics, name: str) -> tuple[str, ...]:
-    counts = (each.num_rows, each.num_rejected, each.num_truncated, each.num_samples, each.num_tokens)
+    counts = (each.num_rows, each.num_rejected, each.num_truncated, each.num_dropped, each.num_samples, each.num_tokens)
     return (name, *map(str, (*counts, each.num_loss_tokens, *each.lengths)))

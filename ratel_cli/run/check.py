@@ -36,7 +36,7 @@ from ratel_cli.run.trackers import check_trackers
 _DECIDES_ABOUT_ROWS = frozenset(
     {
         "base_model", "datasets", "test_datasets", "streaming", "max_steps", "chat_template", "chat_template_jinja",
-        "special_tokens", "train_on_inputs", "sequence_len", "val_set_size",
+        "special_tokens", "train_on_inputs", "sequence_len", "excess_length_strategy", "val_set_size",
     }
 )  # fmt: skip
 """Keys that decide which rows can be used."""

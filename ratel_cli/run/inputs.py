@@ -233,6 +233,7 @@ def load_data(
         ),
         tokenizer=tokenizer,
         train_on_inputs=config.train_on_inputs,
+        excess_length_strategy=config.excess_length_strategy,
         cache_dir=cache_dir,
         rejects_path=rejects_path,
         rejects_shown_by=rejects_shown_by,

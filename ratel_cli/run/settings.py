@@ -24,7 +24,7 @@ from ratel_cli.training.wear_limit import WearLimit
 from ratel_cli.units import format_bytes
 
 DECIDES_THE_BITS: Final = (
-    "train_on_inputs", "sequence_len", "sample_packing", "shuffle", "micro_batch_size",
+    "train_on_inputs", "sequence_len", "excess_length_strategy", "sample_packing", "shuffle", "micro_batch_size",
     "gradient_accumulation_steps", "learning_rate", "lr_scheduler", "lr_scheduler_kwargs", "warmup_steps",
     "warmup_ratio", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "dtype",
     "gradient_dtype", "attn_implementation", "head_chunk", "deterministic", "seed", "val_set_size",
@@ -64,6 +64,8 @@ def _hash_of(config: RunConfig, keys: Sequence[str]) -> str:
         value = settings.pop(key)
         if value is not None:
             settings[key] = {name: each for name, each in value.items() if each is not None}
+    if config.excess_length_strategy == "truncate":  # as it was when there was no other
+        del settings["excess_length_strategy"]
     if config.head_chunk == LOGITS_CHUNK_BYTES:
         del settings["head_chunk"]
     return hash_of(settings)

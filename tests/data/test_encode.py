@@ -216,7 +216,7 @@ def test_tokens_are_taken_as_they_are_and_cut(tokenizer: PreTrainedTokenizerFast
     else:
         assert _pairs(answer) == [(ids[:8], labels[:8])]
         assert isinstance(answer, Encoded)
-        assert answer.truncated == (length == 9)
+        assert answer.excess_tokens == (length == 9)
 
 
 @pytest.mark.parametrize(
