@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 from ratel_cli.errors import BadInput
 from ratel_cli.model.kept_precision import reject_kept_parameters
 from ratel_cli.model.layer_runner import LayerRunner
+from ratel_cli.model.passed_on import reject_what_is_passed_on
 from ratel_cli.model.probe import Usage, probe_usage, separates_samples
 from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
 from ratel_cli.model.separation import samples_stay_apart
@@ -191,6 +192,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str) -> DecoderModel:
     first = next(each for each in outside if each.unbound is embedding.weight)
     lookup = RowLookup(embedding)
     usage, embedded = probe_usage(layer_runner, {each.name: each.unbound for each in outside}, first.name, lookup)
+    reject_what_is_passed_on(layer_runner, outside, inside, vocab_size=first.shape[0])
     before, after = _split(outside, usage, first, tied=tied)
     found: list[tuple[BlockKind, str, list[_PlacedParameter]]] = [
         ("embedding", "embedding", before),

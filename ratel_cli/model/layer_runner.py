@@ -30,12 +30,13 @@ from ratel_cli.model.module_state import ModuleState
 
 Argument: TypeAlias = "torch.Tensor | str | int | float | bool | tuple[Argument, ...] | list[Argument] | None"
 
-_WRAPS: tuple[Callable[[torch.Tensor], object], ...] = (
-    lambda hidden: hidden,
-    lambda hidden: (hidden,),
-    lambda hidden: (hidden, None),
+_WRAPS: tuple[Callable[[torch.Tensor, object], object], ...] = (
+    lambda hidden, extra: hidden,
+    lambda hidden, extra: (hidden,),
+    lambda hidden, extra: (hidden, extra),
 )
-"""What a layer may return: bare hidden states, or a tuple that begins with them."""
+"""What a layer may return: bare hidden states, or a tuple that begins with them. The owner may hand what follows them
+to the next layer (`model.passed_on`)."""
 
 
 class Forward(Protocol):
@@ -76,6 +77,8 @@ class LayerRunner:
         self._calls: list[LayerCall] = []
         self._expected: torch.Tensor | None = None
         self._injected: torch.Tensor | None = None
+        self.extras: Sequence[object] = (None,) * len(layers)
+        """What each shim returns besides its hidden states. For trials."""
         self.at_layer: Callable[[], None] | None = None
         """Called whenever the owner reaches a layer. For the probe."""
         in_layers = {id(module) for layer in layers for module in layer.modules()}
@@ -137,11 +140,17 @@ class LayerRunner:
 
     def run_layer(self, index: int, hidden: torch.Tensor, call: LayerCall) -> torch.Tensor:
         """The output of one decoder layer. `hidden` and the result: `[batch, tokens, hidden_size]`."""
+        return self.run_with_extras(index, hidden, call)[0]
+
+    def run_with_extras(
+        self, index: int, hidden: torch.Tensor, call: LayerCall
+    ) -> tuple[torch.Tensor, tuple[Argument, ...]]:
+        """As `run_layer`, with what the layer returns besides."""
         with self._state_of_layers[index].kept():
             output = self._forwards[index](hidden, *call.arguments, **call.keywords)
-        first = output[0] if isinstance(output, tuple | list) else output
+        first, *extras = output if isinstance(output, tuple | list) else (output,)
         assert isinstance(first, torch.Tensor)
-        return first
+        return first, tuple(extras)
 
     def finish(self, hidden: torch.Tensor, input_ids: torch.Tensor, position_ids: torch.Tensor) -> object:
         """The owner's output object, after the final norm, for the output of the last layer.
@@ -163,6 +172,12 @@ class LayerRunner:
         logits = result.logits
         assert isinstance(logits, torch.Tensor)
         return logits
+
+    @property
+    def returns_extras(self) -> bool:
+        """Whether the owner takes something from a layer besides its hidden states. Known from `find_layer_output`
+        on."""
+        return self._wrap is _WRAPS[-1]
 
     @contextlib.contextmanager
     def running_whole(self, around: Callable[[int], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
@@ -225,7 +240,8 @@ class LayerRunner:
             if self.at_layer is not None:
                 self.at_layer()
             last = index == len(self.layers) - 1
-            return self._wrap(self._injected if last and self._injected is not None else hidden)
+            output = self._injected if last and self._injected is not None else hidden
+            return self._wrap(output, self.extras[index])
 
         return forward
 
@@ -270,9 +286,12 @@ def _with_last_hidden_state(finished: object, hidden: torch.Tensor) -> object:
 
 @contextlib.contextmanager
 def _instance_forward(module: nn.Module, forward: Forward) -> Iterator[None]:
-    """A context in which `module.forward` is `forward`. Afterwards it is the class's own again."""
+    """A context in which `module.forward` is `forward`. Afterwards it is what it was, mostly the class's own."""
+    before = vars(module).get("forward")
     module.forward = forward
     try:
         yield
     finally:
         del module.forward
+        if before is not None:
+            module.forward = before

@@ -9,7 +9,8 @@ as a small one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +48,7 @@ def probe_usage(
     input_ids = torch.zeros((1, 2 * _SAMPLE_TOKENS), dtype=torch.long)
     position_ids = torch.arange(_SAMPLE_TOKENS).repeat(2).unsqueeze(0)
     names = {parameter.untyped_storage()._cdata: name for name, parameter in parameters.items()}
-    with torch.no_grad(), _UsageWatch(names, embedding) as watch:
+    with _training(parameters.values()), _UsageWatch(names, embedding) as watch:
         layer_runner.find_layer_output(input_ids, position_ids)
         layer_runner.learn_state(input_ids, position_ids, num_positions=_POSITIONS)
         looks_up_rows = lookup.is_possible and _looks_up_rows(layer_runner, lookup, watch, input_ids, position_ids)
@@ -60,6 +61,20 @@ def probe_usage(
         layer_runner.at_layer = None
     usage = Usage(before=frozenset(watch.before), after=frozenset(watch.after), looks_up_rows=looks_up_rows)
     return usage, embedded
+
+
+@contextlib.contextmanager
+def _training(parameters: Collection[torch.nn.Parameter]) -> Iterator[None]:
+    """A context in which the placeholders are trained, as the weights in a step are: what is computed from them needs
+    a gradient, and a layer must get nothing of that kind but its hidden states."""
+    for parameter in parameters:
+        parameter.requires_grad_(True)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
 
 
 def _looks_up_rows(

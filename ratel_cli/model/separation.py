@@ -29,7 +29,8 @@ _SAMPLES = (67, 10, 19)
 _TOLERANCE = 1e-9
 """How far the numbers of a sample may move, relative to the largest of them. Those of experts move by some 1e-16: how
 their sums are ordered depends on the other tokens."""
-_CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, NotImplementedError)
+CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, NotImplementedError)
+"""What a model's code raises if it cannot run on stand-ins."""
 
 
 def samples_stay_apart(
@@ -52,10 +53,21 @@ def samples_stay_apart(
     try:
         with torch.no_grad(), StandIns() as stand_ins:
             return _stay_apart(layer_runner, outside, layers, stand_ins, samples, watched, vocab_size)
-    except (*_CANNOT_RUN, BadInput):
+    except (*CANNOT_RUN, BadInput):
         return False
     finally:
         layer_runner.model.train(training)
+
+
+def ordinary_tokens(model: nn.Module, vocab_size: int, num_tokens: int, seed: int) -> torch.Tensor:
+    """Random tokens `[1, num_tokens]`, none of which the model's configuration names: it may mean padding."""
+    config = model.config
+    assert isinstance(config, PretrainedConfig)
+    values = config.to_dict().items()
+    special = {value for key, value in values if key.endswith("_id") and isinstance(value, int)}
+    ordinary = torch.tensor([token for token in range(min(vocab_size, 4096)) if token not in special] or [0])
+    chosen = torch.randint(len(ordinary), (1, num_tokens), generator=torch.Generator().manual_seed(seed))
+    return ordinary[chosen]
 
 
 def _stay_apart(
@@ -67,10 +79,8 @@ def _stay_apart(
     watched: slice,
     vocab_size: int,
 ) -> bool:
-    config = layer_runner.model.config
-    assert isinstance(config, PretrainedConfig)
     positions = torch.cat([torch.arange(size) for size in samples]).unsqueeze(0)
-    input_ids = [_token_ids(config, vocab_size, sum(samples), seed) for seed in (1, 2)]
+    input_ids = [ordinary_tokens(layer_runner.model, vocab_size, sum(samples), seed) for seed in (1, 2)]
     input_ids[1][:, watched] = input_ids[0][:, watched]
     with stand_ins.bound(outside):
         embedded = [layer_runner.embed(ids, positions) for ids in input_ids]
@@ -84,7 +94,7 @@ def _stay_apart(
         ]
         if not _is_same(finished, watched):
             return False
-    for index in _one_of_each_kind(layer_runner, layers, embedded):
+    for index in one_of_each_kind(layer_runner, layers, embedded):
         with stand_ins.bound(layers[index]):
             outputs = [
                 layer_runner.run_layer(index, each, call.calls[index])
@@ -101,16 +111,7 @@ def _is_same(outputs: Sequence[torch.Tensor], watched: slice) -> bool:
     return bool((first - second).abs().max() <= _TOLERANCE * first.abs().max())  # False if one is NaN
 
 
-def _token_ids(config: PretrainedConfig, vocab_size: int, num_tokens: int, seed: int) -> torch.Tensor:
-    """Random tokens `[1, num_tokens]`, none of which the model's configuration names: it may mean padding."""
-    values = config.to_dict().items()
-    special = {value for key, value in values if key.endswith("_id") and isinstance(value, int)}
-    ordinary = torch.tensor([token for token in range(min(vocab_size, 4096)) if token not in special] or [0])
-    chosen = torch.randint(len(ordinary), (1, num_tokens), generator=torch.Generator().manual_seed(seed))
-    return ordinary[chosen]
-
-
-def _one_of_each_kind(
+def one_of_each_kind(
     layer_runner: LayerRunner, layers: Sequence[Sequence[StandsIn]], embedded: Sequence[Embedded]
 ) -> list[int]:
     """The first layer of each kind."""

@@ -181,6 +181,7 @@ def odd_model(change: str) -> PretrainedConfig | nn.Module:
         ("between", "its code does something between its layers"),
         ("skips", "only 2 of its 3 layers|its code does something"),
         ("shared object", "its layers share a dict"),
+        ("trained argument", "its layers receive a trained tensor in addition to hidden states"),
     ],
 )
 def test_models_that_do_more_than_call_their_layers_are_rejected(change: str, message: str) -> None:
