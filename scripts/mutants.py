@@ -333,7 +333,7 @@ MUTANTS = (
     Mutant("function calls of ShareGPT", "data/conversations.py", '    "function_call": "function_call",\n', "", "function calls are trained as answers whatever the config says", "data/test_forms.py"),
     Mutant("weights of messages", "data/encode.py", "for span in chat.muted:", "for span in ():", "a message of weight 0 has no loss", "data/test_row_meanings.py"),
     Mutant("shared white space", "data/encode.py", "        return first + 1\n", "        return first\n", "a token that the prompt shares has no loss", "data/test_thinking.py"),
-    Mutant("the prompt without thinking", "data/chat_child.py", "(start, None if quiet == start else quiet)", "(start, None)", "loss begins behind the prompt without thinking", "data/test_thinking.py"),
+    Mutant("the prompt without thinking", "data/chat_child.py", "return start, None if quiet == start else quiet", "return start, None", "loss begins behind the prompt without thinking", "data/test_thinking.py"),
     Mutant("padding of Arrow", "data/rows.py", "for key, item in value.items() if item is not None}", "for key, item in value.items()}", "keys that Arrow pads do not reach the template", "data/test_row_meanings.py"),
     Mutant("images are left out silently", "data/formats.py", 'if column is not None and self.media == "reject":', "if False:", "a row with an image is rejected", "data/test_row_meanings.py"),
     Mutant("long samples are kept", "data/encode.py", "if excess_tokens and not self._truncates:", "if False:", "excess_length_strategy: drop leaves long samples out", "data/test_excess_length.py"),

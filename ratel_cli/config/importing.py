@@ -14,7 +14,7 @@ from ratel_cli.config.aliases import TOP
 from ratel_cli.config.dialect import Dialect, KeyOutcome
 from ratel_cli.config.json_schema import editor_line
 from ratel_cli.config.load import dump, validate
-from ratel_cli.config.other_tools import MASK, defaults_of, mask_of_sets, recognise, write_mask
+from ratel_cli.config.other_tools import MASK, defaults_of, mask_of_sets, recognise, write_mask, write_system_column
 from ratel_cli.config.source import read_file
 from ratel_cli.config.torchtune import translate_torchtune
 from ratel_cli.config.yaml_marks import Entry, Finding, Marked, Scalar, Where, plain, raise_all, read_text
@@ -69,6 +69,8 @@ def import_config(path: Path) -> Imported:
         dialect.drop(root.content.pop("warmup_ratio"), "`warmup_steps` decides, as it does there")
     _add_defaults(root, defaults, has_warmup=has_warmup)
     _write_masks(root, tool, dialect)
+    if tool == "axolotl":
+        write_system_column(root)
     missing = _missing(root)
     _check(root, missing, dialect)
     raise_all(findings)

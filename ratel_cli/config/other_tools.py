@@ -109,6 +109,15 @@ def write_mask(each: Marked) -> None:
         each.content[key] = Entry(where=each.where, written="", value=Marked(where=each.where, content=content))
 
 
+def write_system_column(root: Marked) -> None:
+    """Write into axolotl's sets of conversations that a column `system` has the system prompt, as it has there."""
+    for key in ("datasets", "test_datasets"):
+        for each in _sets_in(root, key):
+            if "type" in each and each["type"].value.content == "chat_template" and "field_system" not in each:
+                where = each["type"].where
+                each["field_system"] = Entry(where=where, written="", value=Marked(where=where, content="system"))
+
+
 MASK = "roles_to_train: [assistant], train_on_eos: turn"
 """What `write_mask` writes."""
 

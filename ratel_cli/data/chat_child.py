@@ -39,14 +39,18 @@ _THOUGHT, _THOUGHT_ENDS = "<think>", "</think>"
 """The marks around reasoning that stands in the content of a message."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-_WITHOUT_THINKING = {"enable_thinking": False, "thinking": False}
+_ASKED = ("enable_thinking", "thinking")
 """What templates ask whether the model thinks: each knows at most one of these."""
+_THINKING: Mapping[Prompt, Mapping[str, bool]] = {
+    "quiet": dict.fromkeys(_ASKED, False),
+    "thinks": dict.fromkeys(_ASKED, True),
+}
 
 ChatMessage = dict[str, object]
 CharSpan = tuple[int, int]
 """Characters [start, end) of a text."""
-Prompt = Literal["none", "plain", "quiet"]
-"""Whether the prompt for the next turn follows the messages: not, as it is by default, or without thinking."""
+Prompt = Literal["none", "plain", "quiet", "thinks"]
+"""Whether the prompt for the next turn follows the messages: not, as it is by default, without thinking, or with it."""
 Render = Callable[[list[ChatMessage], Prompt], str]
 """Renders messages and a prompt. Raises RenderFailure."""
 
@@ -239,13 +243,16 @@ def _start_of_turn(render: Render, before: list[ChatMessage], text: str) -> tupl
     """Where the turn behind these messages begins: behind its prompt, and behind the prompt without thinking.
 
     The latter is looked for only where the first is not in the text, or where its last white space may share a token
-    with the white space behind it: `<think>` and a line end, before a turn that begins with a line end.
+    with the white space behind it: `<think>` and a line end, before a turn that begins with a line end. A template
+    whose prompt is without thinking by default may have one with it.
     """
     start = _prefix_length(render, before, "plain", text)
     if start is not None and not text[max(0, start - 1) : start + 1].isspace():
         return start, None
     quiet = _prefix_length(render, before, "quiet", text)
-    return (quiet, None) if start is None else (start, None if quiet == start else quiet)
+    if start is None:
+        return _prefix_length(render, before, "thinks", text) if quiet is None else quiet, None
+    return start, None if quiet == start else quiet
 
 
 def _prefix_length(render: Render, messages: list[ChatMessage], prompt: Prompt, text: str) -> int | None:
@@ -286,7 +293,7 @@ def _around_stand_in(
     stand_in = _unused_words(text)
     changed = [*messages[:index], {**message, "content": stand_in}, *messages[index + 1 :]]
     before, found, after = render(changed, "none").partition(stand_in)
-    if _has_more(messages[index]) and not _has_more(message):
+    if _has_more(messages[index]) and not _has_more({**message, "content": ""}):
         before = _common_start(before, text)
     fits = text.startswith(before) and text.endswith(after) and len(before) + len(after) <= len(text)
     return (before, after) if found and fits else None
@@ -394,7 +401,7 @@ class ChatTemplate:
         self, messages: list[ChatMessage], given: Mapping[str, object], *, prompt: Prompt = "none", marks: bool = False
     ) -> tuple[str, list[CharSpan]]:
         """The text and, with `marks`, the characters of its `{% generation %}` blocks."""
-        variables = {**self._variables, **given, **(_WITHOUT_THINKING if prompt == "quiet" else {})}
+        variables = {**self._variables, **given, **_THINKING.get(prompt, {})}
         try:
             rendered, spans = self._render_jinja(
                 conversations=[messages],

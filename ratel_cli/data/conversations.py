@@ -239,7 +239,7 @@ def _message(turn: object, where: str, options: TurnOptions) -> ChatMessage:
     elif isinstance(message.get(_FUNCTION_CALL), dict):  # before OpenAI had tool calls
         message["tool_calls"] = [{"type": "function", "function": message.pop(_FUNCTION_CALL)}]
     if "content" in message:
-        message["content"] = _content(message["content"], where, drops_media=options.drops_media)
+        message["content"] = content_text(message["content"], where, drops_media=options.drops_media)
     elif not message.get("tool_calls"):
         raise Unusable(f"{where} has no content")
     if options.training_key != _WEIGHT and message.get(_WEIGHT, 1) not in (0, 1):
@@ -247,8 +247,11 @@ def _message(turn: object, where: str, options: TurnOptions) -> ChatMessage:
     return message
 
 
-def _content(content: object, where: str, *, drops_media: bool) -> str:
-    """The text of a message: as it is, or its parts, one directly behind the other. Raises Unusable."""
+def content_text(content: object, where: str, *, drops_media: bool = False) -> str:
+    """The text of a message: as it is, or its parts, one directly behind the other. Raises Unusable.
+
+    `where` names the message. `drops_media`: images, video and sound among the parts are left out.
+    """
     if not isinstance(content, list):
         return checked_text(content, f"content of {where}")
     texts = []

@@ -334,8 +334,8 @@ def _first_of_turn(
 ) -> int:
     """The first token of a turn behind the same tokens as those of its prompt. Raises Unusable if there is none.
 
-    The turn begins at one of `starts`. If white space at the end of its prompt shares a token with white space behind
-    it, it begins with the next token: `<think>` and a line end, before a turn that has no reasoning.
+    The turn begins at one of `starts`. If the end of its prompt shares a token with white space of the turn, it begins
+    with the next token: `<think>` and a line end, before a turn that has no reasoning and begins with a line end.
     """
     for start in starts:
         if start is not None and start < len(text):
@@ -345,7 +345,7 @@ def _first_of_turn(
     first = int(np.flatnonzero(char_spans[:, 1] > starts[0])[0])
     shared, end = (int(at) for at in char_spans[first])
     is_same_before = input_ids[:first].tolist() == prefixes[starts[0]][:first]
-    if shared < starts[0] and text[shared:end].isspace() and is_same_before:
+    if shared < starts[0] and text[starts[0] : end].isspace() and is_same_before:
         return first + 1
     raise Unusable(_NOT_SEPARATE)
 

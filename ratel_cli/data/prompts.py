@@ -13,6 +13,7 @@ from typing import cast
 
 from ratel_cli.data.chat import ChatRenderer
 from ratel_cli.data.chat_child import ChatMessage
+from ratel_cli.data.conversations import content_text
 from ratel_cli.data.drafts import Unusable
 from ratel_cli.data.encode import opening_tokens, tokenised
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template
@@ -71,13 +72,24 @@ def _of_row(line: str, place: str) -> Prompt:
     except (ValueError, RecursionError) as error:
         raise BadInput(f"{place}: not valid JSON: {excerpt(str(error))}") from error
     found = row.get("prompt", row.get("messages")) if isinstance(row, dict) else row
-    is_chat = isinstance(found, list) and all(_is_message(each) for each in found)
-    if not isinstance(found, str) and not is_chat:
+    if isinstance(found, list) and all(_is_message(each) for each in found):
+        return [_with_text(each, f"message {number}", place) for number, each in enumerate(found, start=1)]
+    if not isinstance(found, str):
         raise BadInput(
             f"{place}: no prompt: a row must be a text, or have a text in `prompt` or, in `messages`, a list of"
             " messages with a `role` each"
         )
-    return cast(Prompt, found)
+    return found
+
+
+def _with_text(message: ChatMessage, where: str, place: str) -> ChatMessage:
+    """A message whose content is a text, as in training, where it may be a list of parts."""
+    if not isinstance(message.get("content"), list):
+        return message
+    try:
+        return {**message, "content": content_text(message["content"], where)}
+    except Unusable as unusable:
+        raise BadInput(f"{place}: {unusable}") from unusable
 
 
 def _is_message(value: object) -> bool:

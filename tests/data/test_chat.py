@@ -48,7 +48,7 @@ def _located(template: str, messages: list[ChatMessage]) -> list[str]:
     def render(some: list[ChatMessage], prompt: Prompt) -> str:
         if not some:
             raise RenderFailure("no messages")
-        thinks = {} if prompt != "quiet" else {"enable_thinking": False}
+        thinks = {"enable_thinking": prompt == "thinks"} if prompt in ("quiet", "thinks") else {}
         return compiled.render(messages=some, add_generation_prompt=prompt != "none", **thinks)
 
     found = find_turns(render, messages)

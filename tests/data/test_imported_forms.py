@@ -46,6 +46,11 @@ FORMS = {
         row={"messages": TWO_ROUNDS},
         sample=f"{U}a{END}\n{A}⟦b{END}⟧\n{U}c{END}\n{A}⟦d{END}⟧\n",
     ),
+    "axolotl: a column system has the system prompt": Imported(
+        config={"datasets": [{"path": "rows.jsonl", "type": "chat_template"}], "strict": False},
+        row={"messages": TWO_ROUNDS[:2], "system": "s"},
+        sample=f"{S}s{END}\n{U}a{END}\n{A}⟦b{END}⟧\n",
+    ),
     "axolotl: chat_template with keys of its own": Imported(
         config={"datasets": [{"path": "rows.jsonl", "type": "chat_template", "train_on_eos": "last"}], "strict": False},
         row={"messages": TWO_ROUNDS},

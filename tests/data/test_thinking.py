@@ -36,6 +36,10 @@ CHOOSES = (
     _TURNS + _THOUGHT + _PROMPT + "{% if enable_thinking is defined and enable_thinking is false %}"
     "<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}{% endif %}"
 )
+# The prompt has no thinking unless it is asked for.
+QUIET = CHOOSES.replace(
+    "enable_thinking is defined and enable_thinking is false", "enable_thinking is not defined or not enable_thinking"
+)
 # Only the answer to the last user message shows reasoning, and the prompt opens none.
 LAST_ONLY = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
@@ -129,6 +133,11 @@ CASES: dict[str, tuple[str, list[ChatMessage], str]] = {
         chat("q", "a", "r", "b", thoughts=("", "how")),
         f"{U}q{E}{B}<think>\n\n</think>\n\n⟦a{E}⟧{U}r{E}{B}<think>\n⟦how\n</think>\n\nb{E}⟧",
     ),
+    "reasoning behind a prompt that opens none unless it is asked to": (
+        QUIET,
+        chat("q", "a", "r", "b", thoughts=("", "how")),
+        f"{U}q{E}{B}<think>\n\n</think>\n\n⟦a{E}⟧{U}r{E}{B}<think>\n⟦how\n</think>\n\nb{E}⟧",
+    ),
     "reasoning of the last answer only": (
         LAST_ONLY,
         THOUGHT,
@@ -158,6 +167,11 @@ CASES: dict[str, tuple[str, list[ChatMessage], str]] = {
         SPLITS,
         chat("q", "<think>why</think>a", "r", "how</think>b"),
         f"{U}q{E}{B}<think>\n⟦why\n</think>\n\na{E}⟧{U}r{E}{B}<think>\n⟦how\n</think>\n\nb{E}⟧",
+    ),
+    "reasoning in the words, behind a prompt that no turn begins with": (
+        SPLITS.removesuffix("<think>\n{% endif %}") + "<think>now\n{% endif %}",
+        chat("q", "<think>why</think>a"),
+        f"{U}q{E}{B}<think>\n⟦why\n</think>\n\na{E}⟧",
     ),
     "an answer that begins with a line end": (
         _TURNS + "{{ m.content }}<|end|>\n" + _PROMPT + "{% endif %}",

@@ -28,7 +28,7 @@ def test_samples_counts_and_packing(make_config: MakeConfig, rows: Path) -> None
     assert lines[1] == SAMPLE
     assert lines[3].startswith(f"{rows}, sample 2: ")
     table = [line.split() for line in lines if line.startswith(("dataset", str(rows) + "  "))]
-    assert table[0][:2] == ["dataset", "rows"] and table[1][1:5] == ["48", "0", "0", "48"]
+    assert table[0][:2] == ["dataset", "rows"] and table[1][1:6] == ["48", "0", "0", "0", "48"]
     assert any(line.startswith("packing") and line.endswith(" % full") for line in lines)
     assert not output_of(config).exists(), "nothing is written"
 
