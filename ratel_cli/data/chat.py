@@ -65,11 +65,15 @@ class ChatRenderer(Closing):
         variables: Mapping[str, object],
         *,
         notice: Callable[[str], None] = lambda text: None,
+        begun: Callable[[ChatRenderer], None] = lambda renderer: None,
         limit_seconds: float = LIMIT_SECONDS,
         slow_seconds: float = SLOW_SECONDS,
         limit_bytes: int = _LIMIT_BYTES,
     ) -> None:
-        """Start the child. Raises EnvironmentFailure if it does not start."""
+        """Start the child. Raises EnvironmentFailure if it does not start.
+
+        `begun` gets the renderer before it is ready, to `kill` it from another thread.
+        """
         self._notice = notice
         self._is_known_slow = True  # starting the child is slow
         self._limit_seconds = limit_seconds
@@ -90,6 +94,7 @@ class ChatRenderer(Closing):
             "start_seconds": _START_SECONDS,
         }
         try:
+            begun(self)
             reply = self._ask(setup)
             reason = self._exit_reason() if reply is None else reply.get("error")
             if reason is not None:
@@ -136,6 +141,10 @@ class ChatRenderer(Closing):
             {"messages": list(messages), "tools": None, "variables": {}, "locate": locate, "muted": no_turns}
         )
         return cast(str, reply["text"])
+
+    def kill(self) -> None:
+        """End the child, so that a thread that waits for it goes on. `close` is still needed."""
+        self._child.kill()
 
     def close(self) -> None:
         """End the child, even in the middle of a template. Idempotent."""

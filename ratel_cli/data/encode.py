@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import cast
 
@@ -18,11 +19,13 @@ import numpy.typing as npt
 from ratel_cli.closing import Closing
 from ratel_cli.data.chat import ChatRenderer, RenderedChat, located_messages
 from ratel_cli.data.chat_child import has_generation_tag
+from ratel_cli.data.chat_pool import ChatPool, Rendering
 from ratel_cli.data.drafts import ChatDraft, Draft, TextDraft, TokensDraft, TrainOnInputs, Unusable
 from ratel_cli.data.prompt_tokens import PromptTokens
 from ratel_cli.data.remarks import Remark
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer
 from ratel_cli.errors import BadInput, excerpt
+from ratel_cli.hardware.host import num_cores
 from ratel_cli.sizes import IGNORED_TARGET
 
 TokenIds = npt.NDArray[np.int32]
@@ -53,8 +56,19 @@ class Encoded:
     """Whether the chat template has no generation prompt, so that loss begins behind the headers of turns."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """Drafts whose conversations are being rendered."""
+
+    drafts: Sequence[Draft]
+    chats: Sequence[ChatDraft]
+    """Those of them that are conversations."""
+    rendering: Rendering | None
+    """Their texts; None if there are none."""
+
+
 class SampleEncoder(Closing):
-    """Turns drafts into samples. Owns the chat renderer, which starts with the first conversation."""
+    """Turns drafts into samples. Owns the processes that render conversations, and starts the first with the first."""
 
     def __init__(
         self,
@@ -73,8 +87,13 @@ class SampleEncoder(Closing):
         self._notice = notice
         self._prefix = [] if isinstance(tokenizer, NoTokenizer) else opening_tokens(tokenizer)
         self._vocabulary = len(tokenizer)
-        self._renderer: ChatRenderer | None = None
+        self._pool: ChatPool | None = None
         self._prompts: PromptTokens | None = None
+
+    @property
+    def num_ahead(self) -> int:
+        """How many groups of a few hundred drafts to begin before one is finished, so that no core waits."""
+        return 1 + num_cores() // 8
 
     @property
     def closes_texts(self) -> bool:
@@ -82,21 +101,29 @@ class SampleEncoder(Closing):
         return self._tokenizer.eos_token_id is not None
 
     def close(self) -> None:
-        """End the chat renderer, if there is one. Idempotent."""
-        if self._renderer is not None:
-            self._renderer.close()
-            self._renderer = None
+        """End the processes that render conversations, if there are any. Idempotent."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def encode(self, drafts: Sequence[Draft]) -> list[Encoded | Unusable]:
         """The samples of each draft, or why it has none, in order. Texts are tokenised together, which uses all cores.
 
         Raises BadInput if the tokenizer or the chat template cannot be used at all.
         """
-        texts = [draft for draft in drafts if isinstance(draft, TextDraft)]
+        return self.finish(self.begin(drafts))
+
+    def begin(self, drafts: Sequence[Draft]) -> Begun:
+        """Have the conversations of drafts rendered while other drafts are finished. Raises what `encode` raises."""
         chats = [draft for draft in drafts if isinstance(draft, ChatDraft)]
-        text_answers, chat_answers = self._encode_texts(texts), self._encode_chats(chats)
+        return Begun(drafts=drafts, chats=chats, rendering=self._render(chats) if chats else None)
+
+    def finish(self, begun: Begun) -> list[Encoded | Unusable]:
+        """What `encode` gives for the drafts."""
+        texts = [draft for draft in begun.drafts if isinstance(draft, TextDraft)]
+        text_answers, chat_answers = self._encode_texts(texts), self._encode_chats(begun)
         answers: list[Encoded | Unusable] = []
-        for draft in drafts:
+        for draft in begun.drafts:
             if isinstance(draft, TextDraft):
                 answer = next(text_answers)
             elif isinstance(draft, ChatDraft):
@@ -128,9 +155,10 @@ class SampleEncoder(Closing):
                 labels[: len(head)] = IGNORED_TARGET
             yield self._split(input_ids, labels) if draft.splittable else self._truncate(input_ids, labels)
 
-    def _encode_chats(self, drafts: Sequence[ChatDraft]) -> Iterator[Encoded | Unusable]:
-        rendered = [self._render(draft) for draft in drafts]
-        chats = [(draft, chat) for draft, chat in zip(drafts, rendered, strict=True) if isinstance(chat, RenderedChat)]
+    def _encode_chats(self, begun: Begun) -> Iterator[Encoded | Unusable]:
+        rendered = [] if begun.rendering is None else begun.rendering.answers()
+        answered = zip(begun.chats, rendered, strict=True)
+        chats = [(draft, chat) for draft, chat in answered if isinstance(chat, RenderedChat)]
         encoded = iter(self._encode_rendered(chats))
         for chat in rendered:
             if isinstance(chat, RenderedChat):
@@ -141,19 +169,16 @@ class SampleEncoder(Closing):
             else:
                 yield chat
 
-    def _render(self, draft: ChatDraft) -> RenderedChat | Unusable:
-        if not self._tokenizer.is_fast and (draft.muted or not self._is_whole(draft)):
+    def _render(self, drafts: Sequence[ChatDraft]) -> Rendering:
+        if not self._tokenizer.is_fast and any(draft.muted or not self._is_whole(draft) for draft in drafts):
             raise BadInput(
                 "a fast tokenizer is needed to find the assistant turns, and this model has none",
                 hint="set train_on_inputs: true, or use a dataset of type tokens",
             )
-        if self._renderer is None:
-            variables = self._tokenizer.special_tokens_map
-            self._renderer = ChatRenderer(self._tokenizer.get_chat_template(), variables, notice=self._notice)
-        try:
-            return self._renderer.render(draft, locate=not self._is_whole(draft))
-        except Unusable as unusable:
-            return unusable
+        if self._pool is None:
+            begin = partial(ChatRenderer, self._tokenizer.get_chat_template(), self._tokenizer.special_tokens_map)
+            self._pool = ChatPool(begin, most=num_cores(), notice=self._notice)
+        return self._pool.start(drafts, locate=lambda draft: not self._is_whole(draft))
 
     def _is_whole(self, draft: ChatDraft) -> bool:
         """Whether all tokens of a conversation have loss."""

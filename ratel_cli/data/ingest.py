@@ -7,7 +7,7 @@ whole cache is written or nothing of it.
 from __future__ import annotations
 
 import errno
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
@@ -15,9 +15,10 @@ from datetime import datetime
 from functools import partial
 from operator import sub
 from pathlib import Path
+from typing import TypeVar
 
 from ratel_cli.data.drafts import Draft, ExcessLengthStrategy, TrainOnInputs, Unusable
-from ratel_cli.data.encode import Encoded, SampleEncoder
+from ratel_cli.data.encode import Begun, Encoded, SampleEncoder
 from ratel_cli.data.formats import RowFormat, decide_format
 from ratel_cli.data.lines import MAX_ROW_BYTES, Reject, Row
 from ratel_cli.data.remarks import Remark, sentences
@@ -25,9 +26,11 @@ from ratel_cli.data.rows import RowSource
 from ratel_cli.data.shared_tokens import SharedTokens
 from ratel_cli.data.token_cache import FORMAT_VERSION, SourceCounts, TokenCache, TokenCacheWriter, copy_rejects
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template, tokenizer_hash
-from ratel_cli.errors import BadInput, EnvironmentFailure, ErrorList, printable
+from ratel_cli.errors import BadInput, EnvironmentFailure, ErrorList, RatelError, printable
 from ratel_cli.json_fields import hash_of
 from ratel_cli.progress import Advance, OpenBar, no_bar
+
+T = TypeVar("T")
 
 _GROUP_ROWS = 256
 _GROUP_CHARS = 1 << 20  # a tokenizer takes about 120 bytes of RAM for each
@@ -124,6 +127,8 @@ class _Group:
     rows: list[Row | Reject]
     drafts: list[Draft | Reject]
     """What becomes of each row."""
+    begun: Begun
+    """The drafts that are no rejects."""
     share: float
     """How much of its source is read."""
 
@@ -248,8 +253,8 @@ class _Ingestion:
         """Read one source; yields after each group its rows, and the share of the source that is read."""
         most = left = source.source.max_samples
         with closing(self._drafted(source)) as groups:
-            for group in groups:
-                answers = iter(self._encoder.encode([draft for draft in group.drafts if not isinstance(draft, Reject)]))
+            for group in ahead(groups, self._encoder.num_ahead):
+                answers = iter(self._encoder.finish(group.begun))
                 for row, draft in zip(group.rows, group.drafts, strict=True):
                     if left == 0:
                         return
@@ -265,7 +270,7 @@ class _Ingestion:
                 yield len(group.rows), min(1.0, share)
 
     def _drafted(self, source: RowSource) -> Generator[_Group, None, None]:
-        """The rows of one source in groups, checked by its format."""
+        """The rows of one source in groups, checked by its format, and their conversations being rendered."""
         num_bytes = 0
 
         def progress(amount: float) -> None:
@@ -286,7 +291,9 @@ class _Ingestion:
                         drafts.append(row_format.draft(row.record))
                     except Unusable as unusable:
                         drafts.append(Reject(file=row.file, line=row.line, reason=str(unusable)))
-                yield _Group(rows=group, drafts=drafts, share=num_bytes / source.num_bytes if source.num_bytes else 0.0)
+                begun = self._encoder.begin([draft for draft in drafts if not isinstance(draft, Reject)])
+                share = num_bytes / source.num_bytes if source.num_bytes else 0.0
+                yield _Group(rows=group, drafts=drafts, begun=begun, share=share)
 
     def _decide(self, source: RowSource, row: Row) -> RowFormat:
         missing = self._tokenizer if isinstance(self._tokenizer, NoTokenizer) else None
@@ -372,6 +379,26 @@ class _Supply:
         capacity = self._demand.capacity
         num_sequences = len(lengths) if capacity is None else self._shown[1] / capacity
         return min(1.0, num_sequences / max(1, self._demand.num_sequences))
+
+
+def ahead(groups: Iterator[T], number: int) -> Iterator[T]:
+    """The groups, each after `number` further ones have begun. An error comes in its place."""
+    begun = deque[T]()
+    failure: RatelError | None = None
+    is_ended = False
+    while True:
+        while not is_ended and len(begun) <= number:
+            try:
+                begun.append(next(groups))
+            except StopIteration:
+                is_ended = True
+            except RatelError as error:
+                is_ended, failure = True, error
+        if not begun:
+            break
+        yield begun.popleft()
+    if failure is not None:
+        raise failure
 
 
 def _groups(rows: Iterator[Row | Reject]) -> Iterator[list[Row | Reject]]:
