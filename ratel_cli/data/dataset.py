@@ -123,8 +123,25 @@ class TrainingData:
 
     @property
     def packing_efficiency(self) -> float:
-        """Tokens of samples as a share of all tokens of one epoch's sequences, each padded to `sequence_len`."""
-        return self.num_tokens / (self.num_sequences * self._settings.sequence_len)
+        """Tokens of samples as a share of all tokens that an epoch computes."""
+        return self.num_tokens / self.num_computed_tokens
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens of the first epoch with their padding: packed sequences are padded to `sequence_len`, others to the
+        longest of their micro-batch.
+        """
+        if self._settings.packing:
+            return self.num_sequences * self._settings.sequence_len
+        lengths = self.cache.lengths[self._train_sequences.samples[self._order_of(0)]]
+        firsts = np.arange(0, len(lengths), self._settings.micro_batch_size)
+        sizes = np.diff(np.append(firsts, len(lengths)))
+        return int((np.maximum.reduceat(lengths, firsts) * sizes).sum())
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether samples may share a sequence."""
+        return self._settings.packing
 
     @property
     def loss_share(self) -> float | None:

@@ -51,7 +51,9 @@ class DataReport:
     num_held_out: int
     steps_per_epoch: int
     packing_efficiency: float
-    """Tokens of samples as a share of all tokens of the sequences, padding included."""
+    """Tokens of samples as a share of all tokens that are computed, padding included."""
+    is_packed: bool
+    """Samples share sequences. Else each has its own, and a micro-batch is as wide as its longest."""
     samples: list[ShownSample]
     rejects: list[Reject]
     """The first rejected rows."""

@@ -40,11 +40,19 @@ def summary_rows(report: DataReport) -> list[tuple[str, str]]:
     steps = counted(report.steps_per_epoch, "step")
     rows = [
         ("epoch", f"{counted(report.num_samples, 'sample')}, {report.num_tokens} tokens, {steps}"),
-        ("packing", f"{counted(report.num_sequences, 'sequence')}, {100 * report.packing_efficiency:.1f} % full"),
+        _sequences(report),
     ]
     if report.num_held_out:
         rows.append(("held out", f"{report.num_held_out} samples for evaluation"))
     return rows
+
+
+def _sequences(report: DataReport) -> tuple[str, str]:
+    """How full packed sequences are; of others, how much padding is computed."""
+    sequences, full = counted(report.num_sequences, "sequence"), 100 * report.packing_efficiency
+    if report.is_packed:
+        return "packing", f"{sequences}, {full:.1f} % full"
+    return "padding", f"{sequences} of one sample; {100 - full:.1f} % of the tokens that are computed is padding"
 
 
 def sample_title(sample: ShownSample) -> str:

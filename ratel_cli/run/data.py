@@ -83,6 +83,7 @@ def _report(
         num_held_out=0 if test_names else data.num_eval_samples,
         steps_per_epoch=data.steps_per_epoch,
         packing_efficiency=data.packing_efficiency,
+        is_packed=data.is_packed,
         samples=[_shown(data.cache, tokenizer, each) for each in wanted],
         rejects=rejects,
     )

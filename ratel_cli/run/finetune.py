@@ -249,15 +249,15 @@ def _opening_rows(
     first_step: int,
     is_split_planned: bool,
 ) -> list[tuple[str, str]]:
-    config = context.config
+    config, data = context.config, inputs.data
     return opening(
         inputs.model.spec,
         plan,
         hardware,
         dtype=config.dtype,
-        samples=inputs.data.num_samples,
-        data_tokens=inputs.data.num_tokens,
-        loss_share=inputs.data.loss_share,
+        samples=data.num_samples,
+        data_tokens=data.num_tokens,
+        loss_share=data.loss_share,
         num_steps=inputs.num_steps,
         first_step=first_step,
         engine=context.queue.engine,
@@ -265,6 +265,7 @@ def _opening_rows(
         output_dir=config.output_dir,
         taken_bytes=taken_bytes(config),
         is_split_planned=is_split_planned,
+        computed_tokens=None if data.is_packed else round(data.num_computed_tokens / data.steps_per_epoch),
         endurance_tb=config.storage.endurance_tb,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pyarrow  # type: ignore[import-untyped]
@@ -325,3 +326,17 @@ def test_the_split_is_disjoint_and_seeded(
 def test_a_split_that_leaves_nothing(load: Load, write_rows: WriteRows, val_set_size: float) -> None:
     with pytest.raises(BadInput, match="val_set_size"):
         load(write_rows(*(GOOD_ROW for _ in range(20))), val_set_size=val_set_size)
+
+
+def test_the_tokens_that_an_epoch_computes(load: Load, write_rows: WriteRows) -> None:
+    """They are those of its micro-batches, padding included."""
+    path = write_rows(*({"text": "fox " * (1 + 7 * index % 23)} for index in range(41)))
+    for packing, shuffle, (size, number) in product(
+        (False, True), (False, True), [(1, 1), (1, 3), (2, 2), (3, 1), (50, 1)]
+    ):
+        data = load(path, packing=packing, shuffle=shuffle, micro_batch_size=size, gradient_accumulation_steps=number)
+        batches = [batch for step in range(data.steps_per_epoch) for batch in data.step(step)]
+        computed = sum(batch.input_ids.numel() for batch in batches)
+        assert data.num_computed_tokens == computed
+        assert data.packing_efficiency == sum(batch.num_tokens for batch in batches) / computed
+        assert packing or size > 1 or data.packing_efficiency == 1

@@ -7,6 +7,8 @@ import json
 import os
 import shlex
 import shutil
+import signal
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 
 from ratel_cli.console import RunLog
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import CHAT, assert_rejected, output_of, ratel, succeed
+from tests.e2e.runs import CHAT, assert_rejected, output_of, ratel, ratel_command, succeed
 
 SAMPLE = "<|user|>Which number is 0?<|assistant|>⟦0 is even<|end|>⟧"
 
@@ -70,6 +72,32 @@ def test_commands_share_tokens(make_config: MakeConfig, rows: Path) -> None:
     assert len(list(entry.parent.iterdir())) == 1
 
 
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.full)]
+)
+def test_a_signal_ends_reading_at_once(
+    make_config: MakeConfig, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    """In the middle of a template, of which nothing is left: no process, no file."""
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    config = make_config("run", data_type=CHAT, chat_template_jinja=endless)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    command = [str(ratel_command()), "data", str(config)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        while b"takes long for one conversation" not in process.stderr.readline():
+            assert process.poll() is None
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.send_signal(number)
+        rest = process.stderr.read().decode()
+        assert process.wait() == code
+    assert rest.splitlines() == ["Stopped. Run the same command again."]
+    assert not Path("/proc", child).exists() and list(temporary.iterdir()) == []
+    assert not (Path(os.environ["XDG_CACHE_HOME"]) / "ratel" / "tokens").exists()
+
+
 def test_nothing_is_written_into_a_run(make_config: MakeConfig) -> None:
     """Nor into a folder with the name of the tokens', whoever made it. With the run's own settings its tokens do."""
     config = make_config("run")
@@ -110,6 +138,7 @@ def test_rejected_rows(make_config: MakeConfig, rows: Path, tmp_path: Path, num_
     ended = ratel("data", config, "--bad")
     if num_bad > 1:
         assert_rejected(ended, 2, "rejected 30 of 174 rows", num_errors=6)
+        assert "hint: repair or remove these rows and 25 more; `ratel data" in ended.stderr
     else:
         assert ended.code == 0
     expected = [f"{path}:{145 + index}: the field 'messages' is missing" for index in range(num_bad)]

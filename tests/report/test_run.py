@@ -102,6 +102,7 @@ def facts(
     num_steps: int = 10,
     first_step: int = 0,
     taken_bytes: int = 0,
+    computed_tokens: int | None = None,
     endurance_tb: float | None = None,
 ) -> dict[str, str]:
     rows = opening(
@@ -118,10 +119,22 @@ def facts(
         paths=[Path("/a"), Path("/b")],
         output_dir=Path("out"),
         taken_bytes=taken_bytes,
+        computed_tokens=computed_tokens,
         endurance_tb=endurance_tb,
     )
     assert len(dict(rows)) == len(rows)
     return dict(rows)
+
+
+def test_steps_of_samples_that_are_not_packed() -> None:
+    """Their padding to `sequence_len` is not computed, and not predicted as if it were without a word."""
+    made = plan()
+    tokens = made.workload.tokens
+    assert "padding" not in facts(made) and "padding" not in facts(made, computed_tokens=tokens)
+    assert facts(made, computed_tokens=tokens // 4)["padding"] == (
+        f"samples are not packed: a step of this data has {tokens // 4} tokens on average, padding included; "
+        "that is 25 % of the step that is predicted"
+    )
 
 
 def test_the_opening_statement() -> None:
