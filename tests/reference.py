@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, Trainer
 
 
 class Batch(Protocol):
@@ -72,10 +72,12 @@ def train_in_memory(
     model.tie_weights()  # on devices that torch does not know, `to` separates tied weights
     masters = {name: nn.Parameter(weights[name].clone().float()) for name, _ in model.named_parameters()}
     _copy_down(model, masters)
-    matrices = [p for n, p in masters.items() if _decays(n, p)]
-    others = [p for n, p in masters.items() if not _decays(n, p)]
+    # The method does not look at its Trainer, which would need a whole training setup.
+    names = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    decayed = [p for n, p in masters.items() if n in names]
+    others = [p for n, p in masters.items() if n not in names]
     optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}],
+        [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}],
         lr=recipe.learning_rate,
         foreach=False,
     )
@@ -232,10 +234,6 @@ def _copy_down(model: nn.Module, masters: dict[str, nn.Parameter]) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(masters[name])
-
-
-def _decays(name: str, parameter: torch.Tensor) -> bool:
-    return parameter.dim() >= 2 and not name.endswith("bias") and "norm" not in name.lower()
 
 
 def _takes_positions(model: nn.Module) -> bool:

@@ -147,7 +147,8 @@ class RunConfig(Section):
     adam_epsilon: float = Field(default=1e-8, gt=0)
     """Added to the square root of AdamW's second moment, so that no update divides by zero."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay, as in AdamW. Biases and the weights of norms never decay."""
+    """Decoupled weight decay, as in AdamW. Biases and the weights of norms never decay, by the rule of transformers'
+    Trainer; `run/model.json` lists the names."""
     max_grad_norm: ClipNorm = 1.0
     """Clip the gradients so that their global norm is at most this. The clipping is exact. 0 or null turns it off."""
 

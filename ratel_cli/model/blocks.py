@@ -32,7 +32,16 @@ from ratel_cli.model.passed_on import reject_what_is_passed_on
 from ratel_cli.model.probe import Usage, probe_usage, separates_samples
 from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
 from ratel_cli.model.separation import samples_stay_apart
-from ratel_cli.model.spec import BlockKind, BlockSpec, LayerTraits, ModelSpec, ParameterSpec, decays, lay_out_block
+from ratel_cli.model.spec import (
+    BlockKind,
+    BlockSpec,
+    LayerTraits,
+    ModelSpec,
+    ParameterSpec,
+    decays,
+    is_matrix,
+    lay_out_block,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +64,8 @@ class _PlacedParameter:
     places: tuple[_ModuleAttribute, ...]
     unbound: nn.Parameter
     """What stands in these places while no weights are bound."""
+    decay: bool
+    """Whether weight decay applies."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -207,7 +218,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str) -> DecoderModel:
                 index=index,
                 kind=kind,
                 name=block_name,
-                parameters=[(each.name, each.shape, decays(each.name, len(each.shape))) for each in parameters],
+                parameters=[(each.name, each.shape, each.decay) for each in parameters],
             )
             for index, (kind, block_name, parameters) in enumerate(found)
         ),
@@ -289,12 +300,15 @@ def _placed_parameters(
                 )
             names.setdefault(parameter, name)
             places.setdefault(parameter, []).append(_ModuleAttribute(module=module, attribute=attribute))
+    norms = [module for module in skeleton.modules() if isinstance(module, nn.LayerNorm)]
+    in_norms = {id(parameter) for norm in norms for parameter in norm.parameters()}
     outside: list[_PlacedParameter] = []
     inside: list[list[_PlacedParameter]] = [[] for _ in layers]
     for parameter, name in names.items():
         home = homes[parameter]
         unbound = _placeholder(parameter) if home is None else parameter
-        placed = _PlacedParameter(name=name, places=tuple(places[parameter]), unbound=unbound)
+        decay = decays(name, is_in_layer_norm=id(parameter) in in_norms)
+        placed = _PlacedParameter(name=name, places=tuple(places[parameter]), unbound=unbound, decay=decay)
         (outside if home is None else inside[home]).append(placed)
     return outside, inside
 
@@ -337,7 +351,7 @@ def _inputs_first(layer: nn.Module) -> list[str]:
         for module_name, module in layer.named_modules()
         if isinstance(module, Conv1D) or getattr(module, "is_transposed", False)
         for name, parameter in module.named_parameters(recurse=False)
-        if decays(name, parameter.dim())
+        if is_matrix(f"{module_name}.{name}", parameter.dim())
     ]
 
 

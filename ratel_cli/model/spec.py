@@ -28,6 +28,7 @@ MAX_LAYERS = 10_000
 
 BlockKind = Literal["embedding", "layer", "head"]
 _BEFORE_THE_LAYER = re.compile(r"(.*?\.)?\d+\.")
+_NEVER_DECAYS = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm($|\.)|_norm($|\.)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,9 +261,17 @@ class LayerTraits:
         )
 
 
-def decays(name: str, num_dimensions: int) -> bool:
-    """Whether weight decay applies to a parameter: it does to matrices, not to vectors, norms and biases."""
-    return num_dimensions >= 2 and not name.endswith("bias") and "norm" not in name.lower()
+def decays(name: str, *, is_in_layer_norm: bool = False) -> bool:
+    """Whether weight decay applies to a parameter, by the rule of transformers' Trainer (5.23): not within a torch
+    LayerNorm, and not if a part of its name says that it is a bias or a norm. Its shape does not matter."""
+    return not is_in_layer_norm and _NEVER_DECAYS.search(name.lower()) is None
+
+
+def is_matrix(name: str, num_dimensions: int) -> bool:
+    """Whether a parameter is taken for a matrix, or a stack of matrices, that activations are multiplied by: it has two
+    dimensions or more, and is no bias and no weight of a norm."""
+    module = ".".join(name.rsplit(".", 2)[-2:]).lower()
+    return num_dimensions >= 2 and not module.endswith("bias") and "norm" not in module
 
 
 def name_in_layer(parameter_name: str) -> str:

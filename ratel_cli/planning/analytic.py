@@ -24,6 +24,7 @@ from ratel_cli.model.spec import (
     RestOfBackward,
     check_depth,
     decays,
+    is_matrix,
     lay_out_block,
     name_in_layer,
 )
@@ -77,7 +78,7 @@ def spec_from_shape(
                 index=index,
                 kind=kind,
                 name=block_name,
-                parameters=[(parameter, shape, decays(parameter, len(shape))) for parameter, shape in parameters],
+                parameters=[(parameter, shape, decays(parameter)) for parameter, shape in parameters],
             )
             for index, (kind, block_name, parameters) in enumerate(groups)
         ),
@@ -286,7 +287,7 @@ def _activations(spec: ModelSpec, block: BlockSpec, state: StateBytes) -> LayerA
 def _products(block: BlockSpec, traits: LayerTraits) -> list[_Product]:
     products = []
     for parameter in block.parameters:
-        if len(parameter.shape) < 2 or not parameter.decay:
+        if not is_matrix(parameter.name, len(parameter.shape)):
             continue
         *stack, outputs, inputs = parameter.shape
         if name_in_layer(parameter.name) in traits.inputs_first:

@@ -46,7 +46,7 @@ from ratel_cli.run.settings import place_of, wear_limit
 from ratel_cli.run.snapshots import find_snapshot, make_snapshot, space_rows, start_snapshots
 from ratel_cli.run.space import Space, check_store_space, spaces_of, taken_bytes
 from ratel_cli.run.split import plan_split, report_better_split, shaped_by_plan
-from ratel_cli.run.store import as_stored, find_store, make_store, resume_store
+from ratel_cli.run.store import as_stored, check_decay, find_store, make_store, resume_store
 from ratel_cli.run.tokenizer import tokenizer_files
 from ratel_cli.run.trackers import Trackers
 from ratel_cli.run.train import Training
@@ -217,6 +217,7 @@ def _first_step(context: RunContext, inputs: Inputs, store: Store | None, *, res
     """The step that the run begins or resumes after. Reports another length than before. Raises BadInput."""
     if store is None:
         return 0
+    check_decay(context.config, inputs.model.spec)
     step = store.progress.step if resume == "auto" else int(resume)
     notice = check_length(
         context.config,

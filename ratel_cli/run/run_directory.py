@@ -34,7 +34,7 @@ from ratel_cli.config.source import is_config_name, similar_path
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, RatelError
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.json_fields import hash_of
+from ratel_cli.json_fields import JsonFields, hash_of
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.run.recorded_paths import as_written, located
@@ -50,6 +50,8 @@ REPORT_NAME = "report.html"
 TRACE_NAME = "trace.json"
 ORIGIN_NAME = "origin.json"
 TOKENS_NAME = "tokens"
+_DECAY = (("decayed", True), ("undecayed", False))
+"""Keys of `run/model.json` with the names of parameters, by whether weight decay applies to them."""
 _MAX_NAME_CHARS = 60
 """Of `output_dir`, in the name of the store's directory. File systems take 255 bytes."""
 
@@ -218,9 +220,26 @@ class CachedProfile:
             return None
 
     def content(self, spec: ModelSpec, profile: ModelProfile | None) -> dict[str, object]:
-        """The content of the file, with `profile` if there is one."""
+        """The content of the file, with `profile` if there is one, and with the names that weight decay applies to."""
         recorded = {} if profile is None else {"profile": {"made_for": self._made_for, **profile.to_json()}}
-        return {**spec.to_json(), **recorded}
+        decay = {name: [each for each, is_one in decay_of(spec).items() if is_one is wanted] for name, wanted in _DECAY}
+        return {**decay, **spec.to_json(), **recorded}
+
+
+def decay_of(spec: ModelSpec) -> dict[str, bool]:
+    """For each parameter whether weight decay applies to it."""
+    return {parameter.name: parameter.decay for block in spec.blocks for parameter in block.parameters}
+
+
+def recorded_decay(output_dir: Path) -> dict[str, bool]:
+    """So for the model of the run that was here, from its `run/model.json`; empty if nothing says it."""
+    try:
+        content = JsonFields(json.loads((run_directory(output_dir) / MODEL_NAME).read_bytes()))
+        blocks = [JsonFields(each) for each in content.items("blocks")]
+        parameters = [JsonFields(each) for block in blocks for each in block.items("parameters")]
+        return {each.text("name"): each.flag("decay") for each in parameters}
+    except (OSError, ValueError, RecursionError):
+        return {}
 
 
 def same_places(paths: Sequence[Path], others: Sequence[Path]) -> bool:

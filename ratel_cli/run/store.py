@@ -23,7 +23,7 @@ from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs import Inputs, changed_settings
 from ratel_cli.run.origin import write_origin
 from ratel_cli.run.output import other_owner, own_output
-from ratel_cli.run.run_directory import CONFIG_NAME, default_store, run_directory, same_places
+from ratel_cli.run.run_directory import CONFIG_NAME, decay_of, default_store, recorded_decay, run_directory, same_places
 from ratel_cli.run.settings import (
     DECIDES_THE_LENGTH,
     as_recorded,
@@ -77,6 +77,18 @@ def find_store(
     if resume not in ("auto", "no"):
         raise BadInput(f"there is no saved step {resume}: there is no store in {place_of(config)}")
     return None
+
+
+def check_decay(config: RunConfig, spec: ModelSpec) -> None:
+    """Raise BadInput if weight decay applies to other parameters than when the run began, under another version."""
+    recorded = recorded_decay(config.output_dir) if config.weight_decay else {}
+    changed = [name for name, decay in decay_of(spec).items() if recorded.get(name, decay) is not decay]
+    if changed:
+        more = f" and {counted(len(changed) - 1, 'other parameter')}" if len(changed) > 1 else ""
+        raise BadInput(
+            f"weight decay applied to other parameters when this run began: {changed[0]}{more} differ",
+            "finish the run with the version of Ratel that began it, or start over with --resume no",
+        )
 
 
 def _reject_store_of_other_run(config: RunConfig) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, Trainer
 
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import assert_rejected, finetune, metrics, output_of, ratel, succeed
@@ -160,3 +161,27 @@ def test_a_run_of_an_earlier_version_goes_on_and_is_cleaned(make_config: MakeCon
     assert len(metrics(config)) == 2
     assert ratel("clean", config, "--yes").code == 0
     assert not (output_of(config) / "run").exists()
+
+
+def test_the_names_that_decay_are_listed_and_stay(make_config: MakeConfig, base: Path) -> None:
+    """Another version may have had another rule; without decay no rule matters."""
+    config = make_config(max_steps=1)
+    succeed(config)
+    path = output_of(config) / "run" / "model.json"
+    recorded = json.loads(path.read_text())
+    model = AutoModelForCausalLM.from_pretrained(base)
+    names = [name for name, _ in model.named_parameters()]
+    decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    assert recorded["decayed"] == [name for name in names if name in decayed]
+    assert recorded["undecayed"] == [name for name in names if name not in decayed]
+
+    parameter = recorded["blocks"][1]["parameters"][0]
+    parameter["decay"] = not parameter["decay"]
+    path.write_text(json.dumps(recorded))
+    before = tree(output_of(config))
+    ended = finetune(config, "max_steps=2")
+    assert_rejected(ended, 2, "weight decay applied to other parameters when this run began", parameter["name"])
+    assert "hint: finish the run with the version of Ratel that began it" in ended.stderr
+    assert tree(output_of(config)) == before
+    path.unlink()
+    succeed(config, "max_steps=2")

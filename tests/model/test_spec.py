@@ -18,6 +18,7 @@ from ratel_cli.model.spec import (
     NormActivations,
     RestOfBackward,
     decays,
+    is_matrix,
     lay_out_block,
     name_in_layer,
 )
@@ -69,25 +70,41 @@ VALUES = st.recursive(
 
 
 @pytest.mark.parametrize(
-    ("name", "num_dimensions", "expected"),
+    ("name", "expected"),
     [
-        ("model.layers.0.mlp.up_proj.weight", 2, True),
-        ("model.layers.0.mlp.experts.gate_up_proj", 3, True),
-        ("model.embed_tokens.weight", 2, True),
-        ("lm_head.weight", 2, True),
-        ("transformer.h.0.ln_1.weight", 1, False),
-        ("model.layers.0.mlp.experts.gate_up_proj_bias", 2, False),
-        ("transformer.h.0.attn.c_attn.bias", 1, False),
-        ("model.layers.0.self_attn.q_norm.weight", 2, False),
-        ("model.layers.0.LayerNorm.weight", 2, False),
-        ("model.layers.0.NORM.scale", 3, False),
-        ("model.layers.0.bias.weight", 2, True),
-        ("model.layers.0.scale", 0, False),
+        ("model.layers.0.mlp.up_proj.weight", True),
+        ("model.layers.0.mlp.experts.gate_up_proj", True),
+        ("lm_head.weight", True),
+        ("model.layers.0.self_attn.sinks", True),
+        ("backbone.norm_f.weight", True),
+        ("model.layers.0.dt_bias", False),
+        ("model.layers.0.bias.weight", False),
+        ("model.layers.0.mlp.experts.gate_up_proj_bias", False),
+        ("transformer.h.0.attn.c_attn.bias", False),
+        ("model.layers.0.self_attn.q_norm.weight", False),
+        ("transformer.blocks.0.norm_attn_norm.attn.Wqkv.weight", False),
+        ("model.layers.0.LayerNorm.weight", False),
+        ("model.layers.0.NORM.scale", False),
+        ("norm.weight", False),
     ],
 )
-def test_which_parameters_decay(name: str, num_dimensions: int, expected: bool) -> None:
-    """Norms and biases never decay, whatever their names and shapes."""
-    assert decays(name, num_dimensions) is expected
+def test_which_names_decay(name: str, expected: bool) -> None:
+    assert decays(name) is expected
+    assert not decays(name, is_in_layer_norm=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_dimensions", "expected"),
+    [
+        ("model.layers.0.mlp.experts.gate_up_proj", 3, True),
+        ("transformer.blocks.0.norm_attn_norm.attn.Wqkv.weight", 2, True),
+        ("model.layers.0.mlp.experts.gate_up_proj_bias", 2, False),
+        ("model.layers.0.self_attn.q_norm.weight", 2, False),
+        ("model.layers.0.self_attn.sinks", 1, False),
+    ],
+)
+def test_what_is_taken_for_a_matrix(name: str, num_dimensions: int, expected: bool) -> None:
+    assert is_matrix(name, num_dimensions) is expected
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -96,7 +113,6 @@ def test_a_spec_and_its_traits_survive_json(architecture: str) -> None:
     model = find_blocks(skeleton, name="tiny")
     assert ModelSpec.from_json(through_json(model.spec.to_json())) == model.spec
     assert LayerTraits.from_json(through_json(model.traits.to_json())) == model.traits
-    assert all(p.decay == decays(p.name, len(p.shape)) for block in model.spec.blocks for p in block.parameters)
 
 
 def test_measured_activations_survive_json() -> None:

@@ -1,0 +1,68 @@
+"""Properties of every causal language model family of transformers, on tiny models, against transformers itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Trainer
+
+from ratel_cli.errors import BadInput
+from ratel_cli.model.blocks import find_blocks
+from ratel_cli.model.skeleton import DTYPES, build_skeleton, read_model_config
+from ratel_cli.sizes import DtypeName
+from scripts.family_configs import FAMILIES, tiny_config
+from tests.tiers import sample
+
+NOT_BUILT = {
+    "dots3_note",
+    "emu3",
+    "gemma3n",
+    "gemma4_assistant",
+    "gemma4_unified_assistant",
+    "mllama",
+    "musicgen",
+    "musicgen_melody",
+}
+"""Families that transformers cannot build, or cannot load again, from these configurations."""
+BUILT = [family for family in FAMILIES if family not in NOT_BUILT]
+
+
+def skeleton_of(config: PretrainedConfig, dtype: DtypeName) -> PreTrainedModel:
+    return build_skeleton(config, dtype=dtype, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("family", sample(BUILT, every=20))
+def test_weight_decay_applies_where_trainer_applies_it(family: str) -> None:
+    config = tiny_config(family)
+    try:
+        spec = find_blocks(skeleton_of(config, "float32"), name="tiny").spec
+    except BadInput:
+        pytest.skip("the family is refused")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    names = {name for name, _ in model.named_parameters()}
+    decayed = names & set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    parameters = [parameter for block in spec.blocks for parameter in block.parameters]
+    assert {parameter.name for parameter in parameters} == names
+    assert {parameter.name for parameter in parameters if parameter.decay} == decayed
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", sample(BUILT, every=20, offset=7))
+def test_dtypes_are_those_of_from_pretrained(tmp_path: Path, family: str, dtype: DtypeName) -> None:
+    """A model is refused if transformers loads a parameter in fp32; else all dtypes, of buffers too, are the same."""
+    AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32).save_pretrained(tmp_path)  # type: ignore[no-untyped-call]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=DTYPES[dtype])
+    kept = {name for name, parameter in loaded.named_parameters() if parameter.dtype == torch.float32}
+    try:
+        skeleton = skeleton_of(read_model_config(tmp_path), dtype)
+        find_blocks(skeleton, name="tiny")
+    except BadInput as error:
+        is_about_dtype = "in fp32; dtype: " in error.message
+        assert bool(kept) or not is_about_dtype, error.message
+        return
+    assert not kept
+    wanted = {name: tensor.dtype for name, tensor in loaded.state_dict().items()}
+    assert {name: tensor.dtype for name, tensor in skeleton.state_dict().items()} == wanted
