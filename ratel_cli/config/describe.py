@@ -19,8 +19,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from ratel_cli.config.aliases import ALIASES, INVERSE, SECTIONS, VALUE_ALIASES, canonical_key
-from ratel_cli.config.foreign import Foreign, foreign_key
+from ratel_cli.config.foreign import FOREIGN, Foreign, foreign_key
 from ratel_cli.config.sections import Section
+from ratel_cli.config.unsupported import UNSUPPORTED, unsupported
 from ratel_cli.errors import BadInput
 
 _PLAIN_TYPES = {"bool": "`true` or `false`", "int": "whole number", "float": "number", "str": "text", "Path": "path"}
@@ -32,8 +33,15 @@ _MOST_CLOSE = 3
 def explain(key: str) -> str:
     """What a key means, as a few lines of text, and what the keys of a section mean, in a line each.
 
-    The dotted name of a key has its section. Raises BadInput for an unknown one.
+    The dotted name of a key has its section. A word for something that Ratel does not do gives the list of these, with
+    what was asked for first. Raises BadInput for an unknown one.
     """
+    missing = None if _is_key(key) else unsupported(key)
+    if missing is not None:
+        others = [each for each in UNSUPPORTED if each is not missing]
+        return "\n".join(f"{each.name}: not supported\n  {each.instead}" for each in (missing, *others)).replace(
+            "`", ""
+        )
     section, name = _found(key)
     if name in SECTIONS[section].model_fields:
         title = key if name == _last(key) else f"{key}: another name of {name}"
@@ -51,6 +59,9 @@ def explain_json(key: str) -> dict[str, object]:
     `fate` is null for a key of Ratel's own; for another trainer's it says what becomes of it. `default` is null where
     there is none, or where the meaning says what stands for an absent value. `keys`: those of a section.
     """
+    missing = None if _is_key(key) else unsupported(key)
+    if missing is not None:
+        return {"key": key, "fate": "impossible", "reason": f"{missing.name}: not supported", "hint": missing.instead}
     section, name = _found(key)
     if name not in SECTIONS[section].model_fields:
         foreign = _foreign(section, name)
@@ -67,6 +78,11 @@ def explain_json(key: str) -> dict[str, object]:
         "meaning": meaning_of(section, name).replace("`", ""),
         "keys": [f"{dotted}.{each}" for each in SECTIONS[dotted].model_fields] if dotted in SECTIONS else [],
     }
+
+
+def _is_key(key: str) -> bool:
+    """Whether it is a key of ours, or a whole key of another trainer."""
+    return canonical_key("", key) in SECTIONS[""].model_fields or key in FOREIGN
 
 
 def _found(key: str) -> tuple[str, str]:

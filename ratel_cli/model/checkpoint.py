@@ -1,8 +1,10 @@
 """A base model's safetensors files as a source of weights.
 
 Opening checks every file, name, shape and dtype against the skeleton and the spec, so that a read can fail only on an
-I/O error. Invariant: `read` returns, bit for bit, the parameter of
-`AutoModelForCausalLM.from_pretrained(..., dtype=float32)`. Memory: the requested elements; for a parameter that
+I/O error. Invariant: `read` returns, bit for bit, what the files hold for a parameter, under the name and in the layout
+that transformers gives it. That is the parameter of `AutoModelForCausalLM.from_pretrained(..., dtype=float32)`, but for
+models whose own code writes into weights after they were loaded: the embedding's row of the padding token, which some
+set to zero. Memory: the requested elements; for a parameter that
 transformers computes from several tensors, those tensors and the result, until another parameter is read.
 """
 

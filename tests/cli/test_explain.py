@@ -10,6 +10,7 @@ from ratel_cli.cli.app import main
 from ratel_cli.config.aliases import ALIASES, SECTIONS
 from ratel_cli.config.describe import all_keys, changed_value, explain, explain_json
 from ratel_cli.config.foreign import FOREIGN
+from ratel_cli.config.unsupported import UNSUPPORTED
 
 
 def test_a_key_and_its_other_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,3 +117,37 @@ def test_a_name_that_nobody_knows(key: str, hint: str, capsys: pytest.CaptureFix
 def test_values_that_are_compared(value: object, words: str) -> None:
     """As in `num_epochs was 16, is now 8`."""
     assert changed_value(value) == words
+
+
+@pytest.mark.parametrize(
+    ("word", "first"),
+    [
+        ("lora", "LoRA"),
+        ("QLoRA", "LoRA"),
+        ("dpo", "DPO"),
+        ("4-bit", "Quantised"),
+        ("multi-gpu", "Several GPUs"),
+        ("images", "Images"),
+    ],
+)
+def test_what_ratel_does_not_do(capsys: pytest.CaptureFixture[str], word: str, first: str) -> None:
+    """The whole list, with what to do instead; what was asked for comes first."""
+    assert main(["explain", word]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names, instead = lines[::2], lines[1::2]
+    assert names[0].startswith(first)
+    assert len(names) == len(instead) == len(UNSUPPORTED)
+    assert all(name.endswith(": not supported") for name in names)
+    assert all(line.startswith("  ") and line.endswith(".") for line in instead)
+    assert main(["explain", word, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["key"], found["fate"]) == (word, "impossible")
+    assert found["reason"] == names[0]
+
+
+def test_keys_come_before_words() -> None:
+    """`adapter` and `fsdp` are keys of other trainers, `rl` too."""
+    for each in UNSUPPORTED:
+        for word in each.words.split():
+            text = explain(word)
+            assert text.startswith(f"{word}: a key of other trainers") == (word in FOREIGN)

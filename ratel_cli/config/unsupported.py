@@ -1,0 +1,57 @@
+"""What other trainers do and Ratel does not, with what to do instead: the answer to `ratel explain lora`.
+
+Invariant: keys of a config are not here; config/foreign.py has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unsupported:
+    """Something that other trainers do and Ratel does not, and what to do instead."""
+
+    name: str
+    words: str
+    """What people call it, in lower case without hyphens, separated by blanks."""
+    instead: str
+
+
+UNSUPPORTED: tuple[Unsupported, ...] = (
+    Unsupported(
+        name="LoRA, QLoRA and other adapters",
+        words="lora qlora dora adapter adapters peft freeze freezing",
+        instead="Ratel trains every weight, of models larger than the GPU too. Merge an adapter into its base model to"
+        " train on from it; train an adapter with PEFT.",
+    ),
+    Unsupported(
+        name="DPO, GRPO, PPO and other training on preferences or rewards",
+        words="dpo grpo ppo kto orpo simpo rlhf rl preference preferences reward rewards distillation",
+        instead="Ratel does supervised fine-tuning. Train on the chosen answers first, and use the export as the base"
+        " model of TRL.",
+    ),
+    Unsupported(
+        name="Quantised training, in 4 bit, 8 bit or fp8",
+        words="quantised quantized quantisation quantization 4bit 8bit int4 int8 fp8 bitsandbytes bnb gptq awq gguf",
+        instead="Ratel trains in `dtype`, with fp32 master weights on NVMe. Use the model from before quantisation, and"
+        " quantise the export.",
+    ),
+    Unsupported(
+        name="Several GPUs or machines",
+        words="multigpu gpus distributed ddp fsdp deepspeed sharding parallel parallelism accelerate multinode",
+        instead="Ratel computes on one device and streams the model from NVMe instead of sharding it; `ratel plan` says"
+        " how long a step takes.",
+    ),
+    Unsupported(
+        name="Images, sound and video",
+        words="vision image images audio video multimodal vlm",
+        instead="Ratel trains on text. docs/guide.md shows how to save the language part of a larger model.",
+    ),
+)
+
+
+def unsupported(word: str) -> Unsupported | None:
+    """What is not supported that people call by this word; None if there is nothing."""
+    plain = "".join(char for char in word.lower() if char.isalnum())
+    return next((each for each in UNSUPPORTED if plain in each.words.split()), None)
