@@ -11,8 +11,10 @@ them from its shapes.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
@@ -54,6 +56,22 @@ def measured_traits(model: DecoderModel) -> LayerTraits:
 
     The model must be on the CPU, with no block bound.
     """
+    with _silent_fake_tensors():
+        return _measured_traits(model)
+
+
+@contextlib.contextmanager
+def _silent_fake_tensors() -> Iterator[None]:
+    """A context in which torch does not log a traceback where fake tensors cannot run an operator."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _measured_traits(model: DecoderModel) -> LayerTraits:
     positions = torch.cat([torch.arange(_FIRST_SAMPLE), torch.arange(_TOKENS - _FIRST_SAMPLE)]).unsqueeze(0)
     kinds: dict[object, tuple[BlockSpec, LayerCall]] = {}
     try:
@@ -267,7 +285,7 @@ class _ActivationWatch(OperatorMode):
 
     def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         passed = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
-        result = func(*args, **kwargs)
+        result = _run(func, args, kwargs)
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in passed and storage._cdata not in self._known:
@@ -315,6 +333,18 @@ class _ActivationWatch(OperatorMode):
     def _end_gradient(self, key: int) -> None:
         del self._known[key]
         self._num_made -= 1
+
+
+def _run(func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    """The operator's result. Products of groups of rows (experts) have real kernels for dtypes and sizes for which
+    their rule for fake tensors raises an error."""
+    if func is not torch.ops.aten._grouped_mm.default:
+        return func(*args, **kwargs)
+    left, right, *ends = tensors_in((args, kwargs))
+    product = (left.shape[-2], right.shape[-1])
+    if left.dim() != right.dim():  # the groups are parts of the rows, or of what is summed over
+        return left.new_empty(product)
+    return left.new_empty((len(ends[0]) if left.dim() == 2 else len(left), *product))
 
 
 def _is_made_with(name: str, rest: _Part) -> bool:

@@ -14,7 +14,7 @@ from ratel_cli.engine.replay.tape import Recorder
 from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.footprint import measured_traits
 from ratel_cli.model.layer_runner import last_hidden_state
-from ratel_cli.model.skeleton import build_skeleton
+from ratel_cli.model.skeleton import DTYPES, build_skeleton
 from ratel_cli.model.spec import LayerActivations, name_in_layer
 from ratel_cli.planning.analytic import gpt_activations, gpt_norm
 from tests.engine.architectures import ARCHITECTURES, larger_config
@@ -53,7 +53,7 @@ def saved_bytes(model: DecoderModel, num_tokens: int) -> int:
     positions = two_samples(num_tokens)
     embedded = model.layer_runner.embed(torch.zeros_like(positions), positions)
     block = model.spec.blocks[1]
-    parameters = model.bind(block, torch.randn(block.num_elements).bfloat16() / 10)
+    parameters = model.bind(block, (torch.randn(block.num_elements) / 10).to(model.skeleton.dtype))
     recorder = Recorder(parameters)
     with recorder.recording():
         model.layer_runner.run_layer(0, embedded.hidden.detach().requires_grad_(), embedded.calls[0])
@@ -209,3 +209,29 @@ def test_a_model_whose_values_decide_is_not_measured() -> None:
 def test_a_model_for_few_tokens_is_not_measured() -> None:
     model = model_of("gpt2", n_positions=8)
     assert measured_traits(model) == model.traits
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+def test_experts_are_measured_in_every_dtype(architecture: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Torch's rule for fake tensors knows products of groups in bf16 only, and logs a traceback for others."""
+    config = larger_config(architecture)
+    models = {
+        dtype: find_blocks(build_skeleton(config, dtype=dtype, attn_implementation="sdpa"), name=architecture)
+        for dtype in DTYPES
+    }
+    measured = {dtype: activations_of(model) for dtype, model in models.items()}
+    assert measured["float16"] == measured["bfloat16"]
+    found = measured["float32"]
+    assert {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"} <= {*found.saved_products}
+    tokens = 96
+    wanted = saved_bytes(models["float32"], tokens)
+    assert tokens * found.saved_per_token + tokens**2 * found.saved_per_pair == pytest.approx(wanted, rel=0.1)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_fake_tensors_cannot_run_is_no_error(capfd: pytest.CaptureFixture[str]) -> None:
+    model = model_of("llama")
+
+    model.skeleton.get_submodule("model.layers.0").mlp.forward = lambda hidden: torch._scaled_mm(hidden[0], hidden[0].T)
+    assert measured_traits(model).activations is None
+    assert capfd.readouterr() == ("", "")
