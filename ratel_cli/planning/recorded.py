@@ -48,7 +48,7 @@ class UnitRecord:
     operators: tuple[OperatorRecord, ...]
     """All operators, in the order in which they ran."""
     saved: frozenset[int]
-    """Storages that autograd would have saved."""
+    """Storages that autograd would have saved, and those that custom autograd functions get."""
     saved_bytes: int
     """Bytes of those that are neither weights nor the layer's inputs."""
     replay_bytes: int

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable
 
+import numpy
+import numpy.typing
 import pytest
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 
 from ratel_cli.engine.replay.tape import Recorder, Replayer, Tape, Tapes
@@ -275,3 +279,106 @@ def test_tapes_keep_what_is_of_one_call(hidden: torch.Tensor) -> None:
     assert seeds and all(seed() is not other for seed in seeds for other in others)
     del first, ours
     assert not any(seed() for seed in seeds)
+
+
+class InPlace(torch.autograd.Function):
+    """Doubles its input in its own memory, as fused rotary kernels do, where no dispatch mode sees it."""
+
+    @staticmethod
+    def forward(_: FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+        memory_of(x)[:] *= 2
+        return x
+
+    @staticmethod
+    def backward(_: FunctionCtx, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+class MarkedInPlace(InPlace):
+    """The same, told to autograd."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        memory_of(x)[:] *= 2
+        return x
+
+
+class DetachedInPlace(InPlace):
+    """The same, through an alias."""
+
+    @staticmethod
+    def forward(_: FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+        x.detach().numpy()[:] *= 2
+        return x
+
+
+class OutOfPlace(InPlace):
+    """Reads its input where no dispatch mode sees it."""
+
+    @staticmethod
+    def forward(_: FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+        output = torch.empty(x.shape)
+        memory_of(output)[:] = 2 * memory_of(x)
+        return output
+
+
+class TwoOfThem(torch.autograd.Function):
+    """Doubles tensors in a list, and saves one of them."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, factor: float, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for each in (x, y):
+            memory_of(each)[:] *= factor
+        ctx.save_for_backward(x)
+        return x, y
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: torch.Tensor) -> tuple[None, torch.Tensor, torch.Tensor]:
+        (x,) = ctx.saved_tensors
+        return None, gradients[0] * 2 + x * 0, gradients[1] * 2
+
+
+def memory_of(tensor: torch.Tensor) -> numpy.typing.NDArray[numpy.float32]:
+    return numpy.ctypeslib.as_array((ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr()))
+
+
+@pytest.mark.parametrize("function", [InPlace, MarkedInPlace, DetachedInPlace, OutOfPlace, TwoOfThem])
+def test_what_a_custom_function_reads_is_never_swapped(
+    function: type[torch.autograd.Function], weights: list[nn.Parameter], hidden: torch.Tensor
+) -> None:
+    """Its kernels may write it where nothing sees it. Each operator alone is swapped, and all of them."""
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        query, key = (x @ weights[0]).clone(), torch.sin(x @ weights[1])
+        if function is TwoOfThem:
+            query, key = TwoOfThem.apply(2.0, query, key)
+        else:
+            query, key = function.apply(query), function.apply(key)
+        return functional.silu(query * key) @ weights[2] + query
+
+    plain = gradients(block, hidden, weights, None)
+    recorder = Recorder()
+    with recorder.recording():
+        block(hidden.detach().requires_grad_())
+    recorder.finish()
+    keys = [operator.key for operator in recorder.operators]
+    for swapped in [[], *([key] for key in keys), keys]:
+        recorder = Recorder(swapped=swapped)
+        with recorder.recording():
+            block(hidden.detach().requires_grad_())
+        tape, offloaded = recorder.finish()
+        leaf = hidden.detach().requires_grad_()
+        with Replayer(tape, dict(offloaded)) as replayer:
+            output = block(leaf)
+        replayer.check_complete()
+        torch.manual_seed(9)
+        found = torch.autograd.grad(output, [leaf, *weights], torch.randn_like(output))
+        assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True)), swapped
+
+
+def test_watching_custom_functions_ends_with_the_recording() -> None:
+    before = torch.autograd.Function.apply.__func__
+    with Recorder().recording():
+        assert torch.autograd.Function.apply.__func__ is not before
+    assert torch.autograd.Function.apply.__func__ is before

@@ -111,7 +111,7 @@ class _TimingRecorder(Recorder):
                 )
                 for operator, (path, flops, seconds) in zip(self.operators, self._notes, strict=True)
             ),
-            saved=frozenset(self.saved),
+            saved=frozenset(self.saved | self.opaque),
             saved_bytes=self.saved_bytes,
             replay_bytes=self._most_bytes(held=False),
             replay_held_bytes=self._most_bytes(held=True),

@@ -6,8 +6,9 @@ under a `Replayer`, which rebuilds the autograd graph: each operator is run agai
 or skipped, as `planning.liveness` decided.
 
 An operator's key is its name and the number of its earlier calls in the layer, such as `aten.mm.default#2`. Some
-outputs are never swapped, whatever the plan says: views, mutated tensors, and integers, which may decide what the
-model computes. Attention on a GPU returns a few integers for its own backward; the tape holds those.
+outputs are never swapped, whatever the plan says: views, mutated tensors, what a custom autograd function gets and may
+write to, and integers, which may decide what the model computes. Attention on a GPU returns a few integers for its own
+backward; the tape holds those.
 
 Invariants: (1) the replay meets the recorded operators in the recorded order, or it stops with an error, never with
 wrong gradients; (2) random operators draw what they drew when they were recorded; (3) no autograd graph outlives the
@@ -142,6 +143,9 @@ class Recorder(OperatorMode):
         self._serials: dict[int, int] = {}
         self._num_serials = 0
         self._mutated: set[int] = set()
+        """Storages that something writes to, or may write to where no dispatch mode sees it."""
+        self.opaque: set[int] = set()
+        """Storages that custom autograd functions get: their kernels may read them where no dispatch mode sees it."""
         self._made: set[int] = set()
         """Storages that an operator of the layer made: neither parameters nor inputs."""
         self._device = parameters[0].device if parameters else None
@@ -153,7 +157,8 @@ class Recorder(OperatorMode):
     def recording(self) -> Iterator[None]:
         """Record what runs inside. Grad mode is on: without it some models run other operators, and attention drops
         its log-sum-exp."""
-        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(self._note_saved, _never_unpack), self:
+        saved = torch.autograd.graph.saved_tensors_hooks(self._note_saved, _never_unpack)
+        with torch.enable_grad(), saved, _noting_custom_functions(self._note_opaque), self:
             yield
 
     def finish(self) -> tuple[Tape, dict[int, tuple[torch.Tensor, ...]]]:
@@ -167,7 +172,7 @@ class Recorder(OperatorMode):
             if self._mutated.isdisjoint(self.operators[position].writes)
         }
         self._offloaded_outputs = {}
-        decisions = decide(self.operators, self.saved, offloaded.keys())
+        decisions = decide(self.operators, self.saved | self.opaque, offloaded.keys())
         tape = Tape(
             funcs=tuple(operator.func for operator in self.operators),
             decisions=tuple(decisions),
@@ -187,9 +192,11 @@ class Recorder(OperatorMode):
         return operator.output_bytes > 0 and self._mutated.isdisjoint(operator.writes)
 
     def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        reads = self._serials_of(tensors_in((args, kwargs)))
+        if not torch.is_grad_enabled():
+            self._mutated.update(reads)  # as in a custom function: what reads may write as well
         if func is _DETACH:
             return func(*args, **kwargs)
-        reads = self._serials_of(tensors_in((args, kwargs)))
         random_state = _random_state(func, args, kwargs)
         result = self._call(func, args, kwargs)
         operator = self._describe(func, reads, result, random_state)
@@ -259,6 +266,11 @@ class Recorder(OperatorMode):
         self._num_serials += 1
         return self._num_serials
 
+    def _note_opaque(self, tensors: Sequence[torch.Tensor]) -> None:
+        serials = self._serials_of(tensors)
+        self._mutated.update(serials)
+        self.opaque.update(serials)
+
     def _note_saved(self, tensor: torch.Tensor) -> None:
         (serial,) = self._serials_of((tensor,))
         if serial not in self.saved:
@@ -305,6 +317,25 @@ class Replayer(OperatorMode):
             for part in outputs
         )
         return result[0] if len(result) == 1 else result
+
+
+@contextlib.contextmanager
+def _noting_custom_functions(note: Callable[[Sequence[torch.Tensor]], None]) -> Iterator[None]:
+    """A context in which `note` is called with the tensors that a custom autograd function gets.
+
+    Its kernels (fused rotary embeddings, norms) may read and write these by address, where no dispatch mode sees it.
+    """
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(function: type[torch.autograd.Function], /, *args: object, **kwargs: object) -> object:
+        note(tensors_in((args, kwargs)))
+        return original.__func__(function, *args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 def storage_bytes(tensors: Sequence[torch.Tensor]) -> list[int]:
