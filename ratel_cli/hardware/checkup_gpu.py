@@ -1,4 +1,4 @@
-"""What `ratel doctor` finds about GPUs: driver, torch, the link to them, pinned memory, clocks.
+"""What `ratel doctor` finds about GPUs: driver, torch, CUDA's settings, the link to them, pinned memory, clocks.
 
 Invariant: a check depends only on its arguments.
 """
@@ -6,17 +6,19 @@ Invariant: a check depends only on its arguments.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ratel_cli.hardware.checkup import Diagnosis
+from ratel_cli.hardware.checkup_numa import check_numa
 from ratel_cli.hardware.spec import Link
 from ratel_cli.hardware.system_files import SystemFiles
 from ratel_cli.units import format_rate
 
 _PCI: Final = "sys/bus/pci/devices"
+_DRIVER_GPUS: Final = "proc/driver/nvidia/gpus"
 _NVIDIA: Final = "0x10de"
 _DISPLAY_CLASSES: Final = ("0x0300", "0x0302")
 """The beginnings of a GPU's PCI class: VGA and 3D controllers."""
@@ -24,6 +26,11 @@ _LANE_BYTES_PER_SECOND: Final = {2.5: 0.25e9, 5.0: 0.5e9, 8.0: 0.985e9, 16.0: 1.
 """What a lane carries one way, by its GT/s: PCIe 1 to 6."""
 _LEAST_SHARE: Final = 0.6
 """Of what the lanes carry. Pinned memory reaches 0.8 and more of it; less has a cause."""
+_NUM_STREAMS: Final = 4
+"""Computing, two lanes of uploads, downloads (engine/device/gpu.py). With fewer connections some share one."""
+_FIRST_LEAKY: Final = (6, 11)
+_LAST_LEAKY: Final = (6, 13)
+"""Releases of Linux that lose memory that was pinned for a long time, until pinning fails (NVIDIA/NV-Kernels 108)."""
 _SLOWED: Final = {
     0x8: "hardware slowdown", 0x20: "too hot (software)", 0x40: "too hot (hardware)", 0x80: "power brake",
 }  # fmt: skip
@@ -48,25 +55,52 @@ class GpuSight:
     """The driver's reasons for its present clock, as bits; None: unknown."""
 
 
-def check_gpu(files: SystemFiles, sight: GpuSight) -> Iterator[Diagnosis]:
-    """The diagnoses about the GPU that a run would use; one that says so if there is none."""
+def check_gpu(
+    files: SystemFiles, sight: GpuSight, *, environment: Mapping[str, str], kernel: str, drives: Sequence[str]
+) -> Iterator[Diagnosis]:
+    """The diagnoses about the GPU that a run would use; one that says so if there is none.
+
+    `environment`: the variables of this process. `kernel`: its release, such as `6.8.0-45-generic`. `drives`: the
+    names of the drives that a store would be on.
+    """
     if sight.name is None:
         yield _without_gpu(files, sight)
         return
     version = _driver_version(files)
     driver = f", driver {version}" if version else ""
     yield Diagnosis(what="GPU", verdict="ok", reason=f"{sight.name}{driver}, torch built for {sight.build}")
+    yield _settings(environment)
     yield from _link_diagnoses(files, sight.link)
-    if sight.pinning_failure is None:
-        yield Diagnosis(what="pinned memory", verdict="ok", reason="copies to and from the GPU overlap with work")
-    else:
-        yield Diagnosis(
-            what="pinned memory",
-            verdict="slow",
-            reason=f"{sight.pinning_failure}: copies do not overlap with work",
-            remedy="ulimit -l unlimited; in a container: --ulimit memlock=-1",
-        )
+    yield from check_numa(files, files.names(_DRIVER_GPUS), drives)
+    yield _pinned_memory(sight.pinning_failure, kernel)
     yield _clock(sight.clock_reasons)
+
+
+def _settings(environment: Mapping[str, str]) -> Diagnosis:
+    """CUDA's environment variables that keep copies from running next to kernels."""
+    found = {}
+    connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    if connections.isdecimal() and int(connections) < _NUM_STREAMS:
+        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "copies and kernels share a queue and wait for each other"
+    if environment.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+        found["CUDA_LAUNCH_BLOCKING"] = "the host waits for every kernel"
+    if not found:
+        return Diagnosis(what="CUDA settings", verdict="ok", reason="none that slow a run")
+    reason = "; ".join(f"{name}={environment[name]}: {what}" for name, what in found.items())
+    return Diagnosis(what="CUDA settings", verdict="slow", reason=reason, remedy=f"unset {' '.join(found)}")
+
+
+def _pinned_memory(failure: str | None, kernel: str) -> Diagnosis:
+    numbers = tuple(map(int, re.findall(r"\d+", kernel)[:2]))
+    is_leaky = _FIRST_LEAKY <= numbers <= _LAST_LEAKY
+    if failure is None and not is_leaky:
+        return Diagnosis(what="pinned memory", verdict="ok", reason="copies to and from the GPU overlap with work")
+    reasons = [] if failure is None else [f"{failure}: copies do not overlap with work"]
+    remedy = "look at the kernel's log for NVRM (sudo dmesg); in a container, raise its limit on memory"
+    if is_leaky:
+        reasons.append(f"Linux {kernel} loses pinned memory, and may refuse to pin more")
+        remedy = "boot a kernel before 6.11, or 6.14 and newer"
+    return Diagnosis(what="pinned memory", verdict="slow", reason="; ".join(reasons), remedy=remedy)
 
 
 def has_nvidia_gpu(files: SystemFiles) -> bool:
@@ -106,7 +140,7 @@ def _without_gpu(files: SystemFiles, sight: GpuSight) -> Diagnosis:
 
 
 def _link_diagnoses(files: SystemFiles, link: Link | None) -> Iterator[Diagnosis]:
-    for address in files.names("proc/driver/nvidia/gpus"):
+    for address in files.names(_DRIVER_GPUS):
         device = files.real(f"{_PCI}/{address.lower()}")
         if device is not None:
             yield _lanes(files, device, link)

@@ -63,7 +63,9 @@ def examine(
     if all(config.device == "cpu" for config in places.configs) and places.configs:
         diagnoses.append(Diagnosis(what="GPU", verdict="ok", reason="not used: device is cpu"))
     else:
-        diagnoses += check_gpu(files, look())
+        mounts = [place.mount for place in directories if place.mount is not None]
+        drives = dict.fromkeys(drive.name for mount in mounts for drive in mount.drives)
+        diagnoses += check_gpu(files, look(), environment=os.environ, kernel=platform.release(), drives=tuple(drives))
     return diagnoses
 
 

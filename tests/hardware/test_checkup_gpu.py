@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,8 +25,19 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path / "root")
 
 
+def check(
+    machine: Machine,
+    sight: GpuSight,
+    *,
+    environment: Mapping[str, str] = {},
+    kernel: str = "6.8.0-45-generic",
+    drives: Sequence[str] = (),
+) -> list[Diagnosis]:
+    return list(check_gpu(machine.files, sight, environment=environment, kernel=kernel, drives=drives))
+
+
 def diagnoses(machine: Machine, sight: GpuSight) -> dict[str, Diagnosis]:
-    found = list(check_gpu(machine.files, sight))
+    found = check(machine, sight)
     named = {each.what.split()[0] if each.what.startswith("PCIe") else each.what: each for each in found}
     assert len(named) == len(found)
     return named
@@ -35,7 +46,7 @@ def diagnoses(machine: Machine, sight: GpuSight) -> dict[str, Diagnosis]:
 def test_a_healthy_gpu(machine: Machine) -> None:
     found = diagnoses(machine.gpu(), SIGHT)
     assert {name: diagnosis.verdict for name, diagnosis in found.items()} == dict.fromkeys(
-        ("GPU", "PCIe", "pinned memory", "GPU clock"), "ok"
+        ("GPU", "CUDA settings", "PCIe", "pinned memory", "GPU clock"), "ok"
     )
     assert found["GPU"].reason == "NVIDIA RTX, driver 570.86.10, torch built for 13.0"
     assert found["PCIe"].what == f"PCIe {GPU}"
@@ -49,23 +60,23 @@ def test_no_gpu(machine: Machine) -> None:
     machine.write("sys/bus/pci/devices/0000:02:00.0/class", "0x040300\n")
     machine.write("sys/bus/pci/devices/0000:03:00.0/vendor", "0x8086\n")
     machine.write("sys/bus/pci/devices/0000:03:00.0/class", "0x030000\n")
-    [diagnosis] = check_gpu(machine.files, replace(BLIND, failure=None))
+    [diagnosis] = check(machine, replace(BLIND, failure=None))
     assert (diagnosis.verdict, diagnosis.reason) == ("ok", "none; the CPU computes")
 
 
 def test_gpus_that_cannot_be_used(machine: Machine) -> None:
     machine.gpu()
-    [old] = check_gpu(machine.files, BLIND)
+    [old] = check(machine, BLIND)
     assert (old.verdict, "torch cannot use the GPU: the driver is too old (driver 570" in old.reason) == (
         "broken",
         True,
     )
-    [silent] = check_gpu(machine.files, replace(BLIND, failure=None))
+    [silent] = check(machine, replace(BLIND, failure=None))
     assert "it finds none" in silent.reason and silent.remedy is not None and "CUDA_VISIBLE_DEVICES" in silent.remedy
-    [cpu] = check_gpu(machine.files, replace(BLIND, build=None, failure=None))
+    [cpu] = check(machine, replace(BLIND, build=None, failure=None))
     assert (cpu.verdict, "built for the CPU alone" in cpu.reason) == ("broken", True)
     machine.remove("proc/driver/nvidia/version")
-    [bare] = check_gpu(machine.files, BLIND)
+    [bare] = check(machine, BLIND)
     assert (bare.verdict, bare.reason) == ("broken", "there is an NVIDIA GPU, but its driver is not loaded")
     assert bare.remedy is not None and "sudo modprobe nvidia" in bare.remedy
 
@@ -98,10 +109,119 @@ def test_the_slot(machine: Machine, slot: dict[str, object], link: Link | None, 
     assert reason in diagnosis.reason
 
 
-def test_pinning_and_clock(machine: Machine) -> None:
-    found = diagnoses(machine.gpu(), replace(SIGHT, pinning_failure="CUDA cannot pin host memory (error 2)"))
-    assert found["pinned memory"].verdict == "slow"
-    assert found["pinned memory"].remedy is not None and "--ulimit memlock=-1" in found["pinned memory"].remedy
+FAILURE = "CUDA cannot pin 2.00 MiB of host memory now (error 2)"
+
+
+@pytest.mark.parametrize(
+    ("failure", "kernel", "reason", "remedy"),
+    [
+        (None, "6.10.14-200.fc40.x86_64", "overlap with work", None),
+        (None, "6.11.0-29-generic", "Linux 6.11.0-29-generic loses pinned memory", "a kernel before 6.11, or 6.14"),
+        (None, "6.13.12", "loses pinned memory", "a kernel before 6.11, or 6.14"),
+        (None, "6.14.0", "overlap with work", None),
+        (None, "5.15.0", "overlap with work", None),
+        (None, "7.12.0", "overlap with work", None),
+        (FAILURE, "6.8.0", f"{FAILURE}: copies do not overlap", "NVRM"),
+        (FAILURE, "6.12.1", f"{FAILURE}: copies do not overlap with work; Linux 6.12.1", "a kernel before 6.11"),
+    ],
+)
+def test_pinning(machine: Machine, failure: str | None, kernel: str, reason: str, remedy: str | None) -> None:
+    found = check(machine.gpu(), replace(SIGHT, pinning_failure=failure), kernel=kernel)
+    [pinned] = [each for each in found if each.what == "pinned memory"]
+    assert (pinned.verdict, pinned.remedy is None) == ("ok" if remedy is None else "slow", remedy is None)
+    assert reason in pinned.reason and (remedy or "") in (pinned.remedy or "")
+    assert "ulimit" not in (pinned.remedy or ""), "the driver's pins do not count as locked"
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason", "remedy"),
+    [
+        ({}, "none that slow a run", None),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_LAUNCH_BLOCKING": "0"}, "none that slow a run", None),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "", "CUDA_LAUNCH_BLOCKING": ""}, "none that slow a run", None),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "4"}, "none that slow a run", None),
+        (
+            {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+            "CUDA_DEVICE_MAX_CONNECTIONS=1: copies and kernels share a queue and wait for each other",
+            "unset CUDA_DEVICE_MAX_CONNECTIONS",
+        ),
+        (
+            {"CUDA_LAUNCH_BLOCKING": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "3"},
+            (
+                "CUDA_DEVICE_MAX_CONNECTIONS=3: copies and kernels share a queue and wait for each other; "
+                "CUDA_LAUNCH_BLOCKING=1: the host waits for every kernel"
+            ),
+            "unset CUDA_DEVICE_MAX_CONNECTIONS CUDA_LAUNCH_BLOCKING",
+        ),
+    ],
+)
+def test_settings_of_cuda(machine: Machine, environment: dict[str, str], reason: str, remedy: str | None) -> None:
+    [found] = [each for each in check(machine.gpu(), SIGHT, environment=environment) if each.what == "CUDA settings"]
+    assert (found.reason, found.remedy, found.verdict) == (reason, remedy, "ok" if remedy is None else "slow")
+
+
+def two_sockets(machine: Machine, *, gpu_node: int, drive_node: int, allowed: str) -> Machine:
+    for node, cores in ((0, "0-3,8-11"), (1, "4-7,12-15")):
+        machine.write(f"sys/devices/system/node/node{node}/cpulist", f"{cores}\n")
+    machine.write("sys/devices/system/node/node2/cpulist", "\n")  # memory alone
+    machine.write("proc/self/status", f"Name:\tpython\nCpus_allowed_list:\t{allowed}\n")
+    machine.gpu().drive("nvme0n1", "259:0").drive("nvme1n1", "259:1")
+    machine.write(f"sys/bus/pci/devices/{GPU}/numa_node", f"{gpu_node}\n")
+    machine.write("sys/devices/pci0/nvme0n1/device/numa_node", "7\n")  # of the controller's own files: not above it
+    machine.write("sys/devices/pci0/nvme0n1/numa_node", f"{drive_node}\n")
+    return machine.write("sys/devices/pci0/numa_node", "1\n")
+
+
+@pytest.mark.parametrize(
+    ("gpu_node", "drive_node", "allowed", "reason", "remedy"),
+    [
+        (1, 1, "4-7,12-15", "GPU, processor and drives on node 1", None),
+        (1, 1, "5", "GPU, processor and drives on node 1", None),
+        (
+            1,
+            1,
+            "0-15",
+            "the GPU is on node 1, a run may take processors and memory of other nodes",
+            "start it with numactl --cpunodebind=1 --preferred=1",
+        ),
+        (
+            1,
+            0,
+            "4-7",
+            "the GPU is on node 1, drives on others: nvme0n1 on node 0",
+            "set storage.paths to drives of node 1",
+        ),
+        (
+            0,
+            0,
+            "4-7",
+            (
+                "the GPU is on node 0, a run may take processors and memory of other nodes, drives on others: "
+                "nvme1n1 on node 1"
+            ),
+            "start it with numactl --cpunodebind=0 --preferred=0; set storage.paths to drives of node 0",
+        ),
+    ],
+)
+def test_nodes_of_gpu_drives_and_processor(
+    machine: Machine, gpu_node: int, drive_node: int, allowed: str, reason: str, remedy: str | None
+) -> None:
+    two_sockets(machine, gpu_node=gpu_node, drive_node=drive_node, allowed=allowed)
+    found = check(machine, SIGHT, drives=("nvme0n1", "nvme1n1", "gone"))
+    [numa] = [each for each in found if each.what.startswith("NUMA")]
+    assert (numa.what, numa.reason, numa.remedy) == (f"NUMA {GPU}", reason, remedy)
+    assert numa.verdict == ("ok" if remedy is None else "slow")
+
+
+def test_where_nodes_are_unknown_or_one_there_is_nothing_to_say(machine: Machine) -> None:
+    two_sockets(machine, gpu_node=-1, drive_node=0, allowed="0-15")
+    assert not [each for each in check(machine, SIGHT, drives=("nvme0n1",)) if each.what.startswith("NUMA")]
+    machine.write(f"sys/bus/pci/devices/{GPU}/numa_node", "0\n").write("sys/devices/system/node/node1/cpulist", "\n")
+    assert not [each for each in check(machine, SIGHT, drives=("nvme0n1",)) if each.what.startswith("NUMA")]
+
+
+def test_the_clock(machine: Machine) -> None:
+    machine.gpu()
     for bits, verdict, reason in (
         (0x1, "ok", "not lowered"),
         (0x4, "ok", "not lowered"),
