@@ -27,13 +27,13 @@ _MATMUL_SIZES = {"cpu": 1024, "gpu": 8192}
 """By kind of device. Large enough to use it fully, small enough to be quick: 4 ms on 2 cores, 2 ms on a fast GPU."""
 _ADDED_ELEMENTS = 64 * MIB
 """384 MiB of a GPU's memory, far more than its caches hold."""
-_GPU_ENVIRONMENT = (
-    # Without it, cuBLAS may use another algorithm at each call, and torch raises an error in deterministic mode.
-    (("CUBLAS_WORKSPACE_CONFIG",), ":4096:8"),
-    # Blocks differ in size. Without it, free memory is fragmented, and a plan that fits runs out of memory.
-    (("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"),
-)
-"""The names of a variable, its old name last, and the value that it gets if the user set neither."""
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+"""A variable and its value. Without it, cuBLAS may use another algorithm at each call, and torch raises an error in
+deterministic mode."""
+_ALLOCATOR = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+"""Where torch's allocator looks for its settings; the old name is the last."""
+_ALLOCATOR_SETTINGS = "expandable_segments:True"
+"""Blocks differ in size. Without it, free memory is fragmented, and a plan that fits runs out of memory."""
 _FLASH_ATTENTION = "FLASH_ATTENTION_DETERMINISTIC"
 """Where transformers looks up whether the backward of flash attention must be deterministic: 1 if so."""
 _UNTRIED = ("mps", "mtia", "xpu")
@@ -52,11 +52,24 @@ def compute_device(name: str) -> torch.device:
         raise EnvironmentFailure(
             "device: cuda, but PyTorch finds no CUDA device", "set device: cpu, or leave it at auto"
         )
-    for names, value in _GPU_ENVIRONMENT:
-        if not any(name in os.environ for name in names):
-            os.environ[names[0]] = value
+    os.environ.setdefault(*_WORKSPACE)
+    _set_up_allocator()
     torch.zeros(1, device=gpu)  # now the GPU is initialised, and its context has taken its host memory
     return torch.device(gpu.type, torch.accelerator.current_device_index())
+
+
+def _set_up_allocator() -> None:
+    """Give torch's allocator our settings, unless the user has set some.
+
+    It reads the environment once, and not at the same time in every version, so it is told directly where it can be.
+    """
+    if any(name in os.environ for name in _ALLOCATOR):
+        return
+    set_directly = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if set_directly is None:
+        os.environ[_ALLOCATOR[0]] = _ALLOCATOR_SETTINGS
+    else:
+        set_directly(_ALLOCATOR_SETTINGS)
 
 
 def peak_gpu_bytes() -> int:
@@ -99,6 +112,17 @@ def gpu_limit(device: torch.device, wanted_bytes: int | None) -> GpuLimit:
         plannable_bytes = plannable_gpu_bytes(limit_bytes)
         reserve_bytes = limit_bytes - plannable_bytes
     return GpuLimit(plannable_bytes=plannable_bytes, reserve_bytes=reserve_bytes)
+
+
+def is_limited(device: torch.device, wanted_bytes: int | None) -> bool:
+    """Whether the user's limit is below what the GPU has, so that torch's allocator must be held to it.
+
+    Otherwise the GPU's own end is the limit. Torch counts a request in full against a limit of its own, also where it
+    could take most of it from memory that it has: near the limit it gives its whole cache back and begins anew.
+    """
+    if device.type == "cpu" or wanted_bytes is None:
+        return False
+    return wanted_bytes < int(torch.get_device_module(device).get_device_properties(device).total_memory)
 
 
 @contextmanager

@@ -35,12 +35,14 @@ class GpuPinning:
 
     def __init__(self, device: torch.device, notice: Callable[[str], None]) -> None:
         """`notice` gets the message the first time that memory cannot be registered."""
-        self._device = device
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        self._device = torch.device(device.type, index)
         self._notice = notice
         self._has_failed = False
 
     def __call__(self, address: int, num_bytes: int) -> Callable[[], None] | None:
         """Register a mapping. Returns what unregisters it, or None if that is not possible now."""
+        use_device(self._device)
         registered: list[int] = []
         for start, size in pieces(address, num_bytes):
             code = int(_runtime(self._device).cudaHostRegister(start, size, _PORTABLE))
@@ -59,6 +61,13 @@ class GpuPinning:
                 f"CUDA cannot pin {format_bytes(num_bytes)} of host memory now (error {code}); until it can, copies of "
                 "this memory to and from the GPU are slower; `ratel doctor` looks for the cause"
             )
+
+
+def use_device(device: torch.device) -> None:
+    """Make a GPU the current device of this thread. What is called in a thread whose current device is another GPU, as
+    the first one is at the beginning, would make a context there, which takes hundreds of MiB."""
+    if device.index not in (None, torch.accelerator.current_device_index()):
+        torch.accelerator.set_device_index(device)
 
 
 def pieces(address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
@@ -86,6 +95,7 @@ def _runtime(device: torch.device) -> ModuleType:
 
 
 def _unregister(device: torch.device, addresses: list[int]) -> None:
+    use_device(device)
     for address in addresses:
         if int(_runtime(device).cudaHostUnregister(address)):
             _clear_error(device)

@@ -15,6 +15,7 @@ from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.pinned import block_buffers, unit_buffers
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.hardware.gpu import is_limited
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
@@ -98,8 +99,10 @@ def open_planned_engines(
     All plans are made with the decisions of `plan`. `drive_weights` are the storage directories' shares of the scratch
     files.
     """
+    is_held_to_limit = is_limited(context.device, context.config.limits.gpu_memory)
+    limit_bytes = plan.device_allocation_bytes if is_held_to_limit else None
     with (
-        open_device(context.device, timeline, limit_bytes=plan.device_allocation_bytes) as device,
+        open_device(context.device, timeline, limit_bytes=limit_bytes) as device,
         EngineParts(
             model,
             store,

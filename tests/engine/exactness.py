@@ -20,7 +20,7 @@ from ratel_cli.engine.state import StepOutcome
 from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.planning.placement import LEAST_UNITS, AfterGradient, Placement, UnitsOnGpu
 from ratel_cli.sizes import BLOCK_ALIGNMENT
-from tests.engine.machine import Machine, attention_of, initial_weights, random_steps
+from tests.engine.machine import Machine, attention_of, initial_weights, packs, random_steps
 from tests.engine.swaps import EVERYTHING, ChosenEverywhere
 from tests.reference import Recipe, Trained, train_in_memory
 
@@ -54,7 +54,7 @@ def check_training(
     [dtype] = [name for name, each in DTYPES.items() if each == recipe.dtype]
     with open_machine(directory, config, recipe, dtype=dtype, weights=initial_weights(config), **options) as ratel:
         if steps is None:
-            packed = packed and ratel.model.packs
+            packed = packed and packs(config)
             steps = random_steps(num_steps, num_micro_batches, packed=packed, num_tokens=num_tokens)
         outcomes = ratel.train(steps, recipe)
         assert_same_training(outcomes, ratel.weights(), reference(config, steps, recipe, device=ratel.device))

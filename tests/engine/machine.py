@@ -91,6 +91,18 @@ def attention_of(config: PretrainedConfig) -> str:
 _ATTENTION: dict[str, str] = {}
 
 
+def packs(config: PretrainedConfig) -> bool:
+    """Whether samples are packed for this model. Found once for each config, before any block is on a GPU."""
+    key = config.to_json_string()
+    if key not in _PACKS:
+        skeleton = build_skeleton(config, dtype="float32", attn_implementation=attention_of(config))
+        _PACKS[key] = find_blocks(skeleton, name="tiny").packs
+    return _PACKS[key]
+
+
+_PACKS: dict[str, bool] = {}
+
+
 class Source:
     """Weights in memory as an import source."""
 

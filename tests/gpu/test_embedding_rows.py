@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,9 @@ class Pinned:
 
         monkeypatch.setattr(BufferPool, "lease", lease)
 
-    def pin(self, address: int, num_bytes: int) -> None:
+    def pin(self, address: int, num_bytes: int) -> Callable[[], None]:
         self.sizes.setdefault(self._of_thread.purpose, []).append(num_bytes)
+        return lambda: None
 
 
 class Opened:

@@ -29,7 +29,7 @@ from tests.engine.exactness import (
     check_training,
     reference,
 )
-from tests.engine.machine import attention_of, initial_weights, random_steps
+from tests.engine.machine import attention_of, initial_weights, packs, random_steps
 from tests.engine.swaps import EVERYTHING, ChosenEverywhere
 from tests.gpu.machine import GPU, NEEDS_GPU, gpu_config, gpu_machine
 from tests.reference import Recipe
@@ -74,7 +74,7 @@ def test_experts_are_rejected_where_bits_are_promised(tmp_path: Path, architectu
     config = gpu_config(architecture)
     recipe = Recipe(dtype=torch.bfloat16, attn_implementation=attention_of(config))
     with gpu_machine(tmp_path, config, recipe) as ratel:
-        steps = random_steps(2, 2, packed=ratel.model.packs)
+        steps = random_steps(2, 2, packed=packs(config))
         try:
             outcomes = ratel.train(steps, recipe)
         except BadInput as failure:
@@ -92,7 +92,7 @@ def test_experts_are_within_rounding(tmp_path: Path, architecture: str) -> None:
     config = gpu_config(architecture)
     recipe = Recipe(dtype=torch.float32, weight_decay=0.0, attn_implementation=attention_of(config))
     with gpu_machine(tmp_path, config, recipe, dtype="float32", placement=replace(AHEAD, swapped=EVERYTHING)) as ratel:
-        steps = random_steps(2, 2, packed=ratel.model.packs)
+        steps = random_steps(2, 2, packed=packs(config))
         outcomes, weights = ratel.train(steps, recipe), ratel.weights()
     wanted = reference(config, steps, recipe, device=GPU.type)
     for outcome, loss in zip(outcomes, wanted.losses, strict=True):
@@ -176,7 +176,7 @@ def test_a_tied_head_that_is_summed_in_host_memory_changes_no_bit(
         directory = tmp_path / str(holds_head)
         weights = initial_weights(config)
         with gpu_machine(directory, config, recipe, dtype=name, weights=weights, placement=placement) as ratel:
-            steps = random_steps(3, num_micro_batches, packed=ratel.model.packs)
+            steps = random_steps(3, num_micro_batches, packed=packs(config))
             trained.append((ratel.train(steps, recipe), ratel.weights()))
             if chunk_tokens is None:
                 assert_same_training(*trained[-1], reference(config, steps, recipe, device=GPU.type))

@@ -22,7 +22,7 @@ pytestmark = NEEDS_GPU
 
 
 def test_auto_means_the_gpu() -> None:
-    assert compute_device("auto") == torch.device(GPU.type, 0)
+    assert compute_device("auto") == torch.device(GPU.type, torch.accelerator.current_device_index())
     assert compute_device("cpu") == torch.device("cpu")
 
 

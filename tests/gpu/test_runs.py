@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from ratel_cli.cli.app import main
 from ratel_cli.config.load import load_config
+from ratel_cli.hardware import gpu
 from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.io.buffers import BufferPool, Lease, PinMemory
 from tests.e2e.runs import (
@@ -27,7 +29,7 @@ from tests.e2e.runs import (
     write_rows,
 )
 from tests.e2e.test_same_weights import check_same, reference
-from tests.gpu.machine import NEEDS_GPU
+from tests.gpu.machine import GPU, NEEDS_GPU
 from tests.simulated_gpu import is_simulated
 from tests.tiers import sample
 
@@ -200,16 +202,57 @@ def test_profile_and_plan_know_the_gpu(
     assert planned["memory"]["gpu_bytes"] > 0
 
 
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What torch's allocator is told directly. The user has set nothing."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    told: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append, raising=False)
+    return told
+
+
+def allocator_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.endswith("ALLOC_CONF")}
+
+
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_the_users_allocator_settings_are_not_changed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(each, raising=False)
+def test_the_users_allocator_settings_are_not_changed(
+    monkeypatch: pytest.MonkeyPatch, settings: list[str], name: str
+) -> None:
     monkeypatch.setenv(name, "expandable_segments:False")
     compute_device("auto")
-    assert {key: value for key, value in os.environ.items() if key.endswith("ALLOC_CONF")} == {
-        name: "expandable_segments:False"
-    }
-    monkeypatch.delenv(name)
+    assert (allocator_variables(), settings) == ({name: "expandable_segments:False"}, [])
+
+
+def test_the_allocator_is_told_directly_where_it_can_be(monkeypatch: pytest.MonkeyPatch, settings: list[str]) -> None:
     compute_device("auto")
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert (allocator_variables(), settings) == ({}, ["expandable_segments:True"])
+    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
+    compute_device("auto")
+    assert allocator_variables() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_accelerator_setAllocatorSettings"), reason="this torch has no setter")
+def test_torch_takes_the_settings() -> None:
+    torch._C._accelerator_setAllocatorSettings(gpu._ALLOCATOR_SETTINGS)
+    assert torch._C._accelerator_getAllocatorSettings() == "expandable_segments:True"
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_held"), [(None, False), ("2GiB", True), ("100TiB", False)], ids=["none", "below", "above"]
+)
+def test_the_allocator_is_held_to_a_limit_below_the_card_alone(
+    tmp_path: Path, base: Path, rows: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None, is_held: bool
+) -> None:
+    shares: list[float] = []
+    module = torch.get_device_module(GPU)
+    set_share = module.set_per_process_memory_fraction
+    monkeypatch.setattr(
+        module, "set_per_process_memory_fraction", lambda share, device: (shares.append(share), set_share(share))
+    )
+    limits = {"host_memory": "20GiB"} if limit is None else {"host_memory": "20GiB", "gpu_memory": limit}
+    succeed(write_config(tmp_path, base=base, rows=rows, limits=limits, max_steps=1, **BFLOAT16))
+    assert (len(shares), all(share <= 1.0 for share in shares)) == (2 if is_held else 0, True)
+    assert not is_held or (shares[0] < 0.05 and shares[1] == 1.0)

@@ -3,8 +3,9 @@
 // Work is done when the host asks for it, as always (streams.h), but it lasts: an event has the time at which its stream
 // gets there, on the host's own clock. Work begins no earlier than it was queued, than what stands before it on its
 // stream has ended, and than the events that its stream waits for have come. An event that the host asks about is over
-// when its time has come; if the host waits, it sleeps until then. Products of matrices last by their FLOPs; everything
-// else that is computed takes no time. Copies of all streams share one line for each direction.
+// when its time has come; if the host waits, it sleeps until then. An operator lasts as its launch does, and then by its
+// FLOPs or by the bytes of its tensors, whichever takes longer; only products of matrices count FLOPs. Copies of all
+// streams share one line for each direction.
 //
 // Invariant: a time that was given out does not change.
 #pragma once
@@ -66,12 +67,18 @@ class Line {
 // The caller holds the lock for everything below.
 
 inline bool is_timed = false;
-inline double flops_per_second = 0, up_bytes_per_second = 0, down_bytes_per_second = 0;
+struct Rates {
+    double flops = 0, memory_bytes = 0, up_bytes = 0, down_bytes = 0;  // per second
+    double launch_seconds = 0;
+};
+inline Rates rates;
 inline Line up_line, down_line;
 
-// Since the process began, timed or not.
+// Since the process began, timed or not; seconds of computing only while timed.
 struct Counts {
     double flops = 0, up_bytes = 0, down_bytes = 0;
+    double memory_bytes = 0;  // of operators without FLOPs
+    double computing_seconds = 0;
 };
 inline Counts counts;
 
@@ -79,8 +86,8 @@ inline Counts counts;
 inline double copied_at(double ready, size_t num_bytes, bool goes_up) {
     (goes_up ? counts.up_bytes : counts.down_bytes) += double(num_bytes);
     if (!is_timed) return ready;
-    return goes_up ? up_line.take(ready, double(num_bytes) / up_bytes_per_second)
-                   : down_line.take(ready, double(num_bytes) / down_bytes_per_second);
+    return goes_up ? up_line.take(ready, double(num_bytes) / rates.up_bytes)
+                   : down_line.take(ready, double(num_bytes) / rates.down_bytes);
 }
 
 // FLOPs of a product of matrices; 0 for every other operator.
@@ -92,6 +99,27 @@ inline double flops_of(const c10::FunctionSchema& schema, const torch::jit::Stac
     const at::Tensor& left = arguments[adds ? 1 : 0].toTensor();
     const at::Tensor& right = arguments[adds ? 2 : 1].toTensor();
     return 2.0 * double(left.numel()) * double(right.size(-1));
+}
+
+// Calls `see` with each tensor among the last values of the stack.
+template <typename See>
+void each_tensor(const torch::jit::Stack& stack, size_t number, const See& see) {
+    for (const auto& value : torch::jit::last(stack, number)) {
+        if (value.isTensor() && value.toTensor().defined()) see(value.toTensor());
+        if (value.isTensorList()) {
+            for (const at::Tensor& tensor : value.toTensorList()) see(tensor);
+        }
+    }
+}
+
+// How long an operator takes, which is counted.
+inline double computed_in(double flops, double bytes) {
+    counts.flops += flops;
+    if (flops == 0) counts.memory_bytes += bytes;
+    if (!is_timed) return 0;
+    const double seconds = rates.launch_seconds + std::max(flops / rates.flops, bytes / rates.memory_bytes);
+    counts.computing_seconds += seconds;
+    return seconds;
 }
 
 }  // namespace simulated

@@ -17,6 +17,7 @@
 #include <ATen/native/Resize.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -30,6 +31,32 @@ using namespace simulated;
 
 const c10::DispatchKeySet kKeys{c10::DispatchKey::PrivateUse1};
 
+// --- Random numbers ------------------------------------------------------------------------------------------------
+
+// The device's own: whoever seeds only the CPU's does not seed this one.
+const at::Generator& default_generator() {
+    static const at::Generator generator = at::detail::createCPUGenerator();
+    return generator;
+}
+
+// Operators compute on the CPU, and draw from its default generator unless they are given another one. While one
+// computes, that generator draws as the device's.
+void exchange_generators() {
+    const auto implementation = [](const at::Generator& generator) {
+        return at::check_generator<at::CPUGeneratorImpl>(generator);
+    };
+    auto *host = implementation(at::detail::getDefaultCPUGenerator()), *device = implementation(default_generator());
+    const at::mt19937 engine = host->engine();
+    const auto single = host->next_float_normal_sample();
+    const auto twice = host->next_double_normal_sample();
+    host->set_engine(device->engine());
+    host->set_next_float_normal_sample(device->next_float_normal_sample());
+    host->set_next_double_normal_sample(device->next_double_normal_sample());
+    device->set_engine(engine);
+    device->set_next_float_normal_sample(single);
+    device->set_next_double_normal_sample(twice);
+}
+
 // --- What torch needs of a device ----------------------------------------------------------------------------------
 
 c10::Stream torch_stream(int64_t number) { return c10::Stream(c10::Stream::UNSAFE, kDevice, number); }
@@ -39,11 +66,13 @@ EventPointer& recorded(void* event) { return *static_cast<EventPointer*>(event);
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
     c10::DeviceType type() const override { return kDevice.type(); }
-    c10::Device exchangeDevice(c10::Device) const override { return kDevice; }
-    c10::Device getDevice() const override { return kDevice; }
-    void setDevice(c10::Device) const override {}
-    void uncheckedSetDevice(c10::Device) const noexcept override {}
-    c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+    c10::Device exchangeDevice(c10::Device device) const override {
+        return {kDevice.type(), std::exchange(current_device, device.index())};
+    }
+    c10::Device getDevice() const override { return {kDevice.type(), current_device}; }
+    void setDevice(c10::Device device) const override { current_device = device.index(); }
+    void uncheckedSetDevice(c10::Device device) const noexcept override { current_device = device.index(); }
+    c10::DeviceIndex deviceCount() const noexcept override { return kNumDevices; }
     void synchronizeDevice(c10::DeviceIndex) const override { synchronize_device(); }
 
     c10::Stream getStream(c10::Device) const override { return torch_stream(current_stream); }
@@ -75,12 +104,10 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     bool isBuilt() const override { return true; }
     bool isAvailable() const override { return true; }
     bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-    c10::DeviceIndex deviceCount() const override { return 1; }
-    c10::DeviceIndex getCurrentDevice() const override { return 0; }
+    c10::DeviceIndex deviceCount() const override { return kNumDevices; }
+    c10::DeviceIndex getCurrentDevice() const override { return current_device; }
     bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
-    const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
-        return at::detail::getDefaultCPUGenerator();
-    }
+    const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return default_generator(); }
     at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
 };
 
@@ -92,13 +119,20 @@ at::Tensor on_host(const at::Tensor& tensor) {
     return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
 }
 
+// Where no number is named, memory is that of the thread's current device.
+void check_named(std::optional<at::Device> device) {
+    if (!device || !device->has_index()) check_current_device();
+}
+
 at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                 std::optional<at::Device>, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+                 std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+    check_named(device);
     return at::detail::empty_generic(size, &allocator, kKeys, dtype.value_or(at::kFloat), format);
 }
 
 at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype,
-                         std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+                         std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+    check_named(device);
     return at::detail::empty_strided_generic(size, stride, &allocator, kKeys, dtype.value_or(at::kFloat));
 }
 
@@ -107,8 +141,14 @@ at::Tensor& copy_(at::Tensor& to, const at::Tensor& from, bool non_blocking) {
     if (current_stream != kComputes) {
         copy_on_stream(to, from, non_blocking);
     } else {
-        if (!is_computing) compute();
-        if (!is_computing && to.is_cpu() != from.is_cpu()) compute_copy(to.nbytes(), from.is_cpu());
+        if (!is_computing) {
+            const double start = begin_computing();
+            if (to.is_cpu() != from.is_cpu()) {
+                compute_copy(to.nbytes(), from.is_cpu());
+            } else {
+                end_computing(start, 0, double(from.nbytes() + to.nbytes()));
+            }
+        }
         if (to.is_cpu() || (from.is_cpu() && !(non_blocking && is_pinned(from.data_ptr())))) stop_for_result();
         on_host(to).copy_(on_host(from));
     }
@@ -142,14 +182,55 @@ void reject_other_devices(const c10::FunctionSchema& schema, const torch::jit::S
     }
 }
 
+// Whether the operator makes the host wait on CUDA: how large its result is depends on values, or its kernel asks for
+// some. To read by a mask, torch takes its positions first (`nonzero`); to write by one, the kernel does.
+bool stops_for_values(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
+    static const std::set<std::string> always{
+        "aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim",
+        "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::repeat_interleave", "aten::equal",
+        "aten::bincount",
+    };
+    // Sorted with the ends of their indices, so that they add in a fixed order.
+    static const std::set<std::string> deterministic{
+        "aten::index_put", "aten::index_put_", "aten::_index_put_impl_", "aten::index_copy", "aten::index_copy_",
+        "aten::index_add", "aten::index_add_",
+    };
+    const std::string& name = schema.name();
+    if (always.count(name) > 0) return true;
+    if (deterministic.count(name) > 0 && at::globalContext().deterministicAlgorithms()) return true;
+    if (name.find("index_put") == std::string::npos) return false;
+    bool has_mask = false;
+    for (const c10::IValue& index : torch::jit::peek(stack, 1, schema.arguments().size()).toListRef()) {
+        if (index.isTensor() && index.toTensor().defined()) {
+            const at::ScalarType type = index.toTensor().scalar_type();
+            has_mask = has_mask || type == at::kBool || type == at::kByte;
+        }
+    }
+    return has_mask;
+}
+
 // Operators without a kernel above compute on the host, on copies.
 void compute_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* stack) {
-    reject_other_devices(operation.schema(), *stack);
-    compute(flops_of(operation.schema(), *stack));
-    TORCH_CHECK(!(operation.schema().name() == "aten::kthvalue" && at::globalContext().deterministicAlgorithms()),
+    const c10::FunctionSchema& schema = operation.schema();
+    reject_other_devices(schema, *stack);
+    if (stops_for_values(schema, *stack)) stop_for_result();
+    const double start = begin_computing();
+    const double flops = flops_of(schema, *stack);
+    double bytes = 0;
+    std::set<const void*> arguments;  // a result that is one of them is counted there
+    each_tensor(*stack, schema.arguments().size(), [&](const at::Tensor& tensor) {
+        arguments.insert(tensor.unsafeGetTensorImpl());
+        bytes += double(tensor.nbytes());
+    });
+    const bool draws = operation.hasTag(at::Tag::nondeterministic_seeded);
+    TORCH_CHECK(!(schema.name() == "aten::kthvalue" && at::globalContext().deterministicAlgorithms()),
                 "kthvalue does not have a deterministic implementation");  // for tests: CUDA rejects it too
     const auto before = std::pair(std::exchange(current_stream, kComputes), std::exchange(is_computing, true));
-    const auto restore = [&] { std::tie(current_stream, is_computing) = before; };
+    if (draws) exchange_generators();
+    const auto restore = [&] {
+        std::tie(current_stream, is_computing) = before;
+        if (draws) exchange_generators();
+    };
     try {
         at::native::cpu_fallback(operation, stack);
     } catch (...) {
@@ -157,6 +238,10 @@ void compute_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* st
         throw;
     }
     restore();
+    each_tensor(*stack, schema.returns().size(), [&](const at::Tensor& tensor) {
+        if (arguments.count(tensor.unsafeGetTensorImpl()) == 0) bytes += double(tensor.nbytes());
+    });
+    end_computing(start, flops, bytes);
 }
 
 // The CPU has no such kernel for integers.
@@ -216,9 +301,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("forget_rates", forget_rates, Released());
     module.def("counts", [] {
         std::lock_guard guard(mutex);
-        return std::tuple(counts.flops, counts.up_bytes, counts.down_bytes);
+        return std::tuple(counts.flops, counts.memory_bytes, counts.up_bytes, counts.down_bytes,
+                          counts.computing_seconds);
     });
     module.def("set_eagerness", set_eagerness, Released());
+    module.def("default_generator", default_generator);
+    module.def("current_device", [] { return int(current_device); });
     module.def("pin", pin, Released());
     module.def("unpin", unpin, Released());
     module.def("set_pinning", set_pinning, Released());

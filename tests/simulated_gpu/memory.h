@@ -21,7 +21,16 @@
 
 namespace simulated {
 
-inline const c10::Device kDevice{c10::DeviceType::PrivateUse1, 0};
+// There are two GPUs, and only this one is used. A thread's current device is the first one until it says otherwise.
+inline const c10::Device kDevice{c10::DeviceType::PrivateUse1, 1};
+constexpr c10::DeviceIndex kNumDevices = 2;
+inline thread_local c10::DeviceIndex current_device = 0;
+
+// CUDA's calls that name no device make a context on the thread's current one.
+inline void check_current_device() {
+    TORCH_CHECK(current_device == kDevice.index(), "the current device of this thread is another GPU");
+}
+
 constexpr int kNoMemory = 2, kAlreadyRegistered = 712, kNotRegistered = 713;  // cudaError...
 
 inline std::mutex mutex;  // guards everything here and in streams.h; no holder needs the GIL
@@ -154,6 +163,7 @@ inline void set_pinning(int64_t refusals, size_t most_bytes, double seconds_per_
 
 // Holds the lock while it takes its time: as with CUDA, every other call waits meanwhile.
 inline int pin(uintptr_t address, size_t num_bytes) {
+    check_current_device();
     std::lock_guard guard(mutex);
     if (pin_refusals > 0) return --pin_refusals, kNoMemory;
     if (num_bytes > most_pin_bytes) return kNoMemory;

@@ -20,6 +20,8 @@ __all__ = ["NAME", "Event", "Stream", "install"]
 
 NAME = "simulated"
 """The device's type: `torch.device("simulated")`."""
+INDEX = 1
+"""Its number: there is another one, which nothing may touch. So every thread has to say which one it means."""
 
 _HERE = Path(__file__).parent
 _BUILD = _HERE.parents[1] / "build" / "simulated_gpu"
@@ -46,7 +48,7 @@ def _compiled() -> ModuleType:
 
 _device = _compiled()
 
-default_generators = (torch.default_generator,)
+default_generators = (_device.default_generator(),) * 2
 _runtime = SimpleNamespace(
     cudaHostRegister=lambda address, num_bytes, flags: _device.pin(address, num_bytes),
     cudaHostUnregister=_device.unpin,
@@ -57,6 +59,7 @@ def install() -> None:
     """Make the simulated device this process's accelerator."""
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, sys.modules[__name__])
+    torch.accelerator.set_device_index(INDEX)
 
 
 # --- What torch asks for ---------------------------------------------------------------------------------------------
@@ -71,11 +74,11 @@ def is_initialized() -> bool:
 
 
 def device_count() -> int:
-    return 1
+    return 2
 
 
 def current_device() -> int:
-    return 0
+    return int(_device.current_device())
 
 
 def _is_in_bad_fork() -> bool:
@@ -83,7 +86,7 @@ def _is_in_bad_fork() -> bool:
 
 
 def manual_seed_all(seed: int) -> None:
-    """Nothing: the device draws from torch's default generator, which is seeded already."""
+    default_generators[INDEX].manual_seed(seed)
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
@@ -140,9 +143,17 @@ def set_pinning(refusals: int, most_bytes: int, seconds_per_byte: float) -> None
     _device.set_pinning(refusals, most_bytes, seconds_per_byte)
 
 
-def set_rates(flops_per_second: float, up_bytes_per_second: float, down_bytes_per_second: float) -> None:
+def set_rates(
+    flops_per_second: float,
+    memory_bytes_per_second: float,
+    up_bytes_per_second: float,
+    down_bytes_per_second: float,
+    launch_seconds: float,
+) -> None:
     """Let work take time (clock.h). What was queued before must be over."""
-    _device.set_rates(flops_per_second, up_bytes_per_second, down_bytes_per_second)
+    _device.set_rates(
+        flops_per_second, memory_bytes_per_second, up_bytes_per_second, down_bytes_per_second, launch_seconds
+    )
 
 
 def forget_rates() -> None:
@@ -150,7 +161,8 @@ def forget_rates() -> None:
     _device.forget_rates()
 
 
-def counts() -> tuple[float, float, float]:
-    """FLOPs of matrix products, bytes uploaded and bytes downloaded since the process began."""
-    flops, up_bytes, down_bytes = _device.counts()
-    return flops, up_bytes, down_bytes
+def counts() -> tuple[float, float, float, float, float]:
+    """Since the process began: FLOPs of matrix products, bytes that other operators read and wrote, bytes uploaded and
+    downloaded, and seconds of computing while work took time."""
+    counted: tuple[float, float, float, float, float] = _device.counts()
+    return counted

@@ -126,6 +126,7 @@ inline int64_t make_stream() {
 }
 
 inline EventPointer record(int64_t stream) {
+    check_current_device();
     std::lock_guard guard(mutex);
     const auto event = std::make_shared<Event>(Event{stream, ++last_number, streams[stream].behind});
     if (is_timed) event->seconds = streams[stream].ready();
@@ -158,6 +159,7 @@ inline void wait(const EventPointer& event, int64_t stream) {
 }
 
 inline bool query(const EventPointer& event) {
+    check_current_device();
     std::lock_guard guard(mutex);
     if (is_timed ? seconds_now() < event->seconds : !is_known(*event) && !is_drawn()) return false;
     advance(event->stream, event.get());
@@ -166,6 +168,7 @@ inline bool query(const EventPointer& event) {
 }
 
 inline void synchronize(const EventPointer& event) {
+    check_current_device();
     if (is_timed) sleep_until(event->seconds);
     std::lock_guard guard(mutex);
     if (!event->is_over) advance(event->stream, event.get());
@@ -194,6 +197,7 @@ inline double seconds_of(const EventPointer& event) {
 
 // Uploads from this memory are over, or nothing depends on them.
 inline int unpin(uintptr_t address) {
+    check_current_device();
     std::lock_guard guard(mutex);
     const auto range = pinned.find(address);
     if (range == pinned.end()) return kNotRegistered;
@@ -222,12 +226,19 @@ inline void check_order(const void* pointer, bool goes_up) {
     TORCH_CHECK(streams[current_stream].behind >= wanted, "a copy does not wait for what was computed before it");
 }
 
-// Note that something is computed.
-inline void compute(double flops = 0) {
+// Note that something is computed. Returns when it can begin.
+inline double begin_computing() {
     std::lock_guard guard(mutex);
     last_computed = ++last_number;
-    counts.flops += flops;
-    if (is_timed && flops > 0) streams[kComputes].free_at = streams[kComputes].ready() + flops / flops_per_second;
+    return streams[kComputes].ready();
+}
+
+// Note how much that was.
+inline void end_computing(double start, double flops, double bytes) {
+    std::lock_guard guard(mutex);
+    const double seconds = computed_in(flops, bytes);
+    Stream& stream = streams[kComputes];
+    if (seconds > 0) stream.free_at = std::max(start, stream.free_at) + seconds;
 }
 
 // Note that computing copies something, and waits for it.
@@ -237,12 +248,10 @@ inline void compute_copy(size_t num_bytes, bool goes_up) {
 }
 
 // Let work last from now on. All that was queued before must be over.
-inline void set_rates(double flops, double up_bytes, double down_bytes) {
+inline void set_rates(double flops, double memory_bytes, double up_bytes, double down_bytes, double launch_seconds) {
     std::lock_guard guard(mutex);
     is_timed = true;
-    flops_per_second = flops;
-    up_bytes_per_second = up_bytes;
-    down_bytes_per_second = down_bytes;
+    rates = {flops, memory_bytes, up_bytes, down_bytes, launch_seconds};
 }
 
 inline void forget_rates() {

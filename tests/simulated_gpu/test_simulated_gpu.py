@@ -5,18 +5,29 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from time import perf_counter
 
 import pytest
 import torch
 
 from ratel_cli.engine.device.gpu import GpuDevice
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
-from ratel_cli.io.buffers import BufferPool, Lease
+from ratel_cli.io.buffers import BufferPool, Lease, address_of
 from ratel_cli.io.pinning import GpuPinning
 from ratel_cli.io.views import view
-from tests.simulated_gpu import gpu_of_this_process, install_if_asked, is_simulated, set_eagerness
+from tests.simulated_gpu import (
+    gpu_of_this_process,
+    install_if_asked,
+    is_simulated,
+    num_stops,
+    pinning,
+    set_eagerness,
+)
 
 install_if_asked()
 GPU = gpu_of_this_process()
@@ -95,6 +106,143 @@ def test_at_full_eagerness_all_work_is_done_at_once(device: GpuDevice, lease: Le
     download = device.download([(torch.full((4096,), 7, dtype=torch.uint8, device=GPU), lease.memory)], LABEL)
     assert download.done
     assert bool((view(lease.memory, torch.uint8) == 7).all())
+
+
+STOPPING: dict[str, Callable[[torch.Tensor], object]] = {
+    "item": lambda values: values[0].item(),
+    "nonzero": lambda values: values.nonzero(),
+    "mask": lambda values: values[values > 1],
+    "mask on the left": lambda values: values.__setitem__(values > 1, torch.ones(2, device=GPU)),
+    "masked_select": lambda values: values.masked_select(values > 1),
+    "unique": lambda values: values.unique(),
+    "equal": lambda values: values.equal(values.clone()),
+    "repeat_interleave": lambda values: values.repeat_interleave(torch.ones(4, dtype=torch.int64, device=GPU)),
+}
+ADDING: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "index_put_": lambda values, numbers: values.index_put_((numbers,), values.clone(), accumulate=True),
+    "index_put": lambda values, numbers: values.index_put((numbers,), values),
+    "index_copy_": lambda values, numbers: values.index_copy_(0, numbers, values.clone()),
+    "index_add_": lambda values, numbers: values.index_add_(0, numbers, values.clone()),
+}
+RUNNING_ON: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "index_select": lambda values, numbers: values.index_select(0, numbers),
+    "numbers": lambda values, numbers: values[numbers],
+    "where": lambda values, numbers: values.where(numbers > 1, 0.0),
+    "masked_fill": lambda values, numbers: values.masked_fill(numbers > 1, 0.0),
+    "sort": lambda values, numbers: values.sort(),
+}
+
+
+def stops(work: Callable[[], object]) -> int:
+    before = num_stops()
+    work()
+    return num_stops() - before
+
+
+def test_the_host_stops_where_the_size_of_a_result_depends_on_values() -> None:
+    values = torch.arange(4.0, device=GPU)
+    assert {name: stops(partial(work, values.clone())) for name, work in STOPPING.items()} == dict.fromkeys(STOPPING, 1)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_host_stops_for_indices_that_are_added_in_a_fixed_order(deterministic: bool) -> None:
+    values, numbers = torch.arange(4.0, device=GPU), torch.arange(4, device=GPU)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        found = {name: stops(partial(work, values.clone(), numbers)) for name, work in ADDING.items()}
+        others = {name: stops(partial(work, values.clone(), numbers)) for name, work in RUNNING_ON.items()}
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert found == dict.fromkeys(ADDING, int(deterministic))
+    assert others == dict.fromkeys(RUNNING_ON, 0)
+
+
+def test_it_has_a_generator_of_its_own() -> None:
+    """Whoever seeds the CPU's alone has not seeded it, and its draws leave the CPU's as they were."""
+
+    def drawn() -> tuple[list[float], list[float]]:
+        return torch.rand(3, device=GPU).tolist(), torch.rand(3).tolist()
+
+    torch.manual_seed(7)
+    gpu, cpu = drawn()
+    assert torch.rand(3, device=GPU).tolist() != gpu
+    torch.default_generator.manual_seed(7)
+    other_gpu, same_cpu = drawn()
+    assert same_cpu == cpu and other_gpu != gpu
+    torch.get_device_module(GPU).manual_seed_all(7)
+    assert drawn()[0] == gpu
+    torch.manual_seed(7)
+    assert drawn() == (gpu, cpu)
+
+
+def test_its_generators_state_can_be_taken_and_set() -> None:
+    generator = torch.get_device_module(GPU).default_generators[torch.accelerator.current_device_index()]
+    state = generator.get_state()
+    dropped = torch.nn.functional.dropout(torch.ones(64, device=GPU), 0.5)
+    generator.set_state(state)
+    assert torch.equal(torch.nn.functional.dropout(torch.ones(64, device=GPU), 0.5), dropped)
+
+
+def test_it_catches_a_thread_that_would_use_another_gpu(device: GpuDevice, lease: Lease) -> None:
+    """Each thread begins with the first GPU as its current device. This one is the second."""
+    upload = device.upload(lease.memory, device.reserve(4096), LABEL)
+    event = torch.Event(GPU)
+    event.record()
+    with ThreadPoolExecutor(1) as thread:
+        with pytest.raises(RuntimeError, match="another GPU"):
+            thread.submit(event.synchronize).result()
+        with pytest.raises(RuntimeError, match="another GPU"):
+            thread.submit(torch.empty, 3, device=GPU.type).result()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(upload.wait).result()
+        thread.submit(event.synchronize).result()
+
+
+def test_any_thread_can_wait_for_copies_and_pin(device: GpuDevice, lease: Lease) -> None:
+    def in_a_new_thread(work: Callable[[], object]) -> object:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(work).result()
+
+    download = device.download([(torch.full((4096,), 7, dtype=torch.uint8, device=GPU), lease.memory)], LABEL)
+    assert not in_a_new_thread(lambda: download.done)
+    in_a_new_thread(download.wait)
+    assert lease.memory[0] == 7
+    pool = BufferPool(None, pin=GpuPinning(GPU, pytest.fail))
+    in_a_new_thread(lambda: pool.lease(4096, "test").release())
+    in_a_new_thread(pool.close)
+
+
+def test_registered_memory_takes_its_time_and_nothing_else_is_done_meanwhile(device: GpuDevice) -> None:
+    with pinning(seconds_per_byte=0.5 / 4096), ThreadPoolExecutor(1) as thread, BufferPool(None) as pool:
+        lease, event, begun = pool.lease(4096, "test"), torch.Event(GPU), threading.Event()
+        event.record()
+        pin = GpuPinning(GPU, pytest.fail)
+
+        def register() -> Callable[[], None] | None:
+            begun.set()
+            return pin(address_of(lease.memory), 4096)
+
+        start = perf_counter()
+        registered = thread.submit(register)
+        begun.wait(60)
+        while not registered.done():
+            event.query()
+        assert perf_counter() - start >= 0.5
+        undo = registered.result()
+        assert undo is not None
+        undo()
+
+
+def test_a_copy_across_two_registered_ranges_is_refused(device: GpuDevice, lease: Lease) -> None:
+    with BufferPool(None) as pool, pool.lease(8192, "two ranges") as other:
+        register, address = GpuPinning(GPU, pytest.fail), address_of(other.memory)
+        undo = [register(address, 4096), register(address + 4096, 4096)]
+        with pytest.raises(RuntimeError, match="beyond the memory that was registered"):
+            device.upload(other.memory, device.reserve(8192), LABEL)
+        for each in undo:
+            assert each is not None
+            each()
 
 
 def test_it_needs_no_cuda() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import perf_counter
 
 import pytest
@@ -156,6 +156,46 @@ def test_work_is_counted_by_products_and_copied_bytes(lease: Lease) -> None:
         device.download([(torch.zeros(KIB, dtype=torch.uint8, device=GPU), lease.memory[:KIB])], label("down")).wait()
     work = work_so_far() - before
     assert (work.flops, work.up_bytes, work.down_bytes) == (FLOPS + 2 * 2 * 3 * 4 * 5 + 2 * 3 * 4 * 5, 128 * KIB, KIB)
+
+
+def test_operators_last_by_their_launch_and_by_what_takes_longer_flops_or_bytes() -> None:
+    """Counted, so that no clock is read."""
+    rates = Rates(
+        flops_per_second=1e9,
+        memory_bytes_per_second=1e8,
+        up_bytes_per_second=1e12,
+        down_bytes_per_second=1e12,
+        launch_seconds=1e-3,
+    )
+    left, right, vector = (torch.ones(*size, device=GPU) for size in ((64, 32), (32, 16), (1000,)))
+
+    def seconds_of(work: Callable[[], object]) -> float:
+        before = work_so_far()
+        work()
+        return (work_so_far() - before).computing_seconds
+
+    with timed(rates):
+        found = [
+            seconds_of(lambda: left @ right),
+            seconds_of(lambda: left[:1] @ right),
+            seconds_of(lambda: vector + vector),
+            seconds_of(lambda: vector.add_(vector)),
+            seconds_of(lambda: vector.to(torch.bfloat16)),
+            seconds_of(left.t),
+            seconds_of(lambda: vector.view(10, 100)[3:]),
+        ]
+    product_bytes = 4 * (64 * 32 + 32 * 16 + 64 * 16)
+    assert found == pytest.approx(
+        [
+            1e-3 + max(2 * 64 * 32 * 16 / 1e9, product_bytes / 1e8),
+            1e-3 + max(2 * 32 * 16 / 1e9, 4 * (32 + 32 * 16 + 16) / 1e8),
+            1e-3 + 3 * 4000 / 1e8,
+            1e-3 + 3 * 4000 / 1e8,
+            1e-3 + (4000 + 2000) / 1e8,
+            0.0,
+            0.0,
+        ]
+    )
 
 
 def test_without_rates_nothing_lasts() -> None:

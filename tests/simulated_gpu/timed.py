@@ -6,9 +6,10 @@ same work. What the CPU and the drives do takes its real time; `ThrottledQueue` 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -18,9 +19,13 @@ class Rates:
     """How fast the simulated GPU is."""
 
     flops_per_second: float
-    """Of products of matrices. Everything else that is computed takes no time."""
+    """Of products of matrices."""
     up_bytes_per_second: float
     down_bytes_per_second: float
+    memory_bytes_per_second: float = math.inf
+    """Of the bytes that an operator reads and writes, where that takes longer than its FLOPs."""
+    launch_seconds: float = 4e-6
+    """Of each operator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,23 +33,22 @@ class Work:
     """What the simulated GPU has done."""
 
     flops: float
+    memory_bytes: float
+    """What operators without FLOPs read and wrote."""
     up_bytes: float
     down_bytes: float
+    computing_seconds: float
+    """How long operators took, whatever they waited for; 0 where work takes no time."""
 
     def __sub__(self, before: Work) -> Work:
-        return Work(
-            flops=self.flops - before.flops,
-            up_bytes=self.up_bytes - before.up_bytes,
-            down_bytes=self.down_bytes - before.down_bytes,
-        )
+        return Work(**{each.name: getattr(self, each.name) - getattr(before, each.name) for each in fields(Work)})
 
 
 def work_so_far() -> Work:
     """Since the process began."""
     from tests.simulated_gpu import module
 
-    flops, up_bytes, down_bytes = module.counts()
-    return Work(flops=flops, up_bytes=up_bytes, down_bytes=down_bytes)
+    return Work(**dict(zip((each.name for each in fields(Work)), module.counts(), strict=True)))
 
 
 @contextmanager
@@ -53,7 +57,13 @@ def timed(rates: Rates) -> Iterator[None]:
     from tests.simulated_gpu import module
 
     torch.accelerator.synchronize()
-    module.set_rates(rates.flops_per_second, rates.up_bytes_per_second, rates.down_bytes_per_second)
+    module.set_rates(
+        rates.flops_per_second,
+        rates.memory_bytes_per_second,
+        rates.up_bytes_per_second,
+        rates.down_bytes_per_second,
+        rates.launch_seconds,
+    )
     try:
         yield
         torch.accelerator.synchronize()

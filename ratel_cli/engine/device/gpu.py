@@ -38,7 +38,7 @@ from ratel_cli.closing import Closing
 from ratel_cli.engine.device.device import DeviceBuffer, Download, Moment, UploadLane
 from ratel_cli.engine.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import BadInput, DoesNotFit, first_line
-from ratel_cli.io.pinning import copy_in_pieces
+from ratel_cli.io.pinning import copy_in_pieces, use_device
 from ratel_cli.io.views import view
 from ratel_cli.planning.step_time import Resource
 from ratel_cli.units import parse_bytes
@@ -112,7 +112,7 @@ class _GpuDownload:
 
     @property
     def done(self) -> bool:
-        return bool(self.end.query())
+        return _is_over(self.end)
 
     def wait(self) -> None:
         _wait(self.end)
@@ -297,8 +297,14 @@ def _record(stream: torch.Stream) -> torch.Event:
     return event
 
 
+def _is_over(event: torch.Event) -> bool:
+    use_device(event.device)
+    return bool(event.query())
+
+
 def _wait(event: torch.Event) -> None:
-    if not event.query():
+    """From any thread."""
+    if not _is_over(event):
         event.synchronize()
 
 
