@@ -30,6 +30,7 @@ _TOOL_ROLES = {
     "tool_response": "tool",
     "function_call": "function_call",
     "tool_call": "function_call",
+    "tool_calls": "function_call",
 }
 """Names of roles that data sets have and chat templates do not."""
 _FUNCTION_CALL = "function_call"
@@ -76,13 +77,14 @@ class TurnOptions:
         remarks = self._remarks(messages)
         tools, variables = tools_in(record, self.tools), _variables_in(record)
         muted = self._pop_muted(messages)
+        has_mute_answers = any(messages[index]["role"] == "assistant" for index in muted)
         draft = ChatDraft(
             messages=messages,
             tools=tools,
             variables=variables,
             completion_from=completion_from,
             muted=muted,
-            remarks=(*remarks, ("muted", "")) if muted else remarks,
+            remarks=(*remarks, ("muted", "")) if has_mute_answers else remarks,
         )
         if completion_from is not None or not self.chooses_turns:
             return draft
@@ -273,7 +275,8 @@ def _calls(content: object, where: str) -> list[object]:
     """Tool calls from the JSON text of LLaMA-Factory's function calls: one object, or an array of them."""
     calls = _parsed(content if isinstance(content, str) else "", f"content of {where}")
     found: list[object] = []
-    for call in calls if isinstance(calls, list) else [calls]:
+    for item in calls if isinstance(calls, list) else [calls]:
+        call = item.get("function", item) if isinstance(item, dict) else item
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise Unusable(f"{where} is no tool call: an object with name and arguments is needed")
         arguments = call.get("arguments", {})

@@ -214,7 +214,7 @@ def _matching_format(source: DatasetSource, record: dict[str, object], *, has_ch
                 _conversation(source, names),
                 alpaca if {source.field_instruction, source.field_output} <= names else None,
                 _chat_completion(record) if source.field not in names else None,
-                _preference_free(source, record),
+                _plain_text(source, names),
                 (_QUESTIONS if has_chat_template else questions) if _asks(names) else None,
             )
             return next((guess for guess in of_all_types if guess is not None), None)
@@ -253,13 +253,6 @@ def _named_pair(source: DatasetSource, record: dict[str, object]) -> RowFormat |
 def _chat_completion(record: dict[str, object]) -> RowFormat | None:
     is_chat = isinstance(record.get("prompt"), list) and isinstance(record.get("completion"), list)
     return RowFormat(kind="chat_completion", columns=("prompt", "completion")) if is_chat else None
-
-
-def _preference_free(source: DatasetSource, record: dict[str, object]) -> RowFormat | None:
-    """Plain text, unless the prompts and completions are there to be judged."""
-    found = _plain_text(source, record.keys())
-    is_judged = isinstance(record.get("label"), bool)
-    return None if found is not None and found.kind == "prompt_completion" and is_judged else found
 
 
 def _plain_text(source: DatasetSource, names: AbstractSet[str]) -> RowFormat | None:

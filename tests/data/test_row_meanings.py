@@ -14,6 +14,7 @@ import pytest
 
 from ratel_cli.data.drafts import ChatDraft, Draft, TextDraft, TokensDraft, Unusable
 from ratel_cli.data.formats import decide_format
+from ratel_cli.data.prompts import read_prompts
 from ratel_cli.data.remarks import sentences
 from ratel_cli.data.rows import DatasetSource
 from ratel_cli.errors import BadInput
@@ -97,6 +98,11 @@ def test_other_weights_are_rejected(weight: object, shown: str) -> None:
         draft(weighted(weight, 1))
 
 
+def test_weights_of_prompts_say_nothing() -> None:
+    record: dict[str, object] = {"messages": [{**QA[0], "weight": 0}, {**QA[1], "weight": 1}]}
+    assert draft(record).remarks == ()
+
+
 def test_a_key_of_ones_own_that_is_named_weight() -> None:
     found = draft(weighted(0, 1), type="chat_template", message_field_training="weight")
     assert isinstance(found, ChatDraft) and (found.trained, found.muted) == ((3,), ())
@@ -144,6 +150,17 @@ def test_a_part_that_is_no_text_names_its_type(part: object, reason: str) -> Non
     with pytest.raises(Unusable) as caught:
         draft({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}, QA[1]]})
     assert str(caught.value).startswith(reason)
+
+
+def test_prompts_in_parts(tmp_path: Path) -> None:
+    """`ratel generate` reads messages as training does."""
+    path = tmp_path / "prompts.jsonl"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    path.write_text(rows({"messages": [{"role": "user", "content": parts}]}))
+    assert read_prompts(path) == [[message("user", "ab")]]
+    path.write_text(rows({"messages": [{"role": "user", "content": [*parts, IMAGE]}]}))
+    with pytest.raises(BadInput, match=r"prompts\.jsonl:1: part 3 of the content of message 1 is of type image_url"):
+        read_prompts(path)
 
 
 SHAREGPT = [{"from": "human", "value": "<image>\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]
@@ -324,6 +341,11 @@ CALLS: dict[str, list[dict[str, object]]] = {
         message("user", "a"),
         message("tool_call", '{"name": "f", "arguments": {"x": 1}}'),
         message("tool_response", "o"),
+    ],
+    "several calls, each as OpenAI has them": [
+        message("user", "a"),
+        message("tool_calls", '[{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]'),
+        message("tool", "o"),
     ],
     "OpenAI before tool calls": [
         message("user", "a"),
