@@ -338,7 +338,7 @@ MUTANTS = (
     Mutant("EOS of every turn", "data/encode.py", 'if draft.train_on_eos == "all" or (draft.train_on_eos == "turn" and is_trained):', "if True:", "train_on_eos chooses the EOS tokens", "data/test_forms.py"),
     Mutant("lost calls are not counted", "data/ingest.py", "self._remarks.update(encoded.remarks)", "pass", "what a template leaves out is counted", "data/test_forms.py"),
     Mutant("new keys change every hash", "data/rows.py", "if key in _FIRST_KEYS or value != _DEFAULTS[key]", "if True", "an earlier run finds its token cache", "data/test_forms.py"),
-    Mutant("function calls of ShareGPT", "data/conversations.py", '    "function_call": "function_call",\n', "", "function calls are trained as answers whatever the config says", "data/test_forms.py"),
+    Mutant("function calls of ShareGPT", "data/conversations.py", "if message[\"role\"] == _FUNCTION_CALL:", "if False:", "function calls are trained as answers whatever the config says", "data/test_forms.py"),
     Mutant("weights of messages", "data/encode.py", "for span in chat.muted:", "for span in ():", "a message of weight 0 has no loss", "data/test_row_meanings.py"),
     Mutant("shared white space", "data/encode.py", "        return first + 1\n", "        return first\n", "a token that the prompt shares has no loss", "data/test_thinking.py"),
     Mutant("the prompt without thinking", "data/chat_child.py", "return start, None if quiet == start else quiet", "return start, None", "loss begins behind the prompt without thinking", "data/test_thinking.py"),

@@ -28,7 +28,6 @@ _TOOL_ROLES = {
     "function": "tool",
     "function_response": "tool",
     "tool_response": "tool",
-    "function_call": "function_call",
     "tool_call": "function_call",
     "tool_calls": "function_call",
 }
