@@ -194,7 +194,7 @@ def find_blocks(skeleton: PreTrainedModel, *, name: str) -> DecoderModel:
     `name` is the model's name in its spec. The skeleton is changed: its parameters become unbound ones.
     """
     embedding, head = _input_and_output(skeleton)
-    owner, layers = _stack(skeleton)
+    owner, layers = find_stack(skeleton)
     tied = head.weight is embedding.weight
     outside, inside = _placed_parameters(skeleton, layers)
     for parameter in outside:
@@ -251,7 +251,7 @@ def _input_and_output(skeleton: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
     return embedding, head
 
 
-def _stack(skeleton: PreTrainedModel) -> tuple[nn.Module, tuple[nn.Module, ...]]:
+def find_stack(skeleton: PreTrainedModel) -> tuple[nn.Module, tuple[nn.Module, ...]]:
     """The owner and the layers of the language model: of the lists of layers that are nearest to the root of its
     decoder, the one with most parameters.
 

@@ -26,8 +26,9 @@ from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.model.directory import WeightFiles, find_weight_files
 from ratel_cli.model.export_layout import ExportLayout, Origins, layout_of_files, own_names
 from ratel_cli.model.kind import declared_class
+from ratel_cli.model.outer_model import OuterModel
 from ratel_cli.model.renaming import CONVERSION_ERRORS, Conversion, Renaming, plan_renaming, targets_of, twins
-from ratel_cli.model.shards import ShardReader
+from ratel_cli.model.shards import ShardReader, TensorEntry
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.sizes import DtypeName
 from ratel_cli.units import counted
@@ -46,10 +47,19 @@ _CONSTANT = re.compile(r"(^|\.)(inv_freq|masked_bias|position_ids)$")
 class CheckpointSource(Closing):
     """An open checkpoint, whose tensors fit the model."""
 
-    def __init__(self, directory: Path, skeleton: PreTrainedModel, spec: ModelSpec) -> None:
-        """Open and check all files of weights. Raises BadInput if they do not fit the model."""
+    def __init__(
+        self, directory: Path, skeleton: PreTrainedModel, spec: ModelSpec, *, outer: OuterModel | None = None
+    ) -> None:
+        """Open and check all files of weights. `outer`: the model that they are of, if `skeleton` is a part of it.
+
+        Raises BadInput if they do not fit the model.
+        """
         self._directory = directory
         self._skeleton = skeleton
+        self._loaded = skeleton if outer is None else outer.model
+        """The model that transformers would load from these files."""
+        self._own_names = {name: name for name in skeleton.state_dict()} if outer is None else outer.names
+        """For each of its tensors that is the skeleton's, the name in the skeleton."""
         self._resources = ExitStack()
         self._converted_tensors: Mapping[str, torch.Tensor] = {}
         if getattr(skeleton.config, "quantization_config", None) is not None:
@@ -62,15 +72,21 @@ class CheckpointSource(Closing):
             shards = [opened.enter_context(ShardReader(path)) for path in files.paths]
             self._shards = dict(zip(files.names, shards, strict=True))
             self._readers = readers_of(shards, files)
-            renaming = plan_renaming(skeleton, self._readers)
-            self._direct = dict(renaming.direct)
+            renaming = plan_renaming(self._loaded, self._readers)
+            self._direct = {
+                self._own_names[target]: name for target, name in renaming.direct.items() if target in self._own_names
+            }
             self._converted: dict[str, Conversion] = {}
-            self._check_names(renaming, spec)
+            self._check_names(renaming)
             self._check_direct()
             conversions = self._check_conversions(renaming.conversions)
             self._sources = self._choose_sources(spec)
+            of_spec = own_names(skeleton, spec)
             self._origins = Origins(
-                model=skeleton, own_names=own_names(skeleton, spec), direct=self._direct, conversions=conversions
+                model=self._loaded,
+                own_names={name: of_spec[own] for name, own in self._own_names.items() if own in of_spec},
+                direct=renaming.direct,
+                conversions=conversions,
             )
             self._resources = opened.pop_all()
 
@@ -103,6 +119,21 @@ class CheckpointSource(Closing):
     def layout(self, dtype: DtypeName) -> ExportLayout:
         """What an export holds: the tensors of these files, the trained ones in `dtype`. It reads from this source."""
         return layout_of_files(self._shards, self._origins, dtype)
+
+    def read_names(self) -> list[str]:
+        """The names in the files of the tensors that parameters and buffers of the skeleton are read from."""
+        converted = (name for each, _ in self._origins.conversions for name in each.source_names)
+        return [*self._direct.values(), *converted]
+
+    def kept_tensors(self) -> list[TensorEntry]:
+        """The tensors of the files that are no part of the skeleton; an export has them too, byte for byte.
+
+        They are of other parts of the model, such as a vision tower, or of what transformers does not load. Constants
+        that the model computes itself are left out.
+        """
+        read = set(self.read_names())
+        entries = (reader.tensors[name] for name, reader in self._readers.items())
+        return [entry for entry in entries if entry.name not in read and not is_constant(entry)]
 
     @property
     def conversion_bytes(self) -> int:
@@ -143,22 +174,25 @@ class CheckpointSource(Closing):
         # Conversions only move elements, so they can run in the file's dtype, which needs half the memory.
         dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
         with torch.no_grad():
-            return conversion.run(self._skeleton, lambda name: self._readers[name].read_whole(name).to(dtype))
+            results = conversion.run(self._loaded, lambda name: self._readers[name].read_whole(name).to(dtype))
+        return {self._own_names[target]: values for target, values in results.items()}
 
-    def _check_names(self, renaming: Renaming, spec: ModelSpec) -> None:
+    def _check_names(self, renaming: Renaming) -> None:
         """Every tensor of the files must have one place in the model, unless transformers ignores it as well."""
         for first, second in renaming.doubled:
             raise BadInput(
                 f"{self._where(second)} and tensor {excerpt(first)} are the same parameter of the model",
                 "remove one of the two",
             )
-        names = {target: name for name, target in renaming.unexpected if not self._is_constant(name)}
+        names = {
+            target: name for name, target in renaming.unexpected if not is_constant(self._readers[name].tensors[name])
+        }
         findings = _Findings(missing_keys=set(), unexpected_keys=set(names))
-        self._skeleton._adjust_missing_and_unexpected_keys(cast(LoadStateDictInfo, findings))
+        self._loaded._adjust_missing_and_unexpected_keys(cast(LoadStateDictInfo, findings))
         unexpected = sorted(names[target] for target in findings.unexpected_keys)
         if unexpected:
             raise BadInput(
-                f"{self._where(unexpected[0])} does not belong to {spec.architecture}{_and_more(unexpected)}",
+                f"{self._where(unexpected[0])} does not belong to {type(self._loaded).__name__}{_and_more(unexpected)}",
                 self._other_class() or "check that config.json and the weights are of the same model",
             )
 
@@ -176,8 +210,10 @@ class CheckpointSource(Closing):
 
         Returns each with the names of its results.
         """
-        state, checked = self._skeleton.state_dict(), list[tuple[Conversion, Sequence[str]]]()
+        state, checked = self._loaded.state_dict(), list[tuple[Conversion, Sequence[str]]]()
         for conversion in conversions:
+            if conversion.first_target not in self._own_names:
+                continue  # of a part that is not read
             first = conversion.source_names[0]
             entries = [self._readers[name].tensors[name] for name in conversion.source_names]
             for entry in entries:
@@ -186,7 +222,7 @@ class CheckpointSource(Closing):
                     raise BadInput(f"{where} has dtype {entry.dtype}; weights must be floating point")
             try:
                 shapes = {entry.name: entry.shape for entry in entries}
-                converted = targets_of(conversion, self._skeleton, shapes)
+                converted = targets_of(conversion, self._loaded, shapes)
             except CONVERSION_ERRORS as error:
                 raise BadInput(
                     f"{self._where(first)} and {counted(len(entries) - 1, 'other')} cannot be combined into"
@@ -199,7 +235,7 @@ class CheckpointSource(Closing):
                         f"{self._where(first)} and {counted(len(entries) - 1, 'other')} give {target} with shape"
                         f" {shape}, but the model needs {wanted}: one is missing or has a wrong shape"
                     )
-                self._converted[target] = conversion
+                self._converted[self._own_names[target]] = conversion
             checked.append((conversion, list(converted)))
         return checked
 
@@ -234,21 +270,21 @@ class CheckpointSource(Closing):
                     "set tie_word_embeddings: false in the model's config.json to train both",
                 )
 
-    def _is_constant(self, name: str) -> bool:
-        """True if a tensor is a constant that older versions of transformers saved: frequencies, positions, masks."""
-        entry = self._readers[name].tensors[name]
-        is_mask = len(entry.shape) == 4 and entry.shape[:2] == (1, 1)
-        return _CONSTANT.search(name) is not None or is_mask or not entry.dtype.is_floating_point
-
     def _other_class(self) -> str | None:
-        """A hint, if config.json says that the weights are of another class than the model that is trained."""
-        declared, trained = declared_class(self._skeleton.config), type(self._skeleton).__name__
+        """A hint, if config.json says that the weights are of another class than the model that is loaded."""
+        declared, trained = declared_class(self._loaded.config), type(self._loaded).__name__
         if declared in (None, trained):
             return None
         return f"config.json says that the weights are a {excerpt(str(declared))}; use those of a {trained}"
 
     def _where(self, name: str) -> str:
         return f"{self._readers[name].path}: tensor {excerpt(name)}"
+
+
+def is_constant(entry: TensorEntry) -> bool:
+    """Whether a tensor is a constant that older versions of transformers saved: frequencies, positions, masks."""
+    is_mask = len(entry.shape) == 4 and entry.shape[:2] == (1, 1)
+    return _CONSTANT.search(entry.name) is not None or is_mask or not entry.dtype.is_floating_point
 
 
 def persistent_buffers(skeleton: PreTrainedModel) -> dict[str, torch.Tensor]:

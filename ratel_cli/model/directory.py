@@ -37,9 +37,10 @@ _CONVERT_GGUF = (
     "AutoModelForCausalLM.from_pretrained(OLD, gguf_file=NAME, dtype=...).save_pretrained(NEW)"
 )
 _USE_TRANSFORMERS_VERSION = "use the version for transformers, with config.json and model.safetensors or its shards"
+_ADAPTER = ("adapter_config.json", "adapter_model.*")
 _OTHER_DIRECTORIES: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
-        ("adapter_config.json", "adapter_model.*"),
+        _ADAPTER,
         "belongs to an adapter (LoRA or another of PEFT), and the model itself is not there",
         _MERGE,
     ),
@@ -120,6 +121,11 @@ def find_weight_files(directory: Path) -> WeightFiles:
         names=tuple(paths),
         listed=tuple((tensor, paths[name]) for tensor, name in weight_map.items()),
     )
+
+
+def adapter_files(directory: Path) -> list[str]:
+    """The names of the files of an adapter that lie beside a model. transformers' loader of models leaves them out."""
+    return sorted({path.name for pattern in _ADAPTER for path in directory.glob(pattern)})
 
 
 def check_sidecars(directory: Path) -> None:

@@ -75,6 +75,7 @@ def export_model(
             staging,
             base_dir=base_dir,
             spec=spec,
+            architecture=layout.architecture,
             dtype=dtype,
             card=card or plain_card(spec),
             num_updates=generation.progress.updates,

@@ -50,7 +50,13 @@ def reject_other_kinds(config: PretrainedConfig) -> None:
         kind = _ENCODER_DECODER
     shown = config.model_type if declared is None else f"{excerpt(declared)} ({config.model_type})"
     if kind in _MULTIMODAL:
-        raise _multimodal(config, f"config.json: {shown} is {kind}")
+        if type(config.get_text_config()) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return  # its language part is trained: see outer_model
+        raise BadInput(
+            f"config.json: {shown} is {kind}, and transformers has no causal language model for its language part "
+            f"({config.get_text_config().model_type})",
+            "use a text model of this family",
+        )
     if kind is None:
         raise BadInput(
             f"config.json: transformers has no causal language model for the model type {config.model_type}",
@@ -72,19 +78,12 @@ def declared_class(config: PretrainedConfig) -> str | None:
     return first if isinstance(first, str) else None
 
 
-def _multimodal(config: PretrainedConfig, fact: str) -> BadInput:
-    """The rejection of a model that reads more than text, with what can be done about its language part."""
-    text = config.get_text_config()
-    if text is not config and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return BadInput(
-            f"{fact}; Ratel cannot keep its parts for other inputs than text",
-            f"save its language part ({text.model_type}) as a model of its own and train that; docs/guide.md shows how,"
-            ' in "Models"',
-        )
-    return BadInput(
-        f"{fact}, and transformers has no causal language model for its language part ({text.model_type})",
-        "use a text model of this family",
-    )
+def whole_class(config: PretrainedConfig) -> str | None:
+    """The class of the weights: the one that the configuration names, else transformers' for this type of model."""
+    declared = declared_class(config)
+    if declared is not None or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return declared or _names(_table(_CAUSAL)[config.model_type])[0]
+    return _kind_of_type(config.model_type)[1]
 
 
 def _kind_of_class(name: str | None) -> str | None:

@@ -7,6 +7,7 @@ IntegrityFailure that names the file and the tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
 
@@ -14,7 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ratel_cli.errors import IntegrityFailure, excerpt, first_line
-from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME
+from ratel_cli.model.checkpoint import is_constant, open_shards
+from ratel_cli.model.directory import INDEX_NAME, WEIGHTS_NAME, find_weight_files
 from ratel_cli.model.shards import ShardReader
 from ratel_cli.units import MIB
 
@@ -42,14 +44,22 @@ def check_values(reader: ShardReader, *, progress: Callable[[int], None]) -> Non
             progress(len(values) * size)
 
 
-def load_export(directory: Path, *, dtype: torch.dtype | None, attention: str | None) -> PreTrainedModel:
+def load_export(
+    directory: Path,
+    *,
+    dtype: torch.dtype | None,
+    attention: str | None,
+    whole_class: type[PreTrainedModel] | None = None,
+) -> PreTrainedModel:
     """The model that `from_pretrained` returns, ready for inference. `dtype` None: the dtype in config.json.
 
-    Raises IntegrityFailure if transformers cannot load the model, or if a tensor is missing or unexpected.
+    `whole_class` loads it; None: the class of causal language models. Raises IntegrityFailure if transformers cannot
+    load the model, or if a tensor is missing or unexpected.
     """
     options: dict[str, object] = {} if attention is None else {"attn_implementation": attention}
+    load = cast(Callable[..., object], (whole_class or AutoModelForCausalLM).from_pretrained)
     try:
-        loaded: object = AutoModelForCausalLM.from_pretrained(
+        loaded = load(
             directory,
             dtype=dtype or "auto",
             local_files_only=True,
@@ -60,9 +70,15 @@ def load_export(directory: Path, *, dtype: torch.dtype | None, attention: str | 
         )
     except Exception as error:
         raise IntegrityFailure(f"{directory}: transformers cannot load the model: {first_line(error)}") from error
+    with ExitStack() as resources:
+        readers = open_shards(resources, find_weight_files(directory))
+        constants = {name for name, reader in readers.items() if is_constant(reader.tensors[name])}
     model, findings = cast(tuple[PreTrainedModel, Mapping[str, Iterable[object]]], loaded)
-    for finding, words in (("missing_keys", "is missing"), ("unexpected_keys", "does not belong to the model")):
-        names = sorted(str(name) for name in findings.get(finding, ()))
+    for finding, words, allowed in (
+        ("missing_keys", "is missing", set[str]()),
+        ("unexpected_keys", "does not belong to the model", constants),
+    ):
+        names = sorted({str(name) for name in findings.get(finding, ())} - allowed)
         if names:
             others = f" ({len(names)} in all)" if len(names) > 1 else ""
             raise IntegrityFailure(f"{directory}: tensor {excerpt(names[0])} {words}{others}")

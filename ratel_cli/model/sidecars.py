@@ -25,6 +25,7 @@ _COPIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "vocab.txt", "merges.txt", "*.tiktoken", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model",
     "tekken.json", "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
+    "*processor_config.json",
     "LICENSE*", "NOTICE*",
 )  # fmt: skip
 _GENERATION_NAME = "generation_config.json"
@@ -48,16 +49,19 @@ def add_sidecars(
     *,
     base_dir: Path,
     spec: ModelSpec,
+    architecture: str,
     dtype: DtypeName,
     card: Card,
     num_updates: int,
     replaced: Mapping[str, str],
 ) -> None:
-    """Put all sidecars into `staging`. `replaced`: by name, the text of files that the run has changed.
+    """Put all sidecars into `staging`.
+
+    `architecture`: the class that loads the weights. `replaced`: by name, the text of files that the run has changed.
 
     Raises BadInput if a file of the base model cannot be used, EnvironmentFailure if one cannot be written.
     """
-    staging.write_text("config.json", _config(base_dir, spec, dtype))
+    staging.write_text("config.json", _config(base_dir, architecture, dtype))
     staging.write_text(CARD_NAME, card_text(card, spec, dtype=dtype, num_updates=num_updates))
     if card.picture is not None:
         staging.write_bytes(PICTURE_NAME, card.picture)
@@ -78,7 +82,7 @@ def _copied_names(base_dir: Path) -> list[str]:
     return [str(path.relative_to(base_dir)) for path in paths]
 
 
-def _config(base_dir: Path, spec: ModelSpec, dtype: DtypeName) -> str:
+def _config(base_dir: Path, architecture: str, dtype: DtypeName) -> str:
     """The base model's configuration with the new dtype and without references to code."""
     path = trusted_file(base_dir, "config.json")
     try:
@@ -89,6 +93,6 @@ def _config(base_dir: Path, spec: ModelSpec, dtype: DtypeName) -> str:
         raise BadInput(f"{path}: not a JSON object")
     for name in ("torch_dtype", "auto_map"):
         config.pop(name, None)
-    config["architectures"] = [spec.architecture]
+    config["architectures"] = [architecture]
     config["dtype"] = dtype
     return json.dumps(config, indent=2) + "\n"

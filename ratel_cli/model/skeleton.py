@@ -77,17 +77,23 @@ def build_skeleton(config: PretrainedConfig, *, dtype: DtypeName, attn_implement
                 config, dtype=DTYPES[dtype], attn_implementation=attn_implementation, trust_remote_code=False
             )
     except Exception as error:
-        raise BadInput(
-            f"config.json: transformers cannot build a {config.model_type} language model from it: "
-            f"{type(error).__name__}: {_fact(error)}",
-            "install the package that transformers asks for"
-            if isinstance(error, ImportError)
-            else "check the values in the model's config.json",
-        ) from error
+        raise _not_built(config, error) from error
     _reject_empty_parameters(model)
     keep_buffers(model)
     model.train()
     return cast(PreTrainedModel, model)
+
+
+def build_whole(config: PretrainedConfig, whole_class: type[PreTrainedModel]) -> PreTrainedModel:
+    """Construct a model of any class with meta parameters and real buffers. Raises BadInput if it cannot be built."""
+    _reject_unsupported(config)
+    try:
+        with _parameters_on_meta(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Initializing zero-element tensors")
+            model = whole_class._from_config(copy.deepcopy(config), dtype=torch.float32, attn_implementation="eager")
+    except Exception as error:
+        raise _not_built(config, error) from error
+    return cast(PreTrainedModel, model.eval())
 
 
 def supported_attention(config: PretrainedConfig, wanted: str) -> str:
@@ -112,6 +118,16 @@ def why_unsupported(config: PretrainedConfig, attention: str) -> str | None:
     except Exception:  # noqa: BLE001  if the config itself is wrong, building with eager reports it
         return f"{config.model_type} does not support {attention} attention"
     return None
+
+
+def _not_built(config: PretrainedConfig, error: Exception) -> BadInput:
+    return BadInput(
+        f"config.json: transformers cannot build a {config.model_type} language model from it: "
+        f"{type(error).__name__}: {_fact(error)}",
+        "install the package that transformers asks for"
+        if isinstance(error, ImportError)
+        else "check the values in the model's config.json",
+    )
 
 
 def _fact(error: Exception) -> str:

@@ -22,6 +22,7 @@ from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
 from ratel_cli.model.directory import resolve_base_model
 from ratel_cli.model.export_layout import ExportLayout, layout_of_model
 from ratel_cli.model.initialise import RandomSource
+from ratel_cli.model.outer_model import OuterModel, find_outer
 from ratel_cli.model.skeleton import build_skeleton, read_model_config, supported_attention, why_unsupported
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.run.run_directory import as_recorded_by_run
@@ -34,6 +35,11 @@ class Base:
 
     directory: Path
     config: PretrainedConfig
+    """That of the language model."""
+    whole_config: PretrainedConfig
+    """What config.json describes: the language model, or the outer model. Its tokenizer is this model's."""
+    outer: OuterModel | None
+    """The model that the directory holds, if the language model is a part of it."""
     attention: str
     """The attention kernel that is used."""
     model: DecoderModel
@@ -63,12 +69,22 @@ def build_base(config: RunConfig) -> Base:
     """Like `read_base`, but without the notice about another attention kernel."""
     assert config.base_model is not None
     directory = resolve_base_model(config.base_model)
-    model_config = read_model_config(directory)
-    attention = supported_attention(model_config, config.attn_implementation)
+    whole_config = read_model_config(directory)
     with returning_small_buffers():  # each parameter is allocated for a moment
+        outer = find_outer(whole_config)
+    model_config = whole_config if outer is None else outer.language_config
+    attention = supported_attention(model_config, config.attn_implementation)
+    with returning_small_buffers():
         skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention)
     model = find_blocks(skeleton, name=Path(config.base_model).name)
-    return Base(directory=directory, config=model_config, attention=attention, model=model)
+    return Base(
+        directory=directory,
+        config=model_config,
+        whole_config=whole_config,
+        outer=outer,
+        attention=attention,
+        model=model,
+    )
 
 
 def open_weights(
@@ -80,8 +96,13 @@ def open_weights(
     """
     skeleton, spec = base.model.skeleton, base.model.spec
     if config.random_init:
+        if base.outer is not None:
+            raise BadInput(
+                f"random_init: the other parts of {type(base.outer.model).__name__} would have no weights",
+                "set base_model to a directory with a language model's config.json, or remove random_init",
+            )
         return RandomSource(skeleton, config.seed), layout_of_model(skeleton, spec, config.dtype)
-    source = resources.enter_context(CheckpointSource(base.directory, skeleton, spec))
+    source = resources.enter_context(CheckpointSource(base.directory, skeleton, spec, outer=base.outer))
     install_buffers(skeleton, source.read_buffers())
     return source, source.layout(config.dtype)
 

@@ -58,6 +58,7 @@ from ratel_cli.run.settings import (
     warn_of_host_limit,
 )
 from ratel_cli.run.tokenizer import read_tokenizer
+from ratel_cli.run.unused_parts import unused_parts
 from ratel_cli.run.user_cache import ratel_version, user_cache_directory
 from ratel_cli.store.store import StoreIdentity
 from ratel_cli.training.facts import RunFacts
@@ -141,6 +142,8 @@ def read_model(
         errors.attempt(("attn_implementation",), lambda: require_deterministic(base.attention))
     errors.attempt(("output_dir",), lambda: reject_overlap(config.output_dir, base.directory))
     weights = errors.attempt(("base_model",), lambda: open_weights(config, base, resources))
+    for text in [] if weights is None else unused_parts(base.directory, weights[0]):
+        log.notice(text)
     if weights is not None and not overwrite:
         names = export_names(weights[1], base.directory)
         errors.attempt(("output_dir",), lambda: _check_names(config, names))
@@ -348,7 +351,7 @@ def changed_settings(config: RunConfig, started_with: Path) -> list[str]:
 def read_fitting_tokenizer(config: RunConfig, base: Base, log: RunLog) -> Tokenizer:
     """The tokenizer of the run, whose tokens all have a row in the model's embedding. Raises BadInput."""
     rows = base.model.spec.vocab_size
-    tokenizer = read_tokenizer(config, base.directory, base.config, num_embeddings=rows, notice=log.notice)
+    tokenizer = read_tokenizer(config, base.directory, base.whole_config, num_embeddings=rows, notice=log.notice)
     _check_ids(len(tokenizer), base.model)
     return tokenizer
 

@@ -70,7 +70,7 @@ def completed(named: NamedModel) -> RunConfig:
     dtype = next((name for name, each in DTYPES.items() if each == getattr(model_config, "dtype", None)), None)
     if dtype is not None and "dtype" not in named.given:
         update["dtype"] = dtype
-    longest = num_positions(model_config)
+    longest = num_positions(model_config.get_text_config())
     if longest is not None and "sequence_len" not in named.given:
         update["sequence_len"] = max(2, min(longest, named.config.sequence_len))
     return named.config.model_copy(update=update)

@@ -28,9 +28,10 @@ from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
 from ratel_cli.hardware.host import default_limit_bytes
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, open_shards, persistent_buffers
 from ratel_cli.model.directory import WEIGHTS_NAME, find_weight_files
+from ratel_cli.model.outer_model import language_part, outer_class
 from ratel_cli.model.reload import check_values, holds_export, load_export, read_parameter
 from ratel_cli.model.shards import ShardReader
-from ratel_cli.model.skeleton import DTYPES
+from ratel_cli.model.skeleton import DTYPES, read_model_config
 from ratel_cli.model.stored_weights import StoredWeights
 from ratel_cli.report.verify import Check
 from ratel_cli.run.base_model import check_model, prepare_process
@@ -63,6 +64,8 @@ def verify_run(config: RunConfig, log: RunLog) -> list[Check]:
             return checks
         checks += _check_files(config.output_dir, context.stop, log)
         model, loading = _load(config.output_dir, dtype=DTYPES[config.dtype], attention=run.base.attention)
+        if model is not None and run.base.outer is not None:
+            model = language_part(run.base.outer, model, attention=run.base.attention)
         return [*checks, loading, *_compare(run, whole, model)]
 
 
@@ -160,7 +163,8 @@ def _load(directory: Path, *, dtype: torch.dtype | None, attention: str | None) 
     try:
         with ExitStack() as resources:
             open_shards(resources, find_weight_files(directory))
-        model = load_export(directory, dtype=dtype, attention=attention)
+        whole_class = outer_class(read_model_config(directory))
+        model = load_export(directory, dtype=dtype, attention=attention, whole_class=whole_class)
     except (BadInput, IntegrityFailure) as failure:
         return None, replace(check, verdict=failure.message, is_wrong=True)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -204,7 +208,9 @@ def _reader_of(run: OpenedRun, model: PreTrainedModel | None, resources: ExitSta
     if model is not None:
         return lambda name, start, number: read_parameter(model, name, start, number)
     config, decoder = run.context.config, run.base.model
-    source = resources.enter_context(CheckpointSource(config.output_dir, decoder.skeleton, decoder.spec))
+    source = resources.enter_context(
+        CheckpointSource(config.output_dir, decoder.skeleton, decoder.spec, outer=run.base.outer)
+    )
     return lambda name, start, number: source.read(name, start, start + number).to(DTYPES[config.dtype])
 
 

@@ -1,0 +1,51 @@
+"""What a base model's directory has that a run neither trains nor uses, in sentences for the user.
+
+Invariant: each kind of thing is told once, whatever their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from pathlib import Path
+
+from ratel_cli.errors import excerpt
+from ratel_cli.model.checkpoint import CheckpointSource
+from ratel_cli.model.directory import adapter_files
+from ratel_cli.model.initialise import RandomSource
+from ratel_cli.model.shards import TensorEntry
+from ratel_cli.units import counted, format_bytes
+
+_MAX_PARTS = 6
+"""A sentence names at most this many parts."""
+
+
+def unused_parts(directory: Path, source: CheckpointSource | RandomSource) -> list[str]:
+    """The sentences about tensors that are only kept, and about an adapter beside the model."""
+    told: list[str] = []
+    if isinstance(source, CheckpointSource) and (kept := source.kept_tensors()):
+        parts = _parts(kept, source.read_names())
+        told.append(
+            f"the run does not train {_listed(parts)} ({counted(len(kept), 'tensor')}, "
+            f"{format_bytes(sum(entry.num_bytes for entry in kept))}); the export has the base model's bytes there"
+        )
+    adapters = adapter_files(directory)
+    if adapters:
+        told.append(f"{directory}: {' and '.join(adapters)} beside the model: the run does not use this adapter")
+    return told
+
+
+def _parts(kept: Sequence[TensorEntry], trained: Iterable[str]) -> list[str]:
+    """The parts of the model that the tensors belong to: the shortest beginnings of names that no trained one has."""
+    beginnings = {".".join(name.split(".")[:length]) for name in trained for length in range(1, name.count(".") + 2)}
+    parts: list[str] = []
+    for entry in kept:
+        words = entry.name.split(".")
+        heads = (".".join(words[:length]) for length in range(1, len(words) + 1))
+        parts.append(next((head for head in heads if head not in beginnings), entry.name))
+    return [part for part, _ in groupby(sorted(parts))]
+
+
+def _listed(parts: Sequence[str]) -> str:
+    more = f" and {len(parts) - _MAX_PARTS} more parts" if len(parts) > _MAX_PARTS else ""
+    return ", ".join(excerpt(part) for part in parts[:_MAX_PARTS]) + more

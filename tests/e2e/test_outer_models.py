@@ -1,0 +1,162 @@
+"""A model with more parts than its language model: the language part trains, all else stays to the byte.
+
+The oracles are plain PyTorch on the language part's own class, and transformers' class of the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, PreTrainedModel
+
+from ratel_cli.config.load import load_config
+from ratel_cli.model.skeleton import DTYPES
+from tests.e2e.conftest import MakeConfig
+from tests.e2e.runs import load_data, metrics, output_of, ratel, succeed
+from tests.reference import Recipe, train_in_memory
+from tests.tiers import rotating
+
+_TEXT: dict[str, object] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 64, "head_dim": 8,
+}  # fmt: skip
+_VISION: dict[str, object] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+MODELS: dict[str, dict[str, object]] = {
+    "qwen3_5": {
+        "text_config": {
+            **_TEXT, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+        },
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 4, "out_hidden_size": 32,
+            "patch_size": 14, "num_position_embeddings": 16,
+        },
+        "image_token_id": 310, "video_token_id": 311, "vision_start_token_id": 312, "vision_end_token_id": 313,
+    },
+    "gemma3": {
+        "text_config": {**_TEXT, "sliding_window": 16}, "vision_config": {**_VISION, "hidden_size": 64},
+        "mm_tokens_per_image": 4, "image_token_index": 310, "boi_token_index": 311, "eoi_token_index": 312,
+    },
+    "mistral3": {
+        "text_config": {**_TEXT, "model_type": "mistral"}, "vision_config": {**_VISION, "model_type": "pixtral"},
+        "image_token_index": 310,
+    },
+    "llava": {
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": {**_VISION, "model_type": "clip_vision_model"},
+        "image_token_index": 310,
+    },
+}  # fmt: skip
+_WHOLE = {
+    "qwen3_5": "Qwen3_5ForConditionalGeneration", "gemma3": "Gemma3ForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration", "llava": "LlavaForConditionalGeneration",
+}  # fmt: skip
+
+
+def save_whole(directory: Path, base: Path, family: str, dtype: torch.dtype) -> PreTrainedModel:
+    """Save a small whole model in several files, with the tokenizer of `base`."""
+    shutil.copytree(base, directory, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    config = AutoConfig.for_model(family, **MODELS[family])
+    config.bos_token_id = None
+    torch.manual_seed(0)
+    model: PreTrainedModel = getattr(transformers, _WHOLE[family])(config).to(dtype)
+    model.save_pretrained(directory, max_shard_size="60KB")
+    if family == "qwen3_5":  # whose checkpoints have layers that predict more tokens, which transformers leaves out
+        index = json.loads((directory / "model.safetensors.index.json").read_text())
+        file = index["weight_map"]["lm_head.weight"]
+        tensors = {"mtp.fc.weight": torch.randn(3, 5, dtype=torch.float16), **load_file(directory / file)}
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        index["weight_map"]["mtp.fc.weight"] = file
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return model
+
+
+def load_whole(directory: Path, **options: object) -> tuple[PreTrainedModel, Mapping[str, object]]:
+    """By the class that config.json names."""
+    [name] = json.loads((directory / "config.json").read_text())["architectures"]
+    loaded: tuple[PreTrainedModel, Mapping[str, object]] = getattr(transformers, name).from_pretrained(
+        directory, output_loading_info=True, **options
+    )
+    return loaded
+
+
+def language_weights(whole: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Of a whole model, by the names that they have in the language model's own class."""
+    state = {name.replace("model.language_model.", "model."): each for name, each in whole.state_dict().items()}
+    return {
+        name: each for name, each in state.items() if name.startswith(("model.layers", "model.embed", "model.norm"))
+    } | {
+        "lm_head.weight": whole.lm_head.weight  # type: ignore[union-attr]
+    }
+
+
+def files_of(directory: Path) -> dict[str, dict[str, torch.Tensor]]:
+    return {path.name: load_file(path) for path in sorted(directory.glob("*.safetensors"))}
+
+
+@pytest.mark.parametrize(("family", "dtype"), rotating(list(MODELS), ["bfloat16", "float32"]))
+def test_the_language_part_trains_and_all_else_is_kept(
+    make_config: MakeConfig, base: Path, tmp_path: Path, family: str, dtype: str
+) -> None:
+    directory = tmp_path / "whole"
+    whole = save_whole(directory, base, family, DTYPES[dtype])  # type: ignore[index]
+    config = make_config(base=directory, dtype=dtype, sample_packing=False, max_steps=3)
+    stderr = succeed(config)
+    out = output_of(config)
+
+    before, after = files_of(directory), files_of(out)
+    assert {file: list(each) for file, each in after.items()} == {file: list(each) for file, each in before.items()}
+    names = [name for each in before.values() for name in each]
+    kept = [name for name in names if any(word in name for word in ("vision", "visual", "projector", "mtp"))]
+    assert len(kept) > 10
+    assert stderr.count("the run does not train") == 1, stderr
+    for file, tensors in before.items():
+        for name, values in tensors.items():
+            found = after[file][name]
+            assert (found.dtype, found.shape) == (values.dtype, values.shape), name
+            if name in kept:
+                assert torch.equal(found.view(torch.uint8), values.view(torch.uint8)), name
+    assert json.loads((out / "config.json").read_text())["architectures"] == [_WHOLE[family]]
+
+    loaded, findings = load_whole(out, dtype=DTYPES[dtype])  # type: ignore[index]
+    assert not any(findings[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    data, settings = load_data(config), load_config(config).config
+    recipe = Recipe(
+        dtype=DTYPES[settings.dtype],
+        learning_rate=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm,
+        seed=settings.seed,
+        attn_implementation="sdpa",
+    )
+    text = whole.config.get_text_config()
+    text.tie_word_embeddings = whole.config.tie_word_embeddings
+    trained = train_in_memory(text, language_weights(whole), [data.step(step) for step in range(3)], recipe)
+    assert [line["loss"] for line in metrics(config)] == list(trained.losses)
+    found = language_weights(loaded)
+    for name, values in trained.weights.items():
+        assert torch.equal(found[name], values.to(DTYPES[settings.dtype])), name
+
+    original, _ = load_whole(directory, dtype=DTYPES[dtype])  # type: ignore[index]
+    losses, targets = 0.0, 0
+    for batch in data.step(0):
+        with torch.no_grad():
+            logits = original.eval()(input_ids=batch.input_ids).logits.float()
+        losses += float(
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum")
+        )
+        targets += batch.num_targets
+    assert metrics(config)[0]["loss"] == pytest.approx(losses / targets, rel=1e-2 if dtype == "bfloat16" else 1e-6)
+
+    verified = ratel("verify", out)
+    assert verified.code == 0, verified.stderr + verified.stdout
