@@ -18,6 +18,11 @@ from ratel_cli.data.drafts import Unusable
 from ratel_cli.data.encode import opening_tokens, tokenised
 from ratel_cli.data.tokenizer import NoTokenizer, Tokenizer, has_chat_template
 from ratel_cli.errors import BadInput, excerpt, printable
+from ratel_cli.input_files import open_to_read, uncompressed_name
+from ratel_cli.units import MIB, format_bytes
+
+_MOST_BYTES = 64 * MIB
+"""The most bytes of a file with prompts, so that none can fill the memory."""
 
 Prompt = str | list[ChatMessage]
 """A text, or a conversation."""
@@ -26,17 +31,22 @@ Prompt = str | list[ChatMessage]
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of a file: of `.jsonl` a row each, with `prompt` or `messages`; of other files a line each.
 
-    Empty lines are skipped. Raises BadInput if the file cannot be read, or a row is no prompt.
+    The file may be compressed. Empty lines are skipped. Raises BadInput if the file cannot be read, or a row is no
+    prompt.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        with open_to_read(path) as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise BadInput(f"{path}: larger than {format_bytes(_MOST_BYTES)}", "give the prompts in several files")
+        lines = content.decode("utf-8").split("\n")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise BadInput(f"{path}: cannot be read: {reason}") from error
     kept = [(number, line.rstrip("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
     if not kept:
         raise BadInput(f"{path}: there are no prompts: the file has no line with text")
-    if path.suffix != ".jsonl":
+    if uncompressed_name(path).suffix != ".jsonl":
         return [line for _, line in kept]
     return [_of_row(line, f"{path}:{number}") for number, line in kept]
 

@@ -13,11 +13,12 @@ import pytest
 
 from ratel_cli.data.dataset import DatasetSource
 from ratel_cli.data.lines import MAX_ROW_BYTES
+from ratel_cli.data.prompts import read_prompts
 from ratel_cli.data.rows import open_source
 from ratel_cli.errors import BadInput
 from ratel_cli.progress import Advance
 from tests.data.conftest import GOOD_ROW, Load, read_rejects, write_text_rows
-from tests.test_input_files import compressed
+from tests.test_input_files import MIB, compressed
 
 FILES = {
     "a.jsonl": b'\xef\xbb\xbf{"text": "one"}\n\nbad\n{"text": "two"}',
@@ -76,6 +77,20 @@ def test_a_file_that_expands_to_one_endless_line_is_one_reject(load: Load, tmp_p
     load(path)
     ((_, line, reason),) = read_rejects(tmp_path)
     assert (line, reason) == (301, f"the line is longer than {MAX_ROW_BYTES} bytes")
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_prompts_come_from_compressed_files_of_any_size(tmp_path: Path, suffix: str) -> None:
+    for name, content in (("p.jsonl", b'{"prompt": "one"}\r\n\n{"prompt": "two"}'), ("p.txt", b"one\r\n\ntwo\n")):
+        path = tmp_path / f"{name}{suffix}"
+        path.write_bytes(compressed(content, suffix))
+        assert read_prompts(path) == ["one", "two"]
+    path.write_bytes(compressed(b"x" * (64 * MIB + 1), suffix))
+    with pytest.raises(BadInput, match=r"p\.txt\..*: larger than 64\.0 MiB"):
+        read_prompts(path)
+    path.write_bytes(compressed(b"one", suffix)[:-3])
+    with pytest.raises(BadInput, match="the compressed file is damaged or cut off"):
+        read_prompts(path)
 
 
 class Bars:
