@@ -11,10 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
-from ratel_cli.model.layer_runner import LayerRunner, last_hidden_state
-from ratel_cli.sizes import IGNORED_TARGET
+from ratel_cli.model.layer_runner import LayerRunner, last_hidden_state, loss_sum
 
 
 def loss_and_gradients(
@@ -75,5 +73,4 @@ def _loss_sum(layer_runner: LayerRunner, finished: object, hidden: torch.Tensor,
     `finished`: what `LayerRunner.finish` returned. `hidden`: finished hidden states `[1, tokens, hidden]`. `targets`:
     `[tokens]`.
     """
-    logits = layer_runner.logits(finished, hidden)
-    return cross_entropy(logits[0].float(), targets, ignore_index=IGNORED_TARGET, reduction="sum")
+    return loss_sum(layer_runner.logits(finished, hidden), targets)

@@ -1,4 +1,4 @@
-"""Measures what the activations of one layer take in backward, on the skeleton.
+"""Measures what the activations of one layer take in backward, and what its operators move, on the skeleton.
 
 Each kind of layer runs forward and backward once on fake tensors, which have shapes and no values. So it takes no
 memory and a fraction of a second, whatever the size of the model. The row has a prime number of tokens that divides no
@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -26,12 +28,13 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ratel_cli.model.blocks import DecoderModel
-from ratel_cli.model.layer_runner import LayerCall, last_hidden_state
+from ratel_cli.model.layer_runner import LayerCall, last_hidden_state, loss_sum
 from ratel_cli.model.operators import OperatorMode, TorchOperator, tensors_in
 from ratel_cli.model.spec import (
     BlockSpec,
     LayerActivations,
     LayerTraits,
+    MovedBytes,
     NormActivations,
     RestOfBackward,
     name_in_layer,
@@ -44,9 +47,24 @@ _CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError)
 """What fake tensors raise where values would decide what runs, and models that take fewer tokens."""
 _ATTENTION_NAME = "scaled_dot_product"
 _PRODUCTS = frozenset(
-    (*flop_registry, torch.ops.aten._grouped_mm, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
+    (
+        *flop_registry,
+        torch.ops.aten._grouped_mm,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+    )
 )
 """Operators with FLOPs: those whose results are worth swapping."""
+_GATHERS = frozenset(
+    (
+        torch.ops.aten.embedding,
+        torch.ops.aten.gather,
+        torch.ops.aten.index,
+        torch.ops.aten.index_select,
+        torch.ops.aten.nll_loss_forward,
+    )
+)
+"""Operators that read as much as they write, whatever the size of what they read from."""
 _LEAST_FREED = 0.1
 """Of backward's peak, what it takes less from one of `LayerActivations.rests` to the next."""
 
@@ -74,6 +92,7 @@ def _silent_fake_tensors() -> Iterator[None]:
 def _measured_traits(model: DecoderModel) -> LayerTraits:
     positions = torch.cat([torch.arange(_FIRST_SAMPLE), torch.arange(_TOKENS - _FIRST_SAMPLE)]).unsqueeze(0)
     kinds: dict[object, tuple[BlockSpec, LayerCall]] = {}
+    numbers: Counter[object] = Counter()
     try:
         with torch.no_grad():
             calls = model.layer_runner.embed(torch.zeros_like(positions), positions).calls
@@ -81,14 +100,30 @@ def _measured_traits(model: DecoderModel) -> LayerTraits:
             shapes = tuple(parameter.shape for parameter in block.parameters)
             arguments = tuple(id(tensor) for tensor in tensors_in((call.arguments, call.keywords)))
             kinds.setdefault((shapes, arguments), (block, call))
+            numbers[shapes, arguments] += 1
         measured = [_layer(model, block, call, model.skeleton.dtype) for block, call in kinds.values()]
-        traits = replace(model.traits, activations=_most(measured))
+        traits = replace(model.traits, activations=_most([activations for activations, _ in measured]))
     except _CANNOT_RUN:
         return model.traits
     try:
-        return replace(traits, norm=_norm(model, positions))
+        norm, head = _norm(model, positions)
     except _CANNOT_RUN:
         return traits
+    layers = zip(numbers.values(), (moved for _, moved in measured), strict=True)
+    return replace(traits, norm=norm, moved=_mean([each for number, each in layers for _ in range(number)], head))
+
+
+def _mean(layers: Sequence[_Moved], head: _Moved) -> MovedBytes:
+    def mean(stage: str, grows_with: int) -> int:
+        return sum(each.bytes_of[stage][grows_with] for each in layers) // (grows_with * len(layers))
+
+    return MovedBytes(
+        forward_per_token=mean("forward", _TOKENS),
+        forward_per_pair=mean("forward", _TOKENS**2),
+        backward_per_token=mean("backward", _TOKENS),
+        backward_per_pair=mean("backward", _TOKENS**2),
+        head_per_token=sum(head.bytes_of[stage][_TOKENS] for stage in ("forward", "backward")) // _TOKENS,
+    )
 
 
 def _most(measured: Sequence[LayerActivations]) -> LayerActivations:
@@ -113,8 +148,8 @@ def _most_of_rests(rests: Sequence[RestOfBackward]) -> RestOfBackward:
     )
 
 
-def _norm(model: DecoderModel, positions: torch.Tensor) -> NormActivations:
-    """What is between the last layer and the head, on `positions` `[1, tokens]`."""
+def _norm(model: DecoderModel, positions: torch.Tensor) -> tuple[NormActivations, _Moved]:
+    """What is between the last layer and the head, on `positions` `[1, tokens]`, and what norm and loss move."""
     block, dtype = model.spec.blocks[-1], model.skeleton.dtype
     with FakeTensorMode(allow_non_fake_inputs=True):
         weights = torch.empty(block.num_elements, dtype=dtype)
@@ -126,12 +161,35 @@ def _norm(model: DecoderModel, positions: torch.Tensor) -> NormActivations:
                 gradient = torch.empty_like(finished)
                 held = watch.live[_TOKENS]
                 torch.autograd.grad(finished, (leaf, *parameters), gradient, allow_unused=True)
+            moved = _moved_by_head(model, leaf, parameters, positions)
         finally:
             model.release(block)
-    return NormActivations(held_per_token=held // _TOKENS, most_per_token=watch.peak[_TOKENS] // _TOKENS)
+    return NormActivations(held_per_token=held // _TOKENS, most_per_token=watch.peak[_TOKENS] // _TOKENS), moved
 
 
-def _layer(model: DecoderModel, block: BlockSpec, call: LayerCall, dtype: torch.dtype) -> LayerActivations:
+def _moved_by_head(
+    model: DecoderModel, leaf: torch.Tensor, parameters: Sequence[torch.Tensor], positions: torch.Tensor
+) -> _Moved:
+    """What the final norm and the loss move for `leaf` `[1, tokens, hidden]`, fake, with the head's `parameters`."""
+    embedding, tokens = model.spec.blocks[0], torch.zeros_like(positions)
+    try:
+        if model.spec.tied:
+            matrix = torch.empty(embedding.num_elements, dtype=leaf.dtype)
+            parameters = (*parameters, model.tie(model.bind(embedding, matrix)))
+        moved = _Moved()
+        with moved:
+            finished = model.layer_runner.finish(leaf, tokens, positions)
+            loss = loss_sum(model.layer_runner.logits(finished, last_hidden_state(finished)), tokens[0])
+            moved.stage = "backward"
+            torch.autograd.grad(loss, (leaf, *parameters), allow_unused=True)
+    finally:
+        model.release(embedding)
+    return moved
+
+
+def _layer(
+    model: DecoderModel, block: BlockSpec, call: LayerCall, dtype: torch.dtype
+) -> tuple[LayerActivations, _Moved]:
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
 
         def faked(leaf: object) -> object:
@@ -149,12 +207,17 @@ def _layer(model: DecoderModel, block: BlockSpec, call: LayerCall, dtype: torch.
                 with _ActivationWatch(weights, holds_products=True) as holding:
                     model.layer_runner.run_layer(block.index - 1, leaf, call)
             least_bytes = max(parameter.num_elements for parameter in block.parameters) * dtype.itemsize // 2
-            with _NoDropoutInAttention(), _ActivationWatch(weights, weight_bytes=least_bytes) as watch:
+            with (
+                _NoDropoutInAttention(),
+                _Moved() as moved,
+                _ActivationWatch(weights, weight_bytes=least_bytes) as watch,
+            ):
                 for each, parameter in zip(block.parameters, parameters, strict=True):
                     parameter.register_post_accumulate_grad_hook(
                         partial(_forget, then=partial(watch.begin_part, name_in_layer(each.name)))
                     )
                 output = model.layer_runner.run_layer(block.index - 1, leaf, call)
+                moved.stage = "backward"
                 saved, used = dict(watch.live), set(watch.made_with.values())
                 replay, passing = dict(watch.peak), watch.most_that_has_ended()
                 output.backward(gradient, inputs=[leaf, *parameters])
@@ -192,7 +255,7 @@ def _layer(model: DecoderModel, block: BlockSpec, call: LayerCall, dtype: torch.
         saved_products=tuple(
             name_in_layer(each.name) for each in block.parameters if len(each.shape) > 1 and each.start in used
         ),
-    )
+    ), moved
 
 
 class _NoDropoutInAttention(TorchFunctionMode):
@@ -209,6 +272,40 @@ class _NoDropoutInAttention(TorchFunctionMode):
         if func is scaled_dot_product_attention and "dropout_p" in keywords:
             keywords["dropout_p"] = 0.0
         return func(*args, **keywords)
+
+
+class _Moved(OperatorMode):
+    """Counts the bytes that operators other than products read and write, by stage and by what they grow with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stage = "forward"
+        """What runs now: `forward` or `backward`."""
+        self.bytes_of = {stage: {_TOKENS: 0, _TOKENS**2: 0} for stage in ("forward", "backward")}
+
+    def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        result = func(*args, **kwargs)
+        read, written = tensors_in((args, kwargs)), tensors_in(result)
+        packet = getattr(func, "_overloadpacket", None)
+        if packet not in _PRODUCTS and (func._schema.is_mutable or _makes_anything(read, written)):
+            for tensor in (*(written if packet in _GATHERS else read), *written):
+                self._count(tensor)
+        return result
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's elements; those that are the same memory once."""
+        elements = zip(tensor.shape, tensor.stride(), strict=True)
+        num_bytes = tensor.itemsize * math.prod(size for size, stride in elements if stride)
+        for grows_with in (_TOKENS**2, _TOKENS):
+            if num_bytes % grows_with == 0:
+                self.bytes_of[self.stage][grows_with] += num_bytes
+                return
+
+
+def _makes_anything(read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> bool:
+    """Whether there is a result that is no view of an argument."""
+    known = {tensor.untyped_storage()._cdata for tensor in read}
+    return any(tensor.untyped_storage()._cdata not in known for tensor in written)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -23,10 +23,12 @@ from typing import Protocol, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from transformers.utils.generic import ModelOutput
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.module_state import ModuleState
+from ratel_cli.sizes import IGNORED_TARGET
 
 Argument: TypeAlias = "torch.Tensor | str | int | float | bool | tuple[Argument, ...] | list[Argument] | None"
 
@@ -275,6 +277,11 @@ def last_hidden_state(finished: object) -> torch.Tensor:
     hidden = finished["last_hidden_state"] if isinstance(finished, ModelOutput) else finished[0]
     assert isinstance(hidden, torch.Tensor)
     return hidden
+
+
+def loss_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of the cross-entropies in fp32, a scalar, of logits `[1, tokens, vocabulary]` and targets `[tokens]`."""
+    return cross_entropy(logits[0].float(), targets, ignore_index=IGNORED_TARGET, reduction="sum")
 
 
 def _with_last_hidden_state(finished: object, hidden: torch.Tensor) -> object:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Literal, Self, get_args
 
@@ -227,6 +227,30 @@ class NormActivations:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MovedBytes:
+    """Bytes that the operators other than products read and write: norms, activations, rotations, residuals.
+
+    They take as long as the memory of the device takes to move them. Layers count with their mean over all layers. A
+    pair is as in `LayerActivations`.
+    """
+
+    forward_per_token: int
+    """Of one layer."""
+    forward_per_pair: int
+    backward_per_token: int
+    """Without the forward that backward runs again."""
+    backward_per_pair: int
+    head_per_token: int
+    """Of the final norm, the passes of the loss over the logits, and the backward of both."""
+
+    @classmethod
+    def from_json(cls, content: object) -> Self:
+        """The values from a part of what `LayerTraits.to_json` made. Raises ValueError."""
+        values = JsonFields(content)
+        return cls(**{each.name: values.integer(each.name) for each in fields(cls)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTraits:
     """Facts about a model's layers that the shapes of their parameters do not show."""
 
@@ -241,6 +265,8 @@ class LayerTraits:
     """As measured on the skeleton (model/footprint.py); None if they were not."""
     norm: NormActivations | None = None
     """So for the final norm."""
+    moved: MovedBytes | None = None
+    """So for all layers and the head."""
 
     def to_json(self) -> dict[str, object]:
         """The content for `from_json`."""
@@ -250,7 +276,7 @@ class LayerTraits:
     def from_json(cls, content: object) -> Self:
         """The traits from the content that `to_json` made. Raises ValueError."""
         fields = JsonFields(content)
-        activations, norm = fields.value("activations"), fields.value("norm")
+        activations, norm, moved = (fields.value(name) for name in ("activations", "norm", "moved"))
         return cls(
             num_heads=fields.integer("num_heads"),
             head_dim=fields.integer("head_dim"),
@@ -258,6 +284,7 @@ class LayerTraits:
             inputs_first=tuple(fields.texts("inputs_first")),
             activations=None if activations is None else LayerActivations.from_json(activations),
             norm=None if norm is None else NormActivations.from_json(norm),
+            moved=None if moved is None else MovedBytes.from_json(moved),
         )
 
 

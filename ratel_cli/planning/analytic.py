@@ -2,7 +2,8 @@
 
 Every matrix product leaves its output and takes 2 FLOPs per matrix element and token. What a byte of its output saves
 is, for the papers' fc2, qkv, projection and fc1, as 4 : 1 : 1 : 1. Attention is one operator of 4 b s^2 h FLOPs over
-the whole row, masked or not. Operators that compute element by element have no FLOPs to save.
+the whole row, masked or not. Operators that compute element by element have no FLOPs to save. What they move in the
+device's memory is counted where the skeleton shows it (`LayerTraits.moved`); the papers' GPT has few of them.
 
 The last product of a layer is dead work: nothing that backward needs depends on it, so it is never recomputed and is
 no candidate for swapping. It is alive where a norm or the router's weights are applied to its output. One case is left
@@ -190,6 +191,7 @@ def analytic_profile(spec: ModelSpec, state: StateBytes, workload: Workload, *, 
         flops_head=head_flops(spec, tokens=workload.micro_batch_tokens),
         norm_held_bytes=tokens * norm.held_per_token,
         norm_bytes=tokens * norm.most_per_token,
+        head_moved_bytes=tokens * traits.moved.head_per_token if traits.moved else 0,
     )
 
 
@@ -223,7 +225,7 @@ def _layer_profile(
     flops_recomputed = sum(candidate.flops for candidate in candidates)
     pairs = tokens * workload.sequence_len
     saved_bytes = tokens * found.saved_per_token + pairs * found.saved_per_pair
-    unit_bytes = input_bytes(spec, state, tokens=tokens)
+    unit_bytes, moved = input_bytes(spec, state, tokens=tokens), traits.moved
     return LayerProfile(
         input_bytes=unit_bytes,
         saved_bytes=unit_bytes + saved_bytes,
@@ -244,6 +246,8 @@ def _layer_profile(
             )
             for rest in found.rests
         ),
+        forward_moved_bytes=tokens * moved.forward_per_token + pairs * moved.forward_per_pair if moved else 0,
+        backward_moved_bytes=tokens * moved.backward_per_token + pairs * moved.backward_per_pair if moved else 0,
     )
 
 

@@ -4,7 +4,8 @@ The paper's model (Ratel, Eq. 1-5), changed for Ratel's record layout and schedu
 backward and, with a separate optimizer, the update after it follow each other. Within each stage the slowest resource
 decides:
 
-    compute     forward FLOPs, or measured seconds; in backward twice that, and what is recomputed
+    compute     measured seconds, or FLOPs and the bytes that other operators than products move; in backward twice the
+                FLOPs, and what is recomputed
     up, down    weights once for all micro-batches, gradients and offloaded activations, at the link's rates, both
                 directions at once, except for what stays on the GPU; nothing where the CPU computes. Of the embedding
                 and its gradient, the rows of the step's tokens. Where host memory has the sums of gradients, the
@@ -81,12 +82,15 @@ class ComputeSeconds:
     head: float
     """The part of `backward` that comes before the first gradient."""
     is_measured: bool
+    adamw_share: float | None = None
+    """As in `ModelProfile`."""
 
 
 def compute_seconds(
     profile: ModelProfile, workload: Workload, hardware: HardwareProfile, *, head_sum_bytes: int = 0
 ) -> ComputeSeconds:
-    """Measured seconds where the profile has them, else FLOPs divided by the device's rate.
+    """Measured seconds where the profile has them, else FLOPs divided by the device's rate, and the bytes that other
+    operators move divided by that of its memory: a kernel is bound by one or the other.
 
     `head_sum_bytes`: what adding up the head's gradients reads and writes in a GPU's memory, in one step. A measured
     head includes it.
@@ -100,7 +104,12 @@ def compute_seconds(
     else:
         rate = hardware.gpu.flops_per_second
         forward, head = sum(layer.flops_forward for layer in layers) / rate, 3 * profile.flops_head / rate
-        backward = 2 * forward + sum(layer.flops_recomputed for layer in layers) / rate + head
+        backward = 2 * forward + sum(layer.flops_recomputed for layer in layers) / rate
+        memory_rate = _memory_rate(hardware)
+        moved_again = sum(layer.forward_moved_bytes for layer in layers) / memory_rate
+        forward += moved_again
+        head += profile.head_moved_bytes / memory_rate
+        backward += moved_again + sum(layer.backward_moved_bytes for layer in layers) / memory_rate + head
     number, adding = workload.num_micro_batches, 0.0
     if profile.source != "recorded" and hardware.gpu.memory_bytes_per_second is not None:
         adding = head_sum_bytes / hardware.gpu.memory_bytes_per_second
@@ -109,7 +118,16 @@ def compute_seconds(
         backward=number * backward + adding,
         head=number * head + adding,
         is_measured=profile.source == "recorded",
+        adamw_share=profile.adamw_share,
     )
+
+
+def _memory_rate(hardware: HardwareProfile) -> float:
+    """Bytes per second of the memory that the compute device computes in; infinite if it is not known."""
+    rate = hardware.gpu.memory_bytes_per_second
+    if rate is None and hardware.link is None:
+        rate = hardware.host.memory_bytes_per_second
+    return rate or math.inf
 
 
 def overlapped_step(
@@ -145,7 +163,7 @@ def overlapped_step(
     forward_weights, backward_weights = uploaded_weights(spec, placement, attrgetter("num_elements"))
     gradient_bytes = sum(gradient_elements(spec, placement.gpu_embedding_rows)) * state.gradient
     reads_ahead = placement.prefetch_blocks > 0
-    stages = _Stages(hardware, overlap, adamw_threads=placement.adamw_threads)
+    stages = _Stages(hardware, overlap, adamw_threads=placement.adamw_threads, adamw_share=compute.adamw_share)
     forward = stages.with_spilled_units(
         _StageWork(
             compute=compute.forward,
@@ -291,9 +309,12 @@ class _StageWork:
 class _Stages:
     """The times of stages on one machine."""
 
-    def __init__(self, hardware: HardwareProfile, overlap: Overlap, *, adamw_threads: int) -> None:
+    def __init__(
+        self, hardware: HardwareProfile, overlap: Overlap, *, adamw_threads: int, adamw_share: float | None
+    ) -> None:
         self._hardware = hardware
         self._adamw_threads = adamw_threads
+        self._adamw_share = 1 / hardware.host.num_cores if adamw_share is None else adamw_share
         self._is_serial = overlap == "naive"
 
     def with_spilled_units(
@@ -334,7 +355,7 @@ class _Stages:
         if link is None:
             up = down = linked = exposed = 0.0
             linked_bytes = 2 * spilled_written_bytes
-            shared = optimizer * self._adamw_threads / host.num_cores if compute else 0.0
+            shared = optimizer * self._adamw_threads * self._adamw_share if compute else 0.0
             compute += shared + spilled_written_bytes / memory_rate
         else:
             up, down = work.up_bytes / link.to_gpu_bytes_per_second, work.down_bytes / link.from_gpu_bytes_per_second

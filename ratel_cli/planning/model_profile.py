@@ -16,7 +16,7 @@ from typing import Literal, Self, TypeVar
 
 from ratel_cli.json_fields import JsonFields
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 Source = Literal["analytic", "recorded"]
 
 
@@ -82,6 +82,10 @@ class LayerProfile:
     candidates: tuple[SwapCandidate, ...]
     rests: tuple[RestCosts, ...] = ()
     """Where backward begins to take less, in its order."""
+    forward_moved_bytes: int = 0
+    """Bytes that forward moves in the device's memory besides products, as far as they are known."""
+    backward_moved_bytes: int = 0
+    """So for backward, without what it recomputes."""
     forward_seconds: float | None = None
     recomputed_seconds: float | None = None
     backward_seconds: float | None = None
@@ -113,6 +117,11 @@ class ModelProfile:
     """Forward and backward."""
     head_seconds: float | None = None
     """Forward and backward, and the loss."""
+    head_moved_bytes: int = 0
+    """Bytes that forward and backward of the final norm and the loss move, besides products."""
+    adamw_share: float | None = None
+    """Where the CPU computes: seconds of computing that are lost to a second of AdamW on one thread. None if that was
+    not measured."""
 
     def of_tokens(self, micro_batch_tokens: int) -> ModelProfile:
         """The profile of a micro-batch of this many tokens: all bytes, FLOPs and seconds grow with its rows."""
@@ -125,7 +134,8 @@ class ModelProfile:
             )
             for layer in self.profiles
         )
-        return replace(_scaled(self, share), profiles=tuple(profiles), sequence_len=self.sequence_len)
+        scaled = replace(_scaled(self, share), sequence_len=self.sequence_len, adamw_share=self.adamw_share)
+        return replace(scaled, profiles=tuple(profiles))
 
     def to_json(self) -> dict[str, object]:
         """A part of `run/model.json`."""
@@ -155,6 +165,8 @@ class ModelProfile:
             norm_bytes=fields.integer("norm_bytes"),
             embedding_seconds=fields.optional_number("embedding_seconds"),
             head_seconds=fields.optional_number("head_seconds"),
+            head_moved_bytes=fields.integer("head_moved_bytes"),
+            adamw_share=fields.optional_number("adamw_share"),
         )
 
 
@@ -183,6 +195,8 @@ def _layer(fields: JsonFields) -> LayerProfile:
         flops_recomputed=fields.integer("flops_recomputed"),
         candidates=tuple(_candidate(JsonFields(item)) for item in fields.items("candidates")),
         rests=tuple(_rest(JsonFields(item)) for item in fields.items("rests")),
+        forward_moved_bytes=fields.integer("forward_moved_bytes"),
+        backward_moved_bytes=fields.integer("backward_moved_bytes"),
         forward_seconds=fields.optional_number("forward_seconds"),
         recomputed_seconds=fields.optional_number("recomputed_seconds"),
         backward_seconds=fields.optional_number("backward_seconds"),

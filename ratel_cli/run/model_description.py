@@ -24,7 +24,7 @@ from ratel_cli.planning.analytic import gpt_activations, gpt_norm, spec_from_sha
 from ratel_cli.run.settings import state_bytes
 from ratel_cli.run.user_cache import software_versions, user_cache_file, write_user_cache
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
