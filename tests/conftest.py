@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 
+from ratel_cli.hardware import load
+from ratel_cli.hardware.system_files import SystemFiles
 from tests.environment import fix, restored
 from tests.slowest import SlowestTests, add_slowest_option
 from tests.tiers import register_profiles
@@ -29,7 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _environment() -> Iterator[None]:
-    """Each test has the same environment, and a cache directory of its own."""
-    with restored():
+def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Each test has the same environment, a cache directory of its own, and a machine on which nobody else works."""
+    silent = SystemFiles(root=tmp_path_factory.getbasetemp() / "no-such-root")
+    with restored(), mock.patch.object(load, "SystemFiles", return_value=silent):
         yield

@@ -24,7 +24,7 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.sizes import CHUNK_ELEMENTS
 
-_ADAM_BYTES = 14
+ADAMW_BYTES = 14
 """Per parameter: gradient and states."""
 
 
@@ -59,7 +59,7 @@ def measure(
     host = Host(
         memory_bytes=memory_bytes(),
         available_bytes=available_bytes(),
-        adam_parameters_per_second=_adam_rate(_spare_bytes(pool, budget.adamw_bytes), budget.seconds),
+        adam_parameters_per_second=_adam_rate(spare_bytes(pool, budget.adamw_bytes), budget.seconds),
         memory_bytes_per_second=_memory_rate(pool, budget.memory_bytes, budget.seconds)
         if budget.memory_bytes
         else None,
@@ -93,7 +93,7 @@ def _memory_rate(pool: BufferPool, num_bytes: int, seconds: float) -> float:
     return 2 * num_bytes / best
 
 
-def _spare_bytes(pool: BufferPool, wanted_bytes: int) -> int:
+def spare_bytes(pool: BufferPool, wanted_bytes: int) -> int:
     """At most half of what the run's limit leaves next to the process, so that a low limit holds meanwhile."""
     if pool.limit_bytes is None:
         return wanted_bytes
@@ -106,8 +106,13 @@ def _adam_rate(num_bytes: int, seconds: float) -> float:
     A run's states come from the drives through main memory, so the measured ones must not fit into a cache: 512 MiB are
     more than a server's L3 (29 MB were not). Where there is less memory, at least one chunk is updated.
     """
-    num_chunks = max(1, num_bytes // (_ADAM_BYTES * CHUNK_ELEMENTS))
-    number = num_chunks * CHUNK_ELEMENTS
+    number = max(1, num_bytes // (ADAMW_BYTES * CHUNK_ELEMENTS)) * CHUNK_ELEMENTS
+    return number / best_seconds(adamw_update(number), seconds)
+
+
+def adamw_update(number: int) -> Callable[[], None]:
+    """One bf16 update of this many parameters on one thread, with checksums; they are a multiple of a chunk's."""
+    num_chunks = number // CHUNK_ELEMENTS
     # Written once, because pages that were only read are all the same page of zeros.
     weights = torch.ones(number, dtype=torch.bfloat16)
     low = torch.ones(number, dtype=torch.int16)
@@ -144,4 +149,4 @@ def _adam_rate(num_bytes: int, seconds: float) -> float:
             after=checksums(of_weights=True),
         )
 
-    return number / best_seconds(update, seconds)
+    return update

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ratel_cli.hardware.load import OtherLoad
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.plan import Plan
@@ -135,10 +136,20 @@ def plan_line(plan: Plan, *, step: int) -> str:
 
 
 def adapted_line(
-    plan: Plan, *, step: int, num_steps: int, is_changed: bool, seconds: float, predicted_seconds: float
+    plan: Plan,
+    *,
+    step: int,
+    num_steps: int,
+    is_changed: bool,
+    seconds: float,
+    predicted_seconds: float,
+    other_load: OtherLoad | None = None,
 ) -> str:
-    """One line about the plan after `step`, since the last `num_steps` steps took `seconds`."""
+    """One line about the plan after `step`, since the last `num_steps` steps took `seconds`. `other_load`: of these
+    steps."""
     taken = f"steps took {format_seconds(seconds)}, not {format_seconds(predicted_seconds)} as predicted"
+    if other_load is not None:
+        taken += f", while {other_load.words}"
     if not is_changed:
         return f"{taken}: the plan stays, no other one is much faster; predicted now: {step_time(plan)}"
     return f"{taken}: plan updated from the {num_steps} steps up to {step}: {_placed(plan)}; {step_time(plan)}"

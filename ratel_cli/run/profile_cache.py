@@ -10,21 +10,25 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.hardware.host import available_bytes, free_bytes, gpu_names, memory_bytes, num_cores, processor_name
-from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.hardware.spec import ComputeDevice, HardwareProfile, Host, Link, Nvme
 from ratel_cli.io.files import nearest_existing
 from ratel_cli.io.queue import EngineChoice
 from ratel_cli.run.hardware_file import load_hardware, to_text
 from ratel_cli.run.user_cache import software_versions, user_cache_file, write_user_cache
 from ratel_cli.sizes import DtypeName
 from ratel_cli.units import format_seconds
+
+_RECENT_SECONDS = 600.0
+_Rates = TypeVar("_Rates", ComputeDevice, Link, Nvme, Host)
 
 REFRESHES = "`ratel profile CONFIG --refresh`"
 """The command that measures again what a config's run needs."""
@@ -72,6 +76,45 @@ def machine_profile(
     return profile
 
 
+def with_recent_rates(measured: HardwareProfile, target: ProfileTarget) -> HardwareProfile:
+    """A brief profile with the better of its rates and those of other brief profiles of the last minutes, so that
+    commands which follow each other predict the same.
+
+    A rate is measured for a fraction of a second. What was best is nearest to what the machine can do.
+    """
+    file = cache_file(target, kind="brief")
+    try:
+        is_recent = time.time() - file.stat().st_mtime < _RECENT_SECONDS
+        recent = load_hardware(file) if is_recent else None
+    except (OSError, BadInput):
+        recent = None
+    best = measured if recent is None else _best_rates(measured, recent)
+    if best != recent:
+        with suppress(OSError):  # the next command does without
+            write_user_cache(file, to_text(best))
+    return best
+
+
+def _best_rates(measured: HardwareProfile, recent: HardwareProfile) -> HardwareProfile:
+    return replace(
+        measured,
+        gpu=_with_best_rates(measured.gpu, recent.gpu),
+        link=measured.link and recent.link and _with_best_rates(measured.link, recent.link),
+        nvme=_with_best_rates(measured.nvme, recent.nvme),
+        host=_with_best_rates(measured.host, recent.host),
+    )
+
+
+def _with_best_rates(measured: _Rates, recent: _Rates) -> _Rates:
+    """The first one with the greater of each rate that both have."""
+    best = {}
+    for name in (each.name for each in fields(measured) if each.name.endswith("_per_second")):
+        mine, other = getattr(measured, name), getattr(recent, name)
+        if mine is not None and other is not None:
+            best[name] = max(mine, other)
+    return replace(measured, **best)
+
+
 def cached_machine_profile(target: ProfileTarget, log: RunLog, *, refreshed_by: str) -> HardwareProfile | None:
     """The cached profile, with a line about its age and the command that measures the target again;
     None if there is none that can be used."""
@@ -97,7 +140,7 @@ def refresh_free_space(profile: HardwareProfile, target: ProfileTarget) -> Hardw
     )
 
 
-def cache_file(target: ProfileTarget) -> Path:
+def cache_file(target: ProfileTarget, *, kind: str = "hardware") -> Path:
     """The file with the profile of this target on this machine, whether it exists or not."""
     rates_depend_on = {
         "processor": processor_name(),
@@ -110,4 +153,4 @@ def cache_file(target: ProfileTarget) -> Path:
         "engine": target.engine,
         "software": software_versions("ratel-cli", "torch"),
     }
-    return user_cache_file("hardware", rates_depend_on)
+    return user_cache_file(kind, rates_depend_on)

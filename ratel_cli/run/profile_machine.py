@@ -13,6 +13,7 @@ from ratel_cli.errors import DoesNotFit, EnvironmentFailure, NotEnoughSpace
 from ratel_cli.hardware.budget import BRIEF, FULL, MeasurementBudget
 from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.hardware.host import default_limit_bytes
+from ratel_cli.hardware.load import LoadMeter
 from ratel_cli.hardware.measure import measure
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.buffers import BufferPool
@@ -20,7 +21,7 @@ from ratel_cli.io.files import nearest_existing
 from ratel_cli.io.queue import open_queue
 from ratel_cli.io.views import FIELD_DTYPES
 from ratel_cli.run.context import RunContext
-from ratel_cli.run.profile_cache import ProfileTarget
+from ratel_cli.run.profile_cache import ProfileTarget, profile_target, with_recent_rates
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.layout import record_layout
 from ratel_cli.units import format_seconds
@@ -43,18 +44,27 @@ def measure_machine(target: ProfileTarget, log: RunLog, *, budget: MeasurementBu
 def measure_briefly(target: ProfileTarget, log: RunLog) -> HardwareProfile:
     """A profile as a run makes it, in about a second, where nothing better is known. Raises RatelError, as above."""
     log.notice("this machine is measured briefly; `ratel profile CONFIG` makes the plan better")
-    return _measure(target, log, budget=BRIEF, progress=lambda what: None)
+    return with_recent_rates(_measure(target, log, budget=BRIEF, progress=lambda what: None), target)
+
+
+def report_other_load(meter: LoadMeter, log: RunLog) -> None:
+    """Say that others computed while something was measured, if they did."""
+    load = meter.other_load()
+    if load is not None:
+        log.notice(f"{load.words}: what was measured now is what they leave, and the prediction follows from it")
 
 
 def _measure(
     target: ProfileTarget, log: RunLog, *, budget: MeasurementBudget, progress: Callable[[str], None]
 ) -> HardwareProfile:
-    device = compute_device(target.device)
+    device, meter = compute_device(target.device), LoadMeter()
     with ExitStack() as resources:
         queue = resources.enter_context(open_queue(target.engine, notice=log.notice))
         pool = resources.enter_context(BufferPool(default_limit_bytes()))
         dtype = _compute_dtype(target.dtype)
-        return measure(target.paths, queue, pool, dtype=dtype, device=device, budget=budget, progress=progress)
+        profile = measure(target.paths, queue, pool, dtype=dtype, device=device, budget=budget, progress=progress)
+    report_other_load(meter, log)
+    return profile
 
 
 def measure_for_run(context: RunContext, *, has_store: bool) -> HardwareProfile:
@@ -66,7 +76,8 @@ def measure_for_run(context: RunContext, *, has_store: bool) -> HardwareProfile:
     config, queue, pool = context.config, context.queue, context.pool
     paths, dtype = [nearest_existing(path) for path in config.storage.paths], _compute_dtype(config.dtype)
     try:
-        return measure(paths, queue, pool, dtype=dtype, device=context.device)
+        measured = measure(paths, queue, pool, dtype=dtype, device=context.device)
+        return with_recent_rates(measured, profile_target(config))
     except EnvironmentFailure as failure:
         # A full disk must not stop a run that resumes, nor one whose store is smaller than what is measured with. If
         # there is too little memory or space to measure, the plan reports how much is missing in all.

@@ -8,6 +8,7 @@ Invariant: the bits are the same under every plan.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -19,6 +20,7 @@ from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Span, StepTimes, Timeline
 from ratel_cli.engine.trace import TraceFile
 from ratel_cli.hardware.host import free_bytes
+from ratel_cli.hardware.load import LoadMeter, OtherLoad
 from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.plan import Plan
 from ratel_cli.report.panel import Panel, PanelFacts
@@ -76,6 +78,9 @@ class Training(Closing):
         """None until there is a plan from a recorded profile."""
         self._spans: tuple[Span, ...] = ()
         """Of the last step."""
+        self._meter = LoadMeter()
+        self._other_loads: deque[OtherLoad | None] = deque(maxlen=NUM_STEPS)
+        """Of the last steps."""
         self._estimate: ModelProfile | None = None
         """The profile before the step that is recorded; None if none is."""
         self._resources = ExitStack()
@@ -151,6 +156,8 @@ class Training(Closing):
             loop = self._loop(engine_for(plan), plan, panel, recording)
             previous: StepMetrics | None = None  # the step before, if its update overlaps with this one's forward
             for metrics in loop.steps():
+                self._other_loads.append(self._meter.other_load())
+                self._meter.restart()
                 self._metrics.write(metrics)
                 self._totals.add(metrics)
                 self._retries.note(metrics)
@@ -195,6 +202,7 @@ class Training(Closing):
                 is_changed=adapted.is_changed,
                 seconds=adapted.seconds,
                 predicted_seconds=adapted.predicted_seconds,
+                other_load=max(filter(None, self._other_loads), key=lambda load: load.cores, default=None),
             )
         )
         return adapted.plan

@@ -20,7 +20,7 @@ from ratel_cli.hardware.budget import MeasurementBudget
 from ratel_cli.hardware.host import available_bytes, free_bytes
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.run.hardware_file import load_hardware, to_text
-from ratel_cli.run.profile_cache import ProfileTarget, cache_file, machine_profile
+from ratel_cli.run.profile_cache import ProfileTarget, cache_file, machine_profile, with_recent_rates
 from ratel_cli.run.profile_machine import measure_machine
 from ratel_cli.units import MIB
 from tests.hardware.profiles import WITHOUT_GPU
@@ -252,3 +252,26 @@ def test_the_whole_command(target: ProfileTarget, capsys: pytest.CaptureFixture[
     assert second.err.startswith("machine measured ")
     assert second.out.splitlines()[0] == first.out.splitlines()[0]
     assert list(target.paths[0].iterdir()) == []
+
+
+def test_brief_profiles_of_the_same_minutes_have_the_better_rates(target: ProfileTarget) -> None:
+    """So commands that follow each other predict the same, whatever else the machine does meanwhile."""
+    nvme = replace(WITHOUT_GPU.nvme, read_bytes_per_second=4e9, write_bytes_per_second=1e9)
+    first = replace(WITHOUT_GPU, nvme=nvme)
+    assert with_recent_rates(first, target) == first
+    slow = replace(WITHOUT_GPU.gpu, flops_per_second=first.gpu.flops_per_second / 3)
+    second = replace(first, gpu=slow, nvme=replace(nvme, write_bytes_per_second=2e9, free_bytes=5))
+    both = with_recent_rates(second, target)
+    assert both == replace(first, nvme=second.nvme), "the space is the one that is free now"
+    assert with_recent_rates(first, target).nvme.write_bytes_per_second == 2e9
+    file = cache_file(target, kind="brief")
+    os.utime(file, (time.time() - 601, time.time() - 601))
+    assert with_recent_rates(second, target) == second
+
+
+@pytest.mark.parametrize("content", [b"nonsense", b"\xff", b"{}"])
+def test_a_brief_profile_that_cannot_be_read_is_none(target: ProfileTarget, content: bytes) -> None:
+    file = cache_file(target, kind="brief")
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content)
+    assert with_recent_rates(WITHOUT_GPU, target) == WITHOUT_GPU

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ratel_cli.hardware.load import OtherLoad
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.placement import ActivationPolicy, Workload
@@ -316,6 +317,20 @@ def test_steps_that_took_other_than_predicted_are_reported_with_what_follows() -
         "steps took 11.9 s, not 15.9 s as predicted: plan updated from the 3 steps up to 9: "
         f"only the inputs of layers offloaded (4.50 MiB), 40.5 MiB recomputed; {time}"
     )
+
+
+def test_other_work_that_made_steps_slow_is_named() -> None:
+    load = OtherLoad(cores=1.25, num_cores=2)
+    line = adapted_line(
+        plan(activations="recompute"),
+        step=9,
+        num_steps=3,
+        is_changed=False,
+        seconds=7.16,
+        predicted_seconds=2.5,
+        other_load=load,
+    )
+    assert line.startswith("steps took 7.16 s, not 2.50 s as predicted, while other processes use 1.2 of 2 cores: ")
 
 
 def test_a_step_line_has_as_much_as_fits() -> None:
