@@ -68,7 +68,7 @@ class Adaptation:
         """Take note of a typical step. True once: when the profile has become that of the first steps."""
         if self._is_refined:
             return False
-        self._first.append(self._planner.seen(seconds, spans))
+        self._first.append(self._planner.seen(seconds, spans, self.profile))
         if len(self._first) < NUM_STEPS:
             return False
         _, self.profile = self._planner.refined(self.profile, self.plan, self._first)
@@ -86,7 +86,7 @@ class Adaptation:
             return None
         if self._departed and (self._departed[-1].seconds > predicted_seconds) != (departure > 0):
             self._departed.clear()
-        self._departed.append(self._planner.seen(seconds, spans))
+        self._departed.append(self._planner.seen(seconds, spans, self.profile))
         if len(self._departed) < NUM_STEPS or self._num_waited < self._wait:
             return None
         steps = list(self._departed)

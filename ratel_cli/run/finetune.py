@@ -2,7 +2,8 @@
 
     1. the inputs: model skeleton, tokenizer, data; and the store and its snapshot, opened if they exist
     2. the machine is measured and the plan made, which splits the steps of a new run and chooses the chunks of its head
-       if the config leaves that to it; the opening statement is printed                (--dry-run ends here)
+       if the config leaves that to it; one layer of each kind is run on the device that computes, and planned with; the
+       opening statement is printed                                                    (--dry-run ends here)
     3. the store is resumed where a run left it, or created and filled; and so is its snapshot
     4. training, step by step; every step is committed
     5. the export: a Hugging Face directory, uploaded to the hub if the config names a repository
@@ -13,7 +14,7 @@ the run's only when nothing can refuse the command any more.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import ErrorList
 from ratel_cli.hardware.gpu import determinism
+from ratel_cli.hardware.load import LoadMeter
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.export_weights import export_bytes, export_model
 from ratel_cli.model.spec import ModelSpec
@@ -38,8 +40,8 @@ from ratel_cli.run.inputs import Inputs, facts_of, identity_of, read_inputs
 from ratel_cli.run.length import check_length
 from ratel_cli.run.origin import Origin, check_same_origin, read_origin
 from ratel_cli.run.output import claim_output, own_output, reject_lost_store
-from ratel_cli.run.planner import estimated_profile, make_planner
-from ratel_cli.run.profile_machine import measure_for_run
+from ratel_cli.run.planner import Planner, estimated_profile, make_planner
+from ratel_cli.run.profile_machine import measure_for_run, report_other_load
 from ratel_cli.run.run_directory import HARDWARE_NAME, MODEL_NAME, PLAN_NAME, CachedProfile
 from ratel_cli.run.run_files import files_of_training, forget_missing, write_run_files
 from ratel_cli.run.settings import place_of, wear_limit
@@ -50,6 +52,7 @@ from ratel_cli.run.store import as_stored, check_decay, find_store, make_store, 
 from ratel_cli.run.tokenizer import tokenizer_files
 from ratel_cli.run.trackers import Trackers
 from ratel_cli.run.train import Training
+from ratel_cli.run.trial import tried_profile
 from ratel_cli.store.store import Store
 from ratel_cli.training.facts import FACTS_NAME, RunFacts
 
@@ -87,15 +90,15 @@ def run_finetune(
         if store is None and resume == "auto":
             reject_lost_store(config, place_of(config))
 
-        hardware = measure_for_run(context, has_store=store is not None)  # phase 2
+        meter, hardware = LoadMeter(), measure_for_run(context, has_store=store is not None)  # phase 2
         if config.is_split_planned or config.is_chunk_planned:
             context, inputs = shaped_by_plan(context, inputs, hardware)
             config = context.config
             identity = identity_of(config, inputs, starts_over=resume == "no")
         planner = make_planner(context, inputs.model.spec, hardware)
         cache = CachedProfile(config, planner.spec, hardware)
-        profile = cache.read() or estimated_profile(planner, inputs.model)
-        plan = plan_split(planner, profile, is_new=store is None) if is_split_planned else planner.plan(profile)
+        make_plan = partial(plan_split, planner, is_new=store is None) if is_split_planned else planner.plan
+        profile, plan = _planned(context, inputs, planner, cache.read(), make_plan, meter)
         spaces = _spaces(context, inputs, plan, hardware)
         rows = _opening_rows(context, inputs, plan, hardware, first_step=first_step, is_split_planned=is_split_planned)
         log.facts([*rows, *space_rows(config, spaces, hardware)])
@@ -158,6 +161,26 @@ def _export(context: RunContext, inputs: Inputs, store: Store, *, overwrite: boo
         log.notice(text)
     log.remark(f"exported the model to {config.output_dir}; load it with transformers' from_pretrained")
     log.remark(f"the training state remains in {place_of(config)}; {command('clean', config.output_dir)} deletes it")
+
+
+def _planned(
+    context: RunContext,
+    inputs: Inputs,
+    planner: Planner,
+    cached: ModelProfile | None,
+    make_plan: Callable[[ModelProfile], Plan],
+    meter: LoadMeter,
+) -> tuple[ModelProfile, Plan]:
+    """The profile and the plan of the first step. A model that no run has recorded is tried and measured. `meter`: of
+    other work since measuring began, which is reported."""
+    profile = cached or estimated_profile(planner, inputs.model)
+    plan = make_plan(profile)
+    if cached is None:
+        measured = tried_profile(context, inputs, planner, plan, profile)
+        if measured is not None:
+            profile, plan = measured, make_plan(measured)
+    report_other_load(meter, context.log)
+    return profile, plan
 
 
 def _announce(context: RunContext, facts: RunFacts, *, is_new: bool) -> RunFacts:

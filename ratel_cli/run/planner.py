@@ -71,7 +71,7 @@ class Planner:
         """The profile of the model from a recorded step, the spans of its work, and the profile before it."""
         return recorded_profile(
             recording.units(),
-            self._block_seconds(spans),
+            self._block_seconds(spans, estimate),
             self.spec,
             self.state,
             self.workload,
@@ -79,11 +79,11 @@ class Planner:
             estimate=estimate,
         )
 
-    def seen(self, seconds: float, spans: Sequence[Span]) -> SeenStep:
-        """What a step that took `seconds` shows by the spans of its work."""
+    def seen(self, seconds: float, spans: Sequence[Span], profile: ModelProfile) -> SeenStep:
+        """What a step that took `seconds` shows by the spans of its work. `profile`: the one of its plan."""
         return SeenStep(
             seconds=seconds,
-            blocks=self._block_seconds(spans),
+            blocks=self._block_seconds(spans, profile),
             nvme_seconds=_busy_seconds(spans, "nvme read", "nvme write"),
             up_seconds=_busy_seconds(spans, "up"),
             down_seconds=_busy_seconds(spans, "down"),
@@ -108,8 +108,13 @@ class Planner:
             process_bytes=self.process_bytes,
         )
 
-    def _block_seconds(self, spans: Sequence[Span]) -> Mapping[int, BlockSeconds]:
-        return _block_seconds(spans, num_cores=self.hardware.host.num_cores if self.hardware.link is None else None)
+    def _block_seconds(self, spans: Sequence[Span], profile: ModelProfile) -> Mapping[int, BlockSeconds]:
+        """What blocks compute alone: where the CPU computes, what the plan adds for AdamW next to them is left out."""
+        host, lost_seconds = self.hardware.host, 0.0
+        if self.hardware.link is None:
+            share = 1 / host.num_cores if profile.adamw_share is None else profile.adamw_share
+            lost_seconds = share * sum(self.spec.block_elements) / host.adam_parameters_per_second
+        return _block_seconds(spans, lost_seconds=lost_seconds)
 
     def _plan(self, profile: ModelProfile, decisions: Decisions) -> Plan:
         return make_plan(self.problem(profile, decisions))
@@ -139,11 +144,12 @@ def estimated_profile(planner: Planner, model: DecoderModel) -> ModelProfile:
     return analytic_profile(planner.spec, planner.state, planner.workload, traits=measured_traits(model))
 
 
-def _block_seconds(spans: Sequence[Span], *, num_cores: int | None) -> Mapping[int, BlockSeconds]:
-    """Seconds that each block computed. `num_cores` is the number of cores if the CPU computes, else None.
+def _block_seconds(spans: Sequence[Span], *, lost_seconds: float) -> Mapping[int, BlockSeconds]:
+    """Seconds that each block computed. `lost_seconds` is what a step's updates take of computing, if all of them are
+    next to it.
 
-    Micro-batches count with their median, because the first one of a run is slower: code and memory are cold. On the
-    CPU, the optimizer's threads take cores from the stage that they run next to, so their share is subtracted.
+    Micro-batches count with their median, because the first one of a run is slower: code and memory are cold. Each
+    stage loses as much as the part of the updates that is next to it would cost.
     """
     alike: dict[SpanLabel, list[float]] = {}
     for span in spans:
@@ -152,13 +158,15 @@ def _block_seconds(spans: Sequence[Span], *, num_cores: int | None) -> Mapping[i
     computing: dict[tuple[int, Stage], float] = defaultdict(float)
     for label, seconds in alike.items():
         computing[label.block, label.stage] += len(seconds) * median(seconds)
+    optimizer_seconds = sum(span.end - span.start for span in spans if span.resource == "optimizer")
 
     def left(stage: Stage) -> float:
         """The share of the stage's computing that it would take without the optimizer next to it."""
         stage_seconds = sum(seconds for (_, each), seconds in computing.items() if each == stage)
-        if num_cores is None or not stage_seconds:
+        if not optimizer_seconds or not stage_seconds:
             return 1.0
-        return 1.0 - min(0.5, _optimizing_next_to(stage, spans) / num_cores / stage_seconds)
+        lost = lost_seconds * _optimizing_next_to(stage, spans) / optimizer_seconds
+        return 1.0 - min(0.5, lost / stage_seconds)
 
     forward, backward = left("forward"), left("backward")
     return {

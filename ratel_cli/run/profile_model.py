@@ -12,34 +12,34 @@ import json
 import sys
 from dataclasses import dataclass
 
-import torch
-
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.data.packing import MicroBatch
-from ratel_cli.engine.device.gpu import translate_errors
-from ratel_cli.engine.replay.profiling import BlockProfiler
+from ratel_cli.engine.build import open_device
+from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.hardware.host import default_limit_bytes, resident_bytes
+from ratel_cli.hardware.load import LoadMeter
 from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.footprint import measured_traits
-from ratel_cli.model.skeleton import DTYPES
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import NOTHING_OFFLOADED
 from ratel_cli.planning.analytic import analytic_profile
 from ratel_cli.planning.capacity import StepMemory
 from ratel_cli.planning.gpu_memory import GpuMemory
 from ratel_cli.planning.model_profile import ModelProfile
-from ratel_cli.planning.placement import Placement, Workload
+from ratel_cli.planning.placement import Placement
 from ratel_cli.planning.recorded import recorded_profile
 from ratel_cli.run.base_model import build_base, prepare_process
 from ratel_cli.run.output import check_run_output, claim_output
 from ratel_cli.run.profile_cache import REFRESHES
+from ratel_cli.run.profile_machine import report_other_load
 from ratel_cli.run.run_directory import MODEL_NAME, CachedProfile
 from ratel_cli.run.run_files import list_run_files, write_run_file
 from ratel_cli.run.settings import chunked_workload_of, decisions_of, state_bytes
+from ratel_cli.run.trial import any_batch, block_profiler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,9 @@ def record_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *, r
         return _costs(config, model.spec, hardware, profile)
     check_run_output(config, [MODEL_NAME], overwrite=False)
     log.say("measuring the model, block by block")
+    meter = LoadMeter()
     profile = _measured(config, model, log)
+    report_other_load(meter, log)
     claim_output(config)
     _write(config, cache, model.spec, profile)
     log.say(f"wrote {cache.path}; `ratel plan` and `ratel finetune` use it")
@@ -103,23 +105,10 @@ def _measured(config: RunConfig, model: DecoderModel, log: RunLog) -> ModelProfi
     device = compute_device(config.device)
     with (
         determinism(config.deterministic, device, notice=log.notice),  # it decides how attention computes
-        translate_errors("measuring the model needs more than is available"),
+        open_device(device, Timeline()) as opened,
+        BufferPool(None) as pool,
     ):
-        profiler = BlockProfiler(model, dtype=DTYPES[config.dtype], device=device, chunk_tokens=workload.chunk_tokens)
-        units, seconds = profiler.record(_any_batch(workload, spec.vocab_size))
+        placement = Placement(gpu_holds_head=False)
+        profiler = block_profiler(model, pool, opened, dtype=config.dtype, placement=placement, workload=workload)
+        units, seconds = profiler.record(any_batch(workload.micro_batch_size, workload.sequence_len, spec.vocab_size))
     return recorded_profile(units, seconds, spec, state, workload, num_micro_batches=1, estimate=estimate)
-
-
-def _any_batch(workload: Workload, vocab_size: int) -> MicroBatch:
-    """Random tokens; every position has a target."""
-    shape = workload.micro_batch_size, workload.sequence_len
-    tokens = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(workload.sequence_len).expand(shape).contiguous()
-    return MicroBatch(
-        input_ids=tokens,
-        targets=tokens.clone(),
-        position_ids=positions,
-        sample_ids=(),
-        num_targets=workload.micro_batch_tokens,
-        num_tokens=workload.micro_batch_tokens,
-    )

@@ -104,7 +104,7 @@ def test_with_the_same_settings_it_is_the_same_run(make_config: MakeConfig, dtyp
     succeed(first, "max_steps=3")
     succeed(whole)
     stderr = succeed(branch, "--from", str(output_of(first)))
-    assert "; estimated from shapes until step 4 is recorded" in stderr and "plan updated from step 4: " in stderr
+    assert "; steps 4 to 5\n" in stderr
     assert_same_weights(weights_of(branch), weights_of(whole))
     assert curve(branch) == curve(whole)[3:]
 

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratel_cli.engine.replay.profiling import BlockProfiler
+from ratel_cli.engine.device.device import HostDevice
+from ratel_cli.engine.replay.profiling import BlockProfiler, Sums
+from ratel_cli.engine.telemetry import Timeline
+from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.skeleton import build_skeleton
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile
@@ -52,7 +55,10 @@ def test_it_is_the_profile_of_a_recorded_step(tmp_path: Path, architecture: str)
     model = find_blocks(
         build_skeleton(tiny_config(architecture), dtype="bfloat16", attn_implementation=attention), name="tiny"
     )
-    units, seconds = BlockProfiler(model, dtype=torch.bfloat16, device=torch.device("cpu")).record(batches[0])
+    device, sums = HostDevice(Timeline()), Sums(is_single=False, holds_layers=True, holds_head=True)
+    with BufferPool(None) as pool:
+        profiler = BlockProfiler(model, pool, dtype=torch.bfloat16, device=device, sums=sums)
+        units, seconds = profiler.record(batches[0])
     found = recorded_profile(
         units,
         seconds,

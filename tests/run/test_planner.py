@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.telemetry import Span, SpanLabel
+from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.placement import Stage
 from ratel_cli.planning.problem import Decisions
 from ratel_cli.planning.recorded import UnitRecord
@@ -50,19 +53,48 @@ def spans() -> list[Span]:
     return [*found, *(span("gradient", 0.9 * NUM_MICRO_BATCHES, block=block, stage="backward") for block in (1, 2, 3))]
 
 
-@pytest.mark.parametrize(("num_cores", "optimizing", "left"), [(None, 99.0, 1.0), (4, 0.0, 1.0), (2, 18.7, 0.5)])
-def test_the_slow_first_micro_batch_does_not_count(num_cores: int | None, optimizing: float, left: float) -> None:
-    """On the CPU, the share of the optimizer's thread is subtracted from backward: at most a half."""
+BACKWARD_SECONDS = NUM_MICRO_BATCHES * (2 * 6.9 + 4.9)
+"""Of the step that `spans` gives: two layers and the head."""
+
+
+def updating_in(seconds: float, num_cores: int | None) -> HardwareProfile:
+    """A machine on which AdamW alone takes this time for the whole model."""
+    return machine(num_cores=num_cores, adam_parameters_per_second=sum(SPEC.block_elements) / seconds)
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "share", "alone", "beside", "left"),
+    [
+        (None, None, 99.0, 1.0, 1.0),  # a GPU computes
+        (4, None, 99.0, 0.0, 1.0),  # nothing was next to it
+        (4, None, 0.4, 1.0, 0.9),
+        (4, None, 0.4, 0.5, 0.95),  # half of the updates were after backward
+        (4, 1.0, 0.4, 1.0, 0.6),
+        (2, None, 99.0, 1.0, 0.5),
+    ],
+)
+def test_the_slow_first_micro_batch_does_not_count(
+    num_cores: int | None, share: float | None, alone: float, beside: float, left: float
+) -> None:
+    """On the CPU, what AdamW takes of backward is subtracted from it: at most a half.
+
+    `share`: as measured, of what AdamW takes `alone`, in shares of backward. `beside`: how much of it is next to it.
+    """
     planner = Planner(
         spec=SPEC,
         state=BFLOAT16,
         workload=WORKLOAD,
         decisions=Decisions(holds_gradients=False, num_slots=2, host_limit_bytes=GIB),
-        hardware=machine(num_cores=num_cores),
+        hardware=updating_in(alone * BACKWARD_SECONDS, num_cores),
         process_bytes=0,
     )
-    updating = span("update", NUM_MICRO_BATCHES * optimizing, block=0, stage="update", resource="optimizer")
-    found = planner.recorded(NothingRecorded(), [*spans(), updating], estimate=estimated(SPEC))
+    during, after = span("update", 10.0, block=0, stage="backward", resource="optimizer"), 1e6
+    updates = [
+        during._replace(end=during.start + 10.0 * beside),
+        during._replace(start=after, end=after + 10.0 * (1 - beside)),
+    ]
+    profile = replace(estimated(SPEC), adamw_share=share)
+    found = planner.recorded(NothingRecorded(), [*spans(), *updates], estimate=profile)
     [layer] = found.profiles
     assert found.layers == (0, 0)
     assert layer.forward_seconds == pytest.approx(2.0)

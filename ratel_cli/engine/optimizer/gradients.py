@@ -127,6 +127,10 @@ class GradientSum(Closing):
         """Bring back what `take` removed."""
         self._sums[index] = values
 
+    def clear(self) -> None:
+        """Forget all contributions."""
+        self._sums = [None] * len(self._sums)
+
     def values(self, index: int) -> torch.Tensor:
         """The sum so far of the parameter at `index`, flat `[elements]`, on the compute device."""
         values = self._sums[index]

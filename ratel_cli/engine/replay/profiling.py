@@ -3,7 +3,8 @@
 One micro-batch goes through embedding, layers and head, forward and backward, one block after another (Ratel section
 IV-B: the unoptimised iteration). Times and sizes depend on shapes and not on values, so the weights are random numbers
 in one buffer that all blocks share: no store, no file, memory for the largest block. Layers with the same shapes and
-the same arguments cost the same, so one of each kind is run.
+the same arguments cost the same, so one of each kind is run. A block does what it does in a step: its gradients are
+added to sums, parameter by parameter, and its times are those of runs that record no operators.
 
 Invariant: nothing of the model changes but its device, and the weights that are bound while it runs.
 """
@@ -11,21 +12,28 @@ Invariant: nothing of the model changes but its device, and the weights that are
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 
 import torch
 
 from ratel_cli.data.packing import MicroBatch
+from ratel_cli.engine.device.device import Device
+from ratel_cli.engine.device.gpu import translate_errors
+from ratel_cli.engine.embedding_rows import rows_suffice
 from ratel_cli.engine.loss import loss_and_gradients
+from ratel_cli.engine.optimizer.gradients import GradientSum, adding_to
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.replay.tape import Replayer
+from ratel_cli.engine.replay.tape import Recorder, Replayer
 from ratel_cli.engine.state import place
+from ratel_cli.errors import BadInput, first_line
+from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.layer_runner import LayerCall, last_hidden_state
 from ratel_cli.model.operators import tensors_in
+from ratel_cli.model.row_lookup import DistinctTokens
 from ratel_cli.model.spec import BlockSpec
 from ratel_cli.planning.activations import tokens_per_chunk
 from ratel_cli.planning.recorded import BlockSeconds, UnitRecord
@@ -34,8 +42,16 @@ _NUM_RUNS = 5
 """Runs of each block; fewer if they take longer than `_ENOUGH_SECONDS`. The first warms up (code is loaded, memory
 allocated) and counts only if it is the only one. The others are samples of one quantity, like micro-batches."""
 _ENOUGH_SECONDS = 5.0
+_LEAST_SECONDS = 0.01
+"""A layer that takes less is not run next to other work: that takes longer than anything it could show."""
 _DEVIATION = 0.02
 """Standard deviation of the random weights."""
+_CANNOT_RUN = (RuntimeError, TypeError, ValueError, LookupError, AttributeError, NotImplementedError)
+"""What torch and the model's own code raise. Our own errors are none of these."""
+
+Beside = Callable[[], contextlib.AbstractContextManager[Callable[[], float]]]
+"""Opens work that goes on while blocks run. Yields a function that returns how many seconds the work that was done so
+far would have taken alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,45 +65,86 @@ class _Run:
     unit: UnitRecord | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """Where the sums of gradients are that runs add to, as the plan of a step has it."""
+
+    is_single: bool
+    """Whether a step has one micro-batch, so that nothing is added in fp32."""
+    holds_layers: bool
+    """Whether the device that computes has those of layers. If not, gradients are dropped."""
+    holds_head: bool
+    """So for the head."""
+
+
 class BlockProfiler:
     """Runs and times a model's blocks on random weights."""
 
     def __init__(
-        self, model: DecoderModel, *, dtype: torch.dtype, device: torch.device, chunk_tokens: int | None = None
+        self,
+        model: DecoderModel,
+        pool: BufferPool,
+        *,
+        dtype: torch.dtype,
+        device: Device,
+        sums: Sums,
+        chunk_tokens: int | None = None,
     ) -> None:
-        """`chunk_tokens`: tokens whose logits are computed at once; None: as many as have 64 MiB of logits."""
-        model.place(device)
+        """`pool`: host memory for sums of gradients. `chunk_tokens`: tokens whose logits are computed at once; None: as
+        many as have 64 MiB of logits."""
+        model.place(device.torch_device)
         self._model = model
+        self._pool = pool
+        self._sums = sums
         self._layer_runner = model.layer_runner
         self._device = device
+        self._torch_device = device.torch_device
         self._chunk_tokens = chunk_tokens or tokens_per_chunk(model.spec.vocab_size)
         largest = max(model.spec.block_elements)
-        generator = torch.Generator(device).manual_seed(0)
-        self._weights = torch.empty(largest, dtype=dtype, device=device).normal_(std=_DEVIATION, generator=generator)
+        generator = torch.Generator(self._torch_device).manual_seed(0)
+        weights = torch.empty(largest, dtype=dtype, device=self._torch_device)
+        self._weights = weights.normal_(std=_DEVIATION, generator=generator)
         self._outside: dict[int, list[_Run]] = {}
+        self.sharing: float | None = None
+        """Seconds of computing that are lost to a second of what ran `beside`; None before that was measured."""
 
-    def record(self, batch: MicroBatch) -> tuple[dict[tuple[int, int], UnitRecord], dict[int, BlockSeconds]]:
-        """Run every kind of block on one micro-batch, tensors `[batch, tokens]`.
+    def record(
+        self,
+        batch: MicroBatch,
+        *,
+        most_runs: int = _NUM_RUNS,
+        beside: Beside | None = None,
+        progress: Callable[[BlockSpec], None] = lambda block: None,
+    ) -> tuple[dict[tuple[int, int], UnitRecord], dict[int, BlockSeconds]]:
+        """Run every kind of block on one micro-batch, tensors `[batch, tokens]`, each at most `most_runs` times.
 
         Returns the operators of every layer, by (block, sample), and the seconds of a block on one micro-batch, by
-        block.
+        block. `beside`: work next to which the first layer runs once more, for `sharing`. `progress` is called with
+        each block before it runs.
+        Raises BadInput if a block cannot run, with its name and why; DoesNotFit if a GPU has too little memory.
         """
         embedding, *layers, head = self._model.spec.blocks
-        [batch] = place([batch], self._device)
-        hidden, calls = self._embedding(embedding, batch)
-        runs: dict[int, list[_Run]] = {}
-        kinds: dict[object, int] = {}
-        for block, call in zip(layers, calls, strict=True):
-            kind = (
-                tuple(parameter.shape for parameter in block.parameters),
-                tuple(id(tensor) for tensor in tensors_in((call.arguments, call.keywords))),
-            )
-            first = kinds.setdefault(kind, block.index)
-            if first == block.index:
-                runs[block.index], hidden = self._layer(block, call, hidden)
-            else:
-                runs[block.index] = runs[first]
-        self._head(head, embedding, batch, hidden)
+        [batch] = place([batch], self._torch_device)
+        # As in a step: on a thread of its own, backward would drop its last tensors whenever that is scheduled.
+        with torch.autograd.set_multithreading_enabled(False):
+            with self._running(embedding, progress):
+                hidden, calls = self._embedding(embedding, batch, most_runs)
+            runs: dict[int, list[_Run]] = {}
+            kinds: dict[object, int] = {}
+            for block, call in zip(layers, calls, strict=True):
+                kind = (
+                    tuple(parameter.shape for parameter in block.parameters),
+                    tuple(id(tensor) for tensor in tensors_in((call.arguments, call.keywords))),
+                )
+                first = kinds.setdefault(kind, block.index)
+                if first != block.index:
+                    runs[block.index] = runs[first]
+                    continue
+                with self._running(block, progress):
+                    runs[block.index], hidden = self._layer(block, call, hidden, most_runs, beside)
+                beside = None
+            with self._running(head, progress):
+                self._head(head, embedding, batch, hidden, most_runs)
         num_samples = min(len(samples) for samples in runs.values())
         units = {
             (block, sample): run.unit
@@ -97,49 +154,109 @@ class BlockProfiler:
         }
         return units, {block: _seconds(samples) for block, samples in (runs | self._outside).items()}
 
-    def _embedding(self, block: BlockSpec, batch: MicroBatch) -> tuple[torch.Tensor, tuple[LayerCall, ...]]:
-        with self._bound(block) as parameters:
+    @contextlib.contextmanager
+    def _running(self, block: BlockSpec, progress: Callable[[BlockSpec], None]) -> Iterator[None]:
+        """Raises what goes wrong inside as an error about the block."""
+        progress(block)
+        try:
+            with translate_errors("measuring the model needs more than is available"):
+                yield
+        except _CANNOT_RUN as error:
+            dtype, device = str(self._weights.dtype).removeprefix("torch."), self._torch_device.type
+            raise BadInput(
+                f"{self._model.spec.architecture}: its {block.name} cannot run forward and backward in {dtype} "
+                f"on {device}: {first_line(error)}",
+                "another dtype, device or attn_implementation may run it; if transformers trains this model, "
+                "please report it",
+            ) from error
+
+    def _embedding(
+        self, block: BlockSpec, batch: MicroBatch, most_runs: int
+    ) -> tuple[torch.Tensor, tuple[LayerCall, ...]]:
+        tokens = self._distinct_tokens(batch)
+        holds, is_single = self._device.is_host, self._sums.is_single
+        with self._bound(block, tokens) as parameters, self._sum_of(block, holds, is_single=is_single) as total:
 
             def run() -> _Run:
                 start = self._now()
                 embedded = self._layer_runner.embed(batch.input_ids, batch.position_ids)
                 middle = self._now()
                 gradient = torch.zeros_like(embedded.hidden)
-                torch.autograd.grad(embedded.hidden, parameters, gradient, allow_unused=True)
-                return _Run(middle - start, self._now() - middle)
+                _add(total, torch.autograd.grad(embedded.hidden, parameters, gradient, allow_unused=True))
+                times = _Run(middle - start, self._now() - middle)
+                self._begin_again(total)
+                return times
 
-            self._outside[block.index] = _samples(run)
+            self._outside[block.index] = _samples(run, most_runs)
             with torch.no_grad():
                 embedded = self._layer_runner.embed(batch.input_ids, batch.position_ids)
         return embedded.hidden, embedded.calls
 
-    def _layer(self, block: BlockSpec, call: LayerCall, hidden: torch.Tensor) -> tuple[list[_Run], torch.Tensor]:
-        layer = block.index - 1
-        outputs: list[torch.Tensor] = []
-        with self._bound(block) as parameters:
+    def _distinct_tokens(self, batch: MicroBatch) -> DistinctTokens | None:
+        """The tokens whose rows a GPU gets of the embedding; None if it gets the matrix, or if the CPU computes."""
+        if self._device.is_host or not rows_suffice(self._model.spec, batch.input_ids.numel()):
+            return None
+        return DistinctTokens.of([batch.input_ids.cpu()], self._torch_device)
 
-            def run() -> _Run:
-                leaf, recording = hidden.detach().requires_grad_(), StepRecording()
-                recorder = recording.recorder(
-                    parameters, (), block=block.index, micro_batch=0, module=self._layer_runner.layers[layer]
-                )
-                start = self._now()
+    def _layer(
+        self, block: BlockSpec, call: LayerCall, hidden: torch.Tensor, most_runs: int, beside: Beside | None
+    ) -> tuple[list[_Run], torch.Tensor]:
+        layer = block.index - 1
+        module = self._layer_runner.layers[layer]
+        outputs: list[torch.Tensor] = []
+        holds, is_single = self._sums.holds_layers, self._sums.is_single
+        with self._bound(block) as parameters, self._sum_of(block, holds, is_single=is_single) as total:
+
+            def recorded(recorder: Recorder) -> torch.Tensor:
+                """Forward as a step runs it. Returns its input."""
+                leaf = hidden.detach().requires_grad_()
                 with recorder.recording():
                     outputs[:] = [self._layer_runner.run_layer(layer, leaf, call).detach()]
-                middle = self._now()
+                return leaf
+
+            def run() -> _Run:
+                recorder = Recorder(parameters)
+                start = self._now()
+                leaf = recorded(recorder)
                 tape, _ = recorder.finish()
+                middle = self._now()
                 with Replayer(tape):
                     again = self._layer_runner.run_layer(layer, leaf, call)
-                torch.autograd.grad(again, (leaf, *parameters), torch.zeros_like(again), allow_unused=True)
-                return _Run(middle - start, self._now() - middle, recording.units()[block.index, 0])
+                with _dropping(parameters) if total is None else adding_to(parameters, total, is_last=False):
+                    again.backward(torch.zeros_like(again), inputs=[leaf, *parameters])
+                times = _Run(middle - start, self._now() - middle)
+                self._begin_again(total)
+                return times
 
-            return _samples(run), outputs[0]
+            def operators() -> UnitRecord:
+                """What operators cost, which takes time of its own."""
+                recording = StepRecording()
+                recorder = recording.recorder(parameters, (), block=block.index, micro_batch=0, module=module)
+                recorded(recorder)
+                recorder.finish()
+                self._now()
+                return recording.units()[block.index, 0]
 
-    def _head(self, block: BlockSpec, embedding: BlockSpec, batch: MicroBatch, hidden: torch.Tensor) -> None:
-        with contextlib.ExitStack() as bound:
-            parameters = bound.enter_context(self._bound(block))
-            if self._model.spec.tied:
-                parameters = (*parameters, self._model.tie(bound.enter_context(self._bound(embedding))))
+            runs = [replace(each, unit=operators()) for each in _samples(run, most_runs)]
+            if beside is not None and max(each.forward + each.backward for each in runs) > _LEAST_SECONDS:
+                self.sharing = _sharing(run, runs, beside)
+            return runs, outputs[0]
+
+    def _head(
+        self, block: BlockSpec, embedding: BlockSpec, batch: MicroBatch, hidden: torch.Tensor, most_runs: int
+    ) -> None:
+        holds, number, is_tied = self._sums.holds_head, len(block.parameters), self._model.spec.tied
+        with contextlib.ExitStack() as opened:
+            parameters = opened.enter_context(self._bound(block))
+            totals = [opened.enter_context(self._sum_of(block, holds))]
+            if is_tied:
+                parameters = (*parameters, self._model.tie(opened.enter_context(self._bound(embedding))))
+                totals.append(opened.enter_context(self._sum_of(embedding, holds)))
+
+            def take(contribution: Sequence[torch.Tensor | None]) -> None:
+                _add(totals[0], contribution[:number])
+                if is_tied:
+                    _add(totals[1], contribution[number:])
 
             def run() -> _Run:
                 start = self._now()
@@ -150,33 +267,92 @@ class BlockProfiler:
                     finished,
                     batch.targets,
                     parameters,
-                    lambda gradients: None,
+                    take,
                     chunk_tokens=self._chunk_tokens,
-                    num_targets=batch.num_targets,
+                    num_targets=max(1, batch.num_targets),
                     loss_scale=1.0,
                 )
-                torch.autograd.grad(last_hidden_state(finished), (leaf, *parameters), gradient, allow_unused=True)
+                _, *others = torch.autograd.grad(
+                    last_hidden_state(finished), (leaf, *parameters), gradient, allow_unused=True
+                )
+                take(others)
                 return _Run(0.0, self._now() - start)
 
-            self._outside[block.index] = _samples(run)
+            self._outside[block.index] = _samples(run, most_runs)
 
     def _now(self) -> float:
         """Seconds of `perf_counter` at which all work that was queued is done."""
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
+        if not self._device.is_host:
+            torch.accelerator.synchronize(self._torch_device)
         return perf_counter()
 
+    def _begin_again(self, total: GradientSum | None) -> None:
+        """Forget the contribution to the sum of a step with a single micro-batch, which takes one."""
+        if total is not None and self._sums.is_single:
+            total.clear()
+
     @contextlib.contextmanager
-    def _bound(self, block: BlockSpec) -> Iterator[tuple[torch.nn.Parameter, ...]]:
+    def _bound(
+        self, block: BlockSpec, tokens: DistinctTokens | None = None
+    ) -> Iterator[tuple[torch.nn.Parameter, ...]]:
+        """The block with random weights; with `tokens`, an embedding with their rows alone."""
+        weights = [self._weights[: block.num_elements]]
+        if tokens is not None:
+            rows, behind = len(tokens) * block.parameters[0].shape[1], block.num_elements
+            behind -= block.parameters[1].start if len(block.parameters) > 1 else behind
+            weights = [self._weights[:rows], self._weights[:behind]]
         try:
-            yield self._model.bind(block, self._weights[: block.num_elements])
+            yield self._model.bind(block, *weights, tokens=tokens)
         finally:
             self._model.release(block)
 
+    @contextlib.contextmanager
+    def _sum_of(self, block: BlockSpec, holds: bool, *, is_single: bool = False) -> Iterator[GradientSum | None]:
+        """The sum of a block's gradients; None where they are dropped."""
+        if not holds:
+            yield None
+            return
+        dtype = self._weights.dtype
+        with GradientSum(block, self._pool, self._device, dtype=dtype, single=is_single) as total:
+            yield total
 
-def _samples(run: Callable[[], _Run]) -> list[_Run]:
+
+def _add(total: GradientSum | None, gradients: Sequence[torch.Tensor | None]) -> None:
+    if total is not None:
+        total.add(gradients)
+
+
+@contextlib.contextmanager
+def _dropping(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    """While a backward runs inside: drop each parameter's gradient as soon as autograd has made it."""
+    hooks = [parameter.register_post_accumulate_grad_hook(_drop) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _sharing(run: Callable[[], _Run], alone: Sequence[_Run], beside: Beside) -> float | None:
+    """Seconds of a block's computing that are lost to a second of the work `beside`; None if nothing of it was done."""
+    alone_seconds = median(each.forward + each.backward for each in alone)
+    with beside() as worked:
+        before, lost, number = worked(), 0.0, 0
+        while number < _NUM_RUNS and (not number or worked() - before < _ENOUGH_SECONDS):
+            taken = run()
+            lost += taken.forward + taken.backward - alone_seconds
+            number += 1
+        done = worked() - before
+    return max(0.0, lost) / done if done > 0.0 else None
+
+
+def _samples(run: Callable[[], _Run], most_runs: int) -> list[_Run]:
     runs: list[_Run] = []
-    while len(runs) < _NUM_RUNS and sum(each.forward + each.backward for each in runs) < _ENOUGH_SECONDS:
+    while len(runs) < most_runs and sum(each.forward + each.backward for each in runs) < _ENOUGH_SECONDS:
         runs.append(run())
     return runs[1:] or runs
 

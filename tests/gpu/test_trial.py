@@ -1,0 +1,49 @@
+"""An operator without a deterministic kernel is found before anything is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from tests.e2e.runs import assert_rejected, finetune, output_of, ratel, save_base, store_of, write_config, write_rows
+from tests.gpu.machine import NEEDS_GPU
+from tests.simulated_gpu import is_simulated
+
+pytestmark = NEEDS_GPU
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The config of a run whose layers find a median of their values."""
+    whole: Callable[[LlamaMLP, torch.Tensor], torch.Tensor] = LlamaMLP.forward
+
+    def forward(self: LlamaMLP, hidden: torch.Tensor) -> torch.Tensor:
+        least = hidden.float().kthvalue(1, dim=-1, keepdim=True).values
+        return whole(self, hidden) + least.to(hidden.dtype)
+
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    base, rows = save_base(tmp_path / "base", hidden_size=128), write_rows(tmp_path / "rows.jsonl")
+    device = "auto" if is_simulated() else "cuda"
+    return write_config(tmp_path / "run", base=base, rows=rows, device=device, dtype="bfloat16", max_steps=2)
+
+
+def test_it_is_rejected_by_its_name_and_with_the_key(config: Path) -> None:
+    ended = finetune(config)
+    assert_rejected(ended, 2, "an operator that is not deterministic on GPUs: kthvalue")
+    assert "hint: set deterministic: false" in ended.stderr
+    assert not store_of(config).parent.exists() and not (output_of(config) / "run" / "plan.json").exists()
+    checked = ratel("check", config, "--json")
+    [error] = json.loads(checked.stdout)["errors"]
+    assert checked.code == 2 and error["key"] == "deterministic" and "kthvalue" in error["message"]
+
+
+def test_with_the_key_it_runs(config: Path) -> None:
+    ended = finetune(config, "deterministic=false")
+    assert ended.code == 0, ended.stderr
+    profile = json.loads((output_of(config) / "run" / "model.json").read_text())["profile"]
+    assert profile["source"] == "recorded"
