@@ -17,7 +17,7 @@ from ratel_cli.errors import BadInput, excerpt, printable
 from ratel_cli.progress import no_progress
 
 SUFFIXES = (".gz", ".zst")
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 17  # the progress of a compressed file of some MiB should not jump
 
 
 def uncompressed_name(path: Path) -> Path:
