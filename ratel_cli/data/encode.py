@@ -177,7 +177,7 @@ class SampleEncoder(Closing):
             )
         if self._pool is None:
             begin = partial(ChatRenderer, self._tokenizer.get_chat_template(), self._tokenizer.special_tokens_map)
-            self._pool = ChatPool(begin, most=num_cores(), notice=self._notice)
+            self._pool = ChatPool(begin, most=min(_MOST_CHILDREN, num_cores()), notice=self._notice)
         return self._pool.start(drafts, locate=lambda draft: not self._is_whole(draft))
 
     def _is_whole(self, draft: ChatDraft) -> bool:
@@ -297,6 +297,7 @@ class SampleEncoder(Closing):
         return tokenised(self._tokenizer, texts, special=False, offsets=offsets)
 
 
+_MOST_CHILDREN = 16  # that render; each takes 60 MB, and one thread tokenises what they make
 _MOST_BEFORE_EOS = 3  # tokens that a template may write between a message and its EOS token, as in axolotl
 _NOT_SEPARATE = (
     "one token contains text from inside and outside an assistant turn, so loss cannot be limited to the turn; "

@@ -76,8 +76,9 @@ class SharedTokens(Closing):
             return None
         self._locks.append(lock)
         found = TokenCache.whole_in(path, open_bar=open_bar)
-        if found is None:
+        if found is None and os.path.lexists(path):  # it may have been removed before it was locked
             self._notice(f"{printable(str(path))}: the shared tokens are damaged, and not used; delete this directory")
+        if found is None:
             return None
         with suppress(OSError):
             os.utime(path / META_NAME)
@@ -187,12 +188,17 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _remove(path: Path) -> bool:
-    """Remove an entry that no command has locked; whether it is gone. Whatever remains is no entry any more."""
+    """Remove an entry, or an unfinished one, that no command has locked; whether it is gone.
+
+    It gets the name of an unfinished one first: if this command is killed, another removes the rest.
+    """
+    unfinished = path.with_name(f"{path.name.partition('.')[0]}.partial-{os.getpid()}")
     try:
         with _locked(path):
-            for name in (META_NAME, *CACHE_FILE_NAMES):
-                (path / name).unlink(missing_ok=True)
-            path.rmdir()
+            path.rename(unfinished)
+            for name in CACHE_FILE_NAMES:
+                (unfinished / name).unlink(missing_ok=True)
+            unfinished.rmdir()
     except OSError:
         return False
     return True

@@ -194,6 +194,25 @@ def test_without_space_or_permission_commands_tokenise_quietly(
     assert (sorted(shared.rglob("*")) if shared.exists() else []) == before
 
 
+def test_what_a_command_did_not_remove_whole_is_removed_by_the_next(
+    command: Command, write_rows: WriteRows, shared: Path, monkeypatch: pytest.MonkeyPatch, notices: list[str]
+) -> None:
+    paths = [write_rows({"text": f"number {number}"}, name=f"{number}.jsonl") for number in range(3)]
+    command(paths[0])
+    (entry,) = shared.iterdir()
+    size = sum(path.stat().st_size for path in entry.iterdir())
+    monkeypatch.setattr(shared_tokens, "_MOST_BYTES", size + size // 2)
+    with monkeypatch.context() as full:
+        full.setattr(Path, "rmdir", _fill)
+        command(paths[1])
+        assert _entries(shared) == [f"{entry.name}.partial-{os.getpid()}"], "no entry any more, and none for the new"
+    for path in paths[:2]:
+        command(path)
+        assert Counting.num_texts > 0 and len(_entries(shared)) == 1 and "." not in _entries(shared)[0]
+    command(paths[1])
+    assert Counting.num_texts == 0 and not any("damaged" in text for text in notices)
+
+
 def test_the_entry_that_was_unused_for_longest_goes(
     command: Command, write_rows: WriteRows, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
