@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers.utils.generic import ModelOutput
 
-from ratel_cli.errors import BadInput
+from ratel_cli.errors import BadInput, first_line
 from ratel_cli.model.module_state import ModuleState
 from ratel_cli.sizes import IGNORED_TARGET
 
@@ -105,6 +105,7 @@ class LayerRunner:
         Must come before all other calls. Raises BadInput if the model breaks an invariant of this file.
         """
         rejection: BadInput | None = None
+        failure: Exception | None = None
         for wrap in _WRAPS:
             self._wrap = wrap
             try:
@@ -113,10 +114,12 @@ class LayerRunner:
                     return
             except BadInput as error:
                 rejection = rejection or error
-            except (IndexError, TypeError, ValueError, AttributeError, RuntimeError):
-                continue
+            except (IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+                failure = failure or error
+        reason = "" if failure is None else f" ({type(failure).__name__}: {first_line(failure)})"
         raise rejection or BadInput(
-            f"{type(self.model).__name__}: its layers must return hidden states, or a tuple that begins with them"
+            f"{type(self.model).__name__}: its code takes more from its layers than hidden states{reason};"
+            " such models cannot be streamed"
         )
 
     def learn_state(self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, num_positions: int) -> None:

@@ -32,7 +32,7 @@ class Usage:
     before: frozenset[str]
     """Used before the first layer."""
     after: frozenset[str]
-    """Used after the last layer. A parameter may be in both."""
+    """What the logits depend on after the last layer. A parameter may be in both."""
     looks_up_rows: bool
     """Whether the code before the layers reads nothing of the embedding's matrix but the rows of its tokens."""
 
@@ -57,10 +57,32 @@ def probe_usage(
         embedded = layer_runner.embed(input_ids, position_ids)
         watch.leave_layers()
         finished = layer_runner.finish(torch.zeros_like(embedded.hidden), input_ids, position_ids)
-        layer_runner.logits(finished, last_hidden_state(finished))
+        logits = layer_runner.logits(finished, last_hidden_state(finished))
         layer_runner.at_layer = None
-    usage = Usage(before=frozenset(watch.before), after=frozenset(watch.after), looks_up_rows=looks_up_rows)
+    after = _used_for(logits, parameters)
+    usage = Usage(before=frozenset(watch.before), after=after, looks_up_rows=looks_up_rows)
     return usage, embedded
+
+
+def _used_for(result: torch.Tensor, parameters: Mapping[str, torch.nn.Parameter]) -> frozenset[str]:
+    """Names of the parameters that autograd would reach from `result`.
+
+    Code around the owner may embed the tokens before it calls the owner, which ignores them after the layers.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    reached: set[str] = set()
+    seen: set[object] = set()
+    nodes = [result.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = names.get(id(getattr(node, "variable", None)))
+        if name is not None:
+            reached.add(name)
+        nodes.extend(function for function, _ in node.next_functions)
+    return frozenset(reached)
 
 
 @contextlib.contextmanager
@@ -120,21 +142,21 @@ class _UsageWatch(OperatorMode):
         self.looked_up_rows: set[int | None] = set()
         """Rows of the embedding's matrix that were looked up; None stands for any other use of it."""
         self.before: set[str] = set()
-        self.after: set[str] = set()
-        self._current = self.before
+        self._is_before = True
 
     def enter_layers(self) -> None:
-        """Count what runs from here on as after the layers: the owner works on their output."""
-        self._current = self.after
+        """Note no parameters from here on: the owner works on the output of its layers."""
+        self._is_before = False
 
     def leave_layers(self) -> None:
-        """Count what runs from here on as before the layers: the owner computes its embedding again."""
-        self._current = self.before
+        """Note them again: the owner computes its embedding again."""
+        self._is_before = True
 
     def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         tensors = tensors_in((args, kwargs))
         touched = {self._names[key] for tensor in tensors if (key := tensor.untyped_storage()._cdata) in self._names}
-        self._current |= touched
+        if self._is_before:
+            self.before |= touched
         if self._embedding in touched:
             self._note_lookup(func, args)
         if not touched or func.is_view or func._schema.is_mutable:

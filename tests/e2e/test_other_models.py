@@ -244,6 +244,13 @@ CASES = [
     ),
     Case(
         "layers",
+        "state",
+        saved("rwkv", hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, vocab_size=300),
+        ("RwkvForCausalLM: its code takes more from its layers than hidden states",),
+        "",
+    ),
+    Case(
+        "layers",
         "stack in a stack",
         saved("bert", is_decoder=True, **TEXT),
         ("BertLMHeadModel: its layers are called by BertEncoder, which receives hidden states",),

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.skeleton import DTYPES, build_skeleton
 from ratel_cli.planning.placement import Placement
 from ratel_cli.sizes import DtypeName
-from tests.engine.architectures import ARCHITECTURES, larger_config, tiny_config
+from tests.engine.architectures import ARCHITECTURES, VOCAB_SIZE, larger_config, tiny_config
 from tests.engine.exactness import (
     AHEAD,
     DROPOUT,
@@ -42,6 +42,19 @@ def test_equals_plain_pytorch(
 ) -> None:
     recipe = Recipe(dtype=DTYPES[dtype], max_grad_norm=max_grad_norm)
     check_training(machine, tmp_path, tiny_config(architecture), recipe, num_micro_batches=num_micro_batches)
+
+
+def test_a_language_model_within_another_model(tmp_path: Path) -> None:
+    """The code around it embeds the tokens as well, before the layers and once more when the head runs."""
+    check_training(machine, tmp_path, untied_fuyu(), Recipe(max_grad_norm=0.5), num_micro_batches=2)
+
+
+def untied_fuyu() -> PretrainedConfig:
+    text = {
+        "model_type": "persimmon", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "vocab_size": VOCAB_SIZE, "pad_token_id": 0,
+    }  # fmt: skip
+    return AutoConfig.for_model("fuyu", text_config=text, vocab_size=VOCAB_SIZE, tie_word_embeddings=False)
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,32 @@ def test_the_layers_are_those_of_the_language_model(model_type: str) -> None:
     assert largest is not decoder.layers
 
 
+def test_code_around_the_language_model_may_embed_the_tokens_for_nothing() -> None:
+    """After the layers too, where the language model ignores what it is given. The head is a matrix of its own."""
+    text = {
+        "model_type": "persimmon", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "vocab_size": 96, "pad_token_id": 0,
+    }  # fmt: skip
+    config = AutoConfig.for_model("fuyu", text_config=text, vocab_size=96, tie_word_embeddings=False)
+    spec = find(config).spec
+    assert not spec.tied
+    assert "lm_head.weight" in [parameter.name for parameter in spec.blocks[-1].parameters]
+
+
+def test_an_embedding_that_the_logits_depend_on_is_rejected() -> None:
+    skeleton = build_skeleton(tiny_config("llama"), dtype="float32", attn_implementation="sdpa")
+    plain_forward = skeleton.forward
+
+    def forward(*, input_ids: torch.Tensor, use_cache: bool) -> object:
+        output = plain_forward(input_ids=input_ids, use_cache=use_cache)
+        output.logits = output.logits + skeleton.get_input_embeddings()(input_ids).sum(-1, keepdim=True)
+        return output
+
+    skeleton.forward = forward
+    with pytest.raises(BadInput, match=r"embed_tokens.weight is used both before and after the layers"):
+        find_blocks(skeleton, name="odd")
+
+
 def test_layers_that_share_a_tensor_are_rejected() -> None:
     skeleton = build_skeleton(tiny_config("llama"), dtype="float32", attn_implementation="sdpa")
     layers = skeleton.get_submodule("model").layers
