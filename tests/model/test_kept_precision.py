@@ -13,6 +13,7 @@ from ratel_cli.model.blocks import find_blocks
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, persistent_buffers
 from ratel_cli.model.skeleton import DTYPES, build_skeleton, read_model_config
 from ratel_cli.sizes import DtypeName
+from tests.tiers import rotating
 
 _DENSE: dict[str, object] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -61,8 +62,7 @@ def in_fp32(model: PreTrainedModel) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "dtype"), rotating(list(FAMILIES), ["bfloat16", "float16", "float32"]))
 def test_refused_or_loaded_as_transformers_does(tmp_path: Path, family: str, dtype: DtypeName) -> None:
     save(family, tmp_path)
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=DTYPES[dtype])
