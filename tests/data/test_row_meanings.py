@@ -8,15 +8,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import cast
 
+import datasets  # type: ignore[import-untyped]
 import pyarrow  # type: ignore[import-untyped]
 import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 
 from ratel_cli.data.drafts import ChatDraft, Draft, TextDraft, TokensDraft, Unusable
 from ratel_cli.data.formats import decide_format
+from ratel_cli.data.lines import Row
 from ratel_cli.data.prompts import read_prompts
 from ratel_cli.data.remarks import sentences
-from ratel_cli.data.rows import DatasetSource
+from ratel_cli.data.rows import DatasetSource, open_source
 from ratel_cli.errors import BadInput
 from tests.data.conftest import CHATML, Load, read_rejects
 from tests.data.mask_oracle import ids_and_labels
@@ -413,6 +415,14 @@ def test_keys_that_arrow_pads_do_not_reach_the_template(load: Load, tmp_path: Pa
         messages, tools = cast(list[dict[str, str]], row["messages"]), cast(list[dict[str, object]], row["tools"])
         oracle.append(tokenizer.apply_chat_template(messages, tools=tools, return_dict=False))
     assert [ids for ids, _ in found[0]] == oracle
+
+
+def test_keys_that_arrow_pads_in_rows_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    padded = tool_row("f", {"x": {"enum": [None, 1]}, "y": None}, {"x": 1, "y": None})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [padded])
+    source = open_source(DatasetSource(path="owner/name"), notice=lambda text: None, is_stream=True)
+    (row,) = source.read()
+    assert isinstance(row, Row) and row.record == tool_row("f", {"x": {"enum": [None, 1]}}, {"x": 1})
 
 
 def test_a_null_in_json_stays(load: Load, tmp_path: Path) -> None:
