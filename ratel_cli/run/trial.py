@@ -106,7 +106,7 @@ def block_profiler(
         dtype=DTYPES[dtype],
         device=device,
         sums=Sums(
-            is_single=is_single,
+            num_micro_batches=workload.num_micro_batches,
             holds_layers=device.is_host or (placement.gpu_holds_sums and not is_single),
             holds_head=device.is_host or placement.gpu_holds_head,
         ),

@@ -55,7 +55,7 @@ def test_it_is_the_profile_of_a_recorded_step(tmp_path: Path, architecture: str)
     model = find_blocks(
         build_skeleton(tiny_config(architecture), dtype="bfloat16", attn_implementation=attention), name="tiny"
     )
-    device, sums = HostDevice(Timeline()), Sums(is_single=False, holds_layers=True, holds_head=True)
+    device, sums = HostDevice(Timeline()), Sums(num_micro_batches=2, holds_layers=True, holds_head=True)
     with BufferPool(None) as pool:
         profiler = BlockProfiler(model, pool, dtype=torch.bfloat16, device=device, sums=sums)
         units, seconds = profiler.record(batches[0])

@@ -69,8 +69,8 @@ class _Run:
 class Sums:
     """Where the sums of gradients are that runs add to, as the plan of a step has it."""
 
-    is_single: bool
-    """Whether a step has one micro-batch, so that nothing is added in fp32."""
+    num_micro_batches: int
+    """Of a step. With one, nothing is added in fp32."""
     holds_layers: bool
     """Whether the device that computes has those of layers. If not, gradients are dropped."""
     holds_head: bool
@@ -174,20 +174,19 @@ class BlockProfiler:
         self, block: BlockSpec, batch: MicroBatch, most_runs: int
     ) -> tuple[torch.Tensor, tuple[LayerCall, ...]]:
         tokens = self._distinct_tokens(batch)
-        holds, is_single = self._device.is_host, self._sums.is_single
+        holds, is_single = self._device.is_host and not self._model.spec.tied, self._sums.num_micro_batches == 1
         with self._bound(block, tokens) as parameters, self._sum_of(block, holds, is_single=is_single) as total:
 
             def run() -> _Run:
+                self._begin_again(total)
                 start = self._now()
                 embedded = self._layer_runner.embed(batch.input_ids, batch.position_ids)
                 middle = self._now()
                 gradient = torch.zeros_like(embedded.hidden)
                 _add(total, torch.autograd.grad(embedded.hidden, parameters, gradient, allow_unused=True))
-                times = _Run(middle - start, self._now() - middle)
-                self._begin_again(total)
-                return times
+                return _Run(middle - start, self._now() - middle)
 
-            self._outside[block.index] = _samples(run, most_runs)
+            self._outside[block.index] = self._with_rounding(_samples(run, most_runs), total)
             with torch.no_grad():
                 embedded = self._layer_runner.embed(batch.input_ids, batch.position_ids)
         return embedded.hidden, embedded.calls
@@ -204,7 +203,7 @@ class BlockProfiler:
         layer = block.index - 1
         module = self._layer_runner.layers[layer]
         outputs: list[torch.Tensor] = []
-        holds, is_single = self._sums.holds_layers, self._sums.is_single
+        holds, is_single = self._sums.holds_layers, self._sums.num_micro_batches == 1
         with self._bound(block) as parameters, self._sum_of(block, holds, is_single=is_single) as total:
 
             def recorded(recorder: Recorder) -> torch.Tensor:
@@ -215,6 +214,7 @@ class BlockProfiler:
                 return leaf
 
             def run() -> _Run:
+                self._begin_again(total)
                 recorder = Recorder(parameters)
                 start = self._now()
                 leaf = recorded(recorder)
@@ -224,9 +224,7 @@ class BlockProfiler:
                     again = self._layer_runner.run_layer(layer, leaf, call)
                 with _dropping(parameters) if total is None else adding_to(parameters, total, is_last=False):
                     again.backward(torch.zeros_like(again), inputs=[leaf, *parameters])
-                times = _Run(middle - start, self._now() - middle)
-                self._begin_again(total)
-                return times
+                return _Run(middle - start, self._now() - middle)
 
             def operators() -> UnitRecord:
                 """What operators cost, which takes time of its own."""
@@ -240,7 +238,7 @@ class BlockProfiler:
             runs = [replace(each, unit=operators()) for each in _samples(run, most_runs)]
             if beside is not None and max(each.forward + each.backward for each in runs) > _LEAST_SECONDS:
                 self.sharing = _sharing(run, runs, beside)
-            return runs, outputs[0]
+            return self._with_rounding(runs, total), outputs[0]
 
     def _head(
         self, block: BlockSpec, embedding: BlockSpec, batch: MicroBatch, hidden: torch.Tensor, most_runs: int
@@ -278,7 +276,18 @@ class BlockProfiler:
                 take(others)
                 return _Run(0.0, self._now() - start)
 
-            self._outside[block.index] = _samples(run, most_runs)
+            self._outside[block.index] = self._with_rounding(_samples(run, most_runs), *totals)
+
+    def _with_rounding(self, runs: Sequence[_Run], *totals: GradientSum | None) -> list[_Run]:
+        """The runs with their part of what a step does once with the block's sums, which end: rounding them, and taking
+        their norms. On a GPU that is one pass over memory, and left out."""
+        start = self._now()
+        if self._device.is_host:
+            for total in totals:
+                if total is not None:
+                    total.finish().release()
+        seconds = (self._now() - start) / self._sums.num_micro_batches
+        return [replace(each, backward=each.backward + seconds) for each in runs]
 
     def _now(self) -> float:
         """Seconds of `perf_counter` at which all work that was queued is done."""
@@ -288,7 +297,7 @@ class BlockProfiler:
 
     def _begin_again(self, total: GradientSum | None) -> None:
         """Forget the contribution to the sum of a step with a single micro-batch, which takes one."""
-        if total is not None and self._sums.is_single:
+        if total is not None and self._sums.num_micro_batches == 1:
             total.clear()
 
     @contextlib.contextmanager
