@@ -43,6 +43,7 @@ BENCHMARKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "resident": (("bench.step", "--contestants", "plain-resident", "ratel"), _TINY),
     "nvme": (("bench.step", *_FEW_TOKENS, "--contestants", "ratel", "--host-memory-gib", "2.2"), _TINY),
     "python": (("bench.step", "--shape", "narrow", "--tokens", "16", "--micro-batches", "16"), _TINY),
+    "predictions": (("bench.predictions",), ("--cases", "tiny:16", "--rounds", "1", "--steps", "4")),
     "durability": (("bench.durability",), ("--shape", "tiny", "--tokens", "16", "--steps", "5")),
     "plan": (
         ("bench.plan", "--picture", PICTURE),

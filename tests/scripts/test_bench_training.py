@@ -168,3 +168,14 @@ def test_an_unknown_benchmark_is_rejected() -> None:
     refused = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert refused.returncode == 2
     assert "unknown: optimiser; there are io, adamw, optimizer" in refused.stderr
+
+
+@pytest.mark.full
+def test_what_a_run_predicts_next_to_what_its_steps_take(tmp_path: Path) -> None:
+    tiny = ("--cases", "tiny:16", "--rounds", "1", "--steps", "5", "--directory", str(tmp_path))
+    output, summary = run("bench.predictions", *tiny)
+    [found] = summary["runs"]
+    assert len(found["step_seconds"]) == 5  # type: ignore[arg-type, index]
+    assert found["seconds"] in found["step_seconds"][2:-1] or found["seconds"] > 0  # type: ignore[index, operator]
+    assert "before step 1, the largest error" in output and "after step 1, the largest error" in output
+    assert list(tmp_path.iterdir()) == []
