@@ -19,6 +19,7 @@ from ratel_cli.planning.costs import (
     overlapped_step,
 )
 from ratel_cli.planning.link import link_seconds
+from ratel_cli.planning.model_profile import ModelProfile
 from ratel_cli.planning.placement import Overlap, Placement, StateBytes, Workload
 from ratel_cli.planning.step_time import StageTime, StepTime
 from ratel_cli.planning.traffic import Traffic, checksum_bytes, step_traffic
@@ -114,6 +115,43 @@ def test_a_chunk_adds_up_the_gradients_of_the_whole_head(tied: bool, state: Stat
     for chunk_tokens, chunks in ((None, 1), (128, 1), (127, 2), (64, 2), (63, 3), (1, 128)):
         found = head_sum_bytes(spec, state, replace(workload, chunk_tokens=chunk_tokens))
         assert found == 3 * chunks * elements * (state.compute + 4 + 4)
+
+
+def moving() -> ModelProfile:
+    """Two layers without FLOPs; operators of each move 30 bytes forward and 70 backward, those of the head 500."""
+    kind = replace(layer(flops=0), forward_moved_bytes=30, backward_moved_bytes=70)
+    return replace(model(kind, layers=(0, 0)), head_moved_bytes=500)
+
+
+def test_what_other_operators_move_takes_the_time_of_the_devices_memory() -> None:
+    """Of 10 bytes per second. Backward runs forward again. Host memory counts only where the CPU computes."""
+    number = WORKLOAD.num_micro_batches
+    gpu, cpu = machine(memory_bytes_per_second=10.0), machine(memory_bytes_per_second=10.0, num_cores=2)
+    assert compute_seconds(moving(), WORKLOAD, gpu).backward == 0.0
+    for known in (replace(gpu, gpu=replace(gpu.gpu, memory_bytes_per_second=10.0)), cpu):
+        found = compute_seconds(moving(), WORKLOAD, known)
+        assert found.forward == pytest.approx(number * 2 * 3.0)
+        assert found.head == pytest.approx(number * 50.0)
+        assert found.backward == pytest.approx(number * (2 * (3.0 + 7.0) + 50.0))
+
+
+@pytest.mark.parametrize(("share", "taken"), [(None, 0.25), (0.25, 0.25), (1.0, 1.0), (0.0, 0.0)])
+def test_adamw_takes_of_computing_what_was_measured(share: float | None, taken: float) -> None:
+    """On four cores, or as a layer next to it showed, whatever the number of its threads."""
+    for threads in (1, 2):
+        placement = replace(DEEP, adamw_threads=threads)
+        time = overlapped_step(
+            SPEC,
+            BFLOAT16,
+            placement,
+            step_traffic(SPEC, BFLOAT16, placement, NOTHING_OFFLOADED, holds_gradients=False),
+            machine(num_cores=4, adam_parameters_per_second=ELEMENTS / 2.0, memory_bytes_per_second=1e15),
+            compute=replace(COMPUTE, adamw_share=share),
+            offloaded=NOTHING_OFFLOADED,
+            not_recomputed_seconds=0.0,
+            holds_gradients=False,
+        )
+        assert time.backward.compute == pytest.approx(COMPUTE.backward + 2.0 * taken)
 
 
 def test_adding_up_the_head_s_gradients_takes_time_in_the_gpu_s_memory() -> None:
