@@ -223,6 +223,7 @@ MUTANTS = (
     Mutant("spilled gradients are pinned", "engine/optimizer/block_gradient.py", "crosses_link=rows is not None", "crosses_link=True", "only what crosses the link is pinned", "engine/test_gradients.py"),
     Mutant("a pinned buffer is given up", "io/buffers.py", "if region is None and pin is None and not self._has_bytes_for(size_bytes):", "if False:", "pinned buffers are not made again in each step", "io/test_buffers.py"),
     Mutant("measured memory is pinned", "hardware/measure.py", '"measuring RAM", crosses_link=False', '"measuring RAM"', "only what crosses the link is pinned", "gpu/test_runs.py"),
+    Mutant("pinned memory leaves none", "engine/pinned.py", "return groups_bytes + states * (state.record - state.compute)", "return 0", "what is pinned ahead is not given up for the optimizer", "gpu/test_link.py"),
     Mutant("units are pinned in the step", "engine/pinned.py", "        if number > 0:\n            yield PinnedBuffers(purpose_of_units", "        if False:\n            yield PinnedBuffers(purpose_of_units", "memory is pinned before the steps", "gpu/test_link.py"),
     Mutant("nothing is pinned before step 1", "run/train.py", "        pin_ahead(self._context, self._inputs.model.spec, plan)\n", "", "memory is pinned before the steps", "gpu/test_runs.py"),
     Mutant("a thread waits on another GPU", "engine/device/gpu.py", "    use_device(event.device)\n", "", "no thread touches another GPU", "simulated_gpu/test_simulated_gpu.py"),

@@ -78,3 +78,11 @@ def block_buffers(
     ):
         for elements, number in numbers.items():
             yield PinnedBuffers(f"{what} of {elements} parameters", elements * bytes_per_element, number)
+
+
+def other_bytes(spec: ModelSpec, state: StateBytes, placement: Placement) -> int:
+    """What the pool will have besides: buffers of groups, and optimizer states that stay. They never cross the link; if
+    no memory were left for them, they would take some that was pinned ahead."""
+    states = sum(spec.blocks[index].num_elements for index in placement.resident_states)
+    groups_bytes = placement.groups.buffer_bytes(spec.block_elements, record_bytes=state.record)
+    return groups_bytes + states * (state.record - state.compute)

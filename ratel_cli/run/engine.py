@@ -12,7 +12,7 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.engine.build import EngineParts, EngineSettings, open_device
 from ratel_cli.engine.optimizer.adamw import AdamWSettings
 from ratel_cli.engine.optimizer.update import UpdateSettings
-from ratel_cli.engine.pinned import block_buffers, unit_buffers
+from ratel_cli.engine.pinned import block_buffers, other_bytes, unit_buffers
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.hardware.gpu import is_limited
@@ -60,12 +60,15 @@ def pin_ahead(context: RunContext, spec: ModelSpec, plan: Plan, *, units_only: b
     """
     if context.device.type == "cpu":
         return
-    config, placement, num_micro_batches = context.config, plan.placement, plan.workload.num_micro_batches
+    placement, num_micro_batches = plan.placement, plan.workload.num_micro_batches
     buffers = list(unit_buffers(placement, plan.offloaded.unit_bytes, num_micro_batches))
+    most_bytes = _pool_bytes(context, plan)
     if not units_only:
+        state = state_bytes(context.config)
+        most_bytes -= other_bytes(spec, state, placement)
         buffers += block_buffers(
             spec,
-            state_bytes(config),
+            state,
             placement,
             num_micro_batches=num_micro_batches,
             holds_gradients=plan.decisions.holds_gradients,
@@ -76,7 +79,7 @@ def pin_ahead(context: RunContext, spec: ModelSpec, plan: Plan, *, units_only: b
     if total_bytes >= GIB:  # else it is done in a moment
         context.log.remark(f"pinning {format_bytes(total_bytes)} of host memory for the GPU")
     with context.bar("pinning host memory", total_bytes) as advance:
-        context.pool.pin_ahead(buffers, _pool_bytes(context, plan), progress=advance)
+        context.pool.pin_ahead(buffers, most_bytes, progress=advance)
 
 
 def _pool_bytes(context: RunContext, plan: Plan) -> int:
