@@ -43,7 +43,7 @@ def test_a_new_plan_gives_idle_buffers_back_where_the_cpu_computes(
             device=torch.device(device),
             pool=pool,
             queue=None,
-            config=SimpleNamespace(storage=SimpleNamespace(paths=())),
+            config=SimpleNamespace(storage=SimpleNamespace(paths=()), limits=SimpleNamespace(gpu_memory=None)),
             stop=SimpleNamespace(check=None),
         )
         opened = engine.open_planned_engines(
