@@ -167,6 +167,17 @@ def is_unchanged(directory: Path, file: WrittenFile) -> bool:
         return False
 
 
+def has_written_content(directory: Path, file: WrittenFile) -> bool:
+    """Whether the file is there with the content that Ratel wrote, whatever its time: also in a copy. Reads all of it.
+
+    Never raises.
+    """
+    try:
+        return not _leads_elsewhere(directory, file.name) and _digest_of(directory / file.name) == file.xxh3_128
+    except (OSError, ValueError):
+        return False
+
+
 def files_of_others(directory: Path, names: Iterable[str]) -> list[str]:
     """Which of these names are taken in the directory by something that is not as Ratel wrote it."""
     marker = read_marker(directory)

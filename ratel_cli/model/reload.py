@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+import xxhash
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ratel_cli.errors import IntegrityFailure, excerpt, first_line
@@ -28,20 +29,24 @@ def holds_export(directory: Path) -> bool:
     return any((directory / name).is_file() for name in (WEIGHTS_NAME, INDEX_NAME))
 
 
-def check_values(reader: ShardReader, *, progress: Callable[[int], None]) -> None:
-    """Read every tensor of an open file. Raises IntegrityFailure with the tensor's name if a value is not finite.
+def check_values(reader: ShardReader, *, progress: Callable[[int], None]) -> str:
+    """Read every byte of an open file. Returns its XXH3-128, as the marker of an export has it.
 
-    `progress` is called with the bytes of each part that was read.
+    Raises IntegrityFailure with the tensor's name if a value is not finite. `progress` is called with the bytes of each
+    part that was read.
     """
-    for name, entry in reader.tensors.items():
+    digest = xxhash.xxh3_128(reader.read_header())
+    for entry in sorted(reader.tensors.values(), key=lambda entry: entry.offset):
         size = entry.dtype.itemsize
         for start in range(0, entry.num_elements, _READ_BYTES // size):
-            values = reader.read(name, start, min(start + _READ_BYTES // size, entry.num_elements))
+            values = reader.read(entry.name, start, min(start + _READ_BYTES // size, entry.num_elements))
             if values.is_floating_point() and not _is_finite(values):
                 raise IntegrityFailure(
-                    f"{reader.path.name}: tensor {excerpt(name)} has values that are NaN or infinite"
+                    f"{reader.path.name}: tensor {excerpt(entry.name)} has values that are NaN or infinite"
                 )
+            digest.update(values.view(torch.uint8).numpy().data)
             progress(len(values) * size)
+    return digest.hexdigest()
 
 
 def load_export(

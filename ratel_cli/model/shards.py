@@ -89,6 +89,12 @@ class ShardReader(Closing):
             os.close(self._fd)
             self._fd = -1
 
+    def read_header(self) -> bytes:
+        """The bytes of the file before its first tensor. Raises what `read` raises."""
+        header = bytearray(self._data_start)
+        _read_exactly(self.path, self._fd, memoryview(header), 0)
+        return bytes(header)
+
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Elements `start` to `stop` of the flattened tensor, `[stop - start]` in the file's dtype.
 

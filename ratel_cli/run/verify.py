@@ -1,7 +1,7 @@
 """Checks everything that a run has left: every byte of its store, and its export.
 
     1. every saved generation of the store, chunk by chunk, against its checksums; also the snapshot's generation
-    2. the export's files: their headers, and every value
+    2. the export's files: their headers, every value, and the checksums that the export noted in its marker
     3. the export, loaded by transformers
     4. the export's weights against those of the generation that it was made from, bit for bit
     5. the export's logits against those of that generation, computed with one block in memory at a time
@@ -24,10 +24,11 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.engine.block_reader import BlockReader, GenerationBlocks
 from ratel_cli.engine.forward import BlockwiseForward
-from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure
+from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, excerpt
 from ratel_cli.hardware.host import default_limit_bytes
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers, open_shards, persistent_buffers
 from ratel_cli.model.directory import WEIGHTS_NAME, find_weight_files
+from ratel_cli.model.marker import WrittenFile, has_written_content, read_marker
 from ratel_cli.model.outer_model import language_part, outer_class
 from ratel_cli.model.reload import check_values, holds_export, load_export, read_parameter
 from ratel_cli.model.shards import ShardReader
@@ -132,24 +133,47 @@ def _check_snapshot(run: OpenedRun) -> list[Check]:
 
 
 def _check_files(directory: Path, stop: StopRequest, log: RunLog) -> list[Check]:
-    """One row for each file of weights: its header, and every value."""
+    """One row for each file of weights: its header, every value, and the checksum that the export noted.
+
+    And one for all other files of an export. The checksums are in the marker, which is copied with the directory.
+    """
+    marker = read_marker(directory)
+    written = {} if marker is None else {file.name: file for file in marker.files}
     try:
-        paths = find_weight_files(directory).paths
+        files = find_weight_files(directory)
     except BadInput as error:
         return [Check(what=directory.name, num_bytes=0, checked="index", verdict=error.message, is_wrong=True)]
     checks: list[Check] = []
-    total_bytes = sum(path.stat().st_size for path in paths)
+    total_bytes = sum(path.stat().st_size for path in files.paths)
     with stoppable_bar(log, stop, "verifying the export", total_bytes) as advance:
-        for path in paths:
+        for name, path in zip(files.names, files.paths, strict=True):
             check = Check(what=path.name, num_bytes=path.stat().st_size, checked="header", verdict="")
             try:
                 with ShardReader(path) as reader:
                     check = replace(check, checked=counted(len(reader.tensors), "tensor"))
-                    check_values(reader, progress=advance)
-                checks.append(replace(check, verdict="whole, every value finite"))
+                    digest = check_values(reader, progress=advance)
+                checks.append(_compared(check, digest, written.get(name)))
             except (BadInput, IntegrityFailure) as failure:
                 checks.append(replace(check, verdict=failure.message, is_wrong=True))
-    return checks
+    others = [file for name, file in written.items() if name not in files.names]
+    return [*checks, _check_others(directory, others)] if others else checks
+
+
+def _compared(check: Check, digest: str, written: WrittenFile | None) -> Check:
+    """The row of a file of weights whose values are finite."""
+    if written is None or not written.xxh3_128:
+        return replace(check, verdict="every value finite; there is no checksum to compare it with")
+    if digest != written.xxh3_128:
+        return replace(check, verdict="has not the checksum that it was exported with", is_wrong=True)
+    return replace(check, verdict="whole, every value finite")
+
+
+def _check_others(directory: Path, written: Sequence[WrittenFile]) -> Check:
+    """The row of an export's files that are no weights. A change is told; it may be the user's."""
+    changed = [file.name for file in written if not has_written_content(directory, file)]
+    verdict = f"changed or removed since the export: {', '.join(map(excerpt, changed))}" if changed else "whole"
+    num_bytes = sum(file.num_bytes for file in written)
+    return Check(what="other files", num_bytes=num_bytes, checked=counted(len(written), "file"), verdict=verdict)
 
 
 def _load(directory: Path, *, dtype: torch.dtype | None, attention: str | None) -> tuple[PreTrainedModel | None, Check]:

@@ -19,7 +19,8 @@ from transformers import AutoConfig, PreTrainedModel
 from ratel_cli.config.load import load_config
 from ratel_cli.model.skeleton import DTYPES
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import load_data, metrics, output_of, ratel, succeed
+from tests.e2e.runs import finetune, load_data, metrics, output_of, ratel, succeed
+from tests.model.tiny import rewrite
 from tests.reference import Recipe, train_in_memory
 from tests.tiers import rotating
 
@@ -104,9 +105,9 @@ def files_of(directory: Path) -> dict[str, dict[str, torch.Tensor]]:
     return {path.name: load_file(path) for path in sorted(directory.glob("*.safetensors"))}
 
 
-@pytest.mark.parametrize(("family", "dtype"), rotating(list(MODELS), ["bfloat16", "float32"]))
+@pytest.mark.parametrize(("family", "dtype"), rotating(list(MODELS), ["bfloat16", "float32"], every=2))
 def test_the_language_part_trains_and_all_else_is_kept(
-    make_config: MakeConfig, base: Path, tmp_path: Path, family: str, dtype: str
+    make_config: MakeConfig, base: Path, rows: Path, tmp_path: Path, family: str, dtype: str
 ) -> None:
     directory = tmp_path / "whole"
     whole = save_whole(directory, base, family, DTYPES[dtype])  # type: ignore[index]
@@ -160,3 +161,29 @@ def test_the_language_part_trains_and_all_else_is_kept(
 
     verified = ratel("verify", out)
     assert verified.code == 0, verified.stderr + verified.stdout
+
+    copy = Path(shutil.copytree(out, tmp_path / "copy", ignore=shutil.ignore_patterns("run")))
+    commands: tuple[tuple[object, ...], ...] = (
+        ("verify", copy),
+        ("generate", copy, "What", "--max-new-tokens", "2"),
+        ("eval", copy, rows),
+    )
+    for arguments in commands:
+        ended = ratel(*arguments)
+        assert ended.code == 0, ended.stderr
+
+
+def test_random_weights_for_a_whole_model(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
+    """The run could draw the language part alone, and the class of config.json would not load that."""
+    save_whole(tmp_path / "whole", base, "llava", torch.float32)
+    ended = finetune(make_config(base=tmp_path / "whole", random_init=True))
+    assert ended.code == 2
+    assert "the other parts of LlavaForConditionalGeneration would have no weights" in ended.stderr
+
+
+def test_a_whole_model_with_a_tensor_that_is_no_part_of_it(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
+    save_whole(tmp_path / "whole", base, "llava", torch.float32)
+    rewrite(tmp_path / "whole", lambda tensors: tensors.update({"stray.weight": torch.ones(2)}))
+    ended = finetune(make_config(base=tmp_path / "whole"))
+    assert ended.code == 2
+    assert "stray.weight does not belong to LlavaForConditionalGeneration" in ended.stderr

@@ -20,6 +20,8 @@ from tests.e2e.runs import Ended, Tensors, file_hash, output_of, ratel, store_of
 
 SAVING: dict[str, object] = {"max_steps": 4, "save_steps": 2, "save_total_limit": 2, "dtype": "bfloat16"}
 WEIGHTS = "model.safetensors"
+CHECKED_BY_LOADING = ["transformers", "weights", "logits"]
+CHECKSUM = "has not the checksum that it was exported with"
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,7 @@ def test_a_whole_run(saved: Path, by: str) -> None:
     assert ended.code == 0, ended.stderr + ended.stdout
     assert ended.stdout.splitlines()[0].split() == ["what", "bytes", "checked", "verdict"]
     rows = rows_of(ended)
-    assert list(rows) == ["step 4, current", "step 2, saved", WEIGHTS, "transformers", "weights", "logits"]
+    assert list(rows) == ["step 4, current", "step 2, saved", WEIGHTS, "other files", *CHECKED_BY_LOADING]
     assert all("every chunk" in rows[name] and rows[name].endswith("whole") for name in list(rows)[:2])
     assert rows[WEIGHTS].endswith("tensors  whole, every value finite")
     assert "loads: LlamaForCausalLM" in rows["transformers"]
@@ -147,9 +149,8 @@ def test_an_export_of_no_saved_step(copied: Path) -> None:
     ended = ratel("verify", copied)
     assert ended.code == 4
     [error] = ended.errors
-    assert error.startswith(
-        "error: weights: model.layers.1.mlp.up_proj.weight differs from step 4, and the export equals no"
-    )
+    assert error.startswith(f"error: {WEIGHTS}: {CHECKSUM} (and 1 more")
+    assert "WRONG: model.layers.1.mlp.up_proj.weight differs from step 4, and the export equals no" in ended.stdout
     assert "logits" not in rows_of(ended)
 
 
@@ -173,11 +174,34 @@ def test_an_export_with_wrong_files(copied: Path, change: Callable[[Tensors], No
     ended = ratel("verify", copied)
     assert ended.code == 4
     assert found in rows_of(ended)[row]
-    assert ended.errors[0].startswith(f"error: {row}: ")
+    assert ended.errors[0].startswith(f"error: {WEIGHTS}: ")
     assert rows_of(ended)["step 4, current"].endswith("whole")
     alone = ratel("verify", shutil.copytree(output_of(copied), copied.parent / "alone", ignore=lambda *_: ["run"]))
     assert alone.code == 4
     assert found in rows_of(alone)[row]
+
+
+def test_a_flipped_bit_in_a_copied_export(saved: Path, tmp_path: Path) -> None:
+    """All values stay finite, and no store is there to compare them with: only the checksum knows."""
+    copy = Path(shutil.copytree(output_of(saved), tmp_path / "copy", ignore=lambda *_: ["run"]))
+    whole = ratel("verify", copy)
+    assert whole.code == 0 and rows_of(whole)[WEIGHTS].endswith("whole, every value finite")
+    assert rows_of(whole)["other files"].endswith("whole")
+    data = bytearray((copy / WEIGHTS).read_bytes())
+    data[-7] ^= 1
+    (copy / WEIGHTS).write_bytes(data)
+    (copy / "tokenizer.json").write_text((copy / "tokenizer.json").read_text() + " ")
+    ended = ratel("verify", copy)
+    assert ended.code == 4
+    assert ended.errors == [f"error: {WEIGHTS}: {CHECKSUM}"]
+    assert rows_of(ended)["other files"].endswith("changed or removed since the export: tokenizer.json")
+
+
+def test_a_model_that_no_export_wrote_is_not_called_whole(base: Path) -> None:
+    ended = ratel("verify", base)
+    assert ended.code == 0
+    assert rows_of(ended)[WEIGHTS].endswith("every value finite; there is no checksum to compare it with")
+    assert "whole" not in ended.stdout.splitlines()[1]
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, -4])
@@ -204,7 +228,7 @@ def test_an_export_whose_store_was_deleted(copied: Path) -> None:
     ended = ratel("verify", output_of(copied))
     assert ended.code == 0
     assert "there is no store in" in ended.stderr
-    assert list(rows_of(ended)) == [WEIGHTS, "transformers"]
+    assert list(rows_of(ended)) == [WEIGHTS, "other files", "transformers"]
     by_config = ratel("verify", copied)
     assert (by_config.code, "there is no store in" in by_config.errors[0]) == (2, True)
 
@@ -212,7 +236,7 @@ def test_an_export_whose_store_was_deleted(copied: Path) -> None:
 def test_a_model_without_a_run(base: Path) -> None:
     ended = ratel("verify", base)
     assert ended.code == 0, ended.stdout
-    assert list(rows_of(ended)) == [WEIGHTS, "transformers"]
+    assert list(rows_of(ended)) == [WEIGHTS, "other files", "transformers"]
     assert "loads: LlamaForCausalLM" in rows_of(ended)["transformers"]
 
 
