@@ -25,6 +25,8 @@ from ratel_cli.model.kind import whole_class
 from ratel_cli.model.skeleton import DTYPES, build_skeleton, build_whole
 
 _NUM_TOKENS = 6
+_CANNOT_RUN = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError, AssertionError)
+"""What a model's code raises where it is called with something else than it is made for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +118,10 @@ def check_same_on_text(whole: PreTrainedModel, language: PreTrainedModel, names:
     language.tie_weights()
     tokens = _text_tokens(whole.config, language.config)
     hidden = torch.randn((*tokens.shape, language.config.hidden_size), generator=generator)
-    wanted = _around(language, [language.get_submodule(name) for name in layer_names], tokens, hidden)
     try:
+        wanted = _around(language, [language.get_submodule(name) for name in layer_names], tokens, hidden)
         found = _around(whole, [whole.get_submodule(name) for name in others], tokens, hidden)
-    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError, AttributeError, KeyError) as error:
+    except _CANNOT_RUN as error:
         raise _no_part(whole, language, "it cannot run on text alone") from error
     if not _is_same(found, wanted):
         raise _no_part(whole, language, "it does not compute there what it computes alone")
@@ -184,7 +186,7 @@ def _around(
                 logits = model.eval()(input_ids=tokens, use_cache=False).logits
             assert logits.shape[:2] == tokens.shape
             return tree_flatten([calls, logits])[0]
-        except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, AssertionError) as failure:
+        except _CANNOT_RUN as failure:
             error = error or failure
     assert error is not None
     raise error

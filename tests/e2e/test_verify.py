@@ -236,7 +236,7 @@ def test_an_export_whose_store_was_deleted(copied: Path) -> None:
 def test_a_model_without_a_run(base: Path) -> None:
     ended = ratel("verify", base)
     assert ended.code == 0, ended.stdout
-    assert list(rows_of(ended)) == [WEIGHTS, "other files", "transformers"]
+    assert list(rows_of(ended)) == [WEIGHTS, "transformers"]
     assert "loads: LlamaForCausalLM" in rows_of(ended)["transformers"]
 
 
