@@ -78,10 +78,12 @@ class TrainingData:
         weights: Sequence[float] = (),
         eval_cache: TokenCache | None = None,
         window_samples: int | None = None,
+        row_multiple: int = 1,
     ) -> None:
         """`weights`: of each dataset; empty: all are 1. `eval_cache`: the samples for evaluation; None: held-out ones.
         `window_samples`: not None for a stream: the number of samples that are packed and mixed together, so that
-        more samples change nothing about the first.
+        more samples change nothing about the first. `row_multiple`: rows that are not packed are padded to a multiple
+        of it.
 
         Raises BadInput if `val_set_size` or the weights leave nothing to train on.
         """
@@ -99,6 +101,7 @@ class TrainingData:
         """The samples for evaluation, among others if they are held out."""
         self._settings = settings
         self._padding_id = padding_id
+        self._row_multiple = row_multiple
         self._window_samples = window_samples
         if window_samples is not None:
             self._train_sequences = self._arrange_windows(train_ids, window_samples)
@@ -129,14 +132,15 @@ class TrainingData:
     @property
     def num_computed_tokens(self) -> int:
         """Tokens of the first epoch with their padding: packed sequences are padded to `sequence_len`, others to the
-        longest of their micro-batch.
+        longest of their micro-batch, in whole chunks.
         """
         if self._settings.packing:
             return self.num_sequences * self._settings.sequence_len
         lengths = self.cache.lengths[self._train_sequences.samples[self._order_of(0)]]
         firsts = np.arange(0, len(lengths), self._settings.micro_batch_size)
         sizes = np.diff(np.append(firsts, len(lengths)))
-        return int((np.maximum.reduceat(lengths, firsts) * sizes).sum())
+        chunks = -(-np.maximum.reduceat(lengths, firsts) // self._row_multiple)
+        return int((chunks * self._row_multiple * sizes).sum())
 
     @property
     def is_packed(self) -> bool:
@@ -223,7 +227,13 @@ class TrainingData:
         for first in range(0, len(wanted), size):
             chosen = [sequences[int(index)] for index in wanted[first : first + size]]
             samples = cache.read(np.concatenate(chosen))
-            yield assemble(chosen, samples, packed_tokens=packed_tokens, padding_id=self._padding_id)
+            yield assemble(
+                chosen,
+                samples,
+                packed_tokens=packed_tokens,
+                padding_id=self._padding_id,
+                multiple=self._row_multiple,
+            )
 
 
 def load_training_data(
@@ -242,6 +252,7 @@ def load_training_data(
     window_samples: int = WINDOW_SAMPLES,
     shared: SharedTokens | None = None,
     open_bar: OpenBar = no_bar,
+    row_multiple: int = 1,
 ) -> TrainingData:
     """Read all samples, or find them in the cache, hold out the evaluation split, and pack the rest.
 
@@ -249,8 +260,8 @@ def load_training_data(
     evaluation; None: they are not written. `rejects_shown_by`: what shows them to the user; None: this file, if there
     is one. `notice` gets remarks for the user. `stream_steps`: the sources are streams; read only as many rows as this
     many steps need, and pack and mix `window_samples` at a time. `shared`: tokens of other commands. `open_bar` shows
-    how far reading is. Raises BadInput if the data cannot be used, EnvironmentFailure if it cannot be read or the cache
-    cannot be written.
+    how far reading is. `row_multiple`: as in `TrainingData`. Raises BadInput if the data cannot be used,
+    EnvironmentFailure if it cannot be read or the cache cannot be written.
     """
     if settings.sequence_len < 2:
         raise BadInput(
@@ -302,6 +313,7 @@ def load_training_data(
         weights=[source.weight for source in sources] if demand is None else (),
         window_samples=window_samples if demand is not None else None,
         eval_cache=eval_cache,
+        row_multiple=row_multiple,
     )
 
 

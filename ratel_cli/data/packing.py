@@ -17,6 +17,7 @@ import torch
 
 from ratel_cli.data.encode import Sample
 from ratel_cli.sizes import IGNORED_TARGET
+from ratel_cli.units import align_up
 
 Integers = npt.NDArray[np.int64]
 
@@ -126,15 +127,21 @@ def random_order(count: int, *key: int) -> Integers:
 
 
 def assemble(
-    sequences: Sequence[Integers], samples: Sequence[Sample], *, packed_tokens: int | None, padding_id: int
+    sequences: Sequence[Integers],
+    samples: Sequence[Sample],
+    *,
+    packed_tokens: int | None,
+    padding_id: int,
+    multiple: int = 1,
 ) -> MicroBatch:
     """Make a micro-batch of sequences, given as sample numbers. `samples` are their samples, in order.
 
     `packed_tokens` is the width of packed sequences, which is always the same, so that every step moves the same bytes.
-    None pads to the longest sequence; then positions continue in the padding, which causal attention never reaches.
+    None pads to the longest sequence, and on to a multiple of `multiple`; then positions continue in the padding, which
+    causal attention never reaches.
     """
     lengths = [len(sample.input_ids) for sample in samples]
-    width = max(lengths) if packed_tokens is None else packed_tokens
+    width = align_up(max(lengths), multiple) if packed_tokens is None else packed_tokens
     input_ids = np.full((len(sequences), width), padding_id, dtype=np.int64)
     targets = np.full((len(sequences), width), IGNORED_TARGET, dtype=np.int64)
     position_ids = np.tile(np.arange(width, dtype=np.int64), (len(sequences), 1))

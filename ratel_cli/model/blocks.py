@@ -30,6 +30,7 @@ from ratel_cli.model.kept_precision import reject_kept_parameters
 from ratel_cli.model.layer_runner import LayerRunner
 from ratel_cli.model.passed_on import reject_what_is_passed_on
 from ratel_cli.model.probe import Usage, probe_usage, separates_samples
+from ratel_cli.model.row_lengths import row_multiple
 from ratel_cli.model.row_lookup import DistinctTokens, RowLookup
 from ratel_cli.model.separation import samples_stay_apart
 from ratel_cli.model.spec import (
@@ -122,6 +123,13 @@ class DecoderModel:
             vocab_size=self.spec.vocab_size,
             num_positions=getattr(self.skeleton.config, "max_position_embeddings", None),
         )
+
+    @cached_property
+    def row_multiple(self) -> int:
+        """The number that must divide the tokens of a row; 1 for nearly all models. As `packs`, found when asked."""
+        assert self._device.type == "cpu"
+        before, *layers, after = self._parameters
+        return row_multiple(self.layer_runner, (*before, *after), layers)
 
     def place(self, device: torch.device) -> None:
         """Move buffers and placeholders to the device that computes. Weights are where their caller binds them."""

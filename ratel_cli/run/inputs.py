@@ -62,6 +62,7 @@ from ratel_cli.run.unused_parts import unused_parts
 from ratel_cli.run.user_cache import ratel_version, user_cache_directory
 from ratel_cli.store.store import StoreIdentity
 from ratel_cli.training.facts import RunFacts
+from ratel_cli.units import align_up
 
 SHOWS_REJECTS = "`ratel data CONFIG --bad`"
 
@@ -149,6 +150,7 @@ def read_model(
         errors.attempt(("output_dir",), lambda: _check_names(config, names))
     tokenizer = errors.attempt(("base_model",), lambda: read_fitting_tokenizer(config, base, log))
     errors.attempt(("sequence_len",), lambda: check_positions(config.sequence_len, base.model, base.config, log))
+    errors.attempt(("sequence_len",), lambda: _check_row_length(config.sequence_len, base.model, base.config))
     return ModelInputs(device=device, base=base, weights=weights, tokenizer=tokenizer)
 
 
@@ -195,6 +197,7 @@ def _read_data(
             config,
             tokenizer,
             packing=config.sample_packing and base.model.packs,
+            row_multiple=base.model.row_multiple,
             cache_dir=records / TOKENS_NAME,
             rejects_path=records / REJECTS_NAME if rejects else None,
             rejects_shown_by=None if rejects else SHOWS_REJECTS,
@@ -211,6 +214,7 @@ def load_data(
     tokenizer: Tokenizer,
     *,
     packing: bool,
+    row_multiple: int = 1,
     cache_dir: Path,
     rejects_path: Path | None,
     rejects_shown_by: str | None,
@@ -243,6 +247,7 @@ def load_data(
         notice=log.notice,
         shared=shared,
         open_bar=bars_of(log),
+        row_multiple=row_multiple,
         test_sources=_sources(config.test_datasets),
         stream_steps=config.max_steps if config.streaming else None,
     )
@@ -381,6 +386,17 @@ def check_positions(sequence_len: int, model: DecoderModel, model_config: Pretra
     trained = num_positions(model_config)
     if trained is not None and sequence_len > trained:
         log.notice(f"sequence_len is {sequence_len}; the model was trained with up to {trained} tokens")
+
+
+def _check_row_length(sequence_len: int, model: DecoderModel, model_config: PretrainedConfig) -> None:
+    """Raise BadInput if the longest rows are no multiple of the chunks that the model computes."""
+    chunk = model.row_multiple
+    if sequence_len % chunk:
+        below, above = sequence_len // chunk * chunk, align_up(sequence_len, chunk)
+        raise BadInput(
+            f"sequence_len is {sequence_len}, but {model_config.model_type} computes rows in chunks of {chunk} tokens",
+            f"set sequence_len to {f'{below} or ' if below else ''}{above}",
+        )
 
 
 def num_positions(model_config: PretrainedConfig) -> int | None:

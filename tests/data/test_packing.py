@@ -101,9 +101,12 @@ def _sample(*labels: int) -> Sample:
 @given(
     shape=st.lists(st.lists(st.integers(2, 5), min_size=1, max_size=3), min_size=1, max_size=4),
     packed=st.booleans(),
+    multiple=st.integers(1, 8),
     data=st.data(),
 )
-def test_micro_batches_against_a_loop_over_positions(shape: list[list[int]], packed: bool, data: st.DataObject) -> None:
+def test_micro_batches_against_a_loop_over_positions(
+    shape: list[list[int]], packed: bool, multiple: int, data: st.DataObject
+) -> None:
     if not packed:
         shape = [row[:1] for row in shape]
     label = st.sampled_from([IGNORED_TARGET, 5, 6])
@@ -111,7 +114,9 @@ def test_micro_batches_against_a_loop_over_positions(shape: list[list[int]], pac
     numbers = iter(range(40, 80))
     rows = [np.array([next(numbers) for _ in row]) for row in shape]
     width = 16 if packed else max(sum(row) for row in shape)
-    batch = assemble(rows, samples, packed_tokens=16 if packed else None, padding_id=9)
+    while not packed and width % multiple:
+        width += 1
+    batch = assemble(rows, samples, packed_tokens=16 if packed else None, padding_id=9, multiple=multiple)
 
     left = iter(samples)
     for index, row in enumerate(shape):

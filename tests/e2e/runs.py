@@ -325,8 +325,8 @@ def curve(config: Path) -> list[tuple[float, float, float]]:
     return [(line["step"], line["loss"], line["grad_norm"]) for line in metrics(config)]
 
 
-def load_data(config: Path) -> TrainingData:
-    """The training data of a config, loaded as its run loads it."""
+def load_data(config: Path, *, row_multiple: int = 1) -> TrainingData:
+    """The training data of a config, loaded as its run loads it. `row_multiple`: what divides its rows' tokens."""
     settings = load_config(config).config
     assert settings.base_model is not None
     return load_training_data(
@@ -345,4 +345,5 @@ def load_data(config: Path) -> TrainingData:
         cache_dir=config.parent / "tokens",
         rejects_path=config.parent / "rejects.jsonl",
         notice=lambda text: None,
+        row_multiple=row_multiple,
     )
