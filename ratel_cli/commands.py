@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,6 +27,20 @@ _named_run: ContextVar[tuple[str, ...]] = ContextVar("named_run", default=())
 def command(*words: object) -> str:
     """The words after `ratel` as a command to paste, in backquotes."""
     return f"`{shlex.join(['ratel', *map(str, words)])}`"
+
+
+def pip_install(package: str) -> str:
+    """The command that installs a package where Ratel itself is installed, to paste.
+
+    The `pip` of the shell is another one where the environment is not activated.
+    """
+    python = Path(sys.executable)
+    found = shutil.which("pip")
+    if found is not None and Path(found).parent == python.parent:
+        return shlex.join(["pip", "install", package])
+    if python.is_relative_to(Path.cwd()):
+        python = python.relative_to(Path.cwd())
+    return shlex.join([str(python), "-m", "pip", "install", package])
 
 
 def name_run(path: Path, overrides: Sequence[str] = ()) -> None:

@@ -197,6 +197,7 @@ MUTANTS = (
     Mutant("idle buffers of the plan before", "run/engine.py", "context.pool.trim()\n            else:", "pass\n            else:", "idle buffers leave what the new plan counts on", "run/test_engine.py"),
     Mutant("a broken machine passes", "report/doctor.py", 'if diagnosis.verdict == "broken"]', 'if diagnosis.verdict == "worse"]', "ratel doctor fails where something is broken", "cli/test_doctor.py"),
     Mutant("a drive below layers", "hardware/mounts.py", "if parts and depth < _MAX_DEPTH:", "if False:", "drives are found through LVM and RAID", "hardware/test_checkup_drives.py"),
+    Mutant("check asks for no tracker", "run/first_checks.py", "    errors.attempt((\"report_to\",), partial(check_trackers, config))\n", "", "check and finetune refuse the same", "e2e/test_agreement.py"),
     Mutant("the export beside no store", "run/space.py", "    beside = taken[_device(export)]\n", "    beside = 0\n", "a run whose export will not fit next to its store is refused before its first step", "run/test_space.py"),
     Mutant("a snapshot of the same settings", "run/snapshots.py", "if record is None or not is_of_other_run(config, path, record):", "if record is None or record.run:", "a snapshot of another run with equal settings is not overwritten", "e2e/test_restore.py"),
     Mutant("truncated files open", "store/open.py", "if size_bytes < num_bytes:", "if False:", "a truncated store is noticed", "store/test_store_faults.py"),

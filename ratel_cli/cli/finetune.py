@@ -10,12 +10,11 @@ from pathlib import Path
 
 from ratel_cli.cli.arguments import check_option
 from ratel_cli.console import RunLog
-from ratel_cli.errors import BadInput
+from ratel_cli.errors import BadInput, ErrorList
+from ratel_cli.run.first_checks import check_can_train, check_first
 from ratel_cli.run.origin import check_origin, find_origin
-from ratel_cli.run.output import check_run_output, finish_export
-from ratel_cli.run.run_directory import read_config, reject_plan_only
-from ratel_cli.run.run_files import files_of_run
-from ratel_cli.run.trackers import check_trackers
+from ratel_cli.run.output import finish_export
+from ratel_cli.run.run_directory import read_config
 
 
 def run(
@@ -39,9 +38,10 @@ def run(
         )
     log = RunLog()
     config = read_config(path, log, overrides)
-    reject_plan_only(config, log.notice)
-    check_trackers(config, notice=log.notice if dry_run else None)
-    check_run_output(config, files_of_run(config, has_origin=origin is not None), overwrite=overwrite)
+    check_can_train(config, log.notice)
+    errors = ErrorList()
+    check_first(config, errors, has_origin=origin is not None, overwrite=overwrite)
+    errors.raise_all()
     start = None if origin is None else find_origin(origin, log, fresh_optimizer=fresh_optimizer)
     if start is not None:
         check_origin(config, start)

@@ -217,6 +217,16 @@ def reject_files_of_others(
         )
 
 
+def reject_folders(directory: Path, names: Iterable[str], *, option: str) -> None:
+    """Raise BadInput if a folder has one of these names, which no export replaces."""
+    for name in names:
+        if os.path.isdir(directory / name):  # Path.is_dir raises for names that are too long
+            raise BadInput(
+                f"{option}: {directory / name} is a directory, but a file of the model has that name",
+                f"choose another {option}, or move the directory away",
+            )
+
+
 def _leads_elsewhere(directory: Path, name: str) -> bool:
     """Whether a folder in the name is a link or no folder."""
     parents = [directory / folder for folder in PurePosixPath(name).parents if folder.name]

@@ -7,6 +7,7 @@ changes, where it would be wrong for the new weights. Invariant: sidecars are ne
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -44,6 +45,14 @@ def sidecar_bytes(base_dir: Path) -> int:
     return sum(path.stat().st_size for path in paths if path.is_file()) + _WRITTEN_BYTES
 
 
+def check_sidecars(base_dir: Path) -> None:
+    """Raise BadInput if a file that an export copies cannot be used. The configuration was read before."""
+    _generation_defaults(base_dir)
+    for name in _copied_names(base_dir):
+        if not os.access(trusted_file(base_dir, name), os.R_OK):
+            raise BadInput(f"{base_dir}: file {excerpt(name)} cannot be read", "give yourself the right to read it")
+
+
 def add_sidecars(
     staging: Staging,
     *,
@@ -70,11 +79,18 @@ def add_sidecars(
             staging.copy(trusted_file(base_dir, name), name)
     for name, text in replaced.items():
         staging.write_text(name, text)
-    if (base_dir / _GENERATION_NAME).exists():
-        staging.copy(trusted_file(base_dir, _GENERATION_NAME), _GENERATION_NAME)
+    defaults = _generation_defaults(base_dir)
+    if isinstance(defaults, Path):
+        staging.copy(defaults, _GENERATION_NAME)
     else:
-        defaults = GenerationConfig.from_model_config(read_model_config(base_dir))
-        staging.write_text(_GENERATION_NAME, defaults.to_json_string())
+        staging.write_text(_GENERATION_NAME, defaults)
+
+
+def _generation_defaults(base_dir: Path) -> Path | str:
+    """The file with the base model's defaults for generation; their text if it has none. Raises BadInput."""
+    if (base_dir / _GENERATION_NAME).exists():
+        return trusted_file(base_dir, _GENERATION_NAME)
+    return GenerationConfig.from_model_config(read_model_config(base_dir)).to_json_string()
 
 
 def _copied_names(base_dir: Path) -> list[str]:

@@ -29,6 +29,7 @@ from ratel_cli.model.marker import (
     is_unchanged,
     read_marker,
     reject_files_of_others,
+    reject_folders,
     space_for_export,
     write_marker,
     written_file,
@@ -107,12 +108,7 @@ class Staging(Closing):
         """Raise BadInput if publishing files with these names would replace a file of the user's."""
         if not self._overwrite:
             reject_files_of_others(self.output_dir, names, option=self._option, misleading=ENTRY_NAMES)
-        for name in names:
-            if (self.output_dir / name).is_dir():
-                raise BadInput(
-                    f"{self._option}: {self.output_dir / name} is a directory, but a file of the model has that name",
-                    f"choose another {self._option}, or move the directory away",
-                )
+        reject_folders(self.output_dir, names, option=self._option)
 
     def write_text(self, name: str, text: str) -> None:
         """Write a small file and sync it to the drive."""

@@ -9,6 +9,7 @@ import os
 from importlib import import_module
 from pathlib import Path
 
+from ratel_cli.commands import pip_install
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.planning.prediction import Prediction
 from ratel_cli.units import GIB, MIB, format_bytes
@@ -44,7 +45,7 @@ def check_picture(path: Path) -> None:
     try:
         import_module("matplotlib")
     except ModuleNotFoundError as exc:
-        raise EnvironmentFailure("--plot needs matplotlib", "pip install matplotlib, or ratel-cli[plot]") from exc
+        raise EnvironmentFailure("--plot needs matplotlib", pip_install("ratel-cli[plot]")) from exc
 
 
 def draw_picture(prediction: Prediction, path: Path) -> None:

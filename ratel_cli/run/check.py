@@ -26,12 +26,10 @@ from ratel_cli.model.export_weights import export_bytes
 from ratel_cli.report.check import CheckReport, ReportedError
 from ratel_cli.run.base_model import prepare_process
 from ratel_cli.run.finetune import run_finetune
+from ratel_cli.run.first_checks import check_can_train, check_first
 from ratel_cli.run.inputs import find_data, read_inputs, read_model
 from ratel_cli.run.machine_check import check_machine
-from ratel_cli.run.output import check_run_output
-from ratel_cli.run.run_directory import as_of_run, config_file, reject_plan_only, with_own_store
-from ratel_cli.run.run_files import files_of_run
-from ratel_cli.run.trackers import check_trackers
+from ratel_cli.run.run_directory import as_of_run, config_file, with_own_store
 
 _DECIDES_ABOUT_ROWS = frozenset(
     {
@@ -86,10 +84,9 @@ def _of_its_run(config: RunConfig, path: Path, overrides: Sequence[str]) -> RunC
 
 def _run_dry(config: RunConfig, log: RunLog) -> None:
     """What `ratel finetune --dry-run` checks. Raises RatelError."""
-    reject_plan_only(config, log.notice)
-    check_trackers(config, notice=log.notice)
+    check_can_train(config, log.notice)
     errors = ErrorList()
-    errors.attempt(("output_dir",), partial(_check_output, config))
+    check_first(config, errors)
     errors.attempt((), lambda: run_finetune(config, log, resume="auto", dry_run=True))
     errors.raise_all()
 
@@ -98,7 +95,7 @@ def _read_rest(config: RunConfig, reading: Reading, log: RunLog) -> None:
     """Read the inputs of a config that is not wholly right. Raises BadInput, EnvironmentFailure."""
     prepare_process()
     errors = ErrorList()
-    errors.attempt(("output_dir",), partial(_check_output, config))
+    check_first(config, errors)
     with ExitStack() as resources:
         if reading.doubtful & _DECIDES_ABOUT_ROWS:
             read_model(config, resources, log, errors)
@@ -107,10 +104,6 @@ def _read_rest(config: RunConfig, reading: Reading, log: RunLog) -> None:
         else:
             errors.attempt((), lambda: read_inputs(config, resources, log, dry_run=True))
     errors.raise_all()
-
-
-def _check_output(config: RunConfig) -> None:
-    check_run_output(config, files_of_run(config, has_origin=False), overwrite=False)
 
 
 def _find_lacks(config: RunConfig, found: Sequence[RatelError]) -> None:

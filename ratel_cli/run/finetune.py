@@ -22,7 +22,7 @@ from functools import partial
 from ratel_cli.commands import command
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.errors import ErrorList
+from ratel_cli.errors import EnvironmentFailure, ErrorList
 from ratel_cli.hardware.gpu import determinism
 from ratel_cli.hardware.load import LoadMeter
 from ratel_cli.hardware.spec import HardwareProfile
@@ -102,10 +102,10 @@ def run_finetune(
         spaces = _spaces(context, inputs, plan, hardware)
         rows = _opening_rows(context, inputs, plan, hardware, first_step=first_step, is_split_planned=is_split_planned)
         log.facts([*rows, *space_rows(config, spaces, hardware)])
-        _warn_of_wear_limit(context, inputs, store, hardware, branch=branch, first_step=first_step)
         if is_split_planned and store is not None:
             report_better_split(planner, profile, plan, log)
-        _check_space(config, plan, hardware, has_store=store is not None, spaces=spaces)
+        check_wear = partial(_check_wear_limit, context, inputs, store, hardware, branch=branch, first_step=first_step)
+        _check_limits(config, plan, hardware, check_wear=check_wear, has_store=store is not None, spaces=spaces)
         if dry_run:
             return
 
@@ -294,7 +294,7 @@ def _opening_rows(
     )
 
 
-def _warn_of_wear_limit(
+def _check_wear_limit(
     context: RunContext,
     inputs: Inputs,
     store: Store | None,
@@ -303,7 +303,10 @@ def _warn_of_wear_limit(
     branch: Branch | None,
     first_step: int,
 ) -> None:
-    """Warn if `storage.max_tb_written` will end the run, which goes on after `first_step`, too early."""
+    """Warn if `storage.max_tb_written` will end the run, which goes on after `first_step`, too early.
+
+    Raises EnvironmentFailure if it allows no step at all.
+    """
     record = None if store is None else read_origin(context.config)
     limit = wear_limit(
         context.config,
@@ -316,23 +319,28 @@ def _warn_of_wear_limit(
     if store is not None:
         limit = replace(limit, store_bytes=store.nvme_bytes, slot_bytes=store.slot_bytes)
     warning = limit.warning(inputs.num_steps, done=first_step)
+    if warning is not None and limit.last_step <= first_step:
+        raise EnvironmentFailure(warning, "increase storage.max_tb_written")
     if warning is not None:
         context.log.warn(warning)
 
 
-def _check_space(
+def _check_limits(
     config: RunConfig,
     plan: Plan,
     hardware: HardwareProfile,
     *,
+    check_wear: Callable[[], None],
     has_store: bool,
     spaces: Sequence[Space],
 ) -> None:
-    """Raise NotEnoughSpace unless snapshot and export fit, and store and scratch files of a new run together.
+    """Raise EnvironmentFailure unless wear, snapshot and export are within their limits, and, together, store and
+    scratch files of a new run.
 
     Each directory is checked again when its file is made.
     """
     errors = ErrorList()
+    errors.attempt(("storage", "max_tb_written"), check_wear)
     if not has_store:
         errors.attempt(("storage", "paths"), lambda: check_store_space(config, plan.nvme_bytes, hardware))
     for space in spaces:

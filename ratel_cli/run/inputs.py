@@ -41,12 +41,12 @@ from ratel_cli.model.export_layout import ExportLayout
 from ratel_cli.model.export_weights import export_names
 from ratel_cli.model.flash_attention import require_deterministic
 from ratel_cli.model.initialise import RandomSource
-from ratel_cli.model.marker import reject_files_of_others
+from ratel_cli.model.marker import reject_files_of_others, reject_folders
+from ratel_cli.model.sidecars import check_sidecars
 from ratel_cli.planning.head_chunk import CHUNK_BYTES
 from ratel_cli.run.base_model import Base, model_hash, open_weights, read_base
 from ratel_cli.run.context import bars_of
 from ratel_cli.run.length import num_steps
-from ratel_cli.run.machine_check import check_writable
 from ratel_cli.run.output import claim_output, is_claimed, may_claim_at_once, reject_overlap
 from ratel_cli.run.run_directory import TOKENS_NAME, as_recorded_by_run, run_directory
 from ratel_cli.run.run_files import names_of_rejects, note_rejects
@@ -57,7 +57,7 @@ from ratel_cli.run.settings import (
     settings_hash,
     warn_of_host_limit,
 )
-from ratel_cli.run.tokenizer import read_tokenizer
+from ratel_cli.run.tokenizer import read_tokenizer, tokenizer_files
 from ratel_cli.run.unused_parts import unused_parts
 from ratel_cli.run.user_cache import ratel_version, user_cache_directory
 from ratel_cli.store.store import StoreIdentity
@@ -135,7 +135,6 @@ def read_model(
 ) -> ModelInputs:
     """Read and check the model, its tokenizer, and the device. What is wrong goes to `errors`."""
     device = errors.attempt(("device",), lambda: compute_device(config.device))
-    errors.attempt(("output_dir",), lambda: check_writable(config.output_dir))
     base = errors.attempt(("base_model",), lambda: read_base(config, log))
     if base is None:
         return ModelInputs(device=device, base=None)
@@ -145,10 +144,13 @@ def read_model(
     weights = errors.attempt(("base_model",), lambda: open_weights(config, base, resources))
     for text in [] if weights is None else unused_parts(base.directory, weights[0]):
         log.notice(text)
-    if weights is not None and not overwrite:
+    if weights is not None:
         names = export_names(weights[1], base.directory)
-        errors.attempt(("output_dir",), lambda: _check_names(config, names))
+        errors.attempt(("output_dir",), lambda: _check_names(config, names, overwrite=overwrite))
+    errors.attempt(("base_model",), lambda: check_sidecars(base.directory))
     tokenizer = errors.attempt(("base_model",), lambda: read_fitting_tokenizer(config, base, log))
+    if tokenizer is not None:
+        errors.attempt(("base_model",), lambda: tokenizer_files(config, base.directory))  # that the export will have
     errors.attempt(("sequence_len",), lambda: check_positions(config.sequence_len, base.model, base.config, log))
     errors.attempt(("sequence_len",), lambda: _check_row_length(config.sequence_len, base.model, base.config))
     return ModelInputs(device=device, base=base, weights=weights, tokenizer=tokenizer)
@@ -361,9 +363,11 @@ def read_fitting_tokenizer(config: RunConfig, base: Base, log: RunLog) -> Tokeni
     return tokenizer
 
 
-def _check_names(config: RunConfig, names: Sequence[str]) -> None:
-    """Raise BadInput if the export would replace a file that Ratel did not write."""
-    reject_files_of_others(config.output_dir, names, option="output_dir", misleading=(INDEX_NAME, WEIGHTS_NAME))
+def _check_names(config: RunConfig, names: Sequence[str], *, overwrite: bool) -> None:
+    """Raise BadInput if the export would replace a folder or, without `overwrite`, a file that Ratel did not write."""
+    if not overwrite:
+        reject_files_of_others(config.output_dir, names, option="output_dir", misleading=(INDEX_NAME, WEIGHTS_NAME))
+    reject_folders(config.output_dir, names, option="output_dir")
 
 
 def _check_ids(num_tokens: int, model: DecoderModel) -> None:

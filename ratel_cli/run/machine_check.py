@@ -5,19 +5,15 @@ Invariant: nothing is written but temporary files, which are removed.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from dataclasses import replace
 from io import StringIO
-from pathlib import Path
 
 import torch
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.errors import EnvironmentFailure, ErrorList
+from ratel_cli.errors import ErrorList
 from ratel_cli.hardware.spec import HardwareProfile
-from ratel_cli.io.files import nearest_existing
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.planning.plan import Plan
 from ratel_cli.run.context import RunContext, open_context
@@ -57,16 +53,6 @@ def check_machine(
         spaces = spaces_of(config, model.spec, nvme_bytes=need_bytes, export_bytes=export_bytes, weights=weights)
         for space in spaces:
             errors.attempt(space.key, space.check)
-
-
-def check_writable(output_dir: Path) -> None:
-    """Raise EnvironmentFailure unless the output directory can be made, or files in it if it is there."""
-    try:
-        os.rmdir(tempfile.mkdtemp(prefix=".ratel-", dir=nearest_existing(output_dir)))
-    except OSError as error:
-        raise EnvironmentFailure(
-            f"output_dir: {output_dir} cannot be written: {error.strerror}", "set output_dir to another directory"
-        ) from error
 
 
 def _plan(context: RunContext, model: DecoderModel, hardware: HardwareProfile) -> Plan:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ratel_cli.commands import name_run
@@ -134,14 +134,6 @@ def as_recorded_by_run(config: RunConfig) -> RunConfig:
         return as_written(config, load_config(run_directory(config.output_dir) / CONFIG_NAME).config)
     except RatelError:
         return config
-
-
-def reject_plan_only(config: RunConfig, notice: Callable[[str], None]) -> None:
-    """Raise BadInput if the config is only for `ratel plan`; keys that are only for it get a notice."""
-    if config.cost_model != "ratel":
-        notice("`cost_model` is only for `ratel plan`; a run is always planned with `cost_model: ratel`")
-    if config.base_model is None:
-        raise BadInput("`model_shape` is only for `ratel plan`", "set `base_model` to train a model")
 
 
 def with_own_store(config: RunConfig) -> RunConfig:

@@ -9,6 +9,7 @@ Invariant: this file imports nothing heavy, and writes nothing.
 from __future__ import annotations
 
 import os
+import resource
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,11 @@ from ratel_cli.units import format_bytes
 
 SNAPSHOT_SLOTS: Final = 2
 """Slots of a snapshot's store: the generation that was copied last, and the one that is being copied."""
+
+
+_STORE_HINT: Final = (
+    "free some space, set storage.paths to other directories, or halve the need with storage.durability: none"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +124,24 @@ def check_store_space(config: RunConfig, need_bytes: int, hardware: HardwareProf
         raise NotEnoughSpace(
             f"not enough space for the store: it needs {format_bytes(need_bytes)} in {place_of(config)}, "
             f"{format_bytes(available_bytes)} available",
-            "free some space, set storage.paths to other directories, or halve the need with storage.durability: none",
+            _STORE_HINT,
         )
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for device, new_bytes in _to_come(config, need_bytes, hardware.nvme.weights).items():
+        here = [path for path in config.storage.paths if _device(path) == device]
+        free = free_bytes([nearest_existing(here[0])])
+        if new_bytes > free:
+            raise NotEnoughSpace(
+                f"not enough space for the store: its share in {', '.join(map(str, here))} is "
+                f"{format_bytes(new_bytes)}, {format_bytes(free)} available",
+                _STORE_HINT,
+            )
+        if limit_bytes != resource.RLIM_INFINITY and new_bytes > limit_bytes * len(here):
+            raise NotEnoughSpace(
+                f"{', '.join(map(str, here))}: the store needs a file of {format_bytes(new_bytes // len(here))}, but "
+                f"the limit of this process on the size of files is {format_bytes(limit_bytes)}",
+                "raise it with `ulimit -f unlimited`",
+            )
 
 
 def taken_bytes(config: RunConfig) -> int:

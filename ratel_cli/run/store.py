@@ -168,15 +168,16 @@ def _explained(config: RunConfig, paths: Sequence[Path], fields: Sequence[str]) 
 
     `fields` of the store's identity differ.
     """
+    is_data = tuple(fields) == ("data_hash",)
     changed = changed_settings(config, run_directory(config.output_dir) / CONFIG_NAME)
-    if changed:
+    if changed and not is_data:
         return BadInput(
             f"{', '.join(map(str, paths))} holds {describe_store(config, paths)}, which has other settings: "
             f"{'; '.join(changed)}",
             f"{_for_a_new_run(config, changed)}; set them back to resume that one; or replace that store with "
             "--resume no --overwrite-store",
         )
-    if tuple(fields) == ("data_hash",):
+    if is_data:
         sources = ", ".join(dataset.path for dataset in config.datasets)
         return BadInput(
             f"the training data changed since this run began ({sources})",

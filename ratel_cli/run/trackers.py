@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ratel_cli.closing import Closing
+from ratel_cli.commands import pip_install
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, printable
@@ -55,16 +56,15 @@ def log_name(tracker: str) -> str:
     return f"{tracker}.log"
 
 
-def check_trackers(config: RunConfig, *, notice: Callable[[str], None] | None = None) -> None:
-    """Raise BadInput for the trackers whose packages are missing. `notice`: that is said instead of raised."""
+def check_trackers(config: RunConfig) -> None:
+    """Raise BadInput for the trackers whose packages are missing."""
     missing = [tracker for tracker in config.report_to if not _is_installed(tracker)]
-    if not missing:
-        return
-    message = f"report_to: {' and '.join(missing)} cannot be used: not installed here"
-    command = f"pip install 'ratel-cli[{','.join(missing)}]'"
-    if notice is None:
-        raise BadInput(message, f"{command}, or remove report_to")
-    notice(f"{message}; a run needs {command}")
+    if missing:
+        names = f"ratel-cli[{','.join(missing)}]"
+        raise BadInput(
+            f"report_to: {' and '.join(missing)} cannot be used: not installed here",
+            f"{pip_install(names)}, or remove report_to",
+        )
 
 
 def _is_installed(package: str) -> bool:
