@@ -23,8 +23,8 @@ Places = Annotated[
     list[Path] | None,
     typer.Argument(
         metavar="RUN|DIR",
-        help="Runs (their config files, or output directories), and directories on drives to look at. Default: the "
-        "current directory.",
+        help="Runs (their config files, or output directories), and directories on drives to look at. KEY=VALUE "
+        "arguments change the runs' configs. Default: the current directory.",
         show_default=False,
     ),
 ]

@@ -151,6 +151,9 @@ def explain_unknown(
         message = f"`{written}` is not a key of Ratel: {foreign.reason}"
         return Finding(where=where, message=message, hint=foreign.hint or None), None
     message = f"unknown key `{written}`" + (f" in `{section}`" if section else "")
+    plural = next((each for each in known if each in (f"{written}s", written.removesuffix("s"))), None)
+    if plural is not None:  # nearer than a key of another section
+        return Finding(where=where, message=message, hint=f"did you mean `{plural}`?"), canonical_key(section, plural)
     belongs = _elsewhere(section, written)
     if belongs:
         return Finding(where=where, message=message, hint=belongs), None

@@ -48,8 +48,7 @@ _LOADER = Foreign(fate="ignored", reason="Ratel prepares the data once, by itsel
 _PADDING = Foreign(fate="ignored", reason="packing fills the sequences; see `sample_packing`")
 _TRACKER = Foreign(
     fate="noted",
-    reason="only `report_to` makes Ratel send metrics, and the environment has the tracker's settings, such as "
-    "WANDB_ENTITY",
+    reason="`report_to` names the trackers, and the environment has their settings, such as WANDB_ENTITY",
 )
 _HUB = Foreign(fate="noted", reason="with `hub_model_id` Ratel uploads the model once, at the end; otherwise nothing")
 _SHARDING = Foreign(fate="noted", reason="Ratel streams the model through one device and needs no sharding")
@@ -372,8 +371,23 @@ def foreign_key(section: str, key: str) -> Foreign | None:
 
 
 def kernel_plugins(names: Sequence[Plain]) -> Iterator[str]:
-    """The plugins among axolotl's `plugins` that do more than name kernels."""
-    harmless = ("liger", "cut_cross_entropy", "kernels", "chunked", "spectrum_scan", "densemixer", "swanlab", "lm_eval")
+    """The plugins among axolotl's `plugins` that do more than name kernels or shard the model."""
+    harmless = (
+        "expert_parallel",
+        "tensor_parallel",
+        "context_parallel",
+        "sequence_parallel",
+        "fsdp",
+        "deepspeed",
+        "liger",
+        "cut_cross_entropy",
+        "kernels",
+        "chunked",
+        "spectrum_scan",
+        "densemixer",
+        "swanlab",
+        "lm_eval",
+    )
     for name in names:
         if not isinstance(name, str) or not any(f".{each}" in name for each in harmless):
             yield str(name)

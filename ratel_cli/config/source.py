@@ -118,8 +118,10 @@ def similar_path(path: Path, is_meant: Callable[[Path], bool]) -> str | None:
         names = [each.name for each in path.parent.iterdir() if is_meant(each)]
     except (OSError, ValueError):
         return None
-    close = get_close_matches(path.name, names, n=1)
-    return f"did you mean {path.with_name(close[0])}?" if close else None
+    # Without what all names of configs end in: `nope.yaml` is not like `typo.yaml`.
+    stems = {Path(name).stem: name for name in names}
+    close = get_close_matches(path.stem, stems, n=1)
+    return f"did you mean {path.with_name(stems[close[0]])}?" if close else None
 
 
 def is_config_name(path: Path) -> bool:

@@ -8,6 +8,7 @@ Invariant: what a rewritten config trains is what the other trainer's documentat
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -164,7 +165,7 @@ def _no_options(entries: Entries, report: Report) -> None:
 
 
 def _plugins(entries: Entries, report: Report) -> None:
-    """axolotl's plugins: most of them name kernels."""
+    """axolotl's plugins: most of them name kernels, or shard the model."""
     entry = entries.get("plugins")
     if entry is None:
         return
@@ -173,10 +174,19 @@ def _plugins(entries: Entries, report: Report) -> None:
     others = list(kernel_plugins(names))
     del entries["plugins"]
     if not others:
-        report.drop(entry, "they name kernels; the results are the same")
+        sharding = [str(name).rpartition(".")[2] for name in names if _SHARDS.search(str(name))]
+        if sharding:
+            reason = f"{', '.join(sharding)}: Ratel streams the model through one device and needs no sharding"
+            report.drop(entry, reason, quietly=False)
+        else:
+            report.drop(entry, "they name kernels; the results are the same")
         return
     message = f"`plugins` is not a key of Ratel: {', '.join(others)} changes what is trained"
     report.reject(Finding(where=entry.where, message=message, hint="remove it"), "plugins")
+
+
+_SHARDS = re.compile(r"\.(?:(?:expert|tensor|context|sequence)_parallel|fsdp|deepspeed)\b")
+"""In the module of a plugin that only shards."""
 
 
 def _trackers(entries: Entries, report: Report) -> None:
@@ -203,8 +213,8 @@ def _trackers(entries: Entries, report: Report) -> None:
 def _tracker_names(entries: Entries, report: Report) -> Sequence[Plain]:
     """The trackers of `report_to`, without those that Ratel does not know, and without a wandb that is turned off."""
     entry = entries.get("report_to")
-    if entry is None:
-        return ()
+    if entry is None or entry.value.content is None:
+        return _turned_on(entries, report)
     content = plain(entry.value)
     names: list[Plain] = list(content) if isinstance(content, list) else [content]
     if names in ([], [None], ["none"]):
@@ -225,6 +235,33 @@ def _tracker_names(entries: Entries, report: Report) -> Sequence[Plain]:
     return names
 
 
+def _turned_on(entries: Entries, report: Report) -> Sequence[Plain]:
+    """The trackers that a config turns on without `report_to`: by their own key, or by a project, as in axolotl."""
+    found: dict[str, Entry] = {}
+    off = {_SWITCHES[key] for key in _SWITCHES if key in entries and entries[key].value.content is False}
+    mode = entries.get("wandb_mode")
+    if mode is not None and mode.value.content not in (None, "", "online"):
+        off.add("wandb")
+    for key, tracker in _SWITCHES.items():
+        if key in entries and entries[key].value.content is True and tracker not in off:
+            found[tracker] = entries.pop(key)
+    for key, tracker in _TRACKER_KEYS["project"].items():
+        content = entries[key].value.content if key in entries else None
+        if isinstance(content, str) and content and tracker not in off:
+            found.setdefault(tracker, entries[key])
+    for tracker, entry in found.items():
+        report.read_as(entry, f"report_to: {tracker}")
+    if found:
+        first = next(iter(found.values()))
+        names = marked(list(found), first.value.where)
+        entries["report_to"] = replace(first, written="report_to", value=names)
+    return tuple(found)
+
+
+_SWITCHES: Mapping[str, str] = {
+    "use_wandb": "wandb", "use_mlflow": "mlflow", "use_trackio": "trackio", "use_tensorboard": "tensorboard",
+}  # fmt: skip
+"""Keys that turn a tracker on or off."""
 _OTHER_TRACKERS = (
     "none", "all", "comet_ml", "comet", "swanlab", "clearml", "neptune", "azure_ml", "dagshub", "codecarbon", "flyte",
     "dvclive",

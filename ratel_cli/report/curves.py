@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _MAX_POINTS = 800
 """More steps than this are drawn as their means: a picture has no more columns."""
+_LEAST_SPAN = 0.2
+"""What an axis shows at least, as a share of its values."""
 _SMOOTHED_SHARE = 40
 """The smooth line is a mean over this part of all steps."""
 _INCHES, _DOTS_PER_INCH = (8.0, 6.6), 120
@@ -98,9 +100,18 @@ def _draw_curve(axes: Axes, steps: Sequence[StepMetrics], curve: StepCurve) -> N
     name = curve.name[0].upper() + curve.name[1:]
     axes.set_title(f"{name}, {curve.unit}" if curve.unit else name)
     axes.margins(x=0.01)
-    axes.ticklabel_format(axis="y", scilimits=(-3, 4), useMathText=False)
+    axes.ticklabel_format(axis="y", scilimits=(-3, 4), useMathText=False, useOffset=False)
+    _widen(axes)
     if curve.predicted:
         axes.legend(loc="best", fontsize=7)
+
+
+def _widen(axes: Axes) -> None:
+    """Show at least a fifth of the values' size, so that what hardly changes looks so."""
+    low, high = axes.get_ylim()
+    more = (_LEAST_SPAN * max(abs(low), abs(high)) - (high - low)) / 2
+    if more > 0:
+        axes.set_ylim(max(0.0, low - more) if low >= 0 else low - more, high + more)
 
 
 def _thinned(steps: Sequence[StepMetrics], values: Sequence[float]) -> tuple[list[float], list[float]]:

@@ -48,7 +48,7 @@ def evaluation_rows(found: EvaluationReport) -> list[tuple[str, str]]:
         ("data", f"{found.data}: {counted(found.num_samples, 'sample')}{rejected}"),
         ("tokens", f"{found.num_tokens}, {found.num_loss_tokens} with loss, {packing}"),
         ("loss", f"{found.loss:.4f}"),
-        ("perplexity", f"{found.perplexity:.4g}"),
+        ("perplexity", _perplexity(found.perplexity)),
         ("time", f"{format_seconds(found.seconds)}, {speed}"),
     ]
 
@@ -56,3 +56,10 @@ def evaluation_rows(found: EvaluationReport) -> list[tuple[str, str]]:
 def evaluation_to_json(found: EvaluationReport) -> dict[str, object]:
     """The content that `ratel eval --json` prints."""
     return asdict(found)
+
+
+def _perplexity(value: float) -> str:
+    """Four digits, and thousands written out; powers of ten only where that would be a row of zeros."""
+    if value < 1000:
+        return f"{value:.4g}"
+    return f"{value:,.0f}" if value < 1e9 else f"{value:.3e}"

@@ -144,8 +144,8 @@ class Panel:
         expected, elapsed = steps.step_seconds, now - steps.since
         step = ""
         if self._doing is None and expected >= _LEAST_SECONDS and steps.step < steps.num_steps:
-            words = f"of about {format_seconds(expected)}" if elapsed <= expected else f"not {format_seconds(expected)}"
-            step = f"step {steps.step + 1}: {format_wait(elapsed)} {words}"
+            words = " of about" if elapsed <= expected else ", expected"
+            step = f"step {steps.step + 1}: {format_wait(elapsed)}{words} {format_seconds(expected)}"
         if self._is_stopping():
             return self._stopping(width)
         left = steps.seconds_left(now)

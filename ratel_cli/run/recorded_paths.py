@@ -5,6 +5,8 @@ run. If not, it follows from the place of the run: a run that recorded `output_d
 `/data/outputs/a` was started in `/data`, also if all of `/data` has moved there since. If the place says nothing, paths
 begin in the current directory: the output directory was renamed, or `output_dir` is absolute or leads up with `..`.
 
+A store that was moved together with its run, and so lies beside it as before, is the run's.
+
 Invariant: in the directory where a run was started its config has the paths as they were written. Elsewhere they are
 absolute, and `as_written` turns them back, so that hashes and what is recorded do not depend on the current directory.
 """
@@ -18,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
+from ratel_cli.store.headers import stored_id
 from ratel_cli.store.lock import DATA_FILE_NAME
 
 
@@ -27,15 +30,33 @@ def located(config: RunConfig, recorded: RunConfig, directory: Path, overrides: 
     The paths of overrides begin in the current directory.
     """
     base, here = _started_in(recorded, directory), Path.cwd()
-    if _is_here(base):
-        return config
     given = _words_of(overrides)
+    moved = {path: there for path, there in _moved_with(recorded, directory, base).items() if str(path) not in given}
+    if _is_here(base):
+        return _replaced(config, moved, {}) if moved else config
     paths, texts = set(map(str, _paths(recorded))) - given, set(_texts(recorded)) - given
     return _replaced(
         config,
-        {path: (base if str(path) in paths else here) / path for path in _paths(config)},
+        {path: moved.get(path) or (base if str(path) in paths else here) / path for path in _paths(config)},
         {text: _located_text(text, base if text in texts else here) for text in _texts(config)},
     )
+
+
+def _moved_with(recorded: RunConfig, directory: Path, base: Path) -> dict[Path, Path]:
+    """The stores that were moved or copied together with the run: as recorded, and where they are now.
+
+    They lie to the run's `directory` as they lay to its recorded one. Where a store is still in its place, only a copy
+    of it counts.
+    """
+    found: dict[Path, Path] = {}
+    for path in _paths(recorded):
+        before = base / path
+        there = Path(os.path.normpath(directory / os.path.relpath(before, base / recorded.output_dir)))
+        if _place_of(there) == _place_of(before) or not os.path.isfile(there / DATA_FILE_NAME):
+            continue
+        if not os.path.isfile(before / DATA_FILE_NAME) or stored_id(before) == stored_id(there):
+            found[path] = there
+    return found
 
 
 def as_written(config: RunConfig, recorded: RunConfig) -> RunConfig:

@@ -174,14 +174,14 @@ def _explained(config: RunConfig, paths: Sequence[Path], fields: Sequence[str]) 
         return BadInput(
             f"{', '.join(map(str, paths))} holds {describe_store(config, paths)}, which has other settings: "
             f"{'; '.join(changed)}",
-            f"{_for_a_new_run(config, changed)}; set them back to resume that one; or replace that store with "
+            f"{_for_a_new_run(config, changed)}; to resume that run, set them back; or replace its store with "
             "--resume no --overwrite-store",
         )
     if is_data:
         sources = ", ".join(dataset.path for dataset in config.datasets)
         return BadInput(
             f"the training data changed since this run began ({sources})",
-            f"{_for_a_new_run(config)}; use the earlier data to resume that one; or replace its store with "
+            f"{_for_a_new_run(config)}; to resume that run, use the earlier data; or replace its store with "
             "--resume no --overwrite-store",
         )
     return None
@@ -190,8 +190,8 @@ def _explained(config: RunConfig, paths: Sequence[Path], fields: Sequence[str]) 
 def _for_a_new_run(config: RunConfig, changed: Sequence[str] = ()) -> str:
     """The part of a hint that says how to begin a new run with the settings that `changed`, from this one's state."""
     if any(each.startswith(DECIDES_THE_STATE) for each in changed):
-        return "set another output_dir for a new run"
-    return f"set another output_dir for a new run, which --from {config.output_dir} starts from this one's state"
+        return "for a new run, set another output_dir"
+    return f"for a new run, set another output_dir (--from {config.output_dir} begins it with this run's state)"
 
 
 def _check_fits(store: Store, config: RunConfig, resume: str) -> None:

@@ -63,7 +63,7 @@ def check_trackers(config: RunConfig) -> None:
         names = f"ratel-cli[{','.join(missing)}]"
         raise BadInput(
             f"report_to: {' and '.join(missing)} cannot be used: not installed here",
-            f"{pip_install(names)}, or remove report_to",
+            f"{pip_install(names)}, or set report_to: none",
         )
 
 

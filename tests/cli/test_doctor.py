@@ -13,6 +13,7 @@ import pytest
 
 from ratel_cli.cli.app import main
 from ratel_cli.console import RunLog
+from ratel_cli.errors import BadInput
 from ratel_cli.hardware.checkup import Diagnosis
 from ratel_cli.hardware.checkup_gpu import GpuSight
 from ratel_cli.hardware.environment import describe_environment
@@ -52,6 +53,17 @@ def found(machine: Machine, *arguments: object) -> list[Diagnosis]:
 def named(diagnoses: list[Diagnosis], what: str) -> Diagnosis:
     [diagnosis] = [diagnosis for diagnosis in diagnoses if diagnosis.what == what]
     return diagnosis
+
+
+def test_arguments_change_the_config(here: Path) -> None:
+    Path("run.yaml").write_text("base_model: /none\ndatasets: d.jsonl\n")
+    places = find_places([Path("run.yaml"), Path("output_dir=other/out"), Path("device=cpu")], RunLog(io.StringIO()))
+    assert places.paths == (Path("other/out.store"),)
+    assert [config.device for config in places.configs] == ["cpu"]
+    with pytest.raises(BadInput, match="argument 'device=cpu': there is no run that it could change"):
+        find_places([Path("device=cpu")], RunLog(io.StringIO()))
+    Path("device=cpu").mkdir()
+    assert find_places([Path("device=cpu")], RunLog(io.StringIO())).paths == (Path("device=cpu"),)
 
 
 def test_everything_is_examined_and_nothing_remains(machine: Machine, here: Path) -> None:

@@ -51,7 +51,7 @@ def test_the_table_and_the_file(capsys: pytest.CaptureFixture[str]) -> None:
         "from        a config of axolotl",
         "kept        base_model, datasets, datasets.path, datasets.type, micro_batch_size, learning_rate",
         "translated  optimizer: adamw_bnb_8bit  ->  optimizer: adamw",
-        "dropped     strict: they change nothing here",
+        "dropped     strict: it changes nothing here",
         "dropped     deepspeed: zero3.json: Ratel has an engine of its own; see `storage` and `limits`",
         "decide      neftune_noise_alpha: 5: Ratel adds no noise to embeddings",
         "decide      something_new: 3: Ratel has no such key",

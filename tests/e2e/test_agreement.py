@@ -348,6 +348,7 @@ NOT_ASKED: Mapping[str, str] = {
     "which has other settings or data": "of --resume no",
     "of a run with other settings": "of --resume no",
     "{asked}: the run in": "of --from",
+    "weight decay applied to other parameters": "a store of an earlier version, opened by one function",
     # What other commands ask.
     "-o: {_holds": "of export",
     "storage.snapshot.path: {error.message}": "adds the key to what opening a store says",

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from ratel_cli.console import RunLog
 from ratel_cli.io.queue import open_queue
+from ratel_cli.run.run_directory import find_run
 from ratel_cli.store.run_record import read_record
 from ratel_cli.store.store import Store
 from tests.e2e.runs import SETTINGS, assert_rejected, ratel
@@ -127,6 +129,7 @@ def test_clean_keeps_the_records_of_a_store_that_it_does_not_find(
         "finetune", "../run.yaml", "base_model=../models/base", "datasets.0.path=../rows.jsonl", "output_dir=../b"
     )
     monkeypatch.chdir(started)
+    Path("b.store").rename("lost")
     before = tree(started)
     assert_rejected(ratel("clean", "b", "--yes", "--output"), 2, "there is no store in ../b.store", "b/run/config.yaml")
     ended = ratel("verify", "b")
@@ -181,6 +184,37 @@ def test_a_copy_may_replace_the_store_if_it_insists(started: Path) -> None:
     assert_ok("finetune", copy, "--resume", "no", "--overwrite-store")
     record = read_record(STORE)
     assert record is not None and record.run == str(started / copy)
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_run_and_its_store_in_another_folder(started: Path, is_copied: bool) -> None:
+    """By every command, from where the run was started; its model and its data have not moved."""
+    moved, store = Path("moved/a"), Path("moved/a.store")
+    for path, new in ((OUTPUT, moved), (STORE, store)):
+        shutil.copytree(path, new)
+        if not is_copied:
+            shutil.rmtree(path)
+    before = tree(OUTPUT.parent)
+    assert "no store" not in assert_ok("verify", moved)
+    assert "no store" not in assert_ok("generate", moved, "Which", "--max-new-tokens", "2")
+    assert_ok("export", moved, "-o", "exported")
+    assert_ok("status", moved)
+    assert "resuming from step 1" in assert_ok("finetune", moved, "max_steps=2")
+    record = read_record(store)
+    assert record is not None and record.run == str(started / moved)
+    assert "- moved/a.store" in recorded(moved)
+    assert_ok("clean", moved, "--yes")
+    assert not store.exists() and tree(OUTPUT.parent) == before
+
+
+def test_a_store_of_another_run_beside_a_moved_one(started: Path) -> None:
+    """It is not taken for the run's own, which is still in its place."""
+    assert_ok("finetune", "run.yaml", "output_dir=moved/a", "seed=7")
+    shutil.move("moved/a.store", "kept")
+    shutil.copytree(OUTPUT, "new/a")
+    shutil.copytree("kept", "new/a.store")
+    shutil.rmtree(OUTPUT)
+    assert find_run(Path("new/a"), RunLog()).storage.paths == (STORE,)
 
 
 @pytest.mark.parametrize("is_copied", [False, True])

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import pytest
 
-from ratel_cli.report.curves import can_draw_curves, draw_curves
+from ratel_cli.report.curves import _widen, can_draw_curves, draw_curves
 from ratel_cli.report.step_curves import step_curves
 from ratel_cli.training.metrics import StepMetrics
 from tests.training.test_metrics import metrics
 
-pytest.importorskip("matplotlib")
+Figure = pytest.importorskip("matplotlib.figure").Figure
 
 
 def history(num_steps: int, **changed: object) -> list[StepMetrics]:
@@ -90,3 +90,14 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     assert can_draw_curves()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert not can_draw_curves()
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "shown"), [(930.5, 931.5, (837.86, 1024.14)), (0.0, 5.0, None), (0.0, 0.0, None)]
+)
+def test_an_axis_shows_how_little_a_value_changes(low: float, high: float, shown: tuple[float, float] | None) -> None:
+    axes = Figure().add_subplot()
+    axes.set_ylim(low, high or 1.0)
+    before = axes.get_ylim()
+    _widen(axes)
+    assert axes.get_ylim() == pytest.approx(shown or before, abs=0.02)

@@ -93,7 +93,7 @@ def test_before_the_first_step() -> None:
 def test_a_step_that_takes_longer_than_expected() -> None:
     made = Made()
     made.now += 7.4
-    assert made.lines()[2].startswith("85 s left  step 3: 7 s not 5.00 s  ")
+    assert made.lines()[2].startswith("85 s left  step 3: 7 s, expected 5.00 s  ")
 
 
 def test_a_gpu_has_a_link_and_memory_of_its_own() -> None:

@@ -102,6 +102,7 @@ def test_paths_that_name_no_run(here: Path, path: str, text: str | None, message
     ("name", "hint"),
     [
         ("a.yml", "did you mean a.yaml?"),
+        ("nope.yaml", "`ratel status` lists the runs below this directory"),
         ("my-rum", "did you mean my-run?"),
         ("notes", "`ratel status` lists the runs below this directory"),
         ("nowhere/a.yaml", "`ratel status` lists the runs below this directory"),

@@ -347,7 +347,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_the_command(
     with pytest.raises(BadInput) as raised:
         check_trackers(bench.config("wandb", "trackio"))
     assert raised.value.message == "report_to: wandb and trackio cannot be used: not installed here"
-    assert raised.value.hint == f"{pip_install('ratel-cli[wandb,trackio]')}, or remove report_to"
+    assert raised.value.hint == f"{pip_install('ratel-cli[wandb,trackio]')}, or set report_to: none"
 
 
 def test_values_that_are_no_numbers_are_left_out() -> None:
