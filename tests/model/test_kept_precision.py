@@ -29,9 +29,9 @@ _LATENT: dict[str, object] = {
     "num_key_value_heads": 4,
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, object]] = {
-    "llama": _DENSE,
-    "glm4_moe": _EXPERTS,
     "deepseek_v3": _EXPERTS | _LATENT,
+    "glm4_moe": _EXPERTS,
+    "llama": _DENSE,
     "gpt_oss": _EXPERTS | {"rope_parameters": None},
     "hunyuan_v1_moe": _EXPERTS | {"moe_topk": 2},
     "flint": _EXPERTS,
