@@ -1,6 +1,6 @@
 """Costs and rates as the steps of a run show them. Pure.
 
-The profile of a model comes from one recorded step, which may have been a noisy one, and the rates of drives and link
+The profile of a model comes from one measurement, which may have been a noisy one, and the rates of drives and link
 from a second of measuring. The steps after it tell, without recording every operator again, how long each block
 computed and how long drives and link were busy. So each time becomes the median over the recorded step and those steps.
 Operators keep their shares of their layer's forward.

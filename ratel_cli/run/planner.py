@@ -1,7 +1,8 @@
 """A run's planner: makes one plan after another for the same model, machine and limits.
 
-The first plan of a model that was never recorded follows from its shapes. Its first step offloads nothing and is
-recorded; the steps after it follow a new plan (Ratel section IV-B).
+The first plan of a model that was never recorded follows from its shapes. One layer of each kind is run within it
+(run/trial.py), and the next plan follows from what they take. Where none could be measured, the first step offloads
+nothing and is recorded; the steps after it follow a new plan (Ratel section IV-B).
 
 Invariant: every plan stays within the limits of the first one.
 """

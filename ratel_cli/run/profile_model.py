@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
@@ -39,7 +39,7 @@ from ratel_cli.run.profile_machine import report_other_load
 from ratel_cli.run.run_directory import MODEL_NAME, CachedProfile
 from ratel_cli.run.run_files import list_run_files, write_run_file
 from ratel_cli.run.settings import chunked_workload_of, decisions_of, state_bytes
-from ratel_cli.run.trial import any_batch, block_profiler
+from ratel_cli.run.trial import adamw_beside, any_batch, block_profiler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ def record_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *, r
     check_run_output(config, [MODEL_NAME], overwrite=False)
     log.say("measuring the model, block by block")
     meter = LoadMeter()
-    profile = _measured(config, model, log)
+    profile = _measured(config, model, hardware, log)
     report_other_load(meter, log)
     claim_output(config)
     _write(config, cache, model.spec, profile)
@@ -98,7 +98,7 @@ def _costs(config: RunConfig, spec: ModelSpec, hardware: HardwareProfile, profil
     return ModelCosts(profile=profile, activation_available_bytes=max(0, limit_bytes - memory.total))
 
 
-def _measured(config: RunConfig, model: DecoderModel, log: RunLog) -> ModelProfile:
+def _measured(config: RunConfig, model: DecoderModel, hardware: HardwareProfile, log: RunLog) -> ModelProfile:
     spec, state = model.spec, state_bytes(config)
     workload = chunked_workload_of(config, spec)
     estimate = analytic_profile(spec, state, workload, traits=measured_traits(model))
@@ -110,5 +110,7 @@ def _measured(config: RunConfig, model: DecoderModel, log: RunLog) -> ModelProfi
     ):
         placement = Placement(gpu_holds_head=False)
         profiler = block_profiler(model, pool, opened, dtype=config.dtype, placement=placement, workload=workload)
-        units, seconds = profiler.record(any_batch(workload.micro_batch_size, workload.sequence_len, spec.vocab_size))
-    return recorded_profile(units, seconds, spec, state, workload, num_micro_batches=1, estimate=estimate)
+        batch = any_batch(workload.micro_batch_size, workload.sequence_len, spec.vocab_size)
+        units, seconds = profiler.record(batch, beside=adamw_beside(pool, hardware.host, opened))
+    profile = recorded_profile(units, seconds, spec, state, workload, num_micro_batches=1, estimate=estimate)
+    return replace(profile, adamw_share=profiler.sharing)

@@ -24,7 +24,7 @@ import torch
 from ratel_cli.data.packing import MicroBatch
 from ratel_cli.engine.build import open_device
 from ratel_cli.engine.device.device import Device
-from ratel_cli.engine.replay.profiling import BlockProfiler, Sums
+from ratel_cli.engine.replay.profiling import Beside, BlockProfiler, Sums
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import BadInput, DoesNotFit
 from ratel_cli.hardware.measure import ADAMW_BYTES, adamw_update, spare_bytes
@@ -73,7 +73,7 @@ def tried_profile(
                 return None
             units, seconds_of = profiler.record(
                 _own_batch(inputs, workload),
-                beside=partial(_updating, context.pool, planner.hardware.host) if device.is_host else None,
+                beside=adamw_beside(context.pool, planner.hardware.host, device),
                 progress=progress,
             )
     except DoesNotFit as failure:
@@ -169,6 +169,11 @@ def _advancing(advance: Callable[[float], None]) -> Callable[[BlockSpec], None]:
         last = block.index
 
     return progress
+
+
+def adamw_beside(pool: BufferPool, host: Host, device: Device) -> Beside | None:
+    """AdamW as a step has it next to a layer; None if that takes nothing from the device that computes."""
+    return partial(_updating, pool, host) if device.is_host else None
 
 
 @contextmanager
