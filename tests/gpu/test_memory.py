@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -109,6 +110,7 @@ def profile_of(ratel: Machine, recording: StepRecording, workload: Workload) -> 
 
 def peak_bytes(ratel: Machine, batches: list[MicroBatch]) -> int:
     """The peak of two steps."""
+    gc.collect()  # what earlier tests left must not be freed in the middle of this
     torch.accelerator.synchronize()
     before = torch.accelerator.memory_allocated()
     torch.accelerator.reset_peak_memory_stats()
