@@ -23,6 +23,8 @@ import io
 import json
 import multiprocessing
 import os
+import re
+import shutil
 import sys
 import tempfile
 import time
@@ -37,7 +39,7 @@ import torch
 import transformers
 import yaml
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from scripts.family_configs import FAMILIES, VOCAB_SIZE, tiny_config
 from tests.e2e.runs import ratel
@@ -146,13 +148,13 @@ def try_here(family: str, directory: Path) -> Result:
         base = _save_base(family, directory / "base")
         architecture = json.loads((base / "config.json").read_text())["architectures"][0]
         result = replace(result, architecture=architecture)
-        trained = _train_plain(base, _recipe(family, "float32"))
+        trained = _train_plain(base, _recipe(base, "float32"))
     except Exception as error:  # noqa: BLE001  whatever it is, plain PyTorch cannot train this family
         return replace(result, verdict="not trainable", reason=_first_line(error))
     try:
-        _compare(family, base, directory / "fp32", "float32", trained)
-        packing = _compare_packed(base, directory / "packed")
-        result = replace(result, packing=packing, bfloat16=_try_bfloat16(family, base, directory / "bf16"))
+        _compare(base, directory / "fp32", "float32", trained)
+        packing = _compare_packed(_without_draws(base, directory / "still"), directory / "packed")
+        result = replace(result, packing=packing, bfloat16=_try_bfloat16(base, directory / "bf16"))
     except _Refused as refusal:
         return replace(result, verdict="refused", reason=str(refusal))
     except _Fault as fault:
@@ -170,7 +172,7 @@ def _child(family: str, connection: Connection) -> None:
         with _quiet():
             result = try_here(family, directory)
         if result.verdict == "equal" and "Traceback" in stderr.read_text():
-            result = replace(result, verdict="fault", reason=f"prints a traceback: {_last_line(stderr.read_text())}")
+            result = replace(result, verdict="fault", reason="prints a traceback")
         connection.send(result)
 
 
@@ -187,9 +189,42 @@ def _save_base(family: str, directory: Path) -> Path:
     return directory
 
 
-def _recipe(family: str, dtype: str) -> Recipe:
-    clipped = zlib.crc32(f"{family} {dtype}".encode()) % 2
-    return Recipe(dtype=_DTYPES[dtype], learning_rate=1e-3, weight_decay=0.1, max_grad_norm=0.05 if clipped else None)
+def _recipe(base: Path, dtype: str) -> Recipe:
+    config = AutoConfig.from_pretrained(base)
+    is_clipped = zlib.crc32(f"{config.model_type} {dtype}".encode()) % 2
+    return Recipe(
+        dtype=_DTYPES[dtype],
+        learning_rate=1e-3,
+        weight_decay=0.1,
+        max_grad_norm=0.05 if is_clipped else None,
+        attn_implementation=_attention(config),
+    )
+
+
+def _attention(config: PretrainedConfig) -> str:
+    """The implementation that transformers chooses by itself."""
+    with torch.device("meta"):
+        chosen = AutoModelForCausalLM.from_config(config).config._attn_implementation
+    return chosen or "eager"
+
+
+def _without_draws(base: Path, directory: Path) -> Path:
+    """The same model without dropout and jitter, whose draws depend on how samples are packed."""
+    shutil.copytree(base, directory)
+    file = directory / "config.json"
+    file.write_text(json.dumps(_zero_draws(json.loads(file.read_text()))))
+    return directory
+
+
+def _zero_draws(values: dict[str, object]) -> dict[str, object]:
+    return {
+        key: _zero_draws(value)
+        if isinstance(value, dict)
+        else 0.0
+        if isinstance(value, float) and re.search(r"drop|jitter", key)
+        else value
+        for key, value in values.items()
+    }
 
 
 def _rows(lengths: Iterable[int]) -> list[list[int]]:
@@ -264,9 +299,9 @@ def _finetune(base: Path, directory: Path, recipe: Recipe, rows: Sequence[Sequen
     return ended.stderr
 
 
-def _compare(family: str, base: Path, directory: Path, dtype: str, trained: Trained) -> None:
+def _compare(base: Path, directory: Path, dtype: str, trained: Trained) -> None:
     """Train with Ratel and compare. Raises _Refused, _Fault."""
-    _finetune(base, directory, _recipe(family, dtype), _training_rows())
+    _finetune(base, directory, _recipe(base, dtype), _training_rows())
     out = directory / "out"
     losses = [json.loads(line)["loss"] for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
     loaded = _reload(out, _DTYPES[dtype])
@@ -312,10 +347,9 @@ def _compare_packed(base: Path, directory: Path) -> str:
     return "alone" if "separat" in printed else "packed"
 
 
-def _try_bfloat16(family: str, base: Path, directory: Path) -> str:
-    recipe = _recipe(family, "bfloat16")
+def _try_bfloat16(base: Path, directory: Path) -> str:
     try:
-        _compare(family, base, directory, "bfloat16", _train_plain(base, recipe))
+        _compare(base, directory, "bfloat16", _train_plain(base, _recipe(base, "bfloat16")))
     except _Refused as refusal:
         return f"refused: {refusal}"
     except NotImplementedError as error:
