@@ -10,13 +10,14 @@ import contextlib
 import copy
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ratel_cli.errors import BadInput, excerpt
@@ -28,6 +29,11 @@ from ratel_cli.model.spec import check_depth
 from ratel_cli.sizes import DtypeName
 
 DTYPES: dict[DtypeName, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_FACTORIES: frozenset[Callable[..., object]] = frozenset(
+    {torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn}
+)
+_LARGE_BYTES = 1 << 30
+"""No buffer of a model is as large as this."""
 _PROBABILITIES = ("dropout", "_pdrop", "_dropout_prob")
 """Endings of keys whose values are probabilities."""
 _NEEDED_PROBABILITIES = (
@@ -210,6 +216,29 @@ def _parameters_on_meta() -> Iterator[None]:
 
     nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with _LargeOnMeta():
+            yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes tensors that only a parameter can need on the meta device at once.
+
+    The others exist for a moment, unwritten. For one that is larger than RAM, such as all experts of a layer, the
+    system refuses even that.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        keywords = dict(kwargs or {})
+        if func in _FACTORIES and keywords.get("device") is None:
+            made = func(*args, **{**keywords, "device": "meta"})
+            if isinstance(made, torch.Tensor) and made.nbytes >= _LARGE_BYTES:
+                return made
+        return func(*args, **keywords)

@@ -10,9 +10,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ratel_cli.errors import BadInput
-from ratel_cli.hardware.host import resident_bytes
+from ratel_cli.hardware.host import memory_bytes, resident_bytes
 from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.skeleton import build_skeleton, supported_attention
+from ratel_cli.sizes import DtypeName
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 
 PACKS = {
@@ -121,6 +122,17 @@ def test_a_large_skeleton_costs_no_memory() -> None:
     )  # fmt: skip
     assert model.spec.num_parameters == 70_553_706_496
     assert resident_bytes() - before < 100 << 20
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_parameter_may_be_larger_than_main_memory(dtype: DtypeName) -> None:
+    """As all experts of a layer are; the system refuses memory for it, even if nobody writes to it."""
+    expert_bytes = 32 * (2 << 16) * 2
+    num_experts = 2 * memory_bytes() // expert_bytes
+    config = tiny_config("qwen3_moe", num_experts=num_experts, moe_intermediate_size=1 << 16, num_hidden_layers=1)
+    skeleton = build_skeleton(config, dtype=dtype, attn_implementation="sdpa")
+    assert max(parameter.nbytes for parameter in skeleton.parameters()) >= 2 * memory_bytes() - expert_bytes
+    assert not any(buffer.is_meta for buffer in skeleton.buffers())
 
 
 def test_options_that_would_be_dropped_silently_are_rejected() -> None:
