@@ -6,10 +6,11 @@ Invariant: engines and their scratch files end together; the store and the queue
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.engine.build import EngineParts, EngineSettings, open_device
+from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.optimizer.adamw import AdamWSettings
 from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.pinned import block_buffers, other_bytes, unit_buffers
@@ -87,6 +88,13 @@ def _pool_bytes(context: RunContext, plan: Plan) -> int:
     return max(0, context.host_limit_bytes - plan.memory.process - RUNTIME_BYTES)
 
 
+def open_planned_device(context: RunContext, plan: Plan, timeline: Timeline) -> AbstractContextManager[Device]:
+    """The device of a run, held to what the plan takes of it if the user's limit is below what it has."""
+    is_held_to_limit = is_limited(context.device, context.config.limits.gpu_memory)
+    limit_bytes = plan.device_allocation_bytes if is_held_to_limit else None
+    return open_device(context.device, timeline, limit_bytes=limit_bytes)
+
+
 @contextmanager
 def open_planned_engines(
     context: RunContext,
@@ -102,10 +110,8 @@ def open_planned_engines(
     All plans are made with the decisions of `plan`. `drive_weights` are the storage directories' shares of the scratch
     files.
     """
-    is_held_to_limit = is_limited(context.device, context.config.limits.gpu_memory)
-    limit_bytes = plan.device_allocation_bytes if is_held_to_limit else None
     with (
-        open_device(context.device, timeline, limit_bytes=limit_bytes) as device,
+        open_planned_device(context, plan, timeline) as device,
         EngineParts(
             model,
             store,

@@ -22,7 +22,6 @@ from threading import Event, Thread
 import torch
 
 from ratel_cli.data.packing import MicroBatch
-from ratel_cli.engine.build import open_device
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.replay.profiling import Beside, BlockProfiler, Sums
 from ratel_cli.engine.telemetry import Timeline
@@ -38,6 +37,7 @@ from ratel_cli.planning.placement import Placement, Workload
 from ratel_cli.planning.plan import Plan
 from ratel_cli.planning.recorded import recorded_profile
 from ratel_cli.run.context import RunContext
+from ratel_cli.run.engine import open_planned_device
 from ratel_cli.run.inputs import Inputs
 from ratel_cli.run.planner import Planner
 from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
@@ -60,7 +60,7 @@ def tried_profile(
     model, workload, log = inputs.model, planner.workload, context.log
     try:
         with (
-            open_device(context.device, Timeline(), limit_bytes=plan.device_allocation_bytes) as device,
+            open_planned_device(context, plan, Timeline()) as device,
             log.bar("trying one layer of each kind", 2 * len(model.spec.blocks)) as bar,
         ):
             profiler = block_profiler(
