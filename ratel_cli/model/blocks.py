@@ -100,6 +100,8 @@ class DecoderModel:
         self.layer_runner = layer_runner
         self.spec = spec
         self.traits = traits
+        self.measured_traits: LayerTraits | None = None
+        """The traits with what `footprint` has measured, once it has."""
         self.parameter_names = tuple(name for name, _ in skeleton.named_parameters())
         """All parameters, in the order of torch's `named_parameters`."""
         self._parameters = tuple(parameters)

@@ -72,10 +72,12 @@ _LEAST_FREED = 0.1
 def measured_traits(model: DecoderModel) -> LayerTraits:
     """The model's traits with what activations take of its layers, the most over all kinds, and of its final norm.
 
-    The model must be on the CPU, with no block bound.
+    The model must be on the CPU, with no block bound. It is measured once.
     """
-    with _silent_fake_tensors():
-        return _measured_traits(model)
+    if model.measured_traits is None:
+        with _silent_fake_tensors():
+            model.measured_traits = _measured_traits(model)
+    return model.measured_traits
 
 
 @contextlib.contextmanager
