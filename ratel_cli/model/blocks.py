@@ -123,7 +123,7 @@ class DecoderModel:
             (*before, *after),
             layers,
             vocab_size=self.spec.vocab_size,
-            num_positions=getattr(self.skeleton.config, "max_position_embeddings", None),
+            num_positions=self._num_positions,
         )
 
     @cached_property
@@ -131,7 +131,13 @@ class DecoderModel:
         """The number that must divide the tokens of a row; 1 for nearly all models. As `packs`, found when asked."""
         assert self._device.type == "cpu"
         before, *layers, after = self._parameters
-        return row_multiple(self.layer_runner, (*before, *after), layers)
+        return row_multiple(self.layer_runner, (*before, *after), layers, num_positions=self._num_positions)
+
+    @property
+    def _num_positions(self) -> int | None:
+        """The most tokens in a row, if the configuration says."""
+        number = getattr(self.skeleton.config, "max_position_embeddings", None)
+        return number if isinstance(number, int) else None
 
     def place(self, device: torch.device) -> None:
         """Move buffers and placeholders to the device that computes. Weights are where their caller binds them."""

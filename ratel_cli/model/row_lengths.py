@@ -18,16 +18,25 @@ from ratel_cli.model.layer_runner import LayerRunner
 from ratel_cli.model.separation import CANNOT_RUN, one_of_each_kind
 from ratel_cli.model.stand_ins import StandIns, StandsIn
 
-_TOKENS = 67
-"""A prime number, more than most chunks have: some layers take any row that is shorter than a chunk."""
+_TOKENS = (67, 61, 31, 13, 7, 5, 3)
+"""The first that the model has positions for is tried. Prime numbers, and more than most chunks have: some layers take
+any row that is shorter than a chunk."""
 _LONGEST_CHUNK = 1024
 
 
-def row_multiple(layer_runner: LayerRunner, outside: Sequence[StandsIn], layers: Sequence[Sequence[StandsIn]]) -> int:
+def row_multiple(
+    layer_runner: LayerRunner,
+    outside: Sequence[StandsIn],
+    layers: Sequence[Sequence[StandsIn]],
+    *,
+    num_positions: int | None,
+) -> int:
     """The number that must divide the tokens of a row; 1 if rows of any length can be trained on.
 
-    `outside` and `layers` are the model's parameters, unbound and on the CPU.
+    `outside` and `layers` are the model's parameters, unbound and on the CPU. `num_positions`: the most tokens in a
+    row; None if there is no limit.
     """
+    most = num_positions or _TOKENS[0] + _LONGEST_CHUNK
 
     def runs(num_tokens: int) -> bool:
         positions = torch.arange(num_tokens).unsqueeze(0)
@@ -42,12 +51,13 @@ def row_multiple(layer_runner: LayerRunner, outside: Sequence[StandsIn], layers:
             return False
         return True
 
-    if runs(_TOKENS):
+    if runs(next((tokens for tokens in _TOKENS if tokens <= most), 1)):
         return 1
     config = layer_runner.model.config
     assert isinstance(config, PretrainedConfig)
     sizes = {value for value in config.get_text_config().to_dict().values() if type(value) is int}
     for size in sorted(size for size in sizes if 1 < size <= _LONGEST_CHUNK):
-        if all(runs(number * size) for number in (1, 2, 3)):
+        fitting = [number * size for number in (1, 2, 3) if number * size <= most]
+        if fitting and all(map(runs, fitting)) and not runs(size + 1):
             return size
     return 1

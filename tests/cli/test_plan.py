@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.cli.app import main
+from ratel_cli.commands import pip_install
 from ratel_cli.config.load import load_config, to_yaml
 from ratel_cli.console import RunLog
 from ratel_cli.hardware.host import processor_name
@@ -407,7 +408,7 @@ def test_a_picture_that_cannot_be_drawn(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = ask(config, "--hardware", machine, "--plot", here / "curve.svg")
     assert (result.code, result.out) == (3, "")
-    assert "hint: pip install matplotlib" in result.err
+    assert f"hint: {pip_install('ratel-cli[plot]')}\n" in result.err
 
 
 @pytest.mark.parametrize("cost_model", ["ratel", "paper"])

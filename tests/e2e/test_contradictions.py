@@ -89,6 +89,6 @@ def test_training_data_that_changed_is_named(make_config: MakeConfig, rows: Path
     ended = finetune(config)
     assert_rejected(ended, 2, f"the training data changed since this run began ({path})")
     begin = (
-        f"hint: set another output_dir for a new run, which --from {output_of(config)} starts from this one's state; "
+        f"hint: for a new run, set another output_dir (--from {output_of(config)} begins it with this run's state); "
     )
     assert begin in ended.stderr

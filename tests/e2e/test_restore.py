@@ -339,7 +339,7 @@ def test_a_snapshot_on_a_read_only_device(make_config: MakeConfig, small_disk: P
     storage = {"engine": "threads", "snapshot": {"path": str(small_disk / "s"), "every": 1}}
     config = make_config(storage=storage)
     ended = finetune(config)
-    assert_rejected(ended, 3, f"storage.snapshot.path: {small_disk}/s: cannot be created")
+    assert_rejected(ended, 3, f"storage.snapshot.path: {small_disk}/s cannot be written: Read-only file system")
     assert "hint: set storage.snapshot.path to" in ended.stderr
     assert not store_of(config).parent.exists()
 

@@ -27,3 +27,8 @@ def test_rows_of_a_model_that_computes_in_chunks_are_multiples_of_them(chunk: in
 @pytest.mark.parametrize("family", sample(["llama", "xlstm", "mamba2", "qwen3_next", "gpt2", "minimax"], every=3))
 def test_other_models_take_rows_of_any_length(family: str) -> None:
     assert multiple_of(family) == 1
+
+
+@pytest.mark.parametrize("num_positions", [1, 2, 3, 64, 66, 67])
+def test_a_table_of_few_positions_is_no_chunk(num_positions: int) -> None:
+    assert multiple_of("gpt2", n_positions=num_positions) == 1
