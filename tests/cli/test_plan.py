@@ -143,7 +143,7 @@ def test_the_paper_s_13b(ask: Ask) -> None:
     assert "+17%  1983 tokens/s  micro_batch_size: 64\n" in result.out
 
 
-@pytest.mark.parametrize("cost_model", ["ratel", "paper"])
+@pytest.mark.parametrize("cost_model", [pytest.param("ratel", marks=pytest.mark.full), "paper"])
 def test_the_plan_splits_the_step(ask: Ask, cost_model: str) -> None:
     """As fast as the best of the splits written out, whose advice names it."""
     arguments = [*PAPER_13B, f"cost_model={cost_model}", "limits.host_memory=512GiB"]
