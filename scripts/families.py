@@ -255,7 +255,9 @@ def _train_plain(base: Path, recipe: Recipe) -> Trained:
     model = _loaded(base)
     # Copies: a mapped file gives tensors at addresses at which some kernels round otherwise.
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return train_in_memory(model.config, weights, steps, recipe)
+    loaded = _loaded(base, recipe.dtype)
+    buffers = {name: loaded.state_dict()[name] for name, _ in loaded.named_buffers() if name in loaded.state_dict()}
+    return train_in_memory(model.config, weights, steps, recipe, buffers)
 
 
 def _finetune(base: Path, directory: Path, recipe: Recipe, rows: Sequence[Sequence[int]], **changes: object) -> str:

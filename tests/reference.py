@@ -65,9 +65,15 @@ class Trained:
 
 
 def train_in_memory(
-    config: PretrainedConfig, weights: dict[str, torch.Tensor], steps: Sequence[Sequence[Batch]], recipe: Recipe
+    config: PretrainedConfig,
+    weights: dict[str, torch.Tensor],
+    steps: Sequence[Sequence[Batch]],
+    recipe: Recipe,
+    buffers: dict[str, torch.Tensor] | None = None,
 ) -> Trained:
+    """`buffers`: those of a checkpoint, where they are not what the configuration gives."""
     model = AutoModelForCausalLM.from_config(config, dtype=recipe.dtype, attn_implementation=recipe.attn_implementation)
+    model.load_state_dict(buffers or {}, strict=False)
     model.to(recipe.device).train()
     model.tie_weights()  # on devices that torch does not know, `to` separates tied weights
     masters = {name: nn.Parameter(weights[name].clone().float()) for name, _ in model.named_parameters()}

@@ -46,7 +46,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         name="Images, sound and video",
         words="vision image images audio video multimodal vlm",
-        instead="Ratel trains on text. docs/guide.md shows how to save the language part of a larger model.",
+        instead="Ratel trains on text. The language part of a larger model is trained, and its other parts are kept.",
     ),
 )
 

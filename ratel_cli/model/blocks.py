@@ -271,14 +271,10 @@ def find_stack(skeleton: PreTrainedModel) -> tuple[nn.Module, tuple[nn.Module, .
     """The owner and the layers of the language model: of the lists of layers that are nearest to the root of its
     decoder, the one with most parameters.
 
-    A vision tower may have more parameters. It is next to the decoder, or deeper within it.
+    A vision tower may have more parameters. It is next to the decoder, or deeper within it. What a model calls its
+    decoder may be its head; then the model itself is the root.
     """
-    modules: list[nn.Module] = [skeleton.get_decoder()]
-    lists: list[tuple[nn.Module, nn.ModuleList]] = []
-    while modules and not lists:
-        children = [(module, child) for module in modules for child in module.children()]
-        lists = [(module, child) for module, child in children if isinstance(child, nn.ModuleList) and len(child)]
-        modules = [child for _, child in children]
+    lists = _nearest_lists(skeleton.get_decoder()) or _nearest_lists(skeleton)
     if not lists:
         raise BadInput(
             f"{type(skeleton).__name__} has no list of layers; its layers must be in one torch.nn.ModuleList"
@@ -290,6 +286,16 @@ def find_stack(skeleton: PreTrainedModel) -> tuple[nn.Module, tuple[nn.Module, .
             " only models can be streamed whose layers are called by the module that embeds the tokens",
         )
     return owner, tuple(layers)
+
+
+def _nearest_lists(root: nn.Module) -> list[tuple[nn.Module, nn.ModuleList]]:
+    """The lists of modules that are nearest to the root, each with the module that has it."""
+    modules, lists = [root], list[tuple[nn.Module, nn.ModuleList]]()
+    while modules and not lists:
+        children = [(module, child) for module in modules for child in module.children()]
+        lists = [(module, child) for module, child in children if isinstance(child, nn.ModuleList) and len(child)]
+        modules = [child for _, child in children]
+    return lists
 
 
 def _placed_parameters(

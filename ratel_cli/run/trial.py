@@ -115,14 +115,14 @@ def block_profiler(
 
 
 def any_batch(size: int, num_tokens: int, vocab_size: int, *, num_samples: int = 1) -> MicroBatch:
-    """A micro-batch `[size, num_tokens]` of random tokens; every position has a target."""
+    """A micro-batch `[size, num_tokens]` of random tokens; every position has a target, which every head knows."""
     shape = size, num_tokens
     tokens = torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(0))
     parts = torch.arange(num_tokens).tensor_split(num_samples)
     positions = torch.cat([torch.arange(len(part)) for part in parts]).expand(shape).contiguous()
     return MicroBatch(
         input_ids=tokens,
-        targets=tokens.clone(),
+        targets=torch.zeros_like(tokens),
         position_ids=positions,
         sample_ids=(),
         num_targets=tokens.numel(),

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from ratel_cli.run import trial
+from scripts import family_configs
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import assert_rejected, finetune, metrics, output_of, ratel, store_of, succeed
 
@@ -89,3 +91,14 @@ def test_the_model_is_as_before(make_config: MakeConfig, tmp_path: Path) -> None
         patch.setattr(trial, "_MOST_SECONDS", 0.0)
         succeed(recorded)
     assert [each["loss"] for each in metrics(tried)] == [each["loss"] for each in metrics(recorded)]
+
+
+def test_an_embedding_with_more_rows_than_the_head(tmp_path: Path, make_config: MakeConfig) -> None:
+    """Random tokens may be any row of the embedding, but the head knows fewer."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(family_configs.tiny_config("moshi"))
+    model.save_pretrained(tmp_path / "base")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"input_ids": list(range(start, start + 30))}) + "\n" for start in range(8)))
+    datasets = [{"path": str(rows), "type": "tokens"}]
+    succeed(make_config(base=tmp_path / "base", datasets=datasets, max_steps=1, sequence_len=512, micro_batch_size=2))

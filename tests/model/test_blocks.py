@@ -14,6 +14,7 @@ from ratel_cli.hardware.host import memory_bytes, resident_bytes
 from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.skeleton import build_skeleton, supported_attention
 from ratel_cli.sizes import DtypeName
+from scripts import family_configs
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 
 PACKS = {
@@ -300,3 +301,11 @@ def test_buffers_and_placeholders_move_to_the_device(architecture: str) -> None:
     assert model.skeleton.get_input_embeddings().weight is bound[0]
     model.release(embedding)
     assert model.skeleton.get_input_embeddings().weight.is_meta
+
+
+def test_a_head_that_the_model_calls_its_decoder() -> None:
+    skeleton = build_skeleton(
+        family_configs.tiny_config("modernbert-decoder"), dtype="float32", attn_implementation="sdpa"
+    )
+    assert isinstance(skeleton.get_decoder(), nn.Linear)
+    assert find_blocks(skeleton, name="m").spec.num_layers == family_configs.NUM_LAYERS
