@@ -63,8 +63,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def dry_run(config: Path, base: Path, data: dict[str, Path]) -> Ended:
-    """The dry run with a tiny model and data of the same types, whatever the config names."""
+    """The dry run with a tiny model and data of the same types, whatever the config names; without trackers."""
     replaced = [f"base_model={base}", "output_dir=out", "sequence_len=512", "device=cpu", "storage.engine=threads"]
+    replaced.append("report_to=none")
     loaded = load_config(config, replaced).config
     for number, dataset in enumerate(loaded.datasets):
         kind = "chat_template" if dataset.type == "auto" else dataset.type

@@ -71,7 +71,7 @@ _COLUMNS: dict[str, dict[str, str]] = {
         '{"messages": [{"content": "a"}]}': "message 1 has no role",
         '{"messages": [{"role": 7, "content": "a"}]}': "'role of message 1' must be text",
         '{"messages": [{"role": "user", "content": 7}]}': "'content of message 1' must be text",
-        '{"messages": [{"role": "user", "content": ["a"]}]}': "'content of message 1' must be text",
+        '{"messages": [{"role": "user", "content": ["a"]}]}': "part 1 of the content of message 1 must be an object",
         '{"messages": [{"role": "user", "content": "\\udfff"}]}': "half of a surrogate pair",
         '{"messages": [{"role": "user", "content": "a"}], "tools": 7}': "'tools' must be an array",
         '{"conversations": [{"from": 7, "value": "a"}]}': "'role of message 1' must be text",

@@ -245,9 +245,14 @@ def _places() -> Iterator[MalformedInput]:
     yield place(
         "a link to itself", "model.safetensors cannot be opened", lambda path, outside: path.symlink_to(path.name)
     )
-    for name in ("pytorch_model.bin", "model.gguf", "weights.pt", "tf_model.h5"):
+    for name, reason in (
+        ("pytorch_model.bin", "; other formats are never loaded"),
+        ("model.gguf", " but GGUF"),
+        ("weights.pt", "; other formats are never loaded"),
+        ("tf_model.h5", "; other formats are never loaded"),
+    ):
         yield place(
             f"another's, {name}",
-            f"{name} is not a safetensors file; other formats are never loaded",
+            f"{name} is not a safetensors file{reason}",
             lambda path, outside, name=name: (path.parent / name).write_bytes(b"\x80\x04K\x01."),
         )
