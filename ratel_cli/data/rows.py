@@ -319,7 +319,7 @@ def _open_hub(source: DatasetSource, *, is_stream: bool, open_bar: OpenBar) -> R
 def _without_padding(record: dict[str, object]) -> dict[str, object]:
     """A row of Arrow without the keys that it pads: a struct has null for each key that only other rows have.
 
-    A null that was written cannot be told from one of these. Items of lists are never padded.
+    A null that was written looks like one of these. Items of lists are never padded.
     """
     return {column: _unpadded(value) for column, value in record.items()}
 

@@ -47,7 +47,7 @@ def block_buffers(
     overlap: Overlap,
     spilled_blocks: int,
 ) -> Iterator[PinnedBuffers]:
-    """Buffers for weights, gradients and their sums. `spilled_blocks`: so many first blocks' gradients go to NVMe."""
+    """Buffers for weights, gradients and their sums. The gradients of the first `spilled_blocks` go to NVMe."""
 
     def passing(blocks: Sequence[BlockSpec], most: int) -> Counter[int]:
         """How many of each size are there while no more than `most` of these blocks are."""

@@ -61,7 +61,8 @@ def compute_device(name: str) -> torch.device:
 def _set_up_allocator() -> None:
     """Give torch's allocator our settings, unless the user has set some.
 
-    It reads the environment once, and not at the same time in every version, so it is told directly where it can be.
+    Torch reads the environment once, and not at the same time in every version. So its own setter is called, where
+    there is one.
     """
     if any(name in os.environ for name in _ALLOCATOR):
         return

@@ -62,7 +62,7 @@ def _failure(package: KernelPackage) -> str | None:
         version = metadata.version(package.name)
         is_new_enough = Version(version) >= Version(package.deterministic_since)
     except (metadata.PackageNotFoundError, InvalidVersion):
-        return f"which {package.name} is installed cannot be told"
+        return f"which {package.name} is installed is not known"
     if not is_new_enough:
         return f"{package.name} {version} has no deterministic backward that can be relied on"
     # The function that transformers asks, too, before it passes the argument to any of them.

@@ -128,7 +128,7 @@ def _identity(call: LayerCall) -> tuple[object, ...]:
 
 
 def _modules(layer: nn.Module, index: int) -> tuple[object, ...]:
-    """What the layer's modules are, and what they were told: names, switches and numbers, other than the layer's."""
+    """What the layer's modules are, and their settings: names, switches and numbers, other than the layer's own."""
     return tuple(
         (
             type(module),

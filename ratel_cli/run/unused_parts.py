@@ -1,6 +1,6 @@
 """What a base model's directory has that a run neither trains nor uses, in sentences for the user.
 
-Invariant: each kind of thing is told once, whatever their number.
+Invariant: each kind of thing is reported once, whatever their number.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _MAX_PARTS = 6
 
 def unused_parts(directory: Path, source: CheckpointSource | RandomSource) -> list[str]:
     """The sentences about tensors that are only kept, and about an adapter beside the model."""
-    told: list[str] = []
+    sentences: list[str] = []
     if isinstance(source, CheckpointSource) and (kept := source.kept_tensors()):
         parts = _parts(kept, source.read_names())
-        told.append(
+        sentences.append(
             f"the run does not train {_listed(parts)} ({counted(len(kept), 'tensor')}, "
             f"{format_bytes(sum(entry.num_bytes for entry in kept))}); the export has the base model's bytes there"
         )
     adapters = adapter_files(directory)
     if adapters:
-        told.append(f"{directory}: {' and '.join(adapters)} beside the model: the run does not use this adapter")
-    return told
+        sentences.append(f"{directory}: {' and '.join(adapters)} beside the model: the run does not use this adapter")
+    return sentences
 
 
 def _parts(kept: Sequence[TensorEntry], trained: Iterable[str]) -> list[str]:

@@ -169,7 +169,7 @@ def _compared(check: Check, digest: str, written: WrittenFile | None) -> Check:
 
 
 def _check_others(directory: Path, written: Sequence[WrittenFile]) -> Check:
-    """The row of an export's files that are no weights. A change is told; it may be the user's."""
+    """The row of an export's files that are no weights. A change is reported; it may be the user's."""
     changed = [file.name for file in written if not has_written_content(directory, file)]
     verdict = f"changed or removed since the export: {', '.join(map(excerpt, changed))}" if changed else "whole"
     num_bytes = sum(file.num_bytes for file in written)

@@ -101,4 +101,6 @@ def test_an_embedding_with_more_rows_than_the_head(tmp_path: Path, make_config: 
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"input_ids": list(range(start, start + 30))}) + "\n" for start in range(8)))
     datasets = [{"path": str(rows), "type": "tokens"}]
-    succeed(make_config(base=tmp_path / "base", datasets=datasets, max_steps=1, sequence_len=512, micro_batch_size=2))
+    config = make_config(base=tmp_path / "base", datasets=datasets, max_steps=1, sequence_len=512, micro_batch_size=2)
+    succeed(config)
+    assert [line["step"] for line in metrics(config)] == [1]

@@ -128,7 +128,7 @@ def test_a_package_of_unknown_version_is_rejected(
     version: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, "flash_attention_2", version, monkeypatch)
-    with pytest.raises(BadInput, match="which flash-attn is installed cannot be told"):
+    with pytest.raises(BadInput, match="which flash-attn is installed is not known"):
         require_deterministic("flash_attention_2")
 
 
