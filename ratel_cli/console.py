@@ -11,12 +11,14 @@ most `DRAWS_PER_SECOND` times a second, however often the work behind them goes 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from threading import Event, RLock, Thread
+from threading import Event, RLock, Thread, current_thread, main_thread
 from time import perf_counter, sleep
+from types import FrameType
 from typing import Self, TextIO
 
 from rich.cells import cell_len
@@ -39,8 +41,8 @@ _MOST_COUNTED = 100_000
 """The largest total that a bar counts in plain numbers."""
 _LINE_SECONDS = 30.0
 """How often long work prints a line where no bar can be shown."""
-_SETTLED_SECONDS = 0.5
-"""After this time a terminal has reported its new size: tmux keeps one back for 0.25 s."""
+_SETTLED_SECONDS = 0.75
+"""After this time a terminal has reported its new size: tmux keeps one back for 0.25 s, on a busy machine longer."""
 _SIZE_SECONDS = 0.02
 """How often the size is read."""
 _MOST_UNSETTLED_SECONDS = 3.0
@@ -254,7 +256,9 @@ class _LiveLines(Closing, RenderHook):
     cursor is at the top, and a panel that fills the screen would pile up in its history.
 
     A terminal that becomes narrower wraps what it shows, and may do so before it reports its new size. So nothing is
-    written while the size changes; what is printed then appears `_SETTLED_SECONDS` after the last change.
+    written while the size changes; what is printed then appears `_SETTLED_SECONDS` after the last change. To read the
+    size is not enough: tmux reports one that was undone at once for 0.01 s only, but each with a signal. The size is
+    read again when all is ready to be written, as lines may take longer to make than a terminal to change.
 
     Invariant: between two writes the cursor is at the beginning of the line below the lines.
     """
@@ -271,15 +275,19 @@ class _LiveLines(Closing, RenderHook):
         self._size = _size(console, stream)
         """Columns and rows of the terminal when they were read last."""
         self._changed_at = -_SETTLED_SECONDS
-        """When they changed."""
+        """When they changed last, as far as is known."""
         self._drawn_at = self._size
         """Columns and rows when the lines were drawn last."""
         self.lock = RLock()
         """Held while something is printed, so that two threads do not draw at once."""
+        self._handler: Callable[[int, FrameType | None], object] | int | None = None
+        """What handled the signal of a new size before; None if it was not ours to change."""
         self._ends = Event()
         self._thread = Thread(target=self._run, name="ratel-screen", daemon=True)
 
     def __enter__(self) -> Self:
+        if current_thread() is main_thread():  # Python lets no other install a handler
+            self._handler = signal.signal(signal.SIGWINCH, self._note_change)
         self._console.push_render_hook(self)
         # A warning that a library prints while the lines are shown appears above them, as our own do.
         self._stdout, self._stderr = sys.stdout, sys.stderr
@@ -306,21 +314,26 @@ class _LiveLines(Closing, RenderHook):
             self._console.print(_NOTHING)
         finally:
             self._console.pop_render_hook()
+            if self._handler is not None:
+                signal.signal(signal.SIGWINCH, self._handler)
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         """What rich prints instead of `renderables`: they take the place of the lines, which follow below them."""
         self._printed += [] if renderables == [_NOTHING] else renderables
-        if not self._is_settled() and not self._ends.is_set():
+        if not self._may_write():
             return []
+        size, lines = self._size, self._shown
+        has_new_size = self._drawn_at != size
+        if not self._printed or has_new_size:
+            lines = list(self._lines(size[0] - 1))[: size[1] - 1]
+        drawn = list(self._drawn(lines))
+        if not self._may_write():
+            return []
+        covers = not self._printed and not has_new_size and len(lines) >= len(self._shown)
+        before = self._to_start() if covers else self._erased()
         printed, self._printed = self._printed, []
-        has_new_size = self._drawn_at != self._size
-        before = self._erased() if printed or has_new_size else self._to_start()
-        if not printed or has_new_size:
-            width, height = self._size
-            lines = list(self._lines(width - 1))[: height - 1]
-            before = self._erased() if len(lines) < len(self._shown) else before
-            self._shown, self._drawn_at = lines, self._size
-        return [before, *printed, *self._drawn()]
+        self._shown, self._drawn_at = lines, size
+        return [before, *printed, *drawn]
 
     def _run(self) -> None:
         drawn_at = perf_counter()
@@ -337,6 +350,13 @@ class _LiveLines(Closing, RenderHook):
                 self._console.print(_NOTHING)
         except Exception as error:  # noqa: BLE001 - the work goes on without its display
             self.failure = str(error) or type(error).__name__
+
+    def _note_change(self, _number: int, _frame: FrameType | None) -> None:
+        self._changed_at = perf_counter()
+
+    def _may_write(self) -> bool:
+        """Whether what is on the screen is where it is believed to be. At the end nobody can wait any more."""
+        return self._is_settled() or self._ends.is_set()
 
     def _is_settled(self) -> bool:
         """Whether the terminal has had the size that it has now for a while."""
@@ -359,8 +379,8 @@ class _LiveLines(Closing, RenderHook):
         """To the beginning of the first line, and nothing is left of all lines."""
         return _control("\r\x1b[K" + "\x1b[A\x1b[2K" * self._height())
 
-    def _drawn(self) -> Iterator[Segments]:
-        for line in self._shown:
+    def _drawn(self, lines: Sequence[Text]) -> Iterator[Segments]:
+        for line in lines:
             style = self._console.get_style(line.style)
             yield Segments(Segment.apply_style(line.render(self._console), style))
             yield _control("\x1b[K\n")

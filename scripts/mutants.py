@@ -319,6 +319,7 @@ MUTANTS = (
     Mutant("the settings of the file", "run/report.py", "    return trained\n", "    return config\n", "a report shows the settings that the run was trained with", "report/test_page.py"),
     Mutant("check stops at the inputs", "run/check.py", "(found or not is_right) and not", "False and not", "`check` reports rows, memory and space at once", "e2e/test_check_machine.py"),
     Mutant("steps of all plans", "report/run_report.py", "if predicted.setdefault(each.clipped, each.predicted_seconds) != each.predicted_seconds:", "if predicted.setdefault(each.clipped, each.predicted_seconds) < 0:", "predicted and measured are of the same steps", "report/test_page.py"),
+    Mutant("the signal of a new size is not heard", "console.py", "signal.signal(signal.SIGWINCH, self._note_change)", "signal.signal(signal.SIGWINCH, lambda *_: None)", "nothing of the panel is left on a terminal, resized or not", "test_console.py"),
     Mutant("a narrower terminal keeps remains", "console.py", "max(1, -(-line.cell_len // width))", "1", "nothing of the panel is left on a terminal, resized or not", "e2e/test_terminal.py"),
     Mutant("step lines of any width", "report/run.py", "<= width or not rank", "<= 10 * width or not rank", "a step is one line of at most 60 columns", "report/test_run.py"),
     Mutant("targets are not shifted", "data/packing.py", "targets[index, at : end - 1] = sample.labels[1:]", "targets[index, at:end] = sample.labels", "each position predicts the next token", "data/test_packing.py"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import signal
 import sys
 import threading
 import time
@@ -302,3 +303,45 @@ def test_the_thread_ends_with_the_lines(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(KeyError), RunLog(Terminal()).live(Numbered()):
         raise KeyError
     assert [thread.name for thread in threading.enumerate() if thread.name == "ratel-screen"] == []
+
+
+def test_a_size_that_was_undone_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its signal is all that can be seen of it. Nothing is written until the terminal has settled."""
+    as_terminal(monkeypatch)
+    stream = Terminal()
+    lines = Numbered()
+    run_log = RunLog(stream)
+    handler = signal.getsignal(signal.SIGWINCH)
+    with run_log.live(lines):
+        raised_at = time.monotonic()
+        signal.raise_signal(signal.SIGWINCH)
+        before = stream.getvalue()
+        run_log.say("said")
+        assert stream.getvalue() == before
+        lines.wait()
+        assert time.monotonic() >= raised_at + 0.5
+    assert signal.getsignal(signal.SIGWINCH) is handler
+    assert shown(stream).lines == ["said"]
+
+
+def test_a_size_that_changes_while_lines_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were made for another width, so they are not written."""
+    as_terminal(monkeypatch)
+    sizes = [(60, 24)]
+    monkeypatch.setattr(console, "_size", lambda *_: sizes[-1])
+    stream = Terminal()
+    widths: list[int] = []
+    has_changed = Event()
+
+    def lines(width: int) -> list[Text]:
+        widths.append(width)
+        if len(widths) == 2:
+            sizes.append((40, 24))
+        elif len(widths) > 2:
+            has_changed.set()
+        return [Text(f"drawing {len(widths)}")]
+
+    with RunLog(stream).live(lines):
+        assert has_changed.wait(60)
+    assert widths[:3] == [59, 59, 39]
+    assert [f"drawing {number}" in stream.getvalue() for number in (1, 2, 3)] == [True, False, True]
