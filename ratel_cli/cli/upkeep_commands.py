@@ -67,17 +67,21 @@ def data(
 
 
 @commands.command(
-    help="Delete what RUN has left besides its model. Lists store, snapshot and the files in run/, and asks.",
-    epilog="Example: ratel clean outputs/my-run",
+    help="Delete what RUN has left besides its model. Lists store, snapshot and the files in run/, and asks. With "
+    "--store, delete the store and keep the rest.",
+    epilog="Example: ratel clean outputs/my-run --store",
 )
 def clean(
     run: RunPath,
+    only_store: Annotated[
+        bool, typer.Option("--store", help="Delete only the store; keep snapshot, metrics, plan and config.")
+    ] = False,
     with_export: Annotated[bool, typer.Option("--output", help="Delete the exported model, too.")] = False,
     is_agreed: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
     from ratel_cli.cli import clean as command
 
-    command.run(run, with_export=with_export, is_agreed=is_agreed)
+    command.run(run, only_store=only_store, with_export=with_export, is_agreed=is_agreed)
 
 
 @commands.command(

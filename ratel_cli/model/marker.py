@@ -52,6 +52,16 @@ class WrittenFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeletedStore:
+    """The store of a run that the user had deleted, while the rest of the run stays."""
+
+    step: int | None
+    """The step that it had; None: that could not be read."""
+    when: str
+    """When it was deleted: local time to the second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Marker:
     """What the marker of one directory says."""
 
@@ -69,6 +79,8 @@ class Marker:
     """The files that `files` replace while an export is being published."""
     is_publishing: bool = False
     """Whether some of `files` may still be in the staging directory; see `publishing`."""
+    deleted_store: DeletedStore | None = None
+    """Written before the store's files go, so it counts only where the store is not there, or not all of it."""
 
 
 def read_marker(directory: Path) -> Marker | None:
@@ -87,6 +99,7 @@ def read_marker(directory: Path) -> Marker | None:
             run_files=tuple(fields.texts("run_files")) if has_run_files else None,
             replaced=tuple(_file(JsonFields(row)) for row in _items(fields, "replaced")),
             is_publishing=fields.optional("is_publishing") is True,
+            deleted_store=_deleted_store(fields),
         )
     except (OSError, ValueError, RecursionError):
         return None
@@ -244,6 +257,14 @@ def _digest_of(path: Path) -> str:
 def _items(fields: JsonFields, key: str) -> list[object]:
     """A list; empty if the key is missing."""
     return [] if fields.optional(key) is None else fields.items(key)
+
+
+def _deleted_store(fields: JsonFields) -> DeletedStore | None:
+    if fields.optional("deleted_store") is None:
+        return None
+    found = JsonFields(fields.value("deleted_store"))
+    step = None if found.value("step") is None else found.integer("step")
+    return DeletedStore(step=step, when=printable(found.text("when")))
 
 
 def _file(row: JsonFields) -> WrittenFile:

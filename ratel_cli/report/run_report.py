@@ -113,9 +113,10 @@ def state_words(report: RunReport) -> str:
         "killed": f"Its process was killed {when}. The same command resumes it.",
         "in use": f"Stopped {when}; another command has the store open.",
         "not begun": "Not begun.",
-        "no store": f"Ended {when}, and its store is not there.",
+        "no store": f"Ended {when}, and its store {'was deleted' if status.store_deleted else 'is not there'}.",
     }
-    return words.get(status.state, "Its config cannot be read.")
+    found = words.get(status.state, "Its config cannot be read.")
+    return f"{found} Its store was deleted." if status.store_deleted and status.state != "no store" else found
 
 
 def key_figures(report: RunReport) -> list[Figure]:

@@ -23,7 +23,7 @@ STATES: dict[RunState, str] = {
     "stopped": "no process trains it; the same command resumes it",
     "killed": "its process ended without closing the store; the same command resumes it",
     "not begun": "it has no steps and no store",
-    "no store": "it is not finished, and its store is not there",
+    "no store": "it is not finished, and its store is not there, or was deleted with `ratel clean --store`",
     "damaged": "its config cannot be read",
 }
 """What each state means."""
@@ -50,6 +50,8 @@ class RunStatus:
     last_step_at: datetime | None = None
     """When the last step was recorded."""
     store_bytes: int = 0
+    store_deleted: bool = False
+    """Whether the user had the store deleted, with `ratel clean --store`."""
     output_bytes: int = 0
     """All files in the output directory."""
     pid: int | None = None
@@ -79,6 +81,7 @@ def status_to_json(runs: Sequence[RunStatus]) -> dict[str, object]:
                 "seconds_left": each.seconds_left,
                 "last_step_at": None if each.last_step_at is None else each.last_step_at.isoformat(timespec="seconds"),
                 "store_bytes": each.store_bytes,
+                "store_deleted": each.store_deleted,
                 "output_bytes": each.output_bytes,
                 "pid": each.pid,
                 "problem": each.problem,
@@ -95,7 +98,7 @@ def step_words(step: int, num_steps: int | None) -> str:
 
 def _row(each: RunStatus, now: datetime) -> tuple[str, ...]:
     return (
-        each.state,
+        _state_words(each),
         step_words(each.step, each.num_steps),
         _or_dash(each.loss, lambda loss: f"{loss:.4f}"),
         _or_dash(each.tokens_per_second, lambda rate: f"{rate:.0f}"),
@@ -104,6 +107,12 @@ def _row(each: RunStatus, now: datetime) -> tuple[str, ...]:
         format_bytes(each.store_bytes + each.output_bytes),
         str(each.output_dir),
     )
+
+
+def _state_words(each: RunStatus) -> str:
+    if not each.store_deleted:
+        return each.state
+    return "store deleted" if each.state == "no store" else f"{each.state}, store deleted"
 
 
 def _or_dash(value: float | None, words: Callable[[float], str]) -> str:

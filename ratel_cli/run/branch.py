@@ -21,7 +21,7 @@ from ratel_cli.run.base_model import model_hash
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs import Inputs
 from ratel_cli.run.origin import Origin, OriginRecord
-from ratel_cli.run.settings import place_of
+from ratel_cli.run.output import missing_store
 from ratel_cli.store.copy import copy_generation
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.store import Progress, Store
@@ -78,7 +78,7 @@ def open_branch(context: RunContext, inputs: Inputs, origin: Origin) -> Branch:
     theirs = origin.config
     if not Store.exists(theirs.storage.paths):
         raise BadInput(
-            f"--from {origin}: that run has no store in {place_of(theirs)}",
+            f"--from {origin}: {missing_store(theirs)}",
             "to train its exported model, set base_model to the directory of the export",
         )
     with errors_about(theirs.output_dir):

@@ -1,11 +1,12 @@
 """`ratel clean`: which files a run has left, and their deletion, by name.
 
 They are the store's files on all drives, the snapshot's, those in `run/` of the output directory, and, if asked for,
-the export. A file counts only if it is this run's: a store by its place or its record, the rest by the marker. A token
-cache is known by its name, a hash, and a file of TensorBoard by the end of its name.
+the export. Or the store alone, with the run's copy of its tokens: then the run stays, and its marker says that the
+store was deleted. A file counts only if it is this run's: a store by its place or its record, the rest by the marker. A
+token cache is known by its name, a hash, and a file of TensorBoard by the end of its name.
 
 Invariants: nothing is deleted that was not found first; a folder goes only if nothing is left in it; a store that a
-process uses is not touched. Nothing heavy is imported.
+process uses is not touched; what was interrupted can be finished by the same command. Nothing heavy is imported.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from ratel_cli.commands import command
 from ratel_cli.config.schema import RunConfig
@@ -25,7 +26,7 @@ from ratel_cli.config.values import TRACKERS
 from ratel_cli.data.file_names import CACHE_FILE_NAMES, REJECTS_NAME, TEST_REJECTS_NAME
 from ratel_cli.errors import BadInput, EnvironmentFailure, RatelError
 from ratel_cli.model.marker import MARKER_NAME, NEW_MARKER_NAME, STAGING_NAME, is_unchanged, read_marker
-from ratel_cli.run.output import is_of_other_run, is_own_place
+from ratel_cli.run.output import deleted_store, is_of_other_run, is_own_place, record_deleted_store
 from ratel_cli.run.run_directory import (
     CONFIG_NAME,
     HARDWARE_NAME,
@@ -45,7 +46,7 @@ from ratel_cli.run.settings import place_of, store_hint
 from ratel_cli.run.trackers import EVENTS_NAME, EVENTS_SUFFIX, log_name, record_name
 from ratel_cli.store.headers import read_header
 from ratel_cli.store.lock import DATA_FILE_NAME, OWNER_FILE_NAME, StoreLock
-from ratel_cli.store.open import stored_identity
+from ratel_cli.store.open import stored_identity, stored_step
 from ratel_cli.store.run_record import RECORD_FILE_NAME, read_record
 from ratel_cli.training.facts import FACTS_NAME
 
@@ -59,11 +60,16 @@ _CACHE: Final = re.compile(r"[0-9a-f]{32}(\.partial-\d+)?")
 """The name of a token cache, or of one that a killed process has left."""
 _WAIT_SECONDS: Final = 0.5
 
+Extent = Literal["store", "run", "export"]
+"""What goes: the store and the run's copy of its tokens; also the snapshot and the files in `run/`; also the export."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftFiles:
     """What a run has left."""
 
+    config: RunConfig
+    extent: Extent
     files: tuple[Path, ...]
     """To delete, in this order."""
     stores: tuple[Path, ...]
@@ -72,8 +78,10 @@ class LeftFiles:
     """To remove afterwards where nothing is left in them, in this order."""
     kept: tuple[str, ...]
     """What stays although it might be expected to go, each with the reason."""
-    output_dir: Path
-    """The run's output directory."""
+    step: int | None
+    """Of the store that goes; None if there is none, or it cannot be read."""
+    is_exported: bool
+    """Whether the run's output directory has the model of that step."""
 
     @property
     def num_bytes(self) -> int:
@@ -81,28 +89,30 @@ class LeftFiles:
         return sum(path.lstat().st_size for path in self.files)
 
 
-def find_left_files(config: RunConfig, *, with_export: bool) -> LeftFiles:
+def find_left_files(config: RunConfig, extent: Extent) -> LeftFiles:
     """The files of the config's run. Raises BadInput if its store is not where the run has recorded it."""
     if is_run_output(config.output_dir):
         _reject_lost_store(config)
     kept: list[str] = []
-    stores = [path for path in _own_stores(config, kept) if _is_store(path)]
-    files = _own(config, _SHOWS_A_STORE)
-    files += [path for store in stores for path in _regular(store, (DATA_FILE_NAME, OWNER_FILE_NAME, RECORD_FILE_NAME))]
-    folders = [store for store in stores if store.name.endswith(".store")]
+    places = [path for path in _own_stores(config, kept, extent) if _is_store(path) or _was_store(config, path)]
+    files = [] if extent == "store" else _own(config, _SHOWS_A_STORE)
+    files += [path for place in places for path in _regular(place, (DATA_FILE_NAME, OWNER_FILE_NAME))]
+    files += [path for place in places for path in _regular(place, (RECORD_FILE_NAME,))]  # they say whose a store is
+    folders = [place for place in places if place.name.endswith(".store")]
+    run = run_directory(config.output_dir)
     if is_run_output(config.output_dir):
-        run = run_directory(config.output_dir)
         caches = sorted(path for path in _in_folder(run / TOKENS_NAME, "*") if _CACHE.fullmatch(path.name))
         files += [path for cache in caches if _is_folder(cache) for path in _regular(cache, CACHE_FILE_NAMES)]
+        folders += [*caches, run / TOKENS_NAME]
+    if is_run_output(config.output_dir) and extent != "store":
         files += [path for tracker in TRACKERS for path in _own(config, (record_name(tracker), log_name(tracker)))]
         events = run / EVENTS_NAME
         written = sorted(path.name for path in _in_folder(events, f"events.out.tfevents.*{EVENTS_SUFFIX}"))
         files += _regular(events, written)
-        folders += [events]
         files += _own(config, _RUN_FILES)
-        folders += [*caches, run / TOKENS_NAME, run]
+        folders += [events, run]
     marker = read_marker(config.output_dir)
-    if with_export and marker is not None and marker.is_run:
+    if extent == "export" and marker is not None and marker.is_run:
         begun = config.output_dir / STAGING_NAME
         parts = sorted(begun.rglob("*"), reverse=True) if _is_folder(begun) else []
         files += filter(_is_regular, parts)
@@ -116,13 +126,24 @@ def find_left_files(config: RunConfig, *, with_export: bool) -> LeftFiles:
         files += _regular(config.output_dir, (NEW_MARKER_NAME, MARKER_NAME))
         folders += [(config.output_dir / name).parent for name in names]
         folders += [config.output_dir]
+    step = stored_step(config.storage.paths) if config.storage.paths[0] in places else None
     return LeftFiles(
+        config=config,
+        extent=extent,
         files=tuple(files),
-        stores=tuple(stores),
+        stores=tuple(filter(_is_store, places)),
         folders=tuple(dict.fromkeys(folders)),
         kept=tuple(kept),
-        output_dir=config.output_dir,
+        step=step,
+        is_exported=step is not None and _is_exported(config.output_dir, step),
     )
+
+
+def _is_exported(directory: Path, step: int) -> bool:
+    marker = read_marker(directory)
+    if marker is None or not marker.is_run or marker.step != step:
+        return False
+    return all(os.path.isfile(directory / file.name) for file in marker.files)
 
 
 def _own(config: RunConfig, names: Sequence[str]) -> list[Path]:
@@ -144,7 +165,7 @@ def _reject_lost_store(config: RunConfig) -> None:
     """Raise BadInput if the run has made a store that is not there: without its records nobody would find it again."""
     run, paths = run_directory(config.output_dir), config.storage.paths
     recorded = recorded_config(config.output_dir)
-    if recorded is None or not _own(config, _SHOWS_A_STORE):
+    if recorded is None or not _own(config, _SHOWS_A_STORE) or deleted_store(config) is not None:
         return
     if not same_places(recorded.storage.paths, paths):
         raise BadInput(
@@ -162,25 +183,34 @@ def _reject_lost_store(config: RunConfig) -> None:
 
 
 def delete(left: LeftFiles) -> None:
-    """Delete the files, and the folders that are empty then. Raises EnvironmentFailure."""
+    """Delete the files, and the folders that are empty then. Raises EnvironmentFailure.
+
+    Where the run stays, it records first that its store is deleted.
+    """
+    output_dir = left.config.output_dir
     with ExitStack() as locks:
         if left.stores:
             locks.enter_context(StoreLock(left.stores, create=False, wait_seconds=_WAIT_SECONDS, read_only=True))
+        if left.extent == "store" and left.stores and is_run_output(output_dir):
+            already = deleted_store(left.config)
+            record_deleted_store(left.config, left.step if already is None else already.step)
         for path in left.files:
             try:
+                if path.name == RECORD_FILE_NAME:  # what the lock has written there goes before the record
+                    path.with_name(OWNER_FILE_NAME).unlink(missing_ok=True)
                 path.unlink(missing_ok=True)
             except OSError as error:
                 raise EnvironmentFailure(f"{path}: cannot be deleted: {error.strerror}") from error
-    forget_missing(left.output_dir, own_run_files(left.output_dir))
+    forget_missing(output_dir, own_run_files(output_dir))
     for folder in left.folders:
         with suppress(OSError):
             folder.rmdir()
 
 
-def _own_stores(config: RunConfig, kept: list[str]) -> Iterator[Path]:
-    """The directories of the run's store and of its snapshot. Those of other runs go into `kept`."""
+def _own_stores(config: RunConfig, kept: list[str], extent: Extent) -> Iterator[Path]:
+    """The directories of the run's store and of its snapshot. What stays goes into `kept`."""
     paths = config.storage.paths
-    if _is_recorded(config, paths) or (read_record(paths[0]) is None and is_own_place(config)):
+    if _is_recorded(config, paths) or (not any(map(read_record, paths)) and is_own_place(config)):
         yield from paths
     elif any(map(_is_store, paths)):
         kept.append(f"the store in {', '.join(map(str, paths))} belongs to another run")
@@ -190,15 +220,21 @@ def _own_stores(config: RunConfig, kept: list[str]) -> Iterator[Path]:
     identity = stored_identity([snapshot.path])
     is_same = identity is not None and identity == stored_identity(paths)
     if _is_recorded(config, [snapshot.path]) or (read_record(snapshot.path) is None and is_same):
-        yield snapshot.path
+        if extent == "store":
+            kept.append(f"the snapshot in {snapshot.path}; `ratel restore CONFIG` makes the store again from it")
+        else:
+            yield snapshot.path
     else:
         kept.append(f"the snapshot in {snapshot.path} belongs to another run")
 
 
 def _is_recorded(config: RunConfig, paths: Sequence[Path]) -> bool:
-    """Whether the record says that the store is this run's."""
-    record = read_record(paths[0])
-    return record is not None and not is_of_other_run(config, paths[0], record)
+    """Whether the record says that the store is this run's. All its directories have it, unless some are deleted."""
+    for path in paths:
+        record = read_record(path)
+        if record is not None:
+            return not is_of_other_run(config, path, record)
+    return False
 
 
 def _is_store(directory: Path) -> bool:
@@ -207,6 +243,11 @@ def _is_store(directory: Path) -> bool:
         return _is_regular(path) and not read_header(path).is_foreign
     except RatelError:
         return False
+
+
+def _was_store(config: RunConfig, directory: Path) -> bool:
+    """Whether the run's store was here, and its record is left of it: deleting it was interrupted."""
+    return not os.path.lexists(directory / DATA_FILE_NAME) and _is_recorded(config, [directory])
 
 
 def _regular(directory: Path, names: Sequence[str]) -> list[Path]:

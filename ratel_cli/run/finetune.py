@@ -88,7 +88,7 @@ def run_finetune(
             context, identity, has_store=store is not None, resume=resume, overwrite_store=overwrite_store
         )
         if store is None and resume == "auto":
-            reject_lost_store(config, place_of(config))
+            reject_lost_store(config)
 
         meter, hardware = LoadMeter(), measure_for_run(context, has_store=store is not None)  # phase 2
         if config.is_split_planned or config.is_chunk_planned:
@@ -160,7 +160,8 @@ def _export(context: RunContext, inputs: Inputs, store: Store, *, overwrite: boo
     for text in notices:
         log.notice(text)
     log.remark(f"exported the model to {config.output_dir}; load it with transformers' from_pretrained")
-    log.remark(f"the training state remains in {place_of(config)}; {command('clean', config.output_dir)} deletes it")
+    delete = command("clean", config.output_dir, "--store")
+    log.remark(f"the training state remains in {place_of(config)}; {delete} deletes it")
 
 
 def _planned(

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.model.marker import Marker, check_output, holds_nothing, read_marker, write_marker
+from ratel_cli.model.marker import DeletedStore, Marker, check_output, holds_nothing, read_marker, write_marker
 from ratel_cli.run.run_directory import (
     METRICS_NAME,
     is_output_of_run,
@@ -80,11 +83,64 @@ def no_store(config: RunConfig) -> BadInput:
     """The error for a run without a store in `storage.paths`."""
     owner = other_owner(config)
     if owner is None:
-        return BadInput(f"there is no store in {place_of(config)}", store_hint(config))
+        return BadInput(missing_store(config), _hint_for_deleted(config) or store_hint(config))
     return BadInput(
         f"the store in {place_of(config)} belongs to the run in {owner.run}",
         f"name that run by its output directory, {owner.run}",
     )
+
+
+def missing_store(config: RunConfig) -> str:
+    """The clause about a store that is not there, or not all of it, for messages."""
+    deleted = deleted_store(config)
+    if deleted is None:
+        return f"there is no store in {place_of(config)}"
+    return f"the store in {place_of(config)} was deleted by `ratel clean --store` ({deleted.when})"
+
+
+def deleted_store(config: RunConfig) -> DeletedStore | None:
+    """What is recorded of the run's store if the user had it deleted; None if it was not, or it is there again."""
+    marker = read_marker(config.output_dir)
+    return None if marker is None or not marker.is_run or has_own_store(config) else marker.deleted_store
+
+
+def record_deleted_store(config: RunConfig, step: int | None) -> None:
+    """Record that the store, which is at `step`, is deleted now. Raises EnvironmentFailure."""
+    directory = config.output_dir
+    if read_marker(directory) is None:
+        claim_output(config)
+    when = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+    marker = read_marker(directory)
+    assert marker is not None
+    try:
+        write_marker(directory, replace(marker, deleted_store=DeletedStore(step=step, when=when)))
+    except OSError as error:
+        raise EnvironmentFailure(
+            f"nothing was deleted: {directory} cannot be written, where it would be recorded: {error.strerror}",
+            "make it writable and run this again",
+        ) from error
+
+
+def forget_deleted_store(config: RunConfig) -> None:
+    """Record that the run has a store again. Never raises: while the store is there, the record does not count."""
+    marker = read_marker(config.output_dir)
+    if marker is not None and marker.deleted_store is not None:
+        with suppress(OSError):
+            write_marker(config.output_dir, replace(marker, deleted_store=None))
+
+
+def _hint_for_deleted(config: RunConfig) -> str | None:
+    """What can be done without the store that the user had deleted; None if it was not."""
+    if deleted_store(config) is None:
+        return None
+    marker, words = read_marker(config.output_dir), []
+    if any(os.path.lexists(path / DATA_FILE_NAME) for path in config.storage.paths):
+        words.append("files of it are left: `ratel clean CONFIG --store` deletes them")
+    if marker is not None and marker.step is not None:
+        words.append(f"the exported model in {config.output_dir} can be used without it")
+    if config.storage.snapshot is not None:
+        words.append("`ratel restore CONFIG` makes it again from its snapshot")
+    return "; ".join([*words, "`ratel finetune CONFIG --resume no` trains from the beginning"])
 
 
 def check_run_output(config: RunConfig, run_files: Iterable[str], *, overwrite: bool) -> None:
@@ -130,11 +186,12 @@ def claim_output(config: RunConfig, run_files: Iterable[str] = ()) -> None:
     marker, own, names = read_marker(directory), own_run_files(directory), frozenset(run_files)
     if is_claimed(config) and names <= own:
         return
-    step, files = (None, ()) if marker is None else (marker.step, marker.files)
+    step, files, deleted = (None, (), None) if marker is None else (marker.step, marker.files, marker.deleted_store)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         listed = tuple(sorted(own | names))
-        write_marker(directory, Marker(run=run, is_run=True, step=step, files=files, run_files=listed))
+        claimed = Marker(run=run, is_run=True, step=step, files=files, run_files=listed, deleted_store=deleted)
+        write_marker(directory, claimed)
     except OSError as error:
         raise EnvironmentFailure(
             f"output_dir: {directory} cannot be written: {error.strerror}", "set output_dir to another directory"
@@ -205,8 +262,8 @@ def reject_overlap(output_dir: Path, base_dir: Path, *, option: str = "output_di
         raise BadInput(f"{option}: the base model, {base_dir}, or a file of it is inside {output_dir}", hint)
 
 
-def reject_lost_store(config: RunConfig, place: str) -> None:
-    """Raise BadInput if the run has left a model or steps in its output directory. There is no store in `place`."""
+def reject_lost_store(config: RunConfig) -> None:
+    """Raise BadInput if the run, whose store is not there, has left a model or steps in its output directory."""
     directory = config.output_dir
     marker, metrics = read_marker(directory), run_directory(directory) / METRICS_NAME
     if marker is not None and marker.step is not None:
@@ -217,7 +274,7 @@ def reject_lost_store(config: RunConfig, place: str) -> None:
         return
     restore = "`ratel restore CONFIG` brings a store back from its snapshot; "
     raise BadInput(
-        f"{found}, but its store is gone: there is none in {place}",
+        f"{found}, but its store is gone: {missing_store(config)}",
         "choose another output_dir to train from the beginning; "
         + (restore if config.storage.snapshot is not None else "")
         + "--resume no starts over here, and replaces what the run has left",

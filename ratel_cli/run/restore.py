@@ -23,6 +23,7 @@ from ratel_cli.hardware.drives import measure_drives
 from ratel_cli.io.files import nearest_existing
 from ratel_cli.run.base_model import check_model, prepare_process, read_base
 from ratel_cli.run.context import RunContext, open_context
+from ratel_cli.run.output import forget_deleted_store
 from ratel_cli.run.settings import new_geometry, place_of
 from ratel_cli.run.store import prepare_store, reject_restoring_over_other_run
 from ratel_cli.store.copy import copy_generation
@@ -50,6 +51,7 @@ def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog)
             with context.bar("copying the snapshot", snapshot.slot_bytes) as advance:
                 copy_generation(snapshot.current(), store.shadow(), context.pool, progress=advance)
             store.commit_import(snapshot.progress)
+        forget_deleted_store(config)
         return snapshot.progress.step
 
 

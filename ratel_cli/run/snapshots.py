@@ -18,9 +18,8 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.report.run import snapshot_line
 from ratel_cli.run.context import RunContext
-from ratel_cli.run.output import is_of_other_run
+from ratel_cli.run.output import is_of_other_run, missing_store
 from ratel_cli.run.run_directory import recorded_config
-from ratel_cli.run.settings import place_of
 from ratel_cli.run.space import SNAPSHOT_SLOTS, Space
 from ratel_cli.run.store import describe_store, prepare_store, reject_replacing
 from ratel_cli.store.layout import Geometry
@@ -55,7 +54,7 @@ def find_snapshot(
         return None
     if not has_store:
         raise BadInput(
-            f"there is a snapshot in {wanted.path}, but no store in {place_of(config)}",
+            f"there is a snapshot in {wanted.path}, but {missing_store(config)}",
             "restore the store with `ratel restore CONFIG`, or start over with --resume no, which replaces the "
             "snapshot, too",
         )

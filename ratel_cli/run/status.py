@@ -19,7 +19,7 @@ from ratel_cli.console import RunLog
 from ratel_cli.errors import RatelError
 from ratel_cli.model.marker import Marker, read_marker
 from ratel_cli.report.status import RunState, RunStatus
-from ratel_cli.run.output import has_own_store
+from ratel_cli.run.output import deleted_store, has_own_store
 from ratel_cli.run.run_directory import METRICS_NAME, find_run, is_output_of_run, run_directory
 from ratel_cli.store.lock import DATA_FILE_NAME, StoreUse, find_use
 from ratel_cli.store.open import stored_step
@@ -56,7 +56,8 @@ def status_of(config: RunConfig) -> RunStatus:
     facts, marker = read_facts(run_dir), read_marker(directory)
     paths = store_paths(config)
     use = StoreUse(is_locked=False, pid=None) if paths is None else find_use(paths[0])
-    committed_step = None if paths is None else stored_step(paths)
+    deleted = deleted_store(config)
+    committed_step = stored_step(paths) if paths is not None else deleted.step if deleted is not None else None
     is_training = use.is_locked and facts is not None and facts.pid == use.pid
     history, problem = _history(run_dir / METRICS_NAME)
     if committed_step is not None and not is_training:
@@ -78,6 +79,7 @@ def status_of(config: RunConfig) -> RunStatus:
         seconds_left=None if num_steps is None or seconds is None else max(0, num_steps - step) * seconds,
         last_step_at=_modified(run_dir / METRICS_NAME) if steps else None,
         store_bytes=_sizes(path / DATA_FILE_NAME for path in paths or ()),
+        store_deleted=deleted is not None,
         output_bytes=_bytes_in(directory),
         pid=use.pid if use.is_locked else None,
         problem=problem,

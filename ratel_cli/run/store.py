@@ -22,7 +22,14 @@ from ratel_cli.run.branch import DECIDES_THE_STATE, Branch, beginning
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs import Inputs, changed_settings
 from ratel_cli.run.origin import write_origin
-from ratel_cli.run.output import other_owner, own_output
+from ratel_cli.run.output import (
+    deleted_store,
+    forget_deleted_store,
+    missing_store,
+    no_store,
+    other_owner,
+    own_output,
+)
 from ratel_cli.run.run_directory import CONFIG_NAME, decay_of, default_store, recorded_decay, run_directory, same_places
 from ratel_cli.run.settings import (
     DECIDES_THE_LENGTH,
@@ -65,6 +72,8 @@ def find_store(
         reject_replacing(config, paths, identity)
         _reject_replacing_result(config)
     if resume != "no" and Store.exists(paths):
+        if deleted_store(config) is not None:
+            raise no_store(config)  # deleting it was interrupted
         try:
             store = context.open_store(paths, identity=identity)
         except StoreMismatch as error:
@@ -75,7 +84,7 @@ def find_store(
         _check_fits(store, config, resume)
         return store
     if resume not in ("auto", "no"):
-        raise BadInput(f"there is no saved step {resume}: there is no store in {place_of(config)}")
+        raise BadInput(f"there is no saved step {resume}: {missing_store(config)}")
     return None
 
 
@@ -230,6 +239,7 @@ def resume_store(context: RunContext, store: Store, *, resume: str) -> None:
             store.rewind(int(resume))
     context.pool.trim()
     hand_over(context.config.storage.paths, own_output(context.config))
+    forget_deleted_store(context.config)
     if store.progress.step:
         context.log.say(f"resuming from step {store.progress.step}")
 
@@ -251,6 +261,7 @@ def make_store(
     geometry = new_geometry(context.config, spec.block_elements, weights=weights)
     paths = context.config.storage.paths
     store = prepare_store(context, paths, geometry, identity=identity, overwrite=resume == "no")
+    forget_deleted_store(context.config)
     write_origin(context.config, None if branch is None else branch.record)
     if branch is not None:
         branch.copy_into(store, context)

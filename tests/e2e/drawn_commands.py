@@ -158,7 +158,7 @@ def _data(draw: _Draw) -> list[str]:
 
 
 def _clean(draw: _Draw) -> list[str]:
-    return [str(draw.run), *draw.one_of([], ["--yes"], ["--yes", "--output"])]
+    return [str(draw.run), *draw.one_of([], ["--yes"], ["--yes", "--store"], ["--yes", "--output"])]
 
 
 def _status(draw: _Draw) -> list[str]:

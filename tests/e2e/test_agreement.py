@@ -355,7 +355,8 @@ NOT_ASKED: Mapping[str, str] = {
     "storage.snapshot.path: {failure.message}": "adds the key to what opening a store says",
     "no model was trained with this config": "of commands about finished runs",
     "the store in {directory} was made for another model": "of commands about finished runs",
-    "run/output.py|there is no store in": "of commands about finished runs",
+    "run/output.py|{missing_store(config)}": "of commands about finished runs",
+    "nothing was deleted": "of clean",
     "belongs to the run in": "of commands about finished runs",
     "is not saved in the store": "of commands about finished runs",
     # What the config, which is read first, says in other words.

@@ -196,7 +196,7 @@ def test_a_run_without_its_store(make_config: MakeConfig) -> None:
     succeed(first)
     shutil.rmtree(store_of(first).parent)
     ended = finetune(branch, "--from", str(output_of(first)))
-    assert_rejected(ended, 2, f"--from {output_of(first)}: that run has no store in ")
+    assert_rejected(ended, 2, f"--from {output_of(first)}: there is no store in ")
     assert "hint: to train its exported model, set base_model to the directory of the export" in ended.stderr
 
 

@@ -65,7 +65,7 @@ def test_every_command_finds_the_run(started: Path, monkeypatch: pytest.MonkeyPa
     assert str(started / STORE) in assert_ok("finetune", "../outputs/a", "max_steps=3")
     monkeypatch.chdir(started)
     shown = assert_ok("finetune", "run.yaml", "max_steps=4")
-    assert f"remains in {STORE}; `ratel clean {OUTPUT}`" in shown and "resuming from step 3" in shown
+    assert f"remains in {STORE}; `ratel clean {OUTPUT} --store`" in shown and "resuming from step 3" in shown
     monkeypatch.chdir(started / OUTPUT)
     assert_ok("finetune", ".", "max_steps=5")
     assert recorded(started / OUTPUT) == before.replace("max_steps: 1", "max_steps: 5")
@@ -172,7 +172,7 @@ def test_a_copy_of_an_output_does_not_train_the_store(started: Path) -> None:
     assert f"`ratel finetune {started / OUTPUT}`" in ended.stderr
     hinted = ended.stderr.partition("or add `")[2].partition("`")[0].split()
     shown = assert_ok("finetune", copy, "max_steps=2", *hinted)
-    assert "remains in outputs/copy.store; `ratel clean outputs/copy`" in shown
+    assert "remains in outputs/copy.store; `ratel clean outputs/copy --store`" in shown
     assert (OUTPUT / "run" / "metrics.jsonl").read_text().count("\n") == 1
     assert_ok("finetune", started / OUTPUT, "max_steps=3")
     assert_ok("clean", "outputs/copy", "--yes")

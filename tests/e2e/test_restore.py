@@ -118,7 +118,7 @@ def test_a_killed_run_whose_store_is_lost(tmp_path: Path, base: Path, rows: Path
     process.kill()
     wait(process)
     shutil.rmtree(store_of(config).parent)
-    assert_rejected(finetune(config), 2, f"there is a snapshot in {snapshot_of(config)}, but no store in")
+    assert_rejected(finetune(config), 2, f"there is a snapshot in {snapshot_of(config)}, but there is no store in")
     ended = ratel("restore", config)
     assert ended.code == 0, ended.stderr
     step = committed_step(snapshot_of(config))
@@ -304,7 +304,7 @@ def test_a_snapshot_without_a_record_belongs_to_the_run_with_its_settings(
     storage = {"engine": "threads", "snapshot": {"path": str(snapshot_of(copied)), "every": 1}}
     other = make_config("other", **{**CHANGES, "max_steps": 1, "seed": 7, "storage": storage})
     before = file_hash(snapshot_of(copied) / "ratel.store")
-    assert_rejected(finetune(other), 2, "there is a snapshot in", "but no store in")
+    assert_rejected(finetune(other), 2, "there is a snapshot in", "but there is no store in")
     succeed(other, "storage.snapshot.path=" + str(other.parent / "own"))
     assert_rejected(
         finetune(other), 2, "storage.snapshot.path: the settings changed since the store in", "config_hash was"
