@@ -220,7 +220,7 @@ def _report_usage_error(error: TyperException) -> None:
     context = getattr(error, "ctx", None)
     command = "ratel" if context is None else context.command_path
     hint = f"see {command} --help"
-    takes_keys = context is not None and any(each.name == "overrides" for each in context.command.params)
+    takes_keys = context is not None and any("KEY=VALUE" in str(each.metavar) for each in context.command.params)
     if "No such option" in message and takes_keys:
         hint = f"keys of the config are set without dashes: learning_rate=1e-5; {hint}"
     _report(message[:1].lower() + message[1:], hint)

@@ -1,7 +1,7 @@
-"""`ratel generate RUN|DIR PROMPT`: what a model adds to prompts.
+"""`ratel generate RUN|DIR PROMPT...`: what a model adds to prompts.
 
 The texts go to stdout, everything else to stderr. Invariant: nothing heavy is imported before the path is known to name
-a model.
+a model, and torch not before the prompts are read.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from ratel_cli.run.named_model import find_model
 
 _OPTIONS = {"temperature": "--temperature", "max_new_tokens": "--max-new-tokens", "step": "--step"}
 """What people write as keys of the config, and is an option."""
+_STDIN = "-"
+_HINT = 'write it after the model: ratel generate DIR "..."; or name a file with --prompts, or stdin with -'
 
 
 def run(
     path: Path,
-    prompt: str | None,
-    overrides: Sequence[str],
+    arguments: Sequence[str],
     prompts_file: Path | None,
     *,
     max_new_tokens: int,
@@ -33,16 +34,11 @@ def run(
     step: int | None,
     as_json: bool,
 ) -> None:
-    """Print what the model that `path` names adds to each prompt. Raises RatelError."""
-    if prompts_file is not None and prompt is not None:
-        if not is_override(prompt):
-            raise BadInput("arguments 'PROMPT' and '--prompts': both name prompts", "leave out one of them")
-        overrides, prompt = [prompt, *overrides], None  # the prompts are in the file, so this is a key
-    if prompts_file is None and not (prompt or "").strip():
-        raise BadInput(
-            "there is no prompt" if prompt is None else "the prompt is empty",
-            'write it after the model: ratel generate DIR "..."; or name a file with --prompts',
-        )
+    """Print what the model that `path` names adds to each prompt. `arguments`: prompts, and keys of the config.
+
+    Raises RatelError.
+    """
+    texts, overrides = _divided(arguments, has_file=prompts_file is not None)
     for override in overrides:
         name, _, value = override.partition("=")
         option = _OPTIONS.get(name.strip())
@@ -50,11 +46,15 @@ def run(
             raise BadInput(f"argument '{override}': this is no key of a config", f"write {option} {value.strip()}")
     log = RunLog()
     named = find_model(path, log, overrides)
+    from ratel_cli.data.prompts import read_prompts
+
+    if texts == [_STDIN]:
+        prompts_file = Path(_STDIN)
+    prompts = list(texts) if prompts_file is None else read_prompts(prompts_file)
     from ratel_cli.run.generate import GenerationRequest, generate
 
     request = GenerationRequest(
-        prompt=prompt,
-        prompts_file=prompts_file,
+        prompts=tuple(prompts),
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         raw=raw,
@@ -68,3 +68,24 @@ def run(
         for line in completion_lines(found):
             page.say(line)
     log.say(cost_line(found))
+
+
+def _divided(arguments: Sequence[str], *, has_file: bool) -> tuple[list[str], list[str]]:
+    """The prompts among the arguments, and those that change the config. `has_file`: a file has the prompts.
+
+    If all look like `KEY=VALUE`, and no file has the prompts, the first is one. Raises BadInput.
+    """
+    texts = [each for each in arguments if not is_override(each)]
+    others = [each for each in arguments if is_override(each)]
+    if not texts and not has_file:
+        texts, others = others[:1], others[1:]
+    if has_file and texts:
+        raise BadInput("arguments 'PROMPT' and '--prompts': both name prompts", "leave out one of them")
+    if _STDIN in texts and len(texts) > 1:
+        raise BadInput("arguments 'PROMPT' and '-': both name prompts", "leave out one of them")
+    if not has_file and not texts:
+        raise BadInput("there is no prompt", _HINT)
+    for number, text in enumerate(texts, start=1):
+        if not text.strip():
+            raise BadInput("the prompt is empty" if len(texts) == 1 else f"prompt {number} is empty", _HINT)
+    return texts, others

@@ -66,25 +66,26 @@ def evaluate(
 
 
 @commands.command(
-    help="Print what a model adds to a prompt, or to many prompts. One block of the model is in memory at a time.",
-    epilog='Example: ratel generate outputs/my-run "Why is the sky blue?" --max-new-tokens 64',
+    help="Print what a model adds to one or more prompts. One block of the model is in memory at a time.",
+    epilog='Example: ratel generate outputs/my-run "Why is the sky blue?" "And the sea?" --max-new-tokens 64',
 )
 def generate(
     run: ModelArgument,
-    prompt: Annotated[
-        str | None,
+    texts: Annotated[
+        list[str] | None,
         typer.Argument(
-            metavar="PROMPT",
-            help="The text to answer; without a chat template, or with --raw, the text to continue.",
+            metavar="PROMPT|-|KEY=VALUE",
+            help="Texts to answer; without a chat template, or with --raw, texts to continue. - reads them from stdin, "
+            "as from FILE. KEY=VALUE arguments change the config.",
             show_default=False,
         ),
     ] = None,
-    overrides: Overrides = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A file with prompts: a line each, or in .jsonl a row each with `prompt` or `messages`.",
+            help="A file with prompts: a line each, or in .jsonl a row each with `prompt` or `messages`. "
+            "All arguments are KEY=VALUE then.",
             show_default=False,
         ),
     ] = None,
@@ -103,8 +104,7 @@ def generate(
 
     command.run(
         run,
-        prompt,
-        overrides or [],
+        texts or [],
         prompts,
         max_new_tokens=max_new_tokens,
         temperature=temperature,

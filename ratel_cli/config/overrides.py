@@ -24,9 +24,9 @@ _FORM = "write key=value, for example learning_rate=1e-4"
 
 
 def is_override(argument: str) -> bool:
-    """Whether an argument looks like `key=value`: what is before the sign could be a key."""
+    """Whether an argument looks like `key=value`: what is before the sign could be a key, perhaps with dashes."""
     key, equals, _ = argument.partition("=")
-    return bool(equals) and all(part.isidentifier() or part.isdigit() for part in key.split("."))
+    return bool(equals) and all(part.isidentifier() or part.isdigit() for part in key.replace("-", "_").split("."))
 
 
 def apply_override(root: Marked, argument: str, number: int, dialect: Dialect) -> None:

@@ -1,4 +1,4 @@
-"""Prompts: from a text, a conversation or the lines of a file to the token ids that a model continues.
+"""Prompts: from a text, a conversation or the lines of a file or of stdin to the token ids that a model continues.
 
 Invariant: the ids are those that stand before an answer in training: of a text with the tokenizer's opening tokens, and
 of a conversation as the chat template renders it, with the prompt for the next turn.
@@ -7,6 +7,7 @@ of a conversation as the chat template renders it, with the prompt for the next 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
@@ -24,6 +25,9 @@ from ratel_cli.units import MIB, format_bytes
 _MOST_BYTES = 64 * MIB
 """The most bytes of a file with prompts, so that none can fill the memory."""
 
+STDIN = Path("-")
+"""What names stdin where a file is expected. A file of this name is `./-`."""
+
 Prompt = str | list[ChatMessage]
 """A text, or a conversation."""
 
@@ -31,24 +35,25 @@ Prompt = str | list[ChatMessage]
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of a file: of `.jsonl` a row each, with `prompt` or `messages`; of other files a line each.
 
-    The file may be compressed. Empty lines are skipped. Raises BadInput if the file cannot be read, or a row is no
-    prompt.
+    `STDIN` counts as `.jsonl` if its first line is a JSON object. The file may be compressed. Empty lines are skipped.
+    Raises BadInput if the file cannot be read, or a row is no prompt.
     """
+    name = "stdin" if path == STDIN else str(path)
     try:
-        with open_to_read(path) as file:
-            content = file.read(_MOST_BYTES + 1)
+        content = _content(path)
         if len(content) > _MOST_BYTES:
-            raise BadInput(f"{path}: larger than {format_bytes(_MOST_BYTES)}", "give the prompts in several files")
+            raise BadInput(f"{name}: larger than {format_bytes(_MOST_BYTES)}", "give the prompts in several files")
         lines = content.decode("utf-8").split("\n")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise BadInput(f"{path}: cannot be read: {reason}") from error
+        raise BadInput(f"{name}: cannot be read: {reason}") from error
     kept = [(number, line.rstrip("\r")) for number, line in enumerate(lines, start=1) if line.strip()]
     if not kept:
-        raise BadInput(f"{path}: there are no prompts: the file has no line with text")
-    if uncompressed_name(path).suffix != ".jsonl":
+        raise BadInput(f"{name}: there are no prompts: it has no line with text")
+    has_rows = _is_object(kept[0][1]) if path == STDIN else uncompressed_name(path).suffix == ".jsonl"
+    if not has_rows:
         return [line for _, line in kept]
-    return [_of_row(line, f"{path}:{number}") for number, line in kept]
+    return [_of_row(line, f"{name}:{number}") for number, line in kept]
 
 
 def encode_prompts(
@@ -74,6 +79,21 @@ def encode_prompts(
         if not each:
             raise BadInput(f"prompt {number} has no tokens")
     return ids
+
+
+def _content(path: Path) -> bytes:
+    """The first bytes, one more than may be. Raises OSError."""
+    if path != STDIN:
+        with open_to_read(path) as file:
+            return file.read(_MOST_BYTES + 1)
+    return b"" if sys.stdin is None else sys.stdin.buffer.read(_MOST_BYTES + 1)  # None: it was closed
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _of_row(line: str, place: str) -> Prompt:

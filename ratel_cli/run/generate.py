@@ -12,15 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 from time import perf_counter
-from typing import cast
 
 import torch
 from transformers import GenerationConfig, PretrainedConfig
 
 from ratel_cli.console import RunLog
-from ratel_cli.data.prompts import Prompt, encode_prompts, read_prompts
+from ratel_cli.data.prompts import Prompt, encode_prompts
 from ratel_cli.data.tokenizer import Tokenizer
 from ratel_cli.engine.build import open_device
 from ratel_cli.engine.telemetry import Timeline
@@ -58,9 +56,7 @@ _LOGITS_COPIES = 4
 class GenerationRequest:
     """What to generate, and how."""
 
-    prompt: str | None
-    prompts_file: Path | None
-    """A file with prompts, instead of `prompt`."""
+    prompts: tuple[Prompt, ...]
     max_new_tokens: int
     temperature: float
     """0: always the likeliest token."""
@@ -75,7 +71,6 @@ def generate(named: NamedModel, request: GenerationRequest, log: RunLog) -> Comp
     prepare_process()
     config = completed(named)
     device = compute_device(config.device)
-    prompts = [request.prompt] if request.prompts_file is None else read_prompts(request.prompts_file)
     with (
         determinism(config.deterministic, device, notice=log.notice),
         open_context(config, log, device=device) as context,
@@ -83,17 +78,16 @@ def generate(named: NamedModel, request: GenerationRequest, log: RunLog) -> Comp
         streamed = open_streamed(context, named, request.step)
         base = streamed.base
         tokenizer = read_fitting_tokenizer(config, base, log)
-        ids = encode_prompts(tokenizer, cast(list[Prompt], prompts), raw=request.raw, notice=log.notice)
+        ids = encode_prompts(tokenizer, request.prompts, raw=request.raw, notice=log.notice)
         _check_lengths(ids, request, base, log)
         context.listen()
-        return _generate(context, streamed, tokenizer, cast(list[Prompt], prompts), ids, request)
+        return _generate(context, streamed, tokenizer, ids, request)
 
 
 def _generate(
     context: RunContext,
     streamed: StreamedModel,
     tokenizer: Tokenizer,
-    prompts: Sequence[Prompt],
     ids: Sequence[list[int]],
     request: GenerationRequest,
 ) -> Completions:
@@ -132,7 +126,7 @@ def _generate(
                 num_prompt_tokens=len(each),
                 token_ids=tuple(new),
             )
-            for prompt, each, new in zip(prompts, ids, found, strict=True)
+            for prompt, each, new in zip(request.prompts, ids, found, strict=True)
         ),
         batch_size=min(batch_size, len(ids)),
         num_passes=num_passes,

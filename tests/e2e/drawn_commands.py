@@ -141,7 +141,7 @@ def _eval(draw: _Draw) -> list[str]:
 
 
 def _generate(draw: _Draw) -> list[str]:
-    prompts = draw.one_of(["What?"], ["--prompts", draw.tree.mine / "prompts.txt"])
+    prompts = draw.one_of(["What?"], ["What?", "And?"], ["--prompts", draw.tree.mine / "prompts.txt"])
     how = [*draw.maybe("--temperature", 1), *draw.one_of(["--raw"], ["--raw"], []), "--max-new-tokens", "2"]
     return [str(draw.model), *prompts, *draw.one_of([], draw.changes()), *how, *draw.step, *draw.json]
 

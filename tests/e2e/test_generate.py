@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import sys
 from collections.abc import Sequence
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import cast
 
@@ -72,6 +74,44 @@ def test_a_directory_and_texts_without_the_template(base: Path, tied_base: Path,
     for directory in (base, tied_base):
         assert texts_of(generated(directory, "--raw", "--prompts", questions)) == whole_texts(directory, QUESTIONS)
     assert texts_of(generated(base, "--prompts", questions)) == whole_texts(base, CHATS)
+
+
+def test_prompts_as_arguments(base: Path) -> None:
+    """What looks like a key changes the config, wherever it stands; alone it is the prompt."""
+    wanted = whole_texts(base, CHATS)
+    found = generated(base, QUESTIONS[0], "seed=7", *QUESTIONS[1:], "limits.host_memory=4GiB")
+    assert (texts_of(found), found["batch_size"]) == (wanted, 3)
+    assert texts_of(generated(base, "seed=7")) == whole_texts(base, ["<|user|>seed=7<|assistant|>"])
+    for argument in ("learning_rte=1", "learning-rte=1"):
+        assert_rejected(ratel("generate", base, argument, QUESTIONS[0]), 2, "unknown key", argument.partition("=")[0])
+
+
+@pytest.mark.parametrize("as_rows", [False, True])
+def test_prompts_from_stdin(base: Path, as_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [json.dumps({"prompt": each}) for each in QUESTIONS] if as_rows else QUESTIONS
+    give(monkeypatch, "\n".join(["", *lines, " ", ""]).encode())
+    assert texts_of(generated(base, "-", "seed=7")) == whole_texts(base, CHATS)
+
+
+def test_wrong_prompts_from_stdin(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for content, reason in (
+        (b"", "stdin: there are no prompts"),
+        (b" \n", "stdin: there are no prompts"),
+        (b"\xff", "stdin: cannot be read: it is not UTF-8 text"),
+        (b'{"prompt": "a"}\n{', "stdin:2: not valid JSON"),
+        (b'{"text": "a"}', "stdin:1: no prompt"),
+        (b"a" * ((64 << 20) + 1), "stdin: larger than 64.0 MiB"),
+    ):
+        give(monkeypatch, content)
+        assert_rejected(ratel("generate", base, "-"), 2, reason)
+    monkeypatch.setattr(sys, "stdin", None)
+    assert_rejected(ratel("generate", base, "-"), 2, "stdin: there are no prompts")
+    assert_rejected(ratel("generate", base, "-", "a"), 2, "arguments 'PROMPT' and '-': both name prompts")
+
+
+def give(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    """The next command has this on its stdin."""
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(content)))
 
 
 def test_rows_with_prompts_and_conversations(base: Path, tmp_path: Path) -> None:
@@ -144,6 +184,8 @@ def test_wrong_prompts(base: Path, tmp_path: Path) -> None:
     assert_rejected(ended, 2, "'temperature=0.7': this is no key of a config")
     assert "hint: write --temperature 0.7" in ended.stderr
     assert_rejected(ratel("generate", base, " \n"), 2, "the prompt is empty")
+    assert_rejected(ratel("generate", base, "a", ""), 2, "prompt 2 is empty")
+    assert_rejected(ratel("generate", base, "a", "--prompts", tmp_path), 2, "'PROMPT' and '--prompts': both name")
     assert_rejected(ratel("generate", base, "--prompts", tmp_path / "none.txt"), 2, "none.txt: cannot be read")
     (tmp_path / "empty.txt").write_text("\n \n")
     assert_rejected(ratel("generate", base, "--prompts", tmp_path / "empty.txt"), 2, "there are no prompts")
