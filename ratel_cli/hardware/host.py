@@ -5,11 +5,11 @@ Linux only. Invariant: nothing is cached, each call reports the current state; a
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,6 @@ _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 _SYSTEM_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _M_MMAP_THRESHOLD = -3
 _MMAP_THRESHOLD_BYTES = 4 << 20
-_LEAST_MMAP_THRESHOLD_BYTES = 128 << 10
 
 
 def processor_name(proc: Path = _PROC) -> str:
@@ -81,6 +80,17 @@ def resident_bytes() -> int:
     return int((_PROC / "self" / "statm").read_text().split()[1]) * _SYSTEM_PAGE_BYTES
 
 
+def kept_bytes() -> int:
+    """Main memory that this process uses now, once malloc has returned to the system what lies free in its heap.
+
+    A plan begins with it. What lies free differs between two runs of one command by 30 MiB and more, with what they
+    happened to free first.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
+    return resident_bytes()
+
+
 def peak_resident_bytes() -> int:
     """The most main memory that this process has used at any time."""
     return _counters(_PROC / "self" / "status")["VmHWM:"] * 1024
@@ -94,29 +104,8 @@ def return_freed_memory() -> None:
     % of the CPU time of a layer of that size (2-core Xeon with AMX, 2026-11). A bound of 1 MiB saved 3 % more memory
     and cost 3 %.
     """
-    _return_from(_MMAP_THRESHOLD_BYTES)
-
-
-@contextmanager
-def returning_small_buffers() -> Iterator[None]:
-    """A context in which malloc also returns freed buffers from 128 KiB on; afterwards those that
-    `return_freed_memory` names.
-
-    For code that allocates buffers only to drop them, and keeps small objects that it makes meanwhile: buffers would
-    leave gaps between these, which anything may fill later, a little at a time.
-    """
-    _return_from(_LEAST_MMAP_THRESHOLD_BYTES)
-    try:
-        yield
-    finally:
-        _return_from(_MMAP_THRESHOLD_BYTES)
-
-
-def _return_from(num_bytes: int) -> None:
-    try:
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, num_bytes)
-    except (OSError, AttributeError):
-        return  # not glibc
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

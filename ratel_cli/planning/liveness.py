@@ -12,7 +12,9 @@ Invariant: everything that is needed was run or fetched. The values of everythin
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+from bisect import bisect_left
+from collections import ChainMap, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -56,3 +58,84 @@ def decide(operators: Sequence[Recorded], saved: Collection[int], swapped: Colle
         decisions.append(Decision.EXEC if is_alive or not operator.can_be_skipped else Decision.DEAD)
     decisions.reverse()
     return decisions
+
+
+class Liveness:
+    """Which operators are alive while one output after the other is swapped: what `decide` says of all swaps so far.
+
+    An operator is needed as long as the last reader of what it wrote comes after it. So a swap is followed from last
+    reader to last reader, and costs no more than what it frees. A layer may have thousands of operators.
+    """
+
+    def __init__(self, operators: Sequence[Recorded], saved: Collection[int]) -> None:
+        self._operators, self._saved = operators, frozenset(saved)
+        self._alive = set[int]()
+        self._run = set[int]()
+        """Those alive that are not swapped, so what they read is needed."""
+        self._readers, self._writers = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+        """Positions by storage, the first one first. Those that do not run read nothing."""
+        self._last = dict[int, int]()
+        """The last reader of each storage; -1 where it has none any more."""
+        for position in range(len(operators) - 1, -1, -1):
+            operator = operators[position]
+            if self._is_needed(position, self._last):
+                self._alive.add(position)
+                for storage in set(operator.reads):
+                    self._readers[storage].append(position)
+                    self._last.setdefault(storage, position)
+            for storage in set(operator.writes):
+                self._writers[storage].append(position)
+        self._run |= self._alive
+        for positions in self._readers.values():
+            positions.reverse()
+
+    def is_run(self, position: int) -> bool:
+        """Whether something needs what the operator wrote, and its output is not swapped."""
+        return position in self._run
+
+    def freed_by(self, position: int) -> list[int]:
+        """The others alive that nothing would need any more if the output of this one, which is run, were swapped."""
+        return self._follow(position)[0]
+
+    def swap(self, position: int) -> None:
+        """Swap the output of an operator that is run and can be skipped."""
+        freed, last = self._follow(position)
+        self._alive.difference_update(freed)
+        self._run.difference_update([position, *freed])
+        self._last |= last
+
+    def _follow(self, swapped: int) -> tuple[list[int], dict[int, int]]:
+        """What a swap frees, and the last readers that change with it."""
+        freed, last = list[int](), dict[int, int]()
+        gone, waiting = {swapped}, [swapped]
+        while waiting:
+            reader = waiting.pop()
+            for storage in set(self._operators[reader].reads):
+                if last.get(storage, self._last[storage]) != reader:
+                    continue  # a later one reads it, or has gone already and left it behind
+                last[storage] = self._reader_before(storage, reader, gone)
+                for writer in self._writers[storage]:
+                    if (
+                        writer not in self._alive
+                        or writer in gone
+                        or self._is_needed(writer, ChainMap(last, self._last))
+                    ):
+                        continue
+                    gone.add(writer)
+                    freed.append(writer)
+                    if writer in self._run:
+                        waiting.append(writer)
+        return freed, last
+
+    def _reader_before(self, storage: int, reader: int, gone: Collection[int]) -> int:
+        readers = self._readers[storage]
+        for index in range(bisect_left(readers, reader) - 1, -1, -1):
+            if readers[index] in self._run and readers[index] not in gone:
+                return readers[index]
+        return -1
+
+    def _is_needed(self, position: int, last: Mapping[int, int]) -> bool:
+        operator = self._operators[position]
+        return operator.is_needed or any(
+            storage in self._saved or last.get(storage, -1) > position for storage in operator.writes
+        )

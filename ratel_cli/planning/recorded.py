@@ -8,14 +8,14 @@ nor any operator that only it needed. Candidates are chosen one by one, each tim
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from ratel_cli.model.spec import ModelSpec
 from ratel_cli.planning.activations import input_bytes
 from ratel_cli.planning.analytic import head_flops
-from ratel_cli.planning.liveness import Decision, Recorded, decide
+from ratel_cli.planning.liveness import Decision, Liveness, Recorded, decide
 from ratel_cli.planning.model_profile import LayerProfile, ModelProfile, SwapCandidate
 from ratel_cli.planning.placement import StateBytes, Workload
 
@@ -130,7 +130,7 @@ def _typical(alike: Sequence[UnitRecord]) -> UnitRecord:
 def _layer_profile(
     unit: UnitRecord, *, forward_seconds: float, backward_seconds: float, input_bytes: int, estimate: LayerProfile
 ) -> LayerProfile:
-    again = _recomputation(unit)
+    flops_again, seconds_again = _recomputation(unit)
     more_saved_bytes = unit.saved_bytes - (estimate.saved_bytes - estimate.input_bytes)
     flops = sum(operator.flops for operator in unit.operators)
     flops_share = flops / max(1, estimate.flops_forward)
@@ -144,16 +144,16 @@ def _layer_profile(
         replay_bytes=unit.replay_bytes,
         replay_held_bytes=unit.replay_held_bytes,
         flops_forward=flops,
-        flops_recomputed=again.flops,
+        flops_recomputed=flops_again,
         candidates=tuple(_candidates(unit)),
         rests=tuple(
             replace(rest, num_bytes=rest.num_bytes + max(0, more_saved_bytes), flops=int(rest.flops * flops_share))
             for rest in estimate.rests
         ),
         forward_seconds=forward_seconds,
-        recomputed_seconds=again.seconds,
+        recomputed_seconds=seconds_again,
         # An operator may take longer in forward, where its pages are new, than when it is run again.
-        backward_seconds=max(0.0, backward_seconds - again.seconds),
+        backward_seconds=max(0.0, backward_seconds - seconds_again),
     )
 
 
@@ -164,77 +164,72 @@ def _candidates(unit: UnitRecord) -> list[SwapCandidate]:
     where two outputs need something that is not available. So the first output that still saves more than the heap's
     next one is taken.
     """
-    chosen: set[int] = set()
+    operators, liveness = unit.operators, Liveness(unit.operators, unit.saved)
+    least_seconds = _LEAST_SHARE * _recomputation(unit)[1]
     candidates = []
-    left = _recomputation(unit)
-    least_seconds = _LEAST_SHARE * left.seconds
 
-    def saved_by(position: int) -> _Cost:
-        then = _recomputation(unit, chosen | {position})
-        return _Cost(
-            flops=left.flops - then.flops,
-            seconds=left.seconds - then.seconds,
-            offloaded_bytes=left.offloaded_bytes - then.offloaded_bytes,
-            saved_bytes=left.saved_bytes - then.saved_bytes,
-            held_bytes=left.held_bytes - then.held_bytes,
+    def saved_by(position: int) -> _Saving:
+        freed = [position, *liveness.freed_by(position)] if liveness.is_run(position) else []
+        return _Saving(
+            output=operators[position],
+            # Those that cannot be skipped run all the same.
+            not_run=[operators[each] for each in freed if liveness.is_run(each) and operators[each].can_be_skipped],
+            not_offloaded=[operators[each] for each in freed if not liveness.is_run(each)],
         )
 
     heap = [
         (-saved_by(position).seconds / operator.num_bytes, position)
-        for position, operator in enumerate(unit.operators)
+        for position, operator in enumerate(operators)
         if operator.num_bytes and operator.can_be_skipped
     ]
     heapq.heapify(heap)
     while heap:
         _, position = heapq.heappop(heap)
-        operator, saved = unit.operators[position], saved_by(position)
-        if saved.seconds <= least_seconds:
+        saving = saved_by(position)
+        if saving.seconds <= least_seconds:
             continue
-        benefit = saved.seconds / max(1, -saved.offloaded_bytes)
+        candidate = saving.candidate()
+        benefit = saving.seconds / max(1, candidate.num_bytes)
         if heap and benefit < -heap[0][0]:
             heapq.heappush(heap, (-benefit, position))
             continue
-        chosen.add(position)
-        left = _recomputation(unit, chosen)
-        candidates.append(
-            SwapCandidate(
-                operator=operator.name,
-                key=operator.key,
-                num_bytes=-saved.offloaded_bytes,
-                flops=saved.flops,
-                seconds=saved.seconds,
-                saved_bytes=-saved.saved_bytes,
-                held_bytes=-saved.held_bytes,
-            )
-        )
+        liveness.swap(position)
+        candidates.append(candidate)
     return candidates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Cost:
-    """What backward recomputes, and what forward offloads for it."""
+class _Saving:
+    """What swapping one output changes."""
 
-    flops: int
-    seconds: float
-    offloaded_bytes: int
-    saved_bytes: int
-    """Of these, those of outputs that autograd saves."""
-    held_bytes: int
-    """Of these, those that forward is known to have anyway when outputs stay: of operators with FLOPs."""
+    output: OperatorRecord
+    not_run: Sequence[OperatorRecord]
+    """Operators that backward need not run again, its own among them."""
+    not_offloaded: Sequence[OperatorRecord]
+    """Outputs swapped before that only those needed."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(operator.seconds for operator in self.not_run)
+
+    def candidate(self) -> SwapCandidate:
+        return SwapCandidate(
+            operator=self.output.name,
+            key=self.output.key,
+            num_bytes=self._offloaded(lambda operator: operator.num_bytes),
+            flops=sum(operator.flops for operator in self.not_run),
+            seconds=self.seconds,
+            saved_bytes=self._offloaded(lambda operator: operator.saved_bytes),
+            # Forward is known to have the outputs of operators with FLOPs anyway, when outputs stay.
+            held_bytes=self._offloaded(lambda operator: operator.num_bytes if operator.flops else 0),
+        )
+
+    def _offloaded(self, bytes_of: Callable[[OperatorRecord], int]) -> int:
+        return bytes_of(self.output) - sum(map(bytes_of, self.not_offloaded))
 
 
-def _recomputation(unit: UnitRecord, swapped: Collection[int] = ()) -> _Cost:
-    """What backward recomputes when the outputs at the positions `swapped` are swapped, and what that offloads.
-
-    An output that only other swapped outputs need is not offloaded.
-    """
-    decided = list(zip(unit.operators, decide(unit.operators, unit.saved, swapped), strict=True))
-    again = [operator for operator, decision in decided if decision is Decision.EXEC]
-    offloaded = [operator for operator, decision in decided if decision is Decision.SWAP]
-    return _Cost(
-        flops=sum(operator.flops for operator in again),
-        seconds=sum(operator.seconds for operator in again),
-        offloaded_bytes=sum(operator.num_bytes for operator in offloaded),
-        saved_bytes=sum(operator.saved_bytes for operator in offloaded),
-        held_bytes=sum(operator.num_bytes for operator in offloaded if operator.flops),
-    )
+def _recomputation(unit: UnitRecord) -> tuple[int, float]:
+    """FLOPs and seconds of what backward runs again where nothing is swapped."""
+    decisions = decide(unit.operators, unit.saved)
+    again = [each for each, decision in zip(unit.operators, decisions, strict=True) if decision is Decision.EXEC]
+    return sum(operator.flops for operator in again), sum(operator.seconds for operator in again)

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
-from ratel_cli.hardware.host import return_freed_memory, returning_small_buffers
+from ratel_cli.hardware.host import return_freed_memory
 from ratel_cli.json_fields import hash_of
 from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
@@ -70,12 +70,10 @@ def build_base(config: RunConfig) -> Base:
     assert config.base_model is not None
     directory = resolve_base_model(config.base_model)
     whole_config = read_model_config(directory)
-    with returning_small_buffers():  # each parameter is allocated for a moment
-        outer = find_outer(whole_config)
+    outer = find_outer(whole_config)
     model_config = whole_config if outer is None else outer.language_config
     attention = supported_attention(model_config, config.attn_implementation)
-    with returning_small_buffers():
-        skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention)
+    skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention)
     model = find_blocks(skeleton, name=Path(config.base_model).name)
     return Base(
         directory=directory,

@@ -18,7 +18,7 @@ import torch
 
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.hardware.host import default_limit_bytes, resident_bytes
+from ratel_cli.hardware.host import default_limit_bytes, kept_bytes
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.pinning import GpuPinning
 from ratel_cli.io.queue import IoQueue, depth_for, open_queue
@@ -133,4 +133,4 @@ def _open_pool(device: torch.device, limit_bytes: int, *, notice: Callable[[str]
     """
     if device.type == "cpu":
         return BufferPool(limit_bytes)
-    return BufferPool(max(0, limit_bytes - resident_bytes()), pin=GpuPinning(device, notice))
+    return BufferPool(max(0, limit_bytes - kept_bytes()), pin=GpuPinning(device, notice))

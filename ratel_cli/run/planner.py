@@ -20,7 +20,7 @@ from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.telemetry import Span, SpanLabel
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.gpu import gpu_limit
-from ratel_cli.hardware.host import resident_bytes
+from ratel_cli.hardware.host import kept_bytes
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.footprint import measured_traits
@@ -136,7 +136,7 @@ def make_planner(context: RunContext, spec: ModelSpec, hardware: HardwareProfile
         workload=chunked_workload_of(config, spec),
         decisions=decisions,
         hardware=hardware,
-        process_bytes=resident_bytes() + (COPY_BYTES if config.storage.snapshot is not None else 0),
+        process_bytes=kept_bytes() + (COPY_BYTES if config.storage.snapshot is not None else 0),
     )
 
 

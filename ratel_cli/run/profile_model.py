@@ -18,7 +18,7 @@ from ratel_cli.engine.build import open_device
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.hardware.gpu import compute_device, determinism
-from ratel_cli.hardware.host import default_limit_bytes, resident_bytes
+from ratel_cli.hardware.host import default_limit_bytes, kept_bytes
 from ratel_cli.hardware.load import LoadMeter
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.buffers import BufferPool
@@ -90,7 +90,7 @@ def _costs(config: RunConfig, spec: ModelSpec, hardware: HardwareProfile, profil
         state,
         workload,
         holds_gradients=decisions.holds_gradients,
-        process_bytes=resident_bytes(),
+        process_bytes=kept_bytes(),
         overlap=decisions.overlap,
         gpu=None if hardware.link is None else GpuMemory(spec, state, workload, profile),
     )

@@ -12,7 +12,7 @@ from ratel_cli.config.schema import RunConfig
 from ratel_cli.engine.block_reader import BlockReader, BlockSource, FileBlocks, GenerationBlocks, weights_bytes
 from ratel_cli.errors import BadInput, DoesNotFit
 from ratel_cli.hardware.gpu import gpu_limit
-from ratel_cli.hardware.host import resident_bytes
+from ratel_cli.hardware.host import kept_bytes
 from ratel_cli.model.blocks import DecoderModel
 from ratel_cli.model.checkpoint import CheckpointSource, persistent_buffers
 from ratel_cli.model.footprint import measured_traits
@@ -117,7 +117,7 @@ def fit_blocks(
     one, two = (weights_bytes(spec, itemsize, reads_ahead=ahead) for ahead in (False, True))
     on_host = context.device.type == "cpu"
     needs = {
-        "process": resident_bytes(),
+        "process": kept_bytes(),
         "weights": one + streamed.conversion_bytes,
         "working set": RUNTIME_BYTES + (working_bytes + _packed_bytes(spec, itemsize) if on_host else 0),
         "held": least_bytes if on_host else 0,

@@ -171,28 +171,23 @@ print((before - resident_bytes()) >> 20)
         assert freed_mebibytes("no") < 16, "glibc keeps nothing by itself: return_freed_memory has no purpose"
 
 
-def test_small_buffers_leave_no_gaps() -> None:
-    """In a process of its own. Without the context, small objects lie between the gaps that buffers have left."""
+def test_what_lies_free_in_the_heap_is_not_kept() -> None:
+    """In a process of its own. Small objects lie between the gaps that buffers have left."""
     source = """
-import contextlib, ctypes, sys
-from ratel_cli.hardware.host import return_freed_memory, returning_small_buffers
-return_freed_memory()
+import ctypes
+from ratel_cli.hardware.host import kept_bytes, resident_bytes
 libc = ctypes.CDLL(None)
-libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
+libc.malloc.restype = ctypes.c_void_p
 libc.free.argtypes = [ctypes.c_void_p]
-libc.sbrk.argtypes = [ctypes.c_ssize_t]
-before = libc.sbrk(0)
-with returning_small_buffers() if sys.argv[1] == "yes" else contextlib.nullcontext():
-    buffers = [(libc.malloc(2 << 20), libc.malloc(100 << 10))[0] for _ in range(32)]
-    for buffer in buffers:
-        libc.free(buffer)
-print((libc.sbrk(0) - before) >> 20)
+before = kept_bytes()
+buffers = [(libc.malloc(100 << 10), libc.malloc(1 << 10))[0] for _ in range(640)]
+for buffer in buffers:
+    ctypes.memset(buffer, 1, 100 << 10)
+    libc.free(buffer)
+print((resident_bytes() - before) >> 20, (kept_bytes() - before) >> 20)
 """
-
-    def heap_mebibytes(argument: str) -> int:
-        result = subprocess.run([sys.executable, "-c", source, argument], capture_output=True, text=True, check=True)
-        return int(result.stdout)
-
-    assert heap_mebibytes("yes") < 16
+    result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    resident_mebibytes, kept_mebibytes = map(int, result.stdout.split())
+    assert kept_mebibytes < 16
     if platform.libc_ver()[0] == "glibc":
-        assert heap_mebibytes("no") >= 48, "glibc uses the gaps by itself: returning_small_buffers has no purpose"
+        assert resident_mebibytes >= 48, "glibc returns gaps by itself: kept_bytes has no purpose"

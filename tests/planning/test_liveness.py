@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given
 
-from ratel_cli.planning.liveness import Decision, decide
+from ratel_cli.planning.liveness import Decision, Liveness, decide
 from tests.planning.shapes import SEEDS
 from tests.tiers import examples
 
@@ -108,3 +108,43 @@ def test_what_steers_runs_and_needs_what_it_reads() -> None:
 
 def test_nothing_to_decide() -> None:
     assert decide([], saved=[1]) == []
+
+
+@examples(300)
+@given(seed=SEEDS)
+def test_swaps_one_by_one_are_swaps_at_once(seed: int) -> None:
+    """What each swap frees, and what runs after it, is what a decision about all swaps says."""
+    choice = random.Random(seed)
+    operators = by_chance(choice)
+    saved = {storage for operator in operators for storage in operator.writes if choice.random() < 0.3}
+    liveness, swapped = Liveness(operators, saved), set[int]()
+
+    def wanted() -> set[int]:
+        return {position for position in range(len(operators)) if wanted_of(operators, position, saved, swapped)}
+
+    skippable = [position for position, operator in enumerate(operators) if operator.can_be_skipped]
+    for position in choice.sample(skippable, len(skippable)):
+        before = wanted()
+        assert liveness.is_run(position) == (position in before)
+        if position not in before:
+            continue
+        freed = liveness.freed_by(position)
+        liveness.swap(position)
+        swapped.add(position)
+        assert sorted(freed) == sorted(before - wanted())
+        for each in range(len(operators)):
+            assert liveness.is_run(each) == (each in wanted() - swapped)
+
+
+def test_thousands_of_operators_are_swapped_at_once() -> None:
+    """Each reads the one before, and all read one storage."""
+    number = 20_000
+    operators = [Operator((0, position), (position + 1,)) for position in range(number)]
+    liveness = Liveness(operators, range(1, number + 1, 2))
+    freed = 0
+    for position in range(number - 1, -1, -1):
+        if liveness.is_run(position):
+            freed += len(liveness.freed_by(position))
+            liveness.swap(position)
+    assert freed == number // 2 - 1
+    assert not any(map(liveness.is_run, range(number)))
