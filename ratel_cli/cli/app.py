@@ -19,6 +19,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from threading import Timer
 from types import FrameType
 from typing import Annotated, Self
 
@@ -37,6 +38,8 @@ EXIT_INTERRUPTED = 130
 EXIT_OUTPUT_CLOSED = 141
 """128 + SIGPIPE: what a shell reports of a program that this signal ends."""
 EXIT_TERMINATED = 143
+_AGAIN_SECONDS = 0.01
+"""Until a signal is sent again."""
 
 app = typer.Typer(
     name="ratel",
@@ -92,23 +95,46 @@ def _replace_what_cannot_be_shown() -> None:
 
 
 class _Termination(Closing):
-    """While it is open, SIGTERM ends a command as Ctrl-C does. `training.stopping` takes over while a store is used."""
+    """While it is open, SIGTERM ends a command as Ctrl-C does. `training.stopping` takes over while a store is used.
+
+    Where the interpreter cannot raise, as in `__del__`, it prints what was raised and goes on. The command would run to
+    its end, so a signal that comes there is sent again.
+    """
 
     def __init__(self) -> None:
         self.received = False
+        self._again: Timer | None = None
 
     def __enter__(self) -> Self:
+        self._previous_hook = sys.unraisablehook
+        sys.unraisablehook = self._raise_again
         self._previous = signal.signal(signal.SIGTERM, self._interrupt)
         return self
 
     def close(self) -> None:
-        """Install the earlier handler again. Idempotent."""
+        """Install the earlier handlers again. Idempotent."""
+        if self._again is not None:
+            self._again.cancel()
+            self._again.join()
+        sys.unraisablehook = self._previous_hook
         # None: it was not installed from Python, so Python cannot install it again.
         signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
 
     def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
         self.received = True
         raise KeyboardInterrupt
+
+    def _raise_again(self, unraisable: sys.UnraisableHookArgs) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            # By a thread, a little later: here, nothing can be raised either.
+            if self._again is not None:
+                self._again.cancel()
+            self._again = Timer(
+                _AGAIN_SECONDS, os.kill, (os.getpid(), signal.SIGTERM if self.received else signal.SIGINT)
+            )
+            self._again.start()
+        else:
+            self._previous_hook(unraisable)
 
 
 def _run(arguments: Sequence[str] | None) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -122,6 +123,40 @@ def test_sigterm(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
     install(run)
     assert main(["finetune", "a.yaml"]) == 143
     assert capsys.readouterr().err == "Stopped. Run the same command again.\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_is_not_lost_where_nothing_can_be_raised(
+    install: Install, capsys: pytest.CaptureFixture[str], number: int, code: int
+) -> None:
+    class Dying:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), number)
+
+    def run(config_path: Path, overrides: list[str], resume: str, **flags: bool) -> None:
+        for _ in range(3):
+            Dying()
+        time.sleep(60)
+        raise AssertionError("the signal did nothing")
+
+    hook = sys.unraisablehook
+    install(run)
+    assert main(["finetune", "a.yaml"]) == code
+    assert capsys.readouterr().err == "Stopped. Run the same command again.\n"
+    assert sys.unraisablehook is hook
+
+
+def test_other_exceptions_that_cannot_be_raised_are_shown(
+    install: Install, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dying:
+        def __del__(self) -> None:
+            raise ValueError("odd")
+
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+    install(lambda *arguments, **flags: Dying() and None)
+    assert main(["finetune", "a.yaml"]) == 0
+    assert "ValueError: odd" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [ValueError("odd\nthing"), EOFError(), MemoryError(), OSError(28, "No space")])
