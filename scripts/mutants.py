@@ -298,7 +298,7 @@ MUTANTS = (
     Mutant("what is not in the window is not exposed", "planning/costs.py", "exposed = work.exposed_bytes /", "exposed = 0 * work.exposed_bytes /", "weights that go up while nothing computes take time", "planning/test_costs.py"),
     Mutant("the window takes more than fits", "planning/placement.py", "if window_elements >= block.num_elements:", "if window_elements >= 0:", "predicted GPU memory is enough", "planning/test_gpu_memory.py"),
     Mutant("resident weights are read", "planning/placement.py", "block.index not in placement.resident_weights and all(", "all(", "predicted traffic is exact", "planning"),
-    Mutant("what saves nothing is a candidate", "planning/recorded.py", "if saved.seconds <= least_seconds:", "if False:", "only what saves time is swapped", "planning/test_recorded.py"),
+    Mutant("what saves nothing is a candidate", "planning/recorded.py", "if saving.seconds <= least_seconds:", "if False:", "only what saves time is swapped", "planning/test_recorded.py"),
     Mutant("the rate of the next step", "training/loop.py", "learning_rate=self._schedule.at(progress.step)", "learning_rate=self._schedule.at(progress.step + 1)", "a run has the rates, norms and weights of transformers' Trainer", "e2e/test_same_as_trainer.py"),
     Mutant("warm-up begins at one", "training/schedule.py", "return step / self.num_warmup_steps", "return (step + 1) / self.num_warmup_steps", "learning rates are those of transformers", "training/test_schedule.py"),
     Mutant("a schedule falls to zero", "training/schedule.py", "return factor * (1 - least) + least", "return factor", "a schedule ends at its least rate, as in transformers", "training/test_schedule.py"),

@@ -81,14 +81,18 @@ def resident_bytes() -> int:
 
 
 def kept_bytes() -> int:
-    """Main memory that this process uses now, once malloc has returned to the system what lies free in its heap.
+    """Main memory that this process uses now, once free memory has been returned. A plan begins with it."""
+    return_free_memory()
+    return resident_bytes()
 
-    A plan begins with it. What lies free differs between two runs of one command by 30 MiB and more, with what they
-    happened to free first.
+
+def return_free_memory() -> None:
+    """Let malloc return to the system what lies free in its heap now, between what is in use.
+
+    How much that is differs between two runs of one command by 30 MiB and more, with what they happened to free first.
     """
     with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
-    return resident_bytes()
 
 
 def peak_resident_bytes() -> int:
@@ -96,7 +100,7 @@ def peak_resident_bytes() -> int:
     return _counters(_PROC / "self" / "status")["VmHWM:"] * 1024
 
 
-def return_freed_memory() -> None:
+def return_large_buffers() -> None:
     """From now on, let malloc return freed buffers of 4 MiB and more to the system.
 
     By default glibc raises this bound by itself, up to 32 MiB, and keeps what torch frees, as fragments that nothing

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
-from ratel_cli.hardware.host import return_freed_memory
+from ratel_cli.hardware.host import return_large_buffers
 from ratel_cli.json_fields import hash_of
 from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.checkpoint import CheckpointSource, install_buffers
@@ -47,7 +47,7 @@ class Base:
 
 def prepare_process() -> None:
     """Let freed memory go back to the system, and turn off what transformers would show."""
-    return_freed_memory()
+    return_large_buffers()
     silence_transformers()
 
 

@@ -26,6 +26,7 @@ from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.replay.profiling import Beside, BlockProfiler, Sums
 from ratel_cli.engine.telemetry import Timeline
 from ratel_cli.errors import BadInput, DoesNotFit
+from ratel_cli.hardware.host import return_free_memory
 from ratel_cli.hardware.measure import ADAMW_BYTES, adamw_update, spare_bytes
 from ratel_cli.hardware.spec import Host
 from ratel_cli.io.buffers import BufferPool
@@ -81,6 +82,7 @@ def tried_profile(
         return None
     finally:
         context.pool.trim()
+        return_free_memory()
         if context.device.type != "cpu":
             torch.accelerator.empty_cache()
     profile = recorded_profile(

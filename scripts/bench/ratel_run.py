@@ -23,7 +23,7 @@ from ratel_cli.engine.state import StepOutcome
 from ratel_cli.engine.step import StepEngine
 from ratel_cli.engine.telemetry import StepTimes, Timeline
 from ratel_cli.hardware.gpu import compute_device, determinism
-from ratel_cli.hardware.host import return_freed_memory
+from ratel_cli.hardware.host import return_large_buffers
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.model.blocks import DecoderModel, find_blocks
 from ratel_cli.model.import_weights import WeightSource
@@ -157,7 +157,7 @@ def open_run(
     source: WeightSource | None = None,
 ) -> Iterator[RatelRun]:
     """Measure the machine, and make a store with the weights of `source`, or with the initialiser's random weights."""
-    return_freed_memory()
+    return_large_buffers()
     device = compute_device(task.device)
     model = find_blocks(build_skeleton(llama_config(task), dtype="bfloat16", attn_implementation="sdpa"), name="bench")
     with ExitStack() as resources:

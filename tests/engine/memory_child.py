@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ratel_cli.hardware.host import peak_resident_bytes, resident_bytes, return_freed_memory
+from ratel_cli.hardware.host import peak_resident_bytes, resident_bytes, return_large_buffers
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import initial_weights_of_zeros, machine, random_steps
 from tests.reference import Recipe
@@ -16,7 +16,7 @@ from tests.reference import Recipe
 
 def main(num_layers: int) -> None:
     """Train with 64 tokens a step: two rows of 32."""
-    return_freed_memory()
+    return_large_buffers()
     config = tiny_config(
         "llama",
         num_hidden_layers=num_layers,

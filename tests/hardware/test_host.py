@@ -143,9 +143,9 @@ def test_freed_memory_returns_to_the_system() -> None:
     """glibc keeps freed blocks of up to 31 MiB once it has freed one. In a process of its own: it cannot be undone."""
     source = """
 import ctypes, sys
-from ratel_cli.hardware.host import resident_bytes, return_freed_memory
+from ratel_cli.hardware.host import resident_bytes, return_large_buffers
 if sys.argv[1] == "yes":
-    return_freed_memory()
+    return_large_buffers()
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 libc.free.argtypes = [ctypes.c_void_p]
@@ -168,7 +168,7 @@ print((before - resident_bytes()) >> 20)
 
     assert freed_mebibytes("yes") >= 47
     if platform.libc_ver()[0] == "glibc":
-        assert freed_mebibytes("no") < 16, "glibc keeps nothing by itself: return_freed_memory has no purpose"
+        assert freed_mebibytes("no") < 16, "glibc keeps nothing by itself: return_large_buffers has no purpose"
 
 
 def test_what_lies_free_in_the_heap_is_not_kept() -> None:

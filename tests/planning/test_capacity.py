@@ -29,7 +29,7 @@ from tests.tiers import examples
 PROCESS_BYTES = 400 * MIB
 NOTES_BYTES = WORKLOAD.num_micro_batches * 6144 + min(WORKLOAD.num_micro_batches, 4) * 100 * 1024
 """Of a layer, in each plan."""
-RUNTIME_BYTES = 96 * MIB
+RUNTIME_BYTES = 128 * MIB
 DEEP = Placement(prefetch_blocks=2, pending_updates=2)
 
 
