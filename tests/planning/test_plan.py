@@ -29,7 +29,7 @@ TABLE = checksum_bytes(SPEC, BFLOAT16)
 INPUT_BYTES = WORKLOAD.tokens * 1024 * 2 * 6
 GRADIENTS = [WORKLOAD.tokens * SPEC.hidden_size, *ELEMENTS[1:]]
 """Of the embedding, a row for each token leaves the GPU."""
-ROOMY, TIGHT = 8 * GIB, 500 * MIB
+ROOMY, TIGHT = 8 * GIB, 532 * MIB
 """Under the second, some gradients are held in memory and some are not."""
 
 
@@ -125,7 +125,7 @@ def test_held_gradients_that_fit_have_no_limit() -> None:
 
 @pytest.mark.parametrize(("holds_gradients", "overlap"), [(True, "optimized"), (False, "separate")])
 def test_the_limit_on_held_gradients_is_what_stays_in_memory(holds_gradients: bool, overlap: Overlap) -> None:
-    made = plan(holds_gradients=holds_gradients, overlap=overlap, limit_bytes=472 * MIB, num_slots=3)
+    made = plan(holds_gradients=holds_gradients, overlap=overlap, limit_bytes=504 * MIB, num_slots=3)
     assert 0 < made.spilled_blocks < len(ELEMENTS)
     assert made.spilled_bytes == 2 * sum(GRADIENTS[: made.spilled_blocks])
     assert made.held_in_memory_bytes == 2 * sum(GRADIENTS[made.spilled_blocks :])
@@ -303,7 +303,7 @@ def test_json_lists_what_stays_in_order() -> None:
 
 def test_a_step_that_is_not_clipped_takes_the_time_of_a_run_without_clipping() -> None:
     clipped, free = (
-        plan(holds_gradients=holds, activations="recompute", limit_bytes=1056 * MIB) for holds in (True, False)
+        plan(holds_gradients=holds, activations="recompute", limit_bytes=1088 * MIB) for holds in (True, False)
     )
     assert clipped.placement == free.placement
     assert clipped.unclipped_seconds == free.time.total < 0.99 * clipped.time.total
