@@ -20,7 +20,16 @@ from ratel_cli.report.plan import RESOURCE_NAMES
 from ratel_cli.report.run import fitted
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.training.recent import RecentSteps
-from ratel_cli.units import format_bytes, format_rate, format_seconds, format_traffic, format_wait, meter, sparkline
+from ratel_cli.units import (
+    format_bytes,
+    format_rate,
+    format_seconds,
+    format_token_rate,
+    format_traffic,
+    format_wait,
+    meter,
+    sparkline,
+)
 
 _MOST_COLUMNS = 80
 _MOST_CELLS = 60
@@ -71,13 +80,14 @@ class Panel:
         *,
         predicted_seconds: float,
         earlier_losses: Sequence[float] = (),
+        earlier_steps: Sequence[StepMetrics] = (),
         is_stopping: Callable[[], bool] = lambda: False,
         ascii_only: bool = False,
         clock: Callable[[], float] = perf_counter,
         local_time: Callable[[], datetime] = lambda: datetime.now().astimezone(),
     ) -> None:
-        """`predicted_seconds`: of a step. `earlier_losses`: of the steps before, in order. `is_stopping`: whether the
-        user asked the run to stop.
+        """`predicted_seconds`: of a step. `earlier_losses`: of the steps before, in order. `earlier_steps`: the last
+        of these. `is_stopping`: whether the user asked the run to stop.
         """
         self._facts = facts
         self._is_stopping = is_stopping
@@ -91,6 +101,7 @@ class Panel:
             step=facts.first_step,
             predicted_seconds=predicted_seconds,
             now=clock(),
+            earlier=earlier_steps,
         )
         for loss in earlier_losses:
             self._steps.losses.add(loss)
@@ -176,7 +187,7 @@ class Panel:
         curve = sparkline(self._steps.losses.points(max(1, width - len(title))), ascii_only=self._ascii_only)
         if last is None:
             return [Text.assemble(title, (curve, "green")), Text("tokens/s after the first step", "dim")]
-        parts = [f"{self._steps.tokens_per_second:.0f} tokens/s"]
+        parts = [format_token_rate(self._steps.tokens_per_second)]
         if self._evaluated is not None:
             step, loss = self._evaluated
             parts.append(f"eval loss {loss:.4f} after step {step}")

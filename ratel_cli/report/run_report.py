@@ -17,7 +17,7 @@ from ratel_cli.report.plan import RESOURCE_NAMES, percent
 from ratel_cli.report.recorded_plan import RecordedPlan
 from ratel_cli.report.status import RunStatus
 from ratel_cli.training.facts import RunFacts
-from ratel_cli.training.history import History
+from ratel_cli.training.history import RECENT_STEPS, History, recent_rate
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.units import (
     counted,
@@ -125,8 +125,8 @@ def key_figures(report: RunReport) -> list[Figure]:
     if not steps:
         return []
     typical, planned, last, status = report.typical_steps, report.planned_steps, steps[-1], report.status
+    recent = typical[-RECENT_STEPS:]
     seconds, predicted = median(each.step_seconds for each in planned), planned[-1].predicted_seconds
-    rate = sum(each.tokens for each in planned) / sum(each.step_seconds for each in planned)
     of = "" if status.num_steps is None else f"of {status.num_steps}"
     figures = [
         Figure(name="steps", value=str(last.step), context=of),
@@ -142,8 +142,9 @@ def key_figures(report: RunReport) -> list[Figure]:
     figures += [
         Figure(
             name="speed",
-            value=format_token_rate(rate),
-            context=f"{median(each.tflops_model for each in planned):.3g} TFLOP/s of the model",
+            value=format_token_rate(recent_rate(steps) or 0.0),
+            context=f"last {counted(len(recent), 'step')}; "
+            f"{median(each.tflops_model for each in recent):.3g} TFLOP/s of the model",
         ),
         Figure(
             name="step time",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from ratel_cli.report.plan import aligned
-from ratel_cli.units import format_bytes, format_wait
+from ratel_cli.units import format_bytes, format_rate_number, format_wait
 
 RunState = Literal["running", "in use", "finished", "stopped", "killed", "not begun", "no store", "damaged"]
 STATES: dict[RunState, str] = {
@@ -44,7 +44,7 @@ class RunStatus:
     eval_loss: float | None = None
     """Of the last evaluation among the recent steps."""
     tokens_per_second: float | None = None
-    """In the recent steps."""
+    """The speed of the run (`training.history.recent_rate`)."""
     seconds_left: float | None = None
     """Until the last step, at the speed of the recent steps; saves and evaluations not counted."""
     last_step_at: datetime | None = None
@@ -101,7 +101,7 @@ def _row(each: RunStatus, now: datetime) -> tuple[str, ...]:
         _state_words(each),
         step_words(each.step, each.num_steps),
         _or_dash(each.loss, lambda loss: f"{loss:.4f}"),
-        _or_dash(each.tokens_per_second, lambda rate: f"{rate:.0f}"),
+        _or_dash(each.tokens_per_second, format_rate_number),
         _or_dash(each.seconds_left, lambda seconds: format_wait(seconds) if seconds else "-"),
         "-" if each.last_step_at is None else f"{format_wait(max(0.0, (now - each.last_step_at).total_seconds()))} ago",
         format_bytes(each.store_bytes + each.output_bytes),

@@ -9,7 +9,7 @@ Invariant: the bits are the same under every plan.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
@@ -35,6 +35,7 @@ from ratel_cli.run.planner import Planner
 from ratel_cli.run.run_directory import METRICS_NAME, TRACE_NAME, run_directory
 from ratel_cli.run.trackers import Trackers
 from ratel_cli.store.store import Store
+from ratel_cli.training.history import read_recent
 from ratel_cli.training.loop import LoopCallbacks, LoopSettings, TrainingLoop
 from ratel_cli.training.metrics import AllocRetries, MetricsLog, RunTotals, StepMetrics
 from ratel_cli.training.snapshots import Snapshots
@@ -138,9 +139,16 @@ class Training(Closing):
             facts,
             predicted_seconds=plan.time.total,
             earlier_losses=self._metrics.earlier_losses,
+            earlier_steps=self._earlier_steps(),
             is_stopping=lambda: self._context.stop.is_requested,
             ascii_only=self._log.ascii_only,
         )
+
+    def _earlier_steps(self) -> Sequence[StepMetrics]:
+        try:
+            return read_recent(run_directory(self._config.output_dir) / METRICS_NAME).steps
+        except OSError:  # the log of the metrics has said so
+            return ()
 
     def _steps(self, plan: Plan, panel: Panel, *, recording: StepRecording | None) -> None:
         """Run the steps that are left; with a recording, all but the first under the plan that follows from it."""

@@ -65,7 +65,10 @@ def recent_seconds(steps: Sequence[StepMetrics]) -> float | None:
 
 
 def recent_rate(steps: Sequence[StepMetrics]) -> float | None:
-    """Tokens per second in the last steps, from sums; None without steps."""
+    """The speed of a run, wherever it is shown: tokens of the last 20 steps by the time of these steps; None without.
+
+    The first step of a run is a warm-up. Time between steps, as of saves and evaluations, does not count.
+    """
     recent = ([each for each in steps if each.step > 1] or list(steps))[-RECENT_STEPS:]
     seconds = sum(each.step_seconds for each in recent)
     return sum(each.tokens for each in recent) / seconds if seconds else None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from itertools import pairwise
 
 from ratel_cli.planning.step_time import RESOURCES, Resource
@@ -19,8 +20,19 @@ _MOST_POINTS = 512
 class RecentSteps:
     """Steps as they come, with the sums over the last ones. Times are seconds of one clock."""
 
-    def __init__(self, *, num_steps: int, step: int, predicted_seconds: float, now: float) -> None:
-        """`step`: the last one that was done before. `predicted_seconds`: of a step, until one has shown it."""
+    def __init__(
+        self,
+        *,
+        num_steps: int,
+        step: int,
+        predicted_seconds: float,
+        now: float,
+        earlier: Sequence[StepMetrics] = (),
+    ) -> None:
+        """`step`: the last one that was done before. `predicted_seconds`: of a step, until one has shown it.
+
+        `earlier`: the last steps that were done before, which count for the speed alone.
+        """
         self.num_steps = num_steps
         self.step = step
         """The last step that is done."""
@@ -30,6 +42,8 @@ class RecentSteps:
         self.losses = LossCurve()
         self._predicted_seconds = predicted_seconds
         self._recent: deque[StepMetrics] = deque(maxlen=RECENT_STEPS)
+        self._of_run = deque(earlier, maxlen=RECENT_STEPS)
+        """The last steps of the whole run."""
         self._num_added = 0
         self._seconds_between = 0.0
         """Seconds between steps, in all: evaluations, mostly."""
@@ -42,6 +56,7 @@ class RecentSteps:
             self._seconds_between += max(0.0, now - self.since - metrics.step_seconds)
         self._num_added += 1
         self._recent.append(metrics)
+        self._of_run.append(metrics)
         self.step, self.since, self.last = metrics.step, now, metrics
         self.losses.add(metrics.loss)
 
@@ -52,8 +67,8 @@ class RecentSteps:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the last steps together; 0 before the first one."""
-        return recent_rate(tuple(self._recent)) or 0.0
+        """The speed of the run; 0 before its first step."""
+        return recent_rate(tuple(self._of_run)) or 0.0
 
     def busy(self, resource: Resource) -> float:
         """The share of the last steps in which a resource was busy."""

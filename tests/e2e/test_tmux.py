@@ -36,7 +36,13 @@ COMMAND = (
     "with measured_briefly(): code = main(sys.argv[1:])\n"
     "sys.exit(code)"
 )
-PANEL = (r"step \d+/\d+ [\u2500\u2501]", r"loss \d", r"\d+ tokens/s  norm", r"CPU compute  [\u2500\u2501]", r"RAM \d")
+PANEL = (
+    r"step \d+/\d+ [\u2500\u2501]",
+    r"loss \d",
+    r"[\d.]+ tokens/s  norm",
+    r"CPU compute  [\u2500\u2501]",
+    r"RAM \d",
+)
 """How lines of the panel begin, and no others do."""
 
 

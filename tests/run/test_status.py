@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -16,10 +17,15 @@ import pytest
 
 from ratel_cli.cli.app import main
 from ratel_cli.console import RunLog
+from ratel_cli.report.panel import Panel
+from ratel_cli.report.run_report import key_figures
 from ratel_cli.report.status import STATES, RunStatus, status_lines, status_to_json
+from ratel_cli.run.report import report_of
+from ratel_cli.run.run_directory import find_run
 from ratel_cli.run.status import find_runs, find_statuses
 from ratel_cli.store.lock import OWNER_FILE_NAME, StoreLock, find_use
 from tests.report.recorded import FACTS, steps, write_metrics, write_run
+from tests.report.test_panel import FACTS as FACTS_OF_PANEL
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +57,25 @@ def test_a_run_that_trains(locked: Path) -> None:
     assert found.seconds_left == pytest.approx(58 * 4, rel=0.1)
     assert found.store_bytes == 1000
     assert found.last_step_at is not None
+
+
+def test_speed_is_one_number(locked: Path) -> None:
+    """In the status, the report and the panel, also of a run that was resumed; counted by hand."""
+    made = [replace(each, tokens=each.step * 100, predicted_seconds=float(each.step // 9)) for each in steps(42)]
+    write_metrics(locked / "run" / "metrics.jsonl", made)
+    speed = sum(range(2300, 4300, 100)) / math.fsum(each.step_seconds for each in made[22:])
+    found = status(locked)
+    assert found.tokens_per_second == pytest.approx(speed, rel=1e-12)
+    report = report_of(find_run(locked, RunLog(StringIO())))
+    [figure] = [each for each in key_figures(report) if each.name == "speed"]
+    assert figure.context.startswith("last 20 steps; ")
+    assert f"  {speed:.4g}  " in status_lines([found], now=datetime.now().astimezone())[1]
+    assert figure.value == f"{speed:.4g} tokens/s"
+    for first in (0, 30, 41):
+        panel = Panel(replace(FACTS_OF_PANEL, first_step=first), predicted_seconds=1.0, earlier_steps=made[:first])
+        for each in made[first:]:
+            panel.show(each)
+        assert panel.lines(80)[4].plain.startswith(f"{speed:.4g} tokens/s  norm")
 
 
 def test_another_command_that_has_the_store_open_is_not_training(locked: Path) -> None:
