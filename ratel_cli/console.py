@@ -146,9 +146,9 @@ class RunLog:
         for line in with_run_named(text).split("\n"):
             self._print("", line)
 
-    def remark(self, text: str) -> None:
-        """Print a sentence; on a terminal it is folded between words."""
-        self._print_folded("", text)
+    def remark(self, text: str, *, indent: int = len(_INDENT)) -> None:
+        """Print a sentence; on a terminal it is folded between words, and continues behind an indent."""
+        self._print_folded("", text, indent=indent)
 
     def notice(self, text: str) -> None:
         """Print something worth knowing. The same notice is printed once."""
@@ -224,8 +224,8 @@ class RunLog:
         lines = textwrap.wrap(text, width, subsequent_indent=then, break_long_words=False, break_on_hyphens=False)
         return lines or [""]
 
-    def _print_folded(self, label: str, text: str, style: str = "") -> None:
-        first, *others = self._folded(label + with_run_named(text), 0, then=_INDENT)
+    def _print_folded(self, label: str, text: str, style: str = "", *, indent: int = len(_INDENT)) -> None:
+        first, *others = self._folded(label + with_run_named(text), 0, then=" " * indent)
         self._print(label, first.removeprefix(label), style)
         for line in others:
             self._print("", line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -11,6 +12,7 @@ from ratel_cli.config.aliases import ALIASES, SECTIONS
 from ratel_cli.config.describe import all_keys, changed_value, explain, explain_json
 from ratel_cli.config.foreign import FOREIGN
 from ratel_cli.config.unsupported import UNSUPPORTED
+from tests.test_console import Terminal, as_terminal
 
 
 def test_a_key_and_its_other_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -20,6 +22,32 @@ def test_a_key_and_its_other_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "learning_rate\n" + facts + meaning
     assert main(["explain", "lr"]) == 0
     assert capsys.readouterr().out == "lr: another name of learning_rate\n" + facts + meaning
+
+
+@pytest.mark.parametrize("key", ["storage.max_tb_written", "storage", "lora"])
+def test_lines_are_folded_on_a_terminal_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    as_terminal(monkeypatch, columns=60)
+    assert main(["explain", key]) == 0
+    plain = capsys.readouterr().out
+    assert plain == explain(key) + "\n", "COLUMNS is not that of a pipe"
+    assert max(map(len, plain.splitlines())) > 60
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["explain", key]) == 0
+    assert stream.getvalue().split() == plain.split(), "every word is there"
+    assert max(map(len, stream.getvalue().splitlines())) <= 60
+
+
+def test_the_keys_of_a_section_are_folded_in_their_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_terminal(monkeypatch, columns=60)
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["explain", "storage"]) == 0
+    assert (
+        "\n  storage.paths             Directories for stores, one on\n" + " " * 28 + "each SSD\n" in stream.getvalue()
+    )
 
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
