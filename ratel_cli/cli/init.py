@@ -1,6 +1,7 @@
 """`ratel init [MODEL]`: writes a config to begin with. Without a model, but with data, the model's place is kept.
 
-Invariants: a file that exists is not replaced unless the user insists; nothing heavy is imported before that is known.
+Invariants: a file that exists is not replaced unless the user insists; nothing heavy is imported before that is known,
+and that the keys of the command line are right.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ratel_cli.config.overrides import is_override
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.run.new_file import check_new, write_new
+from ratel_cli.run.starting_text import starting_text
 
 _MOST_MODELS = 5
 _NEXT = (
@@ -36,9 +38,10 @@ def run(model: str | None, data: Sequence[str], output: Path, overrides: Sequenc
         raise _which_model(found)
     name_run(output)
     log = RunLog()
+    text = starting_text(model, data, output, overrides)
     from ratel_cli.run.init import starting_config
 
-    start = starting_config(model, data, output, overrides, log)
+    start = starting_config(text, model, data, output, log)
     write_new(output, start.text, overwrite=overwrite)
     log.facts(start.rows)
     log.say(f"wrote {output}; now")

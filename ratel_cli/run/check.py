@@ -5,7 +5,8 @@
     3. what the machine lacks is looked for where these did not come to it: memory and space each on its own
 
 Invariants: a config passes exactly if its dry run does. Nothing is written but temporary files, the user's
-cache and, of what a config names on the hub, the hub's cache.
+cache and, of what a config names on the hub, the hub's cache. Nothing heavy is imported before there is something to
+read with it.
 """
 
 from __future__ import annotations
@@ -21,14 +22,8 @@ from ratel_cli.config.load import Reading
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, DoesNotFit, EnvironmentFailure, ErrorList, NotEnoughSpace, RatelError
-from ratel_cli.model.export_layout import layout_of_model
-from ratel_cli.model.export_weights import export_bytes
 from ratel_cli.report.check import CheckReport, ReportedError
-from ratel_cli.run.base_model import prepare_process
-from ratel_cli.run.finetune import run_finetune
 from ratel_cli.run.first_checks import check_can_train, check_first
-from ratel_cli.run.inputs import find_data, read_inputs, read_model
-from ratel_cli.run.machine_check import check_machine
 from ratel_cli.run.run_directory import as_of_run, config_file, with_own_store
 
 _DECIDES_ABOUT_ROWS = frozenset(
@@ -48,6 +43,14 @@ _DECIDES_ABOUT_MACHINE = frozenset(
     }
 )  # fmt: skip
 """Keys that decide how much memory and space a run takes."""
+
+
+def config_errors(reading: Reading) -> tuple[ReportedError, ...]:
+    """What is wrong with the config itself, as it is reported."""
+    return tuple(
+        ReportedError(place=str(each.where), key=reading.key_at(each.where), message=each.message, hint=each.hint)
+        for each in reading.findings
+    )
 
 
 def check_run(reading: Reading, *, path: Path, overrides: Sequence[str]) -> CheckReport:
@@ -87,15 +90,23 @@ def _run_dry(config: RunConfig, log: RunLog) -> None:
     check_can_train(config, log.notice)
     errors = ErrorList()
     check_first(config, errors)
+    from ratel_cli.run.finetune import run_finetune
+
     errors.attempt((), lambda: run_finetune(config, log, resume="auto", dry_run=True))
     errors.raise_all()
 
 
 def _read_rest(config: RunConfig, reading: Reading, log: RunLog) -> None:
     """Read the inputs of a config that is not wholly right. Raises BadInput, EnvironmentFailure."""
-    prepare_process()
     errors = ErrorList()
     check_first(config, errors)
+    if reading.left_out >= {"base_model", "datasets"} and not config.test_datasets:
+        errors.raise_all()
+        return
+    from ratel_cli.run.base_model import prepare_process
+    from ratel_cli.run.inputs import find_data, read_inputs, read_model
+
+    prepare_process()
     with ExitStack() as resources:
         if reading.doubtful & _DECIDES_ABOUT_ROWS:
             read_model(config, resources, log, errors)
@@ -116,6 +127,11 @@ def _find_lacks(config: RunConfig, found: Sequence[RatelError]) -> None:
         return  # it came to all of it
     if config.base_model is None:
         return
+    from ratel_cli.model.export_layout import layout_of_model
+    from ratel_cli.model.export_weights import export_bytes
+    from ratel_cli.run.inputs import read_model
+    from ratel_cli.run.machine_check import check_machine
+
     errors = ErrorList()
     with ExitStack() as resources:
         model = read_model(config, resources, RunLog(StringIO()), ErrorList())
@@ -146,13 +162,7 @@ def _errors_of(work: Callable[[], None]) -> list[RatelError]:
 
 def _in_order_of_the_file(reading: Reading, found: Sequence[RatelError]) -> tuple[ReportedError, ...]:
     """The findings and the errors as what is reported. What is nowhere in the file comes last."""
-    placed = [
-        (
-            each.where,
-            ReportedError(place=str(each.where), key=reading.key_at(each.where), message=each.message, hint=each.hint),
-        )
-        for each in reading.findings
-    ]
+    placed = list(zip([each.where for each in reading.findings], config_errors(reading), strict=True))
     nowhere = []
     for error in found:
         where, key = reading.place_of(error.key), ".".join(map(str, error.key)) or None

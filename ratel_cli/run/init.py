@@ -37,13 +37,11 @@ from ratel_cli.run.plan_inputs import find_hardware, forecaster_of, setting_of, 
 from ratel_cli.run.settings import num_slots, state_bytes
 from ratel_cli.run.starting_data import DataSketch, needs_template, sketch_data
 from ratel_cli.run.starting_storage import has_space, is_in_memory, other_places
-from ratel_cli.run.starting_text import StartingText
+from ratel_cli.run.starting_text import DATA_PLACEHOLDER, MODEL_PLACEHOLDER, StartingText
 from ratel_cli.run.tokenizer import read_tokenizer
 from ratel_cli.units import counted, format_bytes, format_count, format_seconds, format_token_rate
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
-_PLACEHOLDER = "train.jsonl"
-_MODEL_PLACEHOLDER = "OWNER/NAME"
 _LEAST_LENGTH, _GREATEST_LENGTH = 512, 4096
 _SPLIT_LENGTH = 2048
 """The sequence length for plain texts, which are split."""
@@ -72,29 +70,25 @@ class _Model:
     spec: ModelSpec
 
 
-def starting_config(
-    model: str | None, data: Sequence[str], output: Path, overrides: Sequence[str], log: RunLog
-) -> Start:
-    """A config to begin with, for the file `output`. Raises BadInput for a model or data that cannot be used.
+def starting_config(text: StartingText, model: str | None, data: Sequence[str], output: Path, log: RunLog) -> Start:
+    """A config to begin with, for the file `output`, from its first keys in `text`.
 
-    Without a model its place is a commented line.
+    Raises BadInput for a model or data that cannot be used. Without a model its place is a commented line.
     """
     silence_transformers()
-    datasets: list[Plain] = [{"path": path} for path in data or [_PLACEHOLDER]]
-    text = StartingText(output, overrides, {"base_model": model or _MODEL_PLACEHOLDER, "datasets": datasets})
     is_open = model is None and "base_model" not in text.given
     if is_open:
-        text.choose("base_model", _MODEL_PLACEHOLDER, "remove the #, and name a directory or a hub id")
+        text.choose("base_model", MODEL_PLACEHOLDER, "remove the #, and name a directory or a hub id")
     if not gpu_names():
         text.choose("dtype", "float32", "fastest on most CPUs; for a GPU remove it (bfloat16)")
     text.choose("output_dir", str(_new_directory(Path("outputs") / output.stem)))
     found = None if is_open else _look_at_model(text.config, log)
     sketches = [] if found is None else _look_at_data(text, data, found, log)
-    missing = f"not given; put it where {output} has {_MODEL_PLACEHOLDER}" if is_open else text.config.base_model
+    missing = f"not given; put it where {output} has {MODEL_PLACEHOLDER}" if is_open else text.config.base_model
     rows = [("model", missing or "" if found is None else _model_words(found))]
     rows += [("data", f"{sketch.described}; {_rows_words(sketch)}") for sketch in sketches]
     if not data:
-        rows.append(("data", f"not given; put its path where {output} has {_PLACEHOLDER}"))
+        rows.append(("data", f"not given; put its path where {output} has {DATA_PLACEHOLDER}"))
     _choose_length(text, found, sketches)
     if found is not None:
         rows.append(("store", _choose_storage(text, found)))
@@ -103,7 +97,7 @@ def starting_config(
     text.choose("learning_rate", 1e-5, "usual for a whole model: 5e-6 to 2e-5")
     written = text.text()
     if is_open:
-        written = written.replace(f"\nbase_model: {_MODEL_PLACEHOLDER}", f"\n# base_model: {_MODEL_PLACEHOLDER}", 1)
+        written = written.replace(f"\nbase_model: {MODEL_PLACEHOLDER}", f"\n# base_model: {MODEL_PLACEHOLDER}", 1)
     return Start(text=written, rows=tuple(rows))
 
 

@@ -16,6 +16,8 @@ from ratel_cli.config.load import Reading, dump, examine_text
 from ratel_cli.config.schema import RunConfig
 from ratel_cli.config.yaml_marks import Plain, raise_all
 
+DATA_PLACEHOLDER = "train.jsonl"
+MODEL_PLACEHOLDER = "OWNER/NAME"
 _COMMENT_COLUMN = 36
 _GROUPS = (
     ("base_model", "random_init", "datasets", "chat_template"),
@@ -105,6 +107,12 @@ class StartingText:
         reading = examine_text(dump(self._values), self._path, self._overrides)
         raise_all(list(reading.findings))
         return reading
+
+
+def starting_text(model: str | None, data: Sequence[str], output: Path, overrides: Sequence[str]) -> StartingText:
+    """The first keys of the config that is written to `output`. Raises BadInput if the overrides are wrong."""
+    datasets: list[Plain] = [{"path": path} for path in data or [DATA_PLACEHOLDER]]
+    return StartingText(output, overrides, {"base_model": model or MODEL_PLACEHOLDER, "datasets": datasets})
 
 
 def _is_same_number(text: str, other: str) -> bool:

@@ -76,9 +76,12 @@ def test_everything_at_once(tmp_path: Path, base: Path, capsys: pytest.CaptureFi
     ]
     assert all(each["message"] for each in found["errors"])
     assert found["errors"][1]["hint"] == "did you mean `learning_rate`?"
-    assert [line.removeprefix("error: ").split(": ")[0] for line in ended.errors] == [
-        each["place"] for each in found["errors"]
-    ], "and all of them are on stderr"
+    shown = [line.removeprefix("error: ").split(": ")[0] for line in ended.errors]
+    of_config = [
+        each["place"] for each in found["errors"] if each["key"] in ("learning_rte", "datasets.0.typ", "save_steps")
+    ]
+    rest = [each["place"] for each in found["errors"] if each["place"] not in of_config]
+    assert shown == [*of_config, *rest], "all of them are on stderr, and those of the config come first"
     assert files(tmp_path) == [config]
 
 

@@ -9,14 +9,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-import typer
 
-from ratel_cli.cli.app import app
+from tests.commands import commands_that_take_a_run
 from tests.e2e.runs import assert_rejected, export_hash, output_of, ratel, store_of, succeed, write_rows
 from tests.e2e.test_restore import snapshot_of, with_snapshot
 
-TAKES_A_RUN = ("config", "run", "path", "places")
-"""The names of the arguments."""
 FURTHER: dict[str, list[str]] = {
     "clean": ["--yes"],
     "data": ["-n", "1"],
@@ -28,19 +25,6 @@ FURTHER: dict[str, list[str]] = {
 """What a command needs besides, or is to be told."""
 TAKES_OTHERS_TOO = ("doctor", "env", "eval", "generate", "status", "verify")
 """Commands that take a directory that is no run."""
-_GROUP = typer.main.get_command(app)
-
-
-def commands_that_take_a_run() -> list[str]:
-    """By the names of their arguments."""
-    commands = getattr(_GROUP, "commands")  # noqa: B009 - typer's type does not have them
-    return sorted(
-        name
-        for name, command in commands.items()
-        if any(each.param_type_name == "argument" and each.name in TAKES_A_RUN for each in command.params)
-    )
-
-
 COMMANDS = commands_that_take_a_run()
 
 
