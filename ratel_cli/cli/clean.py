@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from ratel_cli.commands import command
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
 from ratel_cli.run.clean import Extent, delete, find_left_files
@@ -34,7 +35,8 @@ def run(path: Path, *, only_store: bool, with_export: bool, is_agreed: bool) -> 
         page.say(f"{format_bytes(file.lstat().st_size):>10}  {file}")
     output_dir = left.config.output_dir
     if left.step and not left.is_exported:
-        log.warn(f"{output_dir} has no export of step {left.step}: its weights are only in the store that is deleted")
+        first = command("export", path, "-o", "DIR")
+        log.warn(f"{output_dir} has no export of step {left.step}: its weights go with the store; {first} writes them")
     what = f"{counted(len(left.files), 'file')}, {format_bytes(left.num_bytes)}"
     if not is_agreed:
         if not (sys.stdin.isatty() and log.is_terminal):

@@ -140,7 +140,10 @@ def test_a_run_without_an_export(work: Path, option: str) -> None:
     log = output_of(config) / "run" / "metrics.jsonl"
     line = log.read_text()
     log.write_text(line + line.replace('"step": 1', '"step": 2'))  # computed and never committed
-    only_there = f"{output_of(config)} has no export of step 1: its weights are only in the store that is deleted"
+    only_there = (
+        f"{output_of(config)} has no export of step 1: its weights go with the store; "
+        f"`ratel export {config} -o DIR` writes them"
+    )
     if option == "--yes":
         assert only_there in ratel("clean", config, "--yes").stderr
         return
