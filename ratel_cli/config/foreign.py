@@ -6,7 +6,7 @@
     impossible   it changes what is trained, and Ratel does not do it
 
 Invariant: a key that changes which numbers come out is never ignored. An empty value is always ignored, and so is
-`false` for whatever a user would have to turn on.
+the key's default, which is `false` for whatever a user would have to turn on.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ class Foreign:
     reason: str
     hint: str = ""
     harmless: tuple[Plain, ...] = ()
-    """Values that change nothing, in addition to empty ones and `false`."""
+    """Values that change nothing, in addition to empty ones and the default."""
+    default: Plain = False
+    """What the other trainer has if the key is not there."""
 
     def fate_of(self, value: Marked) -> Fate:
         """What becomes of the key with this value."""
         content = plain(value)
-        if content in (None, "", False) or content == [] or content == {}:
+        if content == self.default or content in (None, "") or content == [] or content == {}:
             return "ignored"
         if self.fate in ("undecided", "impossible") and content in self.harmless:
             return "ignored"
@@ -91,6 +93,12 @@ _LOSS = Foreign(
 )
 _IMAGES = Foreign(fate="impossible", reason="it trains on images or sound", hint="remove it; Ratel trains on text")
 _NOISE = Foreign(fate="undecided", reason="Ratel adds no noise to embeddings", hint="remove it to train without")
+_THINKING = Foreign(
+    fate="undecided",
+    reason="answers without a thought are rendered as the tokenizer's chat template does it",
+    hint="remove it, or set a template that closes an empty thought: `chat_template_jinja: FILE`",
+    default=True,
+)
 _VOCABULARY = Foreign(
     fate="undecided",
     reason="Ratel does not change the tokenizer or the vocabulary",
@@ -161,7 +169,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
         use_logits_to_keep compute_accuracy overwrite_cache tool_format crop_to_patches image_max_pixels
         image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen group_by_length
         length_column_name train_sampling_strategy trackio_space_id trackio_bucket_id trackio_static_space_id
-        enable_thinking seed_worker ranking hub_token use_v2_trainer vllm_enforce_eager vllm_maxlen vllm_gpu_util
+        seed_worker ranking hub_token use_v2_trainer vllm_enforce_eager vllm_maxlen vllm_gpu_util
         model_init_kwargs_use_cache telemetry""",
     ),
     (
@@ -267,6 +275,7 @@ _GROUPS: Sequence[tuple[Foreign, str]] = (
     ),
     (_IMAGES, "media_dir image_size image_resize_algorithm is_multimodal audio_sampling_rate"),
     (_NOISE, "neftune_noise_alpha noisy_embedding_alpha"),
+    (_THINKING, "enable_thinking"),
     (
         _VOCABULARY,
         """tokens added_tokens_overrides add_tokens add_special_tokens new_special_tokens resize_vocab

@@ -107,6 +107,14 @@ def test_what_is_empty_or_off_is_ignored(load: Load, key: str, value: str) -> No
     assert all(notice == f"run.yaml:3:1: `{key}` changes nothing here" for notice in loaded.notices)
 
 
+def test_a_default_may_be_true(load: Load, complain: Complain) -> None:
+    """LLaMA-Factory closes an empty thought in the prompt where this is off."""
+    [notice] = load(MINIMAL + "enable_thinking: true\n").notices
+    assert notice == "run.yaml:3:1: `enable_thinking` changes nothing here"
+    [error] = complain(MINIMAL + "enable_thinking: false\n")
+    assert "answers without a thought are rendered as the tokenizer's chat template does it" in error
+
+
 def test_there_is_one_notice_for_all_that_changes_nothing(load: Load) -> None:
     text = "adapter:\nbf16: auto\ntf32: true\nstage: sft\nsave_total_limit:\nmax_steps: -1\ndeepspeed: x\nfsdp: [a]\n"
     ignored, empty = load(MINIMAL + text).notices
