@@ -104,8 +104,10 @@ class RowFormat:
         """What is read from which columns, and what has loss. For a notice."""
         columns = [printable(column) for column in dict.fromkeys(self.columns)]
         first, last = columns[0], columns[-1]
+        unread = "; what is set about turns is for conversations, and changes nothing here"
+        end = unread if self.turns.chooses_turns and self.kind not in _CONVERSATIONS else ""
         if self.kind == "tokens":
-            return "type tokens: token ids from input_ids, and labels if there are any"
+            return f"type tokens: token ids from input_ids, and labels if there are any{end}"
         what, loss = {
             "completion": (f"type completion: texts in the column {first}", "all of it"),
             "prompt_completion": (f"type completion: {first} followed by {last}", last),
@@ -117,7 +119,7 @@ class RowFormat:
         }[self.kind]
         has_prompt = self.kind in ("prompt_completion", "alpaca", "chat_completion")
         is_whole = train_on_inputs is True or (train_on_inputs == "conversations" and not has_prompt)
-        return f"{what}, loss on {'all of it' if is_whole else loss}"
+        return f"{what}, loss on {'all of it' if is_whole else loss}{end}"
 
     def _trained_turns(self) -> str:
         if not self.turns.chooses_turns:
