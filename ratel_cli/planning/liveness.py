@@ -45,19 +45,25 @@ class Recorded:
 
 def decide(operators: Sequence[Recorded], saved: Collection[int], swapped: Collection[int] = ()) -> list[Decision]:
     """A decision for each operator. `saved` are storages that autograd needs, `swapped` are positions of operators."""
-    needed = set(saved)
     decisions = []
+    for position, is_alive in enumerate(_alive(operators, saved, swapped)):
+        can_be_skipped = operators[position].can_be_skipped
+        if is_alive and can_be_skipped and position in swapped:
+            decisions.append(Decision.SWAP)
+        else:
+            decisions.append(Decision.EXEC if is_alive or not can_be_skipped else Decision.DEAD)
+    return decisions
+
+
+def _alive(operators: Sequence[Recorded], saved: Collection[int], swapped: Collection[int] = ()) -> list[bool]:
+    """Whether something needs what each operator wrote."""
+    needed, alive = set(saved), [False] * len(operators)
     for position in range(len(operators) - 1, -1, -1):
         operator = operators[position]
-        is_alive = operator.is_needed or not needed.isdisjoint(operator.writes)
-        if is_alive and operator.can_be_skipped and position in swapped:
-            decisions.append(Decision.SWAP)
-            continue
-        if is_alive:
+        alive[position] = operator.is_needed or not needed.isdisjoint(operator.writes)
+        if alive[position] and not (operator.can_be_skipped and position in swapped):
             needed.update(operator.reads)
-        decisions.append(Decision.EXEC if is_alive or not operator.can_be_skipped else Decision.DEAD)
-    decisions.reverse()
-    return decisions
+    return alive
 
 
 class Liveness:
@@ -68,26 +74,20 @@ class Liveness:
     """
 
     def __init__(self, operators: Sequence[Recorded], saved: Collection[int]) -> None:
-        self._operators, self._saved = operators, frozenset(saved)
-        self._alive = set[int]()
-        self._run = set[int]()
+        self._operators = operators
+        self._alive = {position for position, is_alive in enumerate(_alive(operators, saved)) if is_alive}
+        self._run = set(self._alive)
         """Those alive that are not swapped, so what they read is needed."""
         self._readers, self._writers = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
-        """Positions by storage, the first one first. Those that do not run read nothing."""
-        self._last = dict[int, int]()
-        """The last reader of each storage; -1 where it has none any more."""
-        for position in range(len(operators) - 1, -1, -1):
-            operator = operators[position]
-            if self._is_needed(position, self._last):
-                self._alive.add(position)
-                for storage in set(operator.reads):
-                    self._readers[storage].append(position)
-                    self._last.setdefault(storage, position)
+        """Positions by storage, the first one first; of those that read, only the ones alive."""
+        for position, operator in enumerate(operators):
             for storage in set(operator.writes):
                 self._writers[storage].append(position)
-        self._run |= self._alive
-        for positions in self._readers.values():
-            positions.reverse()
+            for storage in set(operator.reads) if position in self._alive else ():
+                self._readers[storage].append(position)
+        self._last = {storage: positions[-1] for storage, positions in self._readers.items()}
+        """The last reader of each storage: -1 where none is left, and behind all operators where it is autograd."""
+        self._last |= dict.fromkeys(saved, len(operators))
 
     def is_run(self, position: int) -> bool:
         """Whether something needs what the operator wrote, and its output is not swapped."""
@@ -107,19 +107,16 @@ class Liveness:
     def _follow(self, swapped: int) -> tuple[list[int], dict[int, int]]:
         """What a swap frees, and the last readers that change with it."""
         freed, last = list[int](), dict[int, int]()
+        all_last = ChainMap(last, self._last)
         gone, waiting = {swapped}, [swapped]
         while waiting:
             reader = waiting.pop()
             for storage in set(self._operators[reader].reads):
-                if last.get(storage, self._last[storage]) != reader:
+                if all_last[storage] != reader:
                     continue  # a later one reads it, or has gone already and left it behind
                 last[storage] = self._reader_before(storage, reader, gone)
                 for writer in self._writers[storage]:
-                    if (
-                        writer not in self._alive
-                        or writer in gone
-                        or self._is_needed(writer, ChainMap(last, self._last))
-                    ):
+                    if writer not in self._alive or writer in gone or self._is_needed(writer, all_last):
                         continue
                     gone.add(writer)
                     freed.append(writer)
@@ -136,6 +133,4 @@ class Liveness:
 
     def _is_needed(self, position: int, last: Mapping[int, int]) -> bool:
         operator = self._operators[position]
-        return operator.is_needed or any(
-            storage in self._saved or last.get(storage, -1) > position for storage in operator.writes
-        )
+        return operator.is_needed or any(last.get(storage, -1) > position for storage in operator.writes)

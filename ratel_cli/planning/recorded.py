@@ -130,7 +130,8 @@ def _typical(alike: Sequence[UnitRecord]) -> UnitRecord:
 def _layer_profile(
     unit: UnitRecord, *, forward_seconds: float, backward_seconds: float, input_bytes: int, estimate: LayerProfile
 ) -> LayerProfile:
-    flops_again, seconds_again = _recomputation(unit)
+    again = _run_again(unit)
+    seconds_again = sum(operator.seconds for operator in again)
     more_saved_bytes = unit.saved_bytes - (estimate.saved_bytes - estimate.input_bytes)
     flops = sum(operator.flops for operator in unit.operators)
     flops_share = flops / max(1, estimate.flops_forward)
@@ -144,8 +145,8 @@ def _layer_profile(
         replay_bytes=unit.replay_bytes,
         replay_held_bytes=unit.replay_held_bytes,
         flops_forward=flops,
-        flops_recomputed=flops_again,
-        candidates=tuple(_candidates(unit)),
+        flops_recomputed=sum(operator.flops for operator in again),
+        candidates=tuple(_candidates(unit, least_seconds=_LEAST_SHARE * seconds_again)),
         rests=tuple(
             replace(rest, num_bytes=rest.num_bytes + max(0, more_saved_bytes), flops=int(rest.flops * flops_share))
             for rest in estimate.rests
@@ -157,15 +158,14 @@ def _layer_profile(
     )
 
 
-def _candidates(unit: UnitRecord) -> list[SwapCandidate]:
-    """The outputs that save enough, chosen greedily.
+def _candidates(unit: UnitRecord, *, least_seconds: float) -> list[SwapCandidate]:
+    """The outputs that save more than `least_seconds`, chosen greedily.
 
     The heap holds what each output saved when it was last evaluated. Swapping others seldom makes that larger: only
     where two outputs need something that is not available. So the first output that still saves more than the heap's
     next one is taken.
     """
     operators, liveness = unit.operators, Liveness(unit.operators, unit.saved)
-    least_seconds = _LEAST_SHARE * _recomputation(unit)[1]
     candidates = []
 
     def saved_by(position: int) -> _Saving:
@@ -228,8 +228,7 @@ class _Saving:
         return bytes_of(self.output) - sum(map(bytes_of, self.not_offloaded))
 
 
-def _recomputation(unit: UnitRecord) -> tuple[int, float]:
-    """FLOPs and seconds of what backward runs again where nothing is swapped."""
+def _run_again(unit: UnitRecord) -> list[OperatorRecord]:
+    """What backward runs again where nothing is swapped."""
     decisions = decide(unit.operators, unit.saved)
-    again = [each for each, decision in zip(unit.operators, decisions, strict=True) if decision is Decision.EXEC]
-    return sum(operator.flops for operator in again), sum(operator.seconds for operator in again)
+    return [each for each, decision in zip(unit.operators, decisions, strict=True) if decision is Decision.EXEC]
