@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Literal, Union, get_args, get_origin
@@ -30,8 +31,17 @@ _SECTION_NAMES = tuple(filter(None, SECTIONS))
 _MOST_CLOSE = 3
 
 
-def explain(key: str) -> str:
-    """What a key means, as a few lines of text, and what the keys of a section mean, in a line each.
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of what `ratel explain` prints."""
+
+    text: str
+    indent: int = 2
+    """Columns before what does not fit into the line."""
+
+
+def explain(key: str) -> list[Line]:
+    """What a key means, in a few lines, and what the keys of a section mean, in a line each.
 
     The dotted name of a key has its section. A word for something that Ratel does not do gives the list of these, with
     what was asked for first. Raises BadInput for an unknown one.
@@ -39,18 +49,14 @@ def explain(key: str) -> str:
     missing = None if _is_key(key) else unsupported(key)
     if missing is not None:
         others = [each for each in UNSUPPORTED if each is not missing]
-        return "\n".join(f"{each.name}: not supported\n  {each.instead}" for each in (missing, *others)).replace(
-            "`", ""
-        )
+        return [line for each in (missing, *others) for line in _entry(f"{each.name}: not supported", each.instead)]
     section, name = _found(key)
     if name in SECTIONS[section].model_fields:
         title = key if name == _last(key) else f"{key}: another name of {name}"
-        facts = ", ".join(fact.replace("`", "") for fact in facts_of(section, name))
-        inner = _lines_of_section(_dotted(section, name))
-        return "\n".join([title, f"  {facts}", f"  {meaning_of(section, name).replace('`', '')}", *inner])
+        entry = _entry(title, ", ".join(facts_of(section, name)), meaning_of(section, name))
+        return entry + _lines_of_section(_dotted(section, name))
     foreign = _foreign(section, name)
-    advice = f"\n  {foreign.hint}" if foreign.hint else ""
-    return f"{key}: a key of other trainers ({foreign.fate})\n  {foreign.reason}{advice}".replace("`", "")
+    return _entry(f"{key}: a key of other trainers ({foreign.fate})", *filter(None, (foreign.reason, foreign.hint)))
 
 
 def explain_json(key: str) -> dict[str, object]:
@@ -108,13 +114,23 @@ def _dotted(section: str, name: str) -> str:
     return f"{section}.{name}".lstrip(".")
 
 
-def _lines_of_section(section: str) -> list[str]:
+def _entry(title: str, *more: str) -> list[Line]:
+    return [Line(title.replace("`", "")), *(Line(f"  {each}".replace("`", "")) for each in more)]
+
+
+def _lines_of_section(section: str) -> list[Line]:
     """A line for each key of a section, with the first sentence of its meaning; none if it is no section."""
     if section not in SECTIONS:
         return []
     fields = SECTIONS[section].model_fields
-    width = max(map(len, fields))
-    return ["", *(f"  {section}.{name:<{width}}  {_first_sentence(meaning_of(section, name))}" for name in fields)]
+    width = len(section) + 1 + max(map(len, fields))
+    return [
+        Line(""),
+        *(
+            Line(f"  {_dotted(section, name):<{width}}  {_first_sentence(meaning_of(section, name))}", indent=width + 4)
+            for name in fields
+        ),
+    ]
 
 
 def _first_sentence(meaning: str) -> str:

@@ -15,6 +15,10 @@ from ratel_cli.config.unsupported import UNSUPPORTED
 from tests.test_console import Terminal, as_terminal
 
 
+def text_of(key: str) -> str:
+    return "".join(f"{line.text}\n" for line in explain(key))
+
+
 def test_a_key_and_its_other_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "learning_rate"]) == 0
     meaning = "  The peak learning rate, which is reached at the end of the warm-up.\n"
@@ -31,7 +35,7 @@ def test_lines_are_folded_on_a_terminal_alone(
     as_terminal(monkeypatch, columns=60)
     assert main(["explain", key]) == 0
     plain = capsys.readouterr().out
-    assert plain == explain(key) + "\n", "COLUMNS is not that of a pipe"
+    assert plain == text_of(key), "COLUMNS is not that of a pipe"
     assert max(map(len, plain.splitlines())) > 60
     stream = Terminal()
     monkeypatch.setattr(sys, "stdout", stream)
@@ -102,7 +106,7 @@ def test_a_section_and_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("section", [each for each in SECTIONS if each])
 def test_every_key_of_a_section_has_a_line(section: str) -> None:
-    _, _, lines = explain(section).partition("\n\n")
+    _, _, lines = text_of(section).partition("\n\n")
     assert [line.split()[0] for line in lines.splitlines()] == [
         f"{section}.{key}" for key in SECTIONS[section].model_fields
     ]
@@ -113,9 +117,9 @@ def test_every_key_is_explained() -> None:
     for section, model in SECTIONS.items():
         for name in [*model.model_fields, *ALIASES.get(section, {})]:
             key = f"{section}.{name}" if section else name
-            assert explain(key).startswith(key)
-    assert explain("datasets.0.path").startswith("datasets.0.path\n")
-    assert all(explain(key).startswith(key) for key in FOREIGN)
+            assert text_of(key).startswith(key)
+    assert text_of("datasets.0.path").startswith("datasets.0.path\n")
+    assert all(text_of(key).startswith(key) for key in FOREIGN)
 
 
 @pytest.mark.parametrize(
@@ -177,5 +181,5 @@ def test_keys_come_before_words() -> None:
     """`adapter` and `fsdp` are keys of other trainers, `rl` too."""
     for each in UNSUPPORTED:
         for word in each.words.split():
-            text = explain(word)
+            text = text_of(word)
             assert text.startswith(f"{word}: a key of other trainers") == (word in FOREIGN)
