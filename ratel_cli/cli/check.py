@@ -27,33 +27,33 @@ from ratel_cli.run.run_directory import config_file
 def run(path: Path, overrides: Sequence[str], *, as_json: bool) -> None:
     """Check the config in `path`. Raises RatelError with all that is wrong."""
     name_run(path, overrides)
-    told: tuple[ReportedError, ...] = ()
+    printed: tuple[ReportedError, ...] = ()
     try:
         reading = examine_config(config_file(path), overrides)
     except BadInput as error:
         reported = ReportedError(place=None, key=None, message=error.message, hint=error.hint)
         report = CheckReport(errors=(reported,), exit_code=error.exit_code)
     else:
-        told, log = config_errors(reading), RunLog()
-        for each in told:
+        printed, log = config_errors(reading), RunLog()
+        for each in printed:
             log.error(each.text, each.hint)
         report = check_run(reading, path=path, overrides=overrides)
     if as_json:
         sys.stdout.write(json.dumps(report.to_json(), indent=2) + "\n")
-    _raise(report, told)
+    _raise(report, printed)
     if not as_json:
         page = RunLog(sys.stdout)
         page.facts(report.rows)
         page.say(f"no errors; {command('finetune', path, *overrides)} runs it")
 
 
-def _raise(report: CheckReport, told: Collection[ReportedError]) -> None:
-    """Raise all errors that the user was not `told` yet as one. Without errors: do nothing."""
+def _raise(report: CheckReport, printed: Collection[ReportedError]) -> None:
+    """Raise all errors that are not `printed` yet as one. Without errors: do nothing."""
     kind = BadInput if report.exit_code == BadInput.exit_code else EnvironmentFailure
-    errors = [kind(each.text, each.hint) for each in report.errors if each not in told]
+    errors = [kind(each.text, each.hint) for each in report.errors if each not in printed]
     if errors:
         first, *others = errors
         first.others = tuple(others)
         raise first
-    if told:
+    if printed:
         raise typer.Exit(report.exit_code)

@@ -16,7 +16,7 @@ import re
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
@@ -93,50 +93,79 @@ def find_left_files(config: RunConfig, extent: Extent) -> LeftFiles:
     """The files of the config's run. Raises BadInput if its store is not where the run has recorded it."""
     if is_run_output(config.output_dir):
         _reject_lost_store(config)
-    kept: list[str] = []
-    places = [path for path in _own_stores(config, kept, extent) if _is_store(path) or _was_store(config, path)]
-    files = [] if extent == "store" else _own(config, _SHOWS_A_STORE)
-    files += [path for place in places for path in _regular(place, (DATA_FILE_NAME, OWNER_FILE_NAME))]
-    files += [path for place in places for path in _regular(place, (RECORD_FILE_NAME,))]  # they say whose a store is
-    folders = [place for place in places if place.name.endswith(".store")]
-    run = run_directory(config.output_dir)
+    found = _Found()
+    places = [
+        place for place in _own_stores(config, found.kept, extent) if _is_store(place) or _was_store(config, place)
+    ]
+    if extent != "store":
+        found.files += _own(config, _SHOWS_A_STORE)
+    _add_stores(found, places)
     if is_run_output(config.output_dir):
-        caches = sorted(path for path in _in_folder(run / TOKENS_NAME, "*") if _CACHE.fullmatch(path.name))
-        files += [path for cache in caches if _is_folder(cache) for path in _regular(cache, CACHE_FILE_NAMES)]
-        folders += [*caches, run / TOKENS_NAME]
-    if is_run_output(config.output_dir) and extent != "store":
-        files += [path for tracker in TRACKERS for path in _own(config, (record_name(tracker), log_name(tracker)))]
-        events = run / EVENTS_NAME
-        written = sorted(path.name for path in _in_folder(events, f"events.out.tfevents.*{EVENTS_SUFFIX}"))
-        files += _regular(events, written)
-        files += _own(config, _RUN_FILES)
-        folders += [events, run]
-    marker = read_marker(config.output_dir)
-    if extent == "export" and marker is not None and marker.is_run:
-        begun = config.output_dir / STAGING_NAME
-        parts = sorted(begun.rglob("*"), reverse=True) if _is_folder(begun) else []
-        files += filter(_is_regular, parts)
-        folders += [*filter(_is_folder, parts), begun]
-        left = [*marker.files, *(file for file in marker.replaced if file.xxh3_128)]
-        names = dict.fromkeys(file.name for file in left if is_unchanged(config.output_dir, file))
-        files += [config.output_dir / name for name in names]
-        changed = {file.name for file in marker.files} - names.keys()
-        present = sorted(name for name in changed if os.path.lexists(config.output_dir / name))
-        kept += [f"{config.output_dir / name} was changed since Ratel wrote it" for name in present]
-        files += _regular(config.output_dir, (NEW_MARKER_NAME, MARKER_NAME))
-        folders += [(config.output_dir / name).parent for name in names]
-        folders += [config.output_dir]
+        _add_tokens(found, run_directory(config.output_dir))
+        if extent != "store":
+            _add_run_files(found, config)
+    if extent == "export":
+        _add_export(found, config.output_dir)
     step = stored_step(config.storage.paths) if config.storage.paths[0] in places else None
     return LeftFiles(
         config=config,
         extent=extent,
-        files=tuple(files),
+        files=tuple(found.files),
         stores=tuple(filter(_is_store, places)),
-        folders=tuple(dict.fromkeys(folders)),
-        kept=tuple(kept),
+        folders=tuple(dict.fromkeys(found.folders)),
+        kept=tuple(found.kept),
         step=step,
         is_exported=step is not None and _is_exported(config.output_dir, step),
     )
+
+
+@dataclass(slots=True)
+class _Found:
+    """What was found so far, in the order of `LeftFiles`."""
+
+    files: list[Path] = field(default_factory=list)
+    folders: list[Path] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+
+
+def _add_stores(found: _Found, places: Sequence[Path]) -> None:
+    found.files += [path for place in places for path in _regular(place, (DATA_FILE_NAME, OWNER_FILE_NAME))]
+    # Records say whose a store is: they go last.
+    found.files += [path for place in places for path in _regular(place, (RECORD_FILE_NAME,))]
+    found.folders += [place for place in places if place.name.endswith(".store")]
+
+
+def _add_tokens(found: _Found, run: Path) -> None:
+    caches = sorted(path for path in _in_folder(run / TOKENS_NAME, "*") if _CACHE.fullmatch(path.name))
+    found.files += [path for cache in caches if _is_folder(cache) for path in _regular(cache, CACHE_FILE_NAMES)]
+    found.folders += [*caches, run / TOKENS_NAME]
+
+
+def _add_run_files(found: _Found, config: RunConfig) -> None:
+    found.files += [path for tracker in TRACKERS for path in _own(config, (record_name(tracker), log_name(tracker)))]
+    run = run_directory(config.output_dir)
+    events = run / EVENTS_NAME
+    written = sorted(path.name for path in _in_folder(events, f"events.out.tfevents.*{EVENTS_SUFFIX}"))
+    found.files += [*_regular(events, written), *_own(config, _RUN_FILES)]
+    found.folders += [events, run]
+
+
+def _add_export(found: _Found, directory: Path) -> None:
+    marker = read_marker(directory)
+    if marker is None or not marker.is_run:
+        return
+    begun = directory / STAGING_NAME
+    parts = sorted(begun.rglob("*"), reverse=True) if _is_folder(begun) else []
+    found.files += filter(_is_regular, parts)
+    found.folders += [*filter(_is_folder, parts), begun]
+    left = [*marker.files, *(file for file in marker.replaced if file.xxh3_128)]
+    names = dict.fromkeys(file.name for file in left if is_unchanged(directory, file))
+    found.files += [directory / name for name in names]
+    changed = {file.name for file in marker.files} - names.keys()
+    present = sorted(name for name in changed if os.path.lexists(directory / name))
+    found.kept += [f"{directory / name} was changed since Ratel wrote it" for name in present]
+    found.files += _regular(directory, (NEW_MARKER_NAME, MARKER_NAME))
+    found.folders += [*((directory / name).parent for name in names), directory]
 
 
 def _is_exported(directory: Path, step: int) -> bool:
