@@ -310,6 +310,14 @@ def export_hash(config: Path) -> str:
     return file_hash(output_of(config) / "model.safetensors")
 
 
+def tree(directory: Path) -> dict[str, bytes | None]:
+    """Every file below a directory with its content; None for a folder."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
+        for path in sorted(directory.rglob("*"))
+    }
+
+
 def file_hash(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 

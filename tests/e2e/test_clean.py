@@ -13,8 +13,7 @@ from ratel_cli.console import RunLog
 from ratel_cli.io.queue import open_queue
 from ratel_cli.store.store import Store
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import Ended, assert_rejected, finetune, output_of, ratel, store_of, succeed
-from tests.e2e.test_output import tree
+from tests.e2e.runs import Ended, assert_rejected, finetune, output_of, ratel, store_of, succeed, tree
 
 
 @pytest.fixture

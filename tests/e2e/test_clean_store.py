@@ -23,9 +23,9 @@ from tests.e2e.runs import (
     ratel,
     store_of,
     succeed,
+    tree,
     write_config,
 )
-from tests.e2e.test_output import tree
 
 KEPT = {"config.yaml", "hardware.json", "metrics.jsonl", "model.json", "plan.json", "run.json", "notes.txt"}
 DELETED = "was deleted by `ratel clean --store` (20"

@@ -14,8 +14,7 @@ from ratel_cli.io.queue import open_queue
 from ratel_cli.run.run_directory import find_run
 from ratel_cli.store.run_record import read_record
 from ratel_cli.store.store import Store
-from tests.e2e.runs import SETTINGS, assert_rejected, ratel
-from tests.e2e.test_output import tree
+from tests.e2e.runs import SETTINGS, assert_rejected, ratel, tree
 
 OUTPUT, STORE = Path("outputs/a"), Path("outputs/a.store")
 

@@ -86,11 +86,12 @@ def test_prompts_as_arguments(base: Path) -> None:
         assert_rejected(ratel("generate", base, argument, QUESTIONS[0]), 2, "unknown key", argument.partition("=")[0])
 
 
+@pytest.mark.parametrize("option", [[], ["--prompts"]])
 @pytest.mark.parametrize("as_rows", [False, True])
-def test_prompts_from_stdin(base: Path, as_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_from_stdin(base: Path, as_rows: bool, option: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [json.dumps({"prompt": each}) for each in QUESTIONS] if as_rows else QUESTIONS
     give(monkeypatch, "\n".join(["", *lines, " ", ""]).encode())
-    assert texts_of(generated(base, "-", "seed=7")) == whole_texts(base, CHATS)
+    assert texts_of(generated(base, *option, "-", "seed=7")) == whole_texts(base, CHATS)
 
 
 def test_wrong_prompts_from_stdin(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:

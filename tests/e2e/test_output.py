@@ -18,19 +18,12 @@ from tests.e2e.runs import (
     ratel,
     store_of,
     succeed,
+    tree,
     write_config,
 )
 
 README = "README.md"
 SHARD = "model-00001-of-00002.safetensors"
-
-
-def tree(directory: Path) -> dict[str, bytes | None]:
-    """Every file below a directory with its content; None for a folder."""
-    return {
-        str(path.relative_to(directory)): path.read_bytes() if path.is_file() else None
-        for path in sorted(directory.rglob("*"))
-    }
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM, Trainer
 
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import assert_rejected, finetune, metrics, output_of, ratel, succeed
-from tests.e2e.test_output import tree
+from tests.e2e.runs import assert_rejected, finetune, metrics, output_of, ratel, succeed, tree
 
 
 def plant(output: Path, *names: str) -> dict[str, bytes | None]:
