@@ -36,8 +36,14 @@ _FUNCTION_CALL = "function_call"
 """The role of a message whose content is a tool call as JSON. No chat template gets it."""
 _WEIGHT = "weight"
 """OpenAI's key of a message: 1, or 0 for no loss on it."""
-_MASK_KEYS = ("train", "training", "loss", "train_detail", "training_detail")
-"""Other tools' keys of a message that say whether it has loss, or which of its characters have."""
+_CHOOSE = "`message_field_training: {}` makes it choose the turns that have loss"
+_PARTS = "a turn has loss as a whole"
+_MASK_KEYS = {
+    **dict.fromkeys(("train", "training", "trainable", "loss", "loss_mask"), _CHOOSE),
+    **dict.fromkeys(("train_detail", "training_detail"), _PARTS),
+    "mask": "`message_field_training` names a key that is true for the turns that have loss",
+}
+"""Other tools' keys of a message that say whether it has loss, or which of its characters have; what to do here."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _VARIABLES = "chat_template_kwargs"
 """TRL's column with what else the chat template gets."""
@@ -107,9 +113,7 @@ class TurnOptions:
     def _remarks(self, messages: list[ChatMessage]) -> tuple[Remark, ...]:
         """Keys of messages that say in other tools which of them have loss, and that are not read."""
         keys = {key for message in messages for key in _MASK_KEYS if key in message} - {self.training_key}
-        whole = "`message_field_training: {}` makes it choose the turns that have loss"
-        parts = "a turn has loss as a whole"
-        return tuple(("key", f"{key}; {parts if 'detail' in key else whole.format(key)}") for key in sorted(keys))
+        return tuple(("key", f"{key}; {_MASK_KEYS[key].format(key)}") for key in sorted(keys))
 
     def _pop_muted(self, messages: list[ChatMessage]) -> tuple[int, ...]:
         """Take OpenAI's weights out of messages. Returns the messages whose weight is 0."""

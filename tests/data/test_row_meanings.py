@@ -110,7 +110,7 @@ def test_a_key_of_ones_own_that_is_named_weight() -> None:
     assert isinstance(found, ChatDraft) and (found.trained, found.muted) == ((3,), ())
 
 
-@pytest.mark.parametrize("key", ["train", "training", "loss", "train_detail"])
+@pytest.mark.parametrize("key", ["train", "training", "loss", "loss_mask", "mask", "train_detail"])
 def test_keys_that_choose_turns_elsewhere_are_named(key: str) -> None:
     record: dict[str, object] = {"messages": [QA[0], {**QA[1], key: False}]}
     found = draft(record)
