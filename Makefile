@@ -30,8 +30,8 @@ demo: $(READY)  ## Fine-tune a small model with all its state on disk, and let i
 	$(BIN)/python scripts/complete.py "$(QUESTION)" demo/base demo/output
 
 test: $(READY)  ## Run the short tier of the tests: every module, the large products sampled (eight minutes)
-	RATEL_SIMULATED_GPU=1 $(PYTEST) --slowest build/slowest/$@-gpu.txt $(GPU)
-	$(PYTEST) --slowest build/slowest/$@.txt $(GPU:%=--ignore=%)
+	RATEL_SIMULATED_GPU=1 $(PYTEST) --slowest=build/slowest/$@-gpu.txt $(GPU)
+	$(PYTEST) --slowest=build/slowest/$@.txt $(GPU:%=--ignore=%)
 
 hostile: $(READY)  ## Run `make test` for a caller without variables, on a dumb terminal, in another time zone, in any order
 	umask 077 && env -i PATH="$(PATH)" TERM=dumb COLUMNS=20 LC_ALL=C TZ=Asia/Kathmandu \
@@ -40,8 +40,8 @@ hostile: $(READY)  ## Run `make test` for a caller without variables, on a dumb 
 check: lint types test full  ## Check all that must hold for a change: lint, types, short and full tier (forty-five minutes)
 
 full: $(READY)  ## Run what the full tier of the tests has beyond the short one
-	RATEL_SIMULATED_GPU=1 $(PYTEST) $(FULL) --slowest build/slowest/$@-gpu.txt $(GPU)
-	$(PYTEST) $(FULL) --slowest build/slowest/$@.txt $(GPU:%=--ignore=%)
+	RATEL_SIMULATED_GPU=1 $(PYTEST) $(FULL) --slowest=build/slowest/$@-gpu.txt $(GPU)
+	$(PYTEST) $(FULL) --slowest=build/slowest/$@.txt $(GPU:%=--ignore=%)
 
 stress: $(READY)  ## Kill a training run a thousand times, at any moment, and compare what it leaves (half an hour)
 	RATEL_STRESS_KILLS=1000 $(BIN)/python -m pytest -m stress -s tests/stress

@@ -1,4 +1,4 @@
-"""The slowest tests of a session, kept as a file: `pytest --slowest FILE`.
+"""The slowest tests of a session, kept as a file: `pytest --slowest=FILE`.
 
 With several workers, their controller writes the file: it gets every worker's reports. Setting up a fixture counts as
 part of the test that asked for it first.
@@ -15,7 +15,11 @@ _NUMBER = 50
 
 
 def add_slowest_option(parser: pytest.Parser) -> None:
-    """Add the option that names the file."""
+    """Add the option that names the file.
+
+    It is written with `=`: until this file's conftest is loaded pytest does not know the option, and looks for the
+    conftest beside an argument of its own, if a file of that name exists.
+    """
     parser.addoption("--slowest", type=Path, metavar="FILE", help=f"write the {_NUMBER} slowest tests to FILE")
 
 
