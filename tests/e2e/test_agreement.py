@@ -26,7 +26,7 @@ from ratel_cli.store.lock import StoreLock
 from scripts.list_messages import Message, messages_in, package_sources
 from tests.config.test_rejections import blocks
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import assert_rejected, file_hash, output_of, ratel, store_of, succeed
+from tests.e2e.runs import Ended, assert_rejected, file_hash, output_of, ratel, store_of, succeed
 from tests.model.tiny import file_size_limit
 from tests.tiers import sample
 
@@ -457,8 +457,8 @@ def bare(error: str) -> str:
     return re.sub(r"\d+(\.\d+)?", "N", text)
 
 
-def assert_agree(config: Path, overrides: list[str], directory: Path) -> list[str]:
-    """The two commands agree, and nothing was written. Returns the errors of `finetune`."""
+def assert_agree(config: Path, overrides: list[str], directory: Path) -> Ended:
+    """The two commands agree, and nothing was written. Returns how `finetune` ended."""
     before = contents(directory)
     checked = ratel("check", config, *overrides)
     assert contents(directory) == before
@@ -468,7 +468,7 @@ def assert_agree(config: Path, overrides: list[str], directory: Path) -> list[st
     assert ended.code == checked.code != 0, checked.stderr + ended.stderr
     found = set(map(bare, checked.errors))
     assert [error for error in ended.errors if bare(error) not in found] == [], checked.stderr
-    return ended.errors
+    return ended
 
 
 def template(text: str) -> re.Pattern[str]:
@@ -480,10 +480,10 @@ def template(text: str) -> re.Pattern[str]:
 @pytest.mark.parametrize("case", sample(CASES, every=9))
 def test_what_a_run_is_refused_for_is_what_check_reports(scene: Scene, case: Case) -> None:
     config, overrides = case.prepare(scene)
-    errors = assert_agree(config, overrides, scene.directory)
+    ended = assert_agree(config, overrides, scene.directory)
     wanted = [template(each.text) for each in all_messages() if is_named(case.message, each)]
-    assert any(each.search(error) for each in wanted for error in errors), errors
-    assert ratel("finetune", config, *overrides).code == case.code
+    assert any(each.search(error) for each in wanted for error in ended.errors), ended.errors
+    assert ended.code == case.code
 
 
 @pytest.mark.parametrize("text", sample([text for text, _ in blocks()], every=24))

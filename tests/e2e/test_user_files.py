@@ -22,9 +22,9 @@ from tests.e2e.planted import NOTHING, Content, Tree
 from tests.e2e.runs import ratel
 from tests.tiers import sample
 
-NUM_GROUPS = 64
+NUM_GROUPS = 32
 NUM_SEQUENCES = 8
-"""In each group: 512 in all. The short tier has 3 groups."""
+"""In each group: 256 in all. The short tier has 2 groups."""
 READ_ONLY = ("check", "data", "doctor", "env", "eval", "explain", "generate", "status", "verify")
 WRITES_WITH = {"clean": "--yes", "import": "-o", "plan": "--plot", "schema": "-o"}
 """Commands that write only with this option."""

@@ -22,6 +22,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 GIBS = (8, 10, 12, 14, 16, 18, 20, 24, 28, 32, 40, 48)
 FEWER_GIBS = (8, 12, 16, 20, 24, 32, 48)
 """For models whose plans take long."""
+FEWEST_GIBS = (8, 16, 24, 48)
+"""For those whose plans take longest."""
 LEAST = 0.98
 """The share of the tokens per second of a smaller one that is enough."""
 
@@ -61,8 +63,8 @@ def assert_no_cliff(rates: Iterable[SplitRate], *, keeps_fitting: bool) -> None:
 
 BY_MEMORY = [
     ("13b", 2, GIBS), ("13b", 8, GIBS), ("13b", 32, GIBS), ("13b", 64, FEWER_GIBS), ("30b", 8, GIBS),
-    ("30b", 32, FEWER_GIBS), ("70b", 16, FEWER_GIBS), ("70b", 48, FEWER_GIBS), ("175b", 1, GIBS),
-    ("175b", 8, FEWER_GIBS), ("175b", 16, FEWER_GIBS),
+    ("30b", 32, FEWER_GIBS), ("70b", 16, FEWER_GIBS), ("70b", 48, FEWEST_GIBS), ("175b", 1, GIBS),
+    ("175b", 8, FEWEST_GIBS), ("175b", 16, FEWEST_GIBS),
 ]  # fmt: skip
 
 
