@@ -10,6 +10,9 @@ import typer
 from ratel_cli.config.describe import explain, explain_json
 from ratel_cli.console import RunLog
 
+_NARROW_INDENT = 2
+"""Where a column would leave less than half of the terminal."""
+
 
 def run(key: str, *, as_json: bool) -> None:
     """Print what `key` means. On a terminal it is folded between words, in its column. Raises BadInput."""
@@ -18,4 +21,5 @@ def run(key: str, *, as_json: bool) -> None:
         return
     log = RunLog(sys.stdout)
     for line in explain(key):
-        log.remark(line.text, indent=min(line.indent, log.columns // 2))
+        indent = line.indent if line.indent <= log.columns // 2 else _NARROW_INDENT
+        log.remark(line.text, indent=indent)

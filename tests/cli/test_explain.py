@@ -54,6 +54,14 @@ def test_the_keys_of_a_section_are_folded_in_their_column(monkeypatch: pytest.Mo
     )
 
 
+def test_where_the_column_is_too_narrow_lines_are_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_terminal(monkeypatch, columns=50)
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["explain", "storage"]) == 0
+    assert "\n  storage.paths             Directories for\n  stores, " in stream.getvalue()
+
+
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "lr", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
