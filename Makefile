@@ -29,7 +29,7 @@ demo: $(READY)  ## Fine-tune a small model with all its state on disk, and let i
 	$(BIN)/ratel finetune configs/demo.yaml
 	$(BIN)/python scripts/complete.py "$(QUESTION)" demo/base demo/output
 
-test: $(READY)  ## Run the short tier of the tests: every module, the large products sampled (eight minutes)
+test: $(READY)  ## Run the short tier of the tests: every module, the large products sampled (thirteen minutes)
 	RATEL_SIMULATED_GPU=1 $(PYTEST) --slowest=build/slowest/$@-gpu.txt $(GPU)
 	$(PYTEST) --slowest=build/slowest/$@.txt $(GPU:%=--ignore=%)
 

@@ -17,8 +17,8 @@ _NUMBER = 50
 def add_slowest_option(parser: pytest.Parser) -> None:
     """Add the option that names the file.
 
-    It is written with `=`: until this file's conftest is loaded pytest does not know the option, and looks for the
-    conftest beside an argument of its own, if a file of that name exists.
+    It is written with `=`. Before pytest has loaded tests/conftest.py it does not know the option: it would take an
+    existing FILE for a path with tests, and look for the conftest there only.
     """
     parser.addoption("--slowest", type=Path, metavar="FILE", help=f"write the {_NUMBER} slowest tests to FILE")
 
