@@ -140,6 +140,38 @@ def join_bfloat16(hi16: _Array, lo16: _Array, v32: _Array, w32: _Array, *, isa: 
 def square_root(values: _Array, *, square_root: _SquareRoot | None = None, isa: str | None = None) -> None:
     """Replace float32 values by their square roots, as the AdamW kernels compute them."""
 
+class Ring:
+    """A ring of io_uring. One thread at a time may prepare, submit and reap. Not final: tests change what it reaps.
+
+    `num_entries`: the most requests that can be prepared between two submits. Raises OSError where the kernel has no
+    io_uring, or does not allow it; every method raises ValueError once the ring is closed.
+    """
+
+    def __init__(self, num_entries: int) -> None: ...
+    def prepare(self, *, writes: bool, fd: int, memory: memoryview, offset: int, key: int) -> None:
+        """Put a request on the ring: all of `memory`, less than 2 GiB, to or from `offset` of the file.
+
+        The memory must live until the completion with this `key`. Raises IndexError if no entry is free.
+        """
+
+    def prepare_timer(self, seconds: float, key: int) -> None:
+        """Put a timer on the ring, which completes after `seconds`. One at a time."""
+
+    def submit(self) -> None:
+        """Hand everything prepared to the kernel, without the GIL. Raises OSError if it takes no more."""
+
+    def reap(self) -> list[tuple[int, int]]:
+        """The completions that are there now, as (key, bytes moved or the negative number of an error)."""
+
+    def wait(self) -> None:
+        """Block, without the GIL, until something has completed or `wake` was called since the last wait."""
+
+    def wake(self) -> None:
+        """Let `wait` return. From any thread."""
+
+    def close(self) -> None:
+        """Close the ring. The kernel keeps its own hold on the pages of what it has not completed. Idempotent."""
+
 @final
 class Stripes:
     """Spreads logical addresses over files (ratel_cli/io/striping.py).

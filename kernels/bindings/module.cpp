@@ -26,6 +26,7 @@
 #include "ratel/chunk.h"
 #include "ratel/dispatch.h"
 #include "ratel/kernels.h"
+#include "ring.h"
 #include "transfers.h"
 
 namespace nb = nanobind;
@@ -363,6 +364,7 @@ NB_MODULE(_native, module) {
   module.def("square_root", square_root_in_place, nb::arg("values"), nb::kw_only(),
              nb::arg("square_root") = nb::none(), nb::arg("isa") = nb::none());
   define_transfers(module);
+  define_ring(module);
   module.def("address_of", address_of, nb::arg("memory"));
   module.def("native_square_root", [] { return square_root_name(native_square_root()); });
   module.def("supported_isas", supported_isas);

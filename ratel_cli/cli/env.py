@@ -21,7 +21,7 @@ from ratel_cli.run.user_cache import software_versions
 
 _PACKAGES: Final = (
     "ratel-cli", "torch", "transformers", "tokenizers", "safetensors", "datasets", "huggingface-hub", "numpy",
-    "liburing", "rich", "pydantic", "flash-attn",
+    "rich", "pydantic", "flash-attn",
 )  # fmt: skip
 
 

@@ -52,9 +52,7 @@ def check_io_uring(files: SystemFiles, failure: str | None, *, is_required: bool
     disabled = files.number("proc/sys/kernel/io_uring_disabled")
     filtered = re.search(r"^Seccomp:\s*[12]", files.text("proc/self/status") or "", flags=re.MULTILINE)
     remedy = "set storage.engine to threads"
-    if "liburing" in failure:
-        remedy = "pip install liburing"
-    elif disabled:
+    if disabled:
         remedy = "sudo sysctl kernel.io_uring_disabled=0"
     elif filtered:
         remedy = "allow it in the container: --security-opt seccomp=unconfined, or a profile with the io_uring calls"

@@ -149,20 +149,12 @@ def open_queue(
         )
 
     if engine != "threads":
+        from ratel_cli.io.uring import UringLane  # here, for the same reason
+
         try:
-            return open_with("io_uring", _uring_lane())
+            return open_with("io_uring", UringLane)
         except EnvironmentFailure as failure:
             if engine == "io_uring":
                 raise
             notice(f"{failure.message}; transfers use threads, with the same results")
     return open_with("threads", ThreadedLane)
-
-
-def _uring_lane() -> type[Lane]:
-    try:
-        from ratel_cli.io.uring import UringLane
-    except ImportError as exc:
-        raise EnvironmentFailure(
-            f"io_uring is not available: {exc}", "install the liburing package, or set storage.engine to threads"
-        ) from exc
-    return UringLane

@@ -1,9 +1,7 @@
-"""The fast I/O engine: io_uring through the ``liburing`` package, with one ring and one thread per direction.
+"""The fast I/O engine: io_uring, with one ring (kernels/bindings/ring.cpp) and one thread per direction.
 
-Measured rules that shape it: the package's own wait holds the GIL, so the thread blocks in the read of an eventfd that
-the ring and `submit` both signal; free places of the ring are refilled before tickets end, because the thread may lose
-the GIL there; a negative result raises, and its completion must be marked as seen nevertheless; what an ``Iovec`` is
-made from is never freed (see `Ring.prepare`).
+The thread blocks in the read of an eventfd that the ring and `submit` both signal. Free places of the ring are refilled
+before tickets end, because the thread may lose the GIL there.
 
 Left out: registered files and buffers. In the C loop of scripts/bench/io.py they save 0.002 CPU seconds per GB, and
 between nothing and 5 % of the time (2-core virtual machine, Linux 6.18, 2026-11). Without them the lane reaches 0.95 to
@@ -17,8 +15,6 @@ its completion the lane refers to a request's memory, even after a timeout.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
 from collections import deque
 from collections.abc import Callable
@@ -26,15 +22,11 @@ from dataclasses import dataclass
 from threading import Thread
 from time import monotonic
 
-import liburing  # type: ignore[import-untyped]
-
+from ratel_cli._native import Ring
 from ratel_cli.errors import EnvironmentFailure, RatelError
-from ratel_cli.io.buffers import address_of
 from ratel_cli.io.requests import Direction, Lane, Request, closed_error, lane_error, timeout_error
 
 _TIMER_KEY = 0
-_MAX_SUBMITS = 1000
-"""io_uring_submit may ask to be called again (EAGAIN, EBUSY, EINTR). This often in a row is a fault."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +50,12 @@ class UringLane(Lane):
         open_ring: Callable[[int], Ring] | None = None,
     ) -> None:
         super().__init__(depth=depth, timeout_seconds=timeout_seconds)
-        self._ring = (open_ring or Ring)(depth + 1)  # one more for the timer
+        try:
+            self._ring = (open_ring or Ring)(depth + 1)  # one more for the timer
+        except OSError as exc:
+            raise EnvironmentFailure(
+                f"io_uring is not available here: {exc.strerror or exc}", "set storage.engine to threads"
+            ) from exc
         # What follows is for the lane's thread alone.
         self._flights: dict[int, _Flight] = {}
         self._ended: deque[tuple[Request, RatelError | None]] = deque()
@@ -105,7 +102,7 @@ class UringLane(Lane):
         self._end_tickets()
         return not is_closed or bool(self._flights)
 
-    def _complete(self, key: int, result: int | OSError) -> None:
+    def _complete(self, key: int, result: int) -> None:
         if key == _TIMER_KEY:
             self._timer_runs = False
             self._abandon_late()
@@ -115,7 +112,9 @@ class UringLane(Lane):
             self._abandoned.pop(key, None)  # it timed out before; now the kernel has let go of its memory
             return
         try:
-            self.moved_bytes += flight.request.advance(result)
+            self.moved_bytes += flight.request.advance(
+                result if result >= 0 else OSError(-result, os.strerror(-result))
+            )
         except RatelError as error:
             self._ended.append((flight.request, error))
         else:
@@ -136,7 +135,13 @@ class UringLane(Lane):
         while len(self._flights) < self._depth and (request := self._take_waiting()) is not None:
             key, self._next_key = self._next_key, self._next_key + 1
             self._flights[key] = _Flight(request=request, memory=request.memory, since_seconds=now_seconds)
-            self._ring.prepare(request, key)
+            self._ring.prepare(
+                writes=request.direction == "write",
+                fd=request.fd,
+                memory=request.memory,
+                offset=request.offset,
+                key=key,
+            )
             request.ticket.begin_part()
         if self._flights and not self._timer_runs:
             self._ring.prepare_timer(self._timeout_seconds / 4, _TIMER_KEY)
@@ -156,90 +161,3 @@ class UringLane(Lane):
         flight = self._flights.pop(key)
         self._abandoned[key] = flight
         flight.request.finish(error)
-
-
-class Ring:
-    """The few calls of liburing that a lane needs, with types."""
-
-    def __init__(self, num_entries: int) -> None:
-        self._ring = liburing.Ring()
-        self._completion = liburing.Cqe()
-        self._iovecs: dict[tuple[int, int], object] = {}  # by address and length
-        self._timer: object = None
-        try:
-            liburing.io_uring_queue_init(num_entries, self._ring, 0)
-            try:
-                self._event = os.eventfd(0, os.EFD_CLOEXEC)
-                liburing.io_uring_register_eventfd(self._ring, self._event)
-            except BaseException:
-                liburing.io_uring_queue_exit(self._ring)
-                raise
-        except OSError as exc:
-            raise EnvironmentFailure(
-                f"io_uring is not available here: {exc.strerror or exc}", "set storage.engine to threads"
-            ) from exc
-
-    def prepare(self, request: Request, key: int) -> None:
-        """Put a request on the ring. The caller refers to its memory until it has completed.
-
-        liburing (2026.3.30) never releases the view that an Iovec is made from, so each view would keep its buffer
-        mapped for ever. Iovecs are therefore made from views that own nothing, one per address and length, and
-        cached: the same buffers come back, so there are few.
-        """
-        place = address_of(request.memory), len(request.memory)
-        iovec = self._iovecs.get(place)
-        if iovec is None:
-            unowned = (ctypes.c_char * place[1]).from_address(place[0])
-            iovec = self._iovecs[place] = liburing.Iovec([memoryview(unowned).cast("B")])
-        entry = liburing.io_uring_get_sqe(self._ring)
-        assert entry is not None, "the ring has an entry for every request and for the timer"
-        prepare = liburing.io_uring_prep_readv if request.direction == "read" else liburing.io_uring_prep_writev
-        prepare(entry, request.fd, iovec, request.offset)
-        entry.user_data = key
-
-    def prepare_timer(self, seconds: float, key: int) -> None:
-        """Put a timer on the ring, which completes after `seconds`. One at a time."""
-        self._timer = liburing.timespec(seconds)
-        entry = liburing.io_uring_get_sqe(self._ring)
-        assert entry is not None, "the ring has an entry for every request and for the timer"
-        liburing.io_uring_prep_timeout(entry, self._timer, 0, 0)
-        entry.user_data = key
-
-    def submit(self) -> None:
-        """Hand everything prepared to the kernel, in several calls if need be. Raises OSError if it takes no more."""
-        for _ in range(_MAX_SUBMITS):
-            if liburing.io_uring_sq_ready(self._ring) == 0:
-                return
-            try:
-                liburing.io_uring_submit(self._ring)
-            except OSError as exc:
-                if exc.errno not in (errno.EAGAIN, errno.EBUSY, errno.EINTR):
-                    raise
-        raise OSError(errno.EBUSY, "io_uring accepts no more requests")
-
-    def reap(self) -> list[tuple[int, int | OSError]]:
-        """The completions that are there now, as (key, bytes moved or error)."""
-        completions: list[tuple[int, int | OSError]] = []
-        for _ in range(liburing.io_uring_cq_ready(self._ring)):
-            liburing.io_uring_peek_cqe(self._ring, self._completion)
-            entry = self._completion[0]
-            key: int = entry.user_data
-            try:
-                completions.append((key, entry.res))
-            except OSError as exc:
-                completions.append((key, exc))
-            liburing.io_uring_cqe_seen(self._ring, entry)
-        return completions
-
-    def wait(self) -> None:
-        """Block, without the GIL, until something has completed or `wake` was called since the last wait."""
-        os.eventfd_read(self._event)
-
-    def wake(self) -> None:
-        """Let `wait` return. From any thread."""
-        os.eventfd_write(self._event, 1)
-
-    def close(self) -> None:
-        """Close the ring. The kernel keeps its own hold on the pages of what it has not completed."""
-        liburing.io_uring_queue_exit(self._ring)
-        os.close(self._event)

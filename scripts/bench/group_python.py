@@ -8,7 +8,7 @@ are. Times are CPU time of the thread, so that a loaded machine does not count, 
     write     submits the writes, and gives the buffers back
     kernel    AdamW and the checksums, without the GIL; and what the call itself takes (7 us, kernels/README.md)
     lanes     not on the optimizer thread: CPU time of the I/O threads for a group that is really read and written. The
-              kernel's part of a submit is in it, and liburing holds the GIL there
+              kernel's part of a submit is in it, which runs without the GIL
 
 The ceiling is the time in which many drives move a group (`--gb-per-second`): Python must stay far below it, since it
 holds the GIL, which the compute thread needs, too. The last line is JSON.

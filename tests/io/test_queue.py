@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.queue import Extent, IoQueue, depth_for, open_queue
+from ratel_cli.io.queue import Extent, IoQueue, depth_for
 from ratel_cli.io.tickets import Ticket, join
 from ratel_cli.sizes import PAGE_BYTES
 from tests.fakes import filled, open_direct
@@ -160,18 +159,6 @@ def test_auto_takes_threads_with_one_notice_when_the_kernel_forbids_io_uring(tmp
     """In a process of its own, with a system call filter that forbids io_uring as containers do."""
     command = [sys.executable, "-m", "tests.io.without_io_uring", str(tmp_path / "data")]
     subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=600)
-
-
-def test_auto_takes_threads_when_the_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "liburing", None)
-    monkeypatch.delitem(sys.modules, "ratel_cli.io.uring", raising=False)
-    notices: list[str] = []
-    with open_queue("auto", notice=notices.append) as queue:
-        assert queue.engine == "threads"
-    assert len(notices) == 1 and "liburing" in notices[0]
-    with pytest.raises(EnvironmentFailure, match="liburing") as raised:
-        open_queue("io_uring", notice=pytest.fail)
-    assert isinstance(raised.value.__cause__, ImportError) and raised.value.hint is not None
 
 
 @pytest.mark.parametrize(("num_drives", "depth"), [(1, 16), (4, 16), (5, 20), (12, 48)])

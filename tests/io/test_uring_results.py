@@ -19,7 +19,8 @@ from ratel_cli.io.requests import MAX_ATTEMPTS
 from ratel_cli.sizes import PAGE_BYTES
 from tests.fakes import filled
 
-Results = list[int | OSError | None]
+Results = list[int | None]
+"""Bytes that moved, or the negative number of an error."""
 NUM_PAGES = 6
 
 
@@ -33,17 +34,18 @@ def _with_io_uring() -> None:
 
 def queue_with(results: Results) -> IoQueue:
     """A queue on real rings whose first results are replaced by these. None leaves a result as it is."""
-    from ratel_cli.io.uring import Ring, UringLane
+    from ratel_cli._native import Ring
+    from ratel_cli.io.uring import UringLane
 
     class ChangedRing(Ring):
         def __init__(self, num_entries: int) -> None:
             super().__init__(num_entries)
             self._results = list(results)
 
-        def reap(self) -> list[tuple[int, int | OSError]]:
+        def reap(self) -> list[tuple[int, int]]:
             return [(key, self._changed(result) if key else result) for key, result in super().reap()]
 
-        def _changed(self, result: int | OSError) -> int | OSError:
+        def _changed(self, result: int) -> int:
             instead = self._results.pop(0) if self._results else None
             return result if instead is None else instead
 
@@ -55,7 +57,7 @@ def queue_with(results: Results) -> IoQueue:
 
 
 def errors_of(error_number: int, count: int) -> Results:
-    return [OSError(error_number, os.strerror(error_number)) for _ in range(count)]
+    return [-error_number] * count
 
 
 @pytest.mark.parametrize(
