@@ -14,12 +14,13 @@ READY := .venv/.ready
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .constraints.txt
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(OPTIONS)
 GPU := tests/gpu tests/simulated_gpu
-FULL := -m "full or hypothesis" --hypothesis-profile full
+FULL := -m "(full or hypothesis) and not nightly" --hypothesis-profile full
+NIGHTLY := -m nightly --hypothesis-profile full
 
 # Python keeps what it compiled, whatever the environment says: workers and the processes they start share it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test hostile check full lint types stress bench clean
+.PHONY: help demo test hostile check full nightly lint types stress bench clean
 
 help:  ## Say what there is
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 8
@@ -42,6 +43,10 @@ check: lint types test full  ## Check all that must hold for a change: lint, typ
 full: $(READY)  ## Run what the full tier of the tests has beyond the short one
 	RATEL_SIMULATED_GPU=1 $(PYTEST) $(FULL) --slowest=build/slowest/$@-gpu.txt $(GPU)
 	$(PYTEST) $(FULL) --slowest=build/slowest/$@.txt $(GPU:%=--ignore=%)
+
+nightly: $(READY)  ## Run what only the nightly tier has: whole products of settings, all bit patterns, thousands of power cuts
+	RATEL_SIMULATED_GPU=1 $(PYTEST) $(NIGHTLY) --slowest=build/slowest/$@-gpu.txt $(GPU)
+	$(PYTEST) $(NIGHTLY) --slowest=build/slowest/$@.txt $(GPU:%=--ignore=%)
 
 stress: $(READY)  ## Kill a training run a thousand times, at any moment, and compare what it leaves (half an hour)
 	RATEL_STRESS_KILLS=1000 $(BIN)/python -m pytest -m stress -s tests/stress

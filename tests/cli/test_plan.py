@@ -241,6 +241,7 @@ def test_the_drives_rating_is_taken_into_account(ask: Ask, config: Path, here: P
     assert of_config.row("run").endswith("% of the drives' rated endurance")
 
 
+@pytest.mark.full
 def test_what_the_rule_for_wear_holds_back_is_told_and_advised(ask: Ask, here: Path) -> None:
     """On a slow GPU, so that to spill much gains something, but not half as much, in percent, as it writes."""
     (here / "wide.yaml").write_text(WIDE)
@@ -411,7 +412,7 @@ def test_a_picture_that_cannot_be_drawn(
     assert f"hint: {pip_install('ratel-cli[plot]')}\n" in result.err
 
 
-@pytest.mark.parametrize("cost_model", ["ratel", "paper"])
+@pytest.mark.parametrize("cost_model", [pytest.param("ratel", marks=pytest.mark.full), "paper"])
 def test_other_strategies(ask: Ask, cost_model: str) -> None:
     pytest.importorskip("scipy")
     arguments = [*PAPER_13B, f"cost_model={cost_model}", "limits.host_memory=128GiB", "micro_batch_size=8"]
@@ -506,7 +507,7 @@ def test_a_family_that_transformers_does_not_know_is_rejected(
 
 
 def test_a_model_of_70b_that_was_described_before_is_planned_without_torch(ask: Ask, config: Path, here: Path) -> None:
-    """In three seconds of the processor's time, since others may be using it."""
+    """In seconds of the processor's time, which take longer while others use it; with torch it would be minutes."""
     (here / "base" / "config.json").write_text(json.dumps(LLAMA_70B))
     source = (
         "import sys; from ratel_cli.cli.app import main; code = main(sys.argv[1:]); "
@@ -523,7 +524,7 @@ def test_a_model_of_70b_that_was_described_before_is_planned_without_torch(ask: 
     assert result.returncode == 0, result.stderr
     assert "base: 70.6B parameters in 82 blocks" in result.stdout
     assert result.stdout == first.out
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
 
 
 def test_a_limit_that_this_machine_does_not_have(ask: Ask, config: Path, machine: Path) -> None:

@@ -15,6 +15,7 @@ from ratel_cli.run.run_directory import find_run
 from ratel_cli.store.run_record import read_record
 from ratel_cli.store.store import Store
 from tests.e2e.runs import SETTINGS, assert_rejected, ratel, tree
+from tests.tiers import sample
 
 OUTPUT, STORE = Path("outputs/a"), Path("outputs/a.store")
 
@@ -44,7 +45,7 @@ def recorded(output: Path = OUTPUT) -> str:
     return (output / "run" / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize("is_moved", [False, True])
+@pytest.mark.parametrize("is_moved", sample([False, True], every=2, offset=1))
 def test_every_command_finds_the_run(started: Path, monkeypatch: pytest.MonkeyPatch, is_moved: bool) -> None:
     if is_moved:
         started = started.rename(started.with_name("moved"))

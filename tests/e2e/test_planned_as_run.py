@@ -13,6 +13,7 @@ from ratel_cli.config.load import load_config
 from ratel_cli.console import RunLog
 from ratel_cli.run.model_description import describe_model
 from tests.e2e.runs import output_of, ratel, succeed, write_config
+from tests.tiers import sample
 
 LLAMA_LIKE: dict[str, object] = {
     "hidden_size": 64,
@@ -51,7 +52,7 @@ def plan(config: Path, hardware: Path) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", sample(MODELS, every=3))
 def test_plans_differ_only_by_what_is_measured(model_type: str, tmp_path: Path, base: Path, rows: Path) -> None:
     """With everything recomputed, because only a recorded step knows which outputs can be swapped."""
     config = config_file(tmp_path, model_type, base=base, rows=rows)

@@ -29,6 +29,7 @@ pytestmark = [
 ]
 
 REPOSITORY = Path(__file__).parents[2]
+WIDTHS = [pytest.param(60, marks=pytest.mark.nightly), 80, pytest.param(140, marks=pytest.mark.nightly)]
 ROWS = 12
 """As many as the panel has lines, so that it reaches the top of the screen."""
 COMMAND = (
@@ -135,7 +136,7 @@ def record(name: str, screens: Sequence[list[str]]) -> None:
     keep(name, "\n\n----\n\n".join("\n".join(lines) for lines in screens).encode())
 
 
-@pytest.mark.parametrize("columns", [60, 80, 140])
+@pytest.mark.parametrize("columns", WIDTHS)
 def test_a_session(make_config: MakeConfig, columns: int) -> None:
     """A run trains, is stopped by Ctrl-C, and resumes to its end. One panel is shown, and none stays."""
     config = make_config(max_steps=100_000, save_steps=5, save_total_limit=1)

@@ -35,7 +35,7 @@ from tests.tiers import pairwise, rotating
 
 
 @pytest.mark.parametrize(
-    ("architecture", "dtype", "num_micro_batches", "max_grad_norm"), rotating(ARCHITECTURES, *SETTINGS)
+    ("architecture", "dtype", "num_micro_batches", "max_grad_norm"), rotating(ARCHITECTURES, *SETTINGS, full_pairs=True)
 )
 def test_equals_plain_pytorch(
     tmp_path: Path, architecture: str, dtype: DtypeName, num_micro_batches: int, max_grad_norm: float | None

@@ -17,6 +17,7 @@ from tests.engine.architectures import tiny_config
 from tests.engine.machine import initial_weights, machine, random_steps
 from tests.planning.shapes import BFLOAT16
 from tests.reference import Recipe
+from tests.tiers import sample
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +40,7 @@ def test_peak_does_not_grow_from_8_to_32_layers_at_64_tokens_a_step() -> None:
     assert deep - shallow < 0.05 * 16 * (deep_parameters - shallow_parameters)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("architecture", sample(["llama", "gpt2"], every=2, offset=1))
 def test_what_is_noted_of_each_unit_is_less_than_a_plan_counts(tmp_path: Path, architecture: str) -> None:
     config, recipe = tiny_config(architecture), Recipe(dtype=torch.bfloat16)
     peaks, planned = [], []

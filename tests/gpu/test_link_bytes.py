@@ -58,7 +58,9 @@ def planned_bytes(ratel: Machine, placement: Placement, workload: Workload, *, u
 
 @pytest.mark.parametrize(
     ("num_micro_batches", "holds_sums", "kept_layers", "swaps", "window_bytes", "tied", "head"),
-    rotating([1, 3], [False, True], [0, 2], [False, True], [0, 400_000, 1 << 30], [False, True], list(HEADS)),
+    rotating(
+        [1, 3], [False, True], [0, 2], [False, True], [0, 400_000, 1 << 30], [False, True], list(HEADS), full_pairs=True
+    ),
 )
 def test_a_step_moves_what_was_planned(
     tmp_path: Path,

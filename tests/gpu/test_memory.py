@@ -120,7 +120,9 @@ def peak_bytes(ratel: Machine, batches: list[MicroBatch]) -> int:
 
 @pytest.mark.parametrize(
     ("kept_layers", "num_micro_batches", "swaps", "tied", "holds_sums", "window_share"),
-    rotating([0, 2, 4], [1, 3], [False, True], [False, True], [False, True], [0.0, 0.3, 1.0], offset=2),
+    rotating(
+        [0, 2, 4], [1, 3], [False, True], [False, True], [False, True], [0.0, 0.3, 1.0], offset=2, full_pairs=True
+    ),
 )
 def test_a_step_takes_no_more_than_was_planned(
     tmp_path: Path,

@@ -95,7 +95,7 @@ def config_of(architecture: str, shape: Shape, *, tied: bool) -> PretrainedConfi
 
 @pytest.mark.parametrize(
     ("shape", "architecture", "num_micro_batches", "tied", "holds_sums"),
-    rotating(SHAPES, ["opt", "llama"], [1, 3], [True, False], [True, False], every=2, offset=3),
+    rotating(SHAPES, ["opt", "llama"], [1, 3], [True, False], [True, False], every=3, offset=3, full_pairs=True),
     ids=lambda value: value.name if isinstance(value, Shape) else str(value),
 )
 def test_a_step_takes_what_was_planned(
@@ -112,7 +112,8 @@ def test_a_step_takes_what_was_planned(
         [3, 1],
         [False, True],
         [CHUNK_TOKENS, LARGE_CHUNK_TOKENS[0]],
-        every=2,
+        every=3,
+        full_pairs=True,
     ),
     ids=lambda value: value.name if isinstance(value, Shape) else str(value),
 )
@@ -133,7 +134,7 @@ def test_so_it_does_where_host_memory_has_the_sums_of_the_head(
 
 @pytest.mark.parametrize(
     ("shape", "num_micro_batches", "tied", "chunk_tokens"),
-    rotating(SHAPES, [1, 3], [True, False], LARGE_CHUNK_TOKENS, every=len(SHAPES)),
+    rotating(SHAPES, [1, 3], [True, False], LARGE_CHUNK_TOKENS, every=len(SHAPES), full_pairs=True),
     ids=lambda value: value.name if isinstance(value, Shape) else str(value),
 )
 def test_so_it_does_where_the_logits_are_large(
@@ -144,7 +145,7 @@ def test_so_it_does_where_the_logits_are_large(
 
 @pytest.mark.parametrize(
     ("shape", "architecture", "num_micro_batches", "share"),
-    rotating(SHAPES, ["opt", "llama"], [1, 3], [0.4, 1.0], every=2, offset=1),
+    rotating(SHAPES, ["opt", "llama"], [1, 3], [0.4, 1.0], every=3, offset=1, full_pairs=True),
     ids=lambda value: value.name if isinstance(value, Shape) else str(value),
 )
 def test_so_it_does_with_swapped_outputs(
@@ -155,7 +156,7 @@ def test_so_it_does_with_swapped_outputs(
 
 @pytest.mark.parametrize(
     ("shape", "architecture", "num_micro_batches", "share"),
-    rotating(SHAPES, ["llama", "opt"], [3, 1], [0.0, 0.5], every=2, offset=1),
+    rotating(SHAPES, ["llama", "opt"], [3, 1], [0.0, 0.5], every=3, offset=2, full_pairs=True),
     ids=lambda value: value.name if isinstance(value, Shape) else str(value),
 )
 def test_so_it_does_where_two_units_do_not_fit(

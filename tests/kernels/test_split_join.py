@@ -53,7 +53,7 @@ def test_sizes(isa: str) -> None:
         check(words[:size].clone(), isa)
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 def test_lossless_for_all_patterns() -> None:
     words = np.arange(CHUNK, dtype=np.uint32)
     hi16, lo16 = torch.empty(CHUNK, dtype=torch.bfloat16), torch.empty(CHUNK, dtype=torch.int16)
